@@ -76,7 +76,7 @@ def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> Non
     advice = r"hf download Org/no --local-dir no downloads it, or --model.download into the cache"
     with pytest.raises(ConfigError, match=rf"model.path 'Org/no' does not exist .*; {advice}"):
         parse_train(["--model.path", "Org/no"])  # train.lr is not given either
-    with pytest.raises(ConfigError, match=r"hf download org/no --repo-type dataset --local-dir no .*--data.download"):
+    with pytest.raises(ConfigError, match=r"hf download org/no --repo-type dataset --local-dir no .*--model.download"):
         parse_train(["--data.path", "org/no"])
 
 
@@ -97,7 +97,7 @@ def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, mon
         return str(put(cache, f"{options['repo_type']}s--{repo.replace('/', '--')}", "model.safetensors", "a.jsonl"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    words = ["--model.path", "Org/tiny", "--model.download", "--data.path", "org/rows", "--data.download", "true"]
+    words = ["--model.path", "Org/tiny", "--model.download", "--data.path", "org/rows"]
     _, config = parse_train(words)
     assert downloads == [("Org/tiny", "model", True), ("org/rows", "dataset", False)]
     assert parse_train(words)[1] == config and len(downloads) == 2  # from the cache now

@@ -233,8 +233,8 @@ IMPOSSIBLE = [
     ),
     (
         4,
-        {"context.eval_planner": "dynamic", "context.eval_min_dynamic_context_parallel_size": 5},
-        r"^context.eval_min_dynamic_context_parallel_size 5 is above the 4 slots; use at most 4$",
+        {"context.eval_planner": "dynamic", "context.min_dynamic_context_parallel_size": 5},
+        r"^context.min_dynamic_context_parallel_size 5 is above the 4 slots; use at most 4$",
     ),
     (
         4,
@@ -333,9 +333,9 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
 def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
     """In training, in evaluation and in a set, each at its own degree: exchanges inside hosts of 8 slots."""
     own = {"cp_comm_type": "a2a+p2p", "planner": planner, "max_tokens_per_slot": 1024}
-    own |= {"context_parallel_size": 16, "min_dynamic_context_parallel_size": 16}
-    given = {f"context.{key}": value for key, value in own.items()}
-    given |= {f"context.eval_{key}": value for key, value in own.items()} | {"model.path": "folder"}
+    own |= {"context_parallel_size": 16}
+    given = {f"context.{prefix}{key}": value for key, value in own.items() for prefix in ("", "eval_")}
+    given |= {"context.min_dynamic_context_parallel_size": 16, "model.path": "folder"}
     set_of_degree = {"name": "books", "path": "books", "planner": "fixed", "context_parallel_size": 32}
     config, cost = load_config(None, given | {"eval": [set_of_degree]}), Cost(across_bytes_per_second=1e9)
     choices = [PlanChoice.evaluation(config, entry, cost=cost, heads=8) for entry in config.evaluations]

@@ -1,6 +1,5 @@
 """Tables [[eval]]: what is read, what a set inherits, what is refused, all before any process exists."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:
 
 
 def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
-    plan = [key.name for key in fields(PlanSection)]
+    plan = [key.name for key in section_keys(PlanSection)]
     of_context = [key.name for key in section_keys(ContextConfig)]
     assert [key for key in of_context if key.startswith("eval_")] == [f"eval_{key}" for key in plan]
     assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in section_keys(EvalConfig)}
@@ -33,8 +32,8 @@ def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
 
 def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
     changes = {"context__eval_cp_comm_type": "a2a", "context__eval_max_tokens_per_slot": 99, "train__eval_every": 7}
-    changes |= {"train__eval_seconds": 2.5, "train__eval_metrics": ("a.b",), "context__eval_attention_kernel": "x"}
-    changes |= {"context__max_dynamic_context_parallel_size": 8, "context__eval_min_dynamic_context_parallel_size": 2}
+    changes |= {"train__eval_seconds": 2.5, "train__eval_metrics": ("a.b",)}
+    changes |= {"context__max_dynamic_context_parallel_size": 8, "context__min_dynamic_context_parallel_size": 2}
     inherited = entry({}, **changes, data__max_document_tokens=77)
     assert inherited == EvalConfig(
         name="books",
@@ -51,7 +50,6 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
         partition="zigzag",
         max_tokens_per_slot=99,
         hierarchical_context_parallel_sizes=0,
-        attention_kernel="x",
     )
 
 
@@ -123,10 +121,6 @@ IMPOSSIBLE: list[tuple[list[dict[str, Any]], str]] = [
     ([BOOKS | {"max_tokens_per_slot": "most"}], r"eval.books.max_tokens_per_slot is 'most'; .*or \"auto\""),
     ([BOOKS | {"every": -2}], r"eval.books.every is -2; it must be at least 0"),
     ([BOOKS | {"max_document_tokens": 1}], r"eval.books.max_document_tokens is 1; a document of one token"),
-    (
-        [BOOKS | {"attention_kernel": "cpu_flsh"}],
-        r"eval.books.attention_kernel is 'cpu_flsh'; did you mean 'cpu_flash'",
-    ),
     ([BOOKS | {"metrics": ["accuracy"]}], r"eval.books.metrics has 'accuracy'; give a function with its module"),
 ]
 
@@ -137,9 +131,9 @@ def test_sets_that_are_impossible(tables: list[dict[str, Any]], message: str) ->
         check_config(load_config(None, {"eval": tables}), 4)
 
 
-def test_the_kernel_of_evaluation_is_one_that_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"context.eval_attention_kernel is 'fa5'; did you mean 'fa4'"):
-        check_config(load_config(None, {"context.eval_attention_kernel": "fa5"}), 4)
+def test_the_kernel_is_one_that_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"context.attention_kernel is 'fa5'; did you mean 'fa4'"):
+        check_config(load_config(None, {"context.attention_kernel": "fa5"}), 4)
 
 
 def test_a_set_of_version_0_2_is_read_and_one_of_its_gone_keys_is_refused() -> None:

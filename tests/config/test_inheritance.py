@@ -20,10 +20,7 @@ VALUES: dict[str, Any] = {
     "max_tokens_per_slot": st.sampled_from([0, 64, 600, AUTO]),
     "cp_comm_type": st.sampled_from(["p2p", "a2a", "a2a+p2p", ("p2p", "a2a")]),
     "partition": st.sampled_from(["zigzag", "contiguous"]),
-    "min_dynamic_context_parallel_size": st.sampled_from([1, 2]),
-    "max_dynamic_context_parallel_size": st.sampled_from([0, 2, 4]),
     "hierarchical_context_parallel_sizes": SIZES,
-    "attention_kernel": st.sampled_from(["reference", "triton_flash"]),
 }
 DEGREES = st.sampled_from([1, 2, 4, 8])
 TRAINING = st.builds(ContextConfig, context_parallel_size=DEGREES, **VALUES)
@@ -37,15 +34,14 @@ def test_what_is_given_stays_and_nothing_is_left_open(training: ContextConfig, k
         stands_for = {("context_parallel_size", 0), ("max_tokens_per_slot", AUTO)}
         expected = getattr(training, key) if (key, value) in stands_for else value
         assert getattr(evaluation, key) == expected
-    left = {key for key in KEYS if getattr(evaluation, key) in (NOT_GIVEN, "")}
-    assert left <= {"attention_kernel"}  # which the prepared model has
+    assert not {key for key in KEYS if getattr(evaluation, key) in (NOT_GIVEN, "")}
     assert inherit_keys(evaluation, training, training) == evaluation
 
 
 @given(TRAINING, st.sampled_from(KEYS))
 def test_evaluation_without_keys_is_as_training(training: ContextConfig, _: str) -> None:
     evaluation = inherit_keys(PlanSection(), training, training)
-    assert evaluation.plan_keys == training.plan_keys | {"attention_kernel": ""}
+    assert evaluation.plan_keys == training.plan_keys
 
 
 @given(TRAINING, SOME, SOME)

@@ -37,8 +37,5 @@ def test_a_default_that_depends_on_other_keys_is_in_its_text() -> None:
     sections, _ = reference_page().split("### [[eval]]")
     depends = {row.split("`")[1].rpartition(".")[2] for row in sections.splitlines() if "| *see text* |" in row}
     by_slots = {"context_parallel_size", "max_tokens_per_slot", "eval_context_parallel_size"}
-    evaluation = {
-        f"eval_{x}_context_parallel_size{s}"
-        for x, s in (("min_dynamic", ""), ("max_dynamic", ""), ("hierarchical", "s"))
-    }
+    evaluation = {"eval_hierarchical_context_parallel_sizes"}
     assert depends == {key.partition(".")[2] for key in _DEMO} - {"preset"} | {"path", "train"} | by_slots | evaluation

@@ -63,7 +63,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, 
         tmp_path_factory.mktemp("sets"),
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
         | {"planner": "dynamic", "max_tokens_per_slot": 128},
-        {"name": "some", "documents": 3, "context_parallel_size": 1, "attention_kernel": "cpu_flash"},
+        {"name": "some", "documents": 3, "context_parallel_size": 1},
         train__eval_document_losses=True,
         run__loggers=["tests.run.loggers.fake_loggers.FileLogger"],
     )

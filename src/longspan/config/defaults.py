@@ -98,11 +98,11 @@ def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     """Put the folder of the local cache in place of each name of the hub that stands for a model or data set.
 
     The run's config.toml then names one revision. Without `weights` a config.json is enough of model.path. What is
-    missing is downloaded where model.download and data.download say so. Raises ConfigError for a name that is nowhere.
+    missing is downloaded where model.download says so. Raises ConfigError for a name that is nowhere.
     """
     model, data = config.model, config.data
     find_model = partial(find_local, download=model.download, download_key="model.download")
-    find_data = partial(find_local, kind="dataset", download=data.download, download_key="data.download")
+    find_data = partial(find_model, kind="dataset")
     sources = [
         replace(source, path=find_data(source.path, f"data.sources[{number}].path"))
         for number, source in enumerate(data.sources)

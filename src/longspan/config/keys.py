@@ -24,6 +24,14 @@ GONE_VALUES: dict[str, object] = {
     "train.memory_history": 0,
     "train.recompute_layers": 0,
     "train.segment_layers": 0,
+    "context.eval_attention_kernel": "",
+    "context.eval_min_dynamic_context_parallel_size": 1,
+    "context.eval_max_dynamic_context_parallel_size": 0,
+    "data.check_images": "headers",
+    "data.date_string": "26 Jul 2024",
+    "eval.attention_kernel": "",
+    "eval.min_dynamic_context_parallel_size": 1,
+    "eval.max_dynamic_context_parallel_size": 0,
     "run.refine": "auto",
     "run.timeout_seconds": "auto",
     "eval.passkey_lengths": [],
@@ -31,6 +39,7 @@ GONE_VALUES: dict[str, object] = {
     "eval.passkey_samples": 4,
 }
 FIRST = ("name", "path")  # keys that begin a table
+AS_IN_TRAINING = {"key": False}  # of a field of plans of evaluation that is no key
 
 
 @dataclass(frozen=True)
@@ -91,11 +100,13 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
     """List the keys of a section or table, in order; keys of a section inside it have a prefix (`key_prefix`).
 
     >>> [key.name for key in section_keys(ContextConfig)][-1]
-    'eval_attention_kernel'
+    'eval_hierarchical_context_parallel_sizes'
     """
     kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
     keys: list[Key] = []
     for field in fields(kind):
+        if field.metadata == AS_IN_TRAINING:
+            continue
         marks = getattr(marked[field.name], "__metadata__", ())
         if is_dataclass(kinds[field.name]):
             inner, prefix = kinds[field.name], key_prefix(field.name)

@@ -9,7 +9,16 @@ The plans themselves are made in `train/plans`.
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeFloat, NonNegativeInt, PositiveInt, Texts
+from longspan.config.keys import (
+    AS_IN_TRAINING,
+    AUTO,
+    NOT_GIVEN,
+    AtLeast,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Texts,
+)
 from longspan.plan.hierarchy import level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
@@ -43,24 +52,6 @@ class PlanSection:
     ] = NOT_GIVEN
     """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2, or 1 of an odd number of
     slots."""
-    min_dynamic_context_parallel_size: Annotated[
-        int,
-        AtLeast(1),
-        Texts(
-            "Smallest degree that dynamic plans of evaluation may choose. Default: as in training.",
-            "As context.eval_min_dynamic_context_parallel_size. Default: the same.",
-        ),
-    ] = NOT_GIVEN
-    """Smallest degree that the dynamic planner may choose."""
-    max_dynamic_context_parallel_size: Annotated[
-        int,
-        AtLeast(0),
-        Texts(
-            "Largest degree that dynamic plans of evaluation may choose; 0: no limit. Default: as in training.",
-            "As context.eval_max_dynamic_context_parallel_size. Default: the same.",
-        ),
-    ] = NOT_GIVEN
-    """Largest degree that the dynamic planner may choose; 0: no limit."""
     max_tokens_per_slot: Annotated[
         int | str,
         AtLeast(0),
@@ -101,14 +92,8 @@ class PlanSection:
         ),
     ] = NOT_GIVEN
     """Sizes (a2a, p2p) of a2a+p2p; 0: the best ones of each group. Read with that type only."""
-    attention_kernel: Annotated[
-        str,
-        Texts(
-            "Attention kernel in evaluation; empty: as in training.",
-            "As context.eval_attention_kernel. Default: the same.",
-        ),
-    ] = ""
-    """Attention kernel (docs/attention.md), or the dotted name of your own; empty: the first that can."""
+    min_dynamic_context_parallel_size: int = field(default=NOT_GIVEN, metadata=AS_IN_TRAINING)
+    max_dynamic_context_parallel_size: int = field(default=NOT_GIVEN, metadata=AS_IN_TRAINING)
 
     @property
     def plan_keys(self) -> dict[str, Any]:
@@ -123,8 +108,12 @@ class ContextConfig(PlanSection):
     planner: str = "fixed"
     context_parallel_size: PositiveInt = NOT_GIVEN
     min_dynamic_context_parallel_size: PositiveInt = 1
+    """Smallest degree that the dynamic planner may choose, in evaluation too."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
+    """Largest degree that the dynamic planner may choose, in evaluation too; 0: no limit."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
+    attention_kernel: str = ""
+    """Attention kernel (docs/attention.md), or the dotted name of your own; empty: the first that can."""
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""
@@ -145,7 +134,8 @@ class EvalConfig(PlanSection):
     """A named evaluation set: documents that are never trained on, when they are evaluated, and under which plans.
 
     The file may have any number of these tables, each with a name; flags do not reach them. The keys from planner to
-    attention_kernel are those of [context] that begin with eval_, without that prefix, and their defaults are these.
+    hierarchical_context_parallel_sizes are those of [context] that begin with eval_, without that prefix, and their
+    defaults are these.
     """
 
     name: str = ""
@@ -199,13 +189,11 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     """Fill the keys of a section that are not given from its parent's; sizes of a2a+p2p are not fitted to the degree.
 
     A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
-    with its communication type. Evaluation takes training's attention kernel from the prepared model.
+    with its communication type.
     """
     values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
     if section.context_parallel_size == AUTO:
         values["cp_comm_type"] = AUTO
-    if isinstance(parent, ContextConfig):
-        del values["attention_kernel"]
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 

@@ -165,8 +165,6 @@ class DataConfig:
     set of the package datasets has them (docs/fine-tuning.md), the name of a data set on the hub that is in the local
     cache (ORG/NAME, or ORG/NAME/FILE), or stdlib (sources of this Python's standard library). Default: stdlib, unless
     there are tables [[data.sources]]."""
-    download: bool = False
-    """Download the data sets that path, sources and [[eval]] name on the hub into the local cache, if it lacks them."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of path: tables [[data.sources]]."""
     columns: tuple[str, ...] = ()
@@ -177,18 +175,12 @@ class DataConfig:
     max_text_bytes: NonNegativeInt = MAX_TEXT_BYTES
     """A line, a text file or a row of a table (without its images) of more bytes is a bad row, and is not parsed;
     0: any."""
-    check_images: Literal["headers", "pixels"] = "headers"
-    """How images are looked at when tokens are made: headers and ends of files, by which those that were cut off are
-    bad rows; or pixels: every image is decoded once, so that none is found broken in a step.
-    """
     cache: str = ""
     """Folder where tokens are kept for all runs that ask for the same; empty: longspan/corpora in the user's cache."""
     workers: NonNegativeInt = 0
     """Processes that tokenize; 0: one for each core."""
     turns: Literal["together", "split"] = "together"
     """A conversation is one document, or split: one for each assistant turn, with what stood before it."""
-    date_string: str = "26 Jul 2024"
-    """The date for chat templates that ask for one, so that a conversation has the same tokens on every day."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
     chat_template: str = ""

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
+from longspan.config.keys import GONE_VALUES
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
 from longspan.corpus.files import FileSums, LogLine, file_differences, sample_texts
@@ -106,7 +107,10 @@ class _CorpusOfRun:
         values, changes = self._settings.deciding_values(), list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
         for key in recorded.asked.keys() | values.keys():
-            old_value, new_value = recorded.asked.get(key, defaults.get(key)), values.get(key)
+            old_value, new_value = (
+                recorded.asked.get(key, defaults.get(key)),
+                values.get(key, GONE_VALUES.get(f"data.{key}")),
+            )
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")

@@ -16,7 +16,7 @@ from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.manifest import Manifest
 
 # Keys of [data] that decide documents, with the paths and RowSettings.
-_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes", "check_images")
+_DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def make_recipe(
         kind = kind_of_files(
             source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
         )
-        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings(), data.check_images == "pixels"))
+        encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
     return Recipe(
         path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),
         files=files,

@@ -97,9 +97,8 @@ class ImageReader:
             except DataError as error:
                 frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
                 raise DataError(
-                    f"{self._image_name(placed)}{frame}: {error} (a run in a new folder with data.check_images = "
-                    '"pixels" finds such images before its first step, and with data.on_bad = "skip" leaves their '
-                    "rows out)"
+                    f"{self._image_name(placed)}{frame}: {error}; restore the file, or start a run in a new folder "
+                    "without its row"
                 ) from error
         return pictures
 

@@ -49,15 +49,12 @@ class LongspanArguments:
     mode: str = _key("lockstep", "lockstep or free: who waits in training")
     eval_planner: str = _key("", "planner of evaluation; empty: as in training, or fixed with a degree")
     eval_context_parallel_size: str = _key("", "ranks that share a document in evaluation; auto: the fastest")
-    eval_min_dynamic_context_parallel_size: int = _key(NOT_GIVEN, "as in training")
-    eval_max_dynamic_context_parallel_size: int = _key(NOT_GIVEN, "as in training")
     eval_max_tokens_per_slot: str = _key("", "rows of a micro-batch on a slot in evaluation")
     eval_cp_comm_type: str = _key("", "communication type of evaluation")
     eval_partition: str = _key("", "partition of evaluation")
     eval_hierarchical_context_parallel_sizes: list[int] = field(
         default_factory=list, metadata={"help": "as training's"}
     )
-    eval_attention_kernel: str = _key("", "attention kernel of evaluation")
     tp: int = _key(1, "tensor-parallel degree")
     pp: int = _key(1, "pipeline stages: 1; a Trainer has no others")
     ep: int = _key(1, "expert-parallel degree")

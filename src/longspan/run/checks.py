@@ -451,11 +451,8 @@ def _check_known(key: str, name: str, known: Sequence[str]) -> None:
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
     context = config.context
-    kernels = {"context.attention_kernel": context.attention_kernel}
-    kernels |= {f"{entry.prefix}attention_kernel": entry.attention_kernel for entry in config.evaluations}
-    for key, name in kernels.items():
-        if name:
-            _check_known(key, name, ATTENTION_KERNELS)
+    if context.attention_kernel:
+        _check_known("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
     if context.cost_model:
         check_cost(context.cost_model, config.run.machine)
     for choice, cut_by, limit in _plan_choices(config, training=training):
@@ -523,7 +520,7 @@ def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, tit
         if choice.has_one_degree and 0 < choice.degree < home.slots:
             wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-            wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
+            wider = " (context.max_dynamic_context_parallel_size = 0)"
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
             "texts"

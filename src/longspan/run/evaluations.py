@@ -218,14 +218,12 @@ class Evaluations:
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
         """Evaluate a set under plans of `choice`; None if a signal or the set's time limit stopped the evaluation."""
-        settings, kernel = self.run.config.train, entry.config.attention_kernel
         options = EvaluationOptions(
             step=done,
             name=entry.name,
-            loss_chunk_rows=settings.loss_chunk_rows,
+            loss_chunk_rows=self.run.config.train.loss_chunk_rows,
             metrics=entry.metrics,
             token_bytes=entry.token_bytes,
-            attention_kernel=kernel or None,
             seconds=entry.config.max_seconds or None,
             stopped=self.stop.reason,
             progress=partial(self.display.show_eval_progress, entry.name),

@@ -20,7 +20,7 @@ from longspan.corpus.image_documents import ImageDocuments
 from longspan.corpus.images.image_file import ImageFile, import_pillow
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.errors import DataError
-from tests.corpus.images.folders import qwen_folder, with_broken_pixels, write_images, write_rows
+from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.corpus.images.test_images import PART, asks, corpus_of, documents_of, ids_of, text
 
 Image = pytest.importorskip("PIL.Image")
@@ -235,50 +235,25 @@ def test_names_that_are_read_as_text_are_counted(folder: Path) -> None:
         ]
 
 
-def broken(data: bytes, kind: str, where: str) -> bytes:
-    """An image of this kind without its end, or with pixels that cannot be decoded."""
-    if where == "pixels":
-        return with_broken_pixels(data)
+def broken(data: bytes, kind: str) -> bytes:
+    """An image of this kind without its end."""
     file = io.BytesIO()
     Image.open(io.BytesIO(data)).convert("RGB").save(file, kind)
     return file.getvalue()[: len(file.getvalue()) * 2 // 3]
 
 
-@pytest.mark.parametrize(
-    ("where", "kind", "check"),
-    [("pixels", "PNG", "pixels"), *[("end", kind, "headers") for kind in ("PNG", "JPEG", "GIF", "WEBP")]],
-)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
 def test_broken_images_are_left_out_before_the_first_step(
-    where: str, kind: str, check: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole,) = write_images(folder / "large", [(40, 40)])
     data = (folder / "large" / whole).read_bytes()
-    (folder / "cut.png").write_bytes(broken(data, kind, where))
-    frames = {"videos": [["0.png", "cut.png" if where == "pixels" else "none.png"]], "text": "<video>"}
+    (folder / "cut.png").write_bytes(broken(data, kind))
+    frames = {"videos": [["0.png", "none.png"]], "text": "<video>"}
     rows = [{"image": "cut.png", "text": "<image>"}, {"image": f"large/{whole}", "text": "<image>"}, frames]
-    assert any("left out 2 bad rows" in line for line in lines_of(folder, rows, on_bad="skip", check_images=check))
-    documents = documents_of(
-        corpus_of(folder, rows, folder / "model", on_bad="skip", check_images=check), folder / "model", monkeypatch
-    )
+    assert any("left out 2 bad rows" in line for line in lines_of(folder, rows, on_bad="skip"))
+    documents = documents_of(corpus_of(folder, rows, folder / "model", on_bad="skip"), folder / "model", monkeypatch)
     assert len(documents) == 1 and len(documents.items) == 1 and documents.read(0).grid == (1, 10, 10)
-
-
-def test_pixels_are_looked_at_where_headers_were(folder: Path) -> None:
-    """Another check is other documents, also of a run that goes on; a key that a run did not know had its default."""
-    rows = [{"image": "0.png", "text": "<image>"}]
-    lines_of(folder, rows)
-    (folder / "0.png").write_bytes(with_broken_pixels((folder / "0.png").read_bytes()))
-    lines_of(folder, rows)
-    with pytest.raises(DataError, match=r"line 1: images\[0\]: .*0\.png is no image"):
-        lines_of(folder, rows, check_images="pixels")
-    record = folder / "run" / "corpus" / "corpus.json"
-    record.write_text(record.read_text().replace('"check_images": "headers",', ""))
-    config = DataConfig(path=str(folder / "rows.jsonl"), cache=str(folder / "cache"), max_document_tokens=0)
-    tokenizer = load_tokenizer(folder / "model")
-    ensure_corpus(CorpusSettings(config), folder / "run", tokenizer=tokenizer, resumed=True, log=print)
-    other = CorpusSettings(replace(config, check_images="pixels"))
-    with pytest.raises(DataError, match=r"data\.check_images was 'headers' and is 'pixels'"):
-        ensure_corpus(other, folder / "run", tokenizer=tokenizer, resumed=True, log=print)
 
 
 def png_of_size(width: int, height: int) -> bytes:

@@ -201,7 +201,9 @@ def test_broken_pixels_are_named_when_they_are_read(tmp_path: Path, monkeypatch:
     (tmp_path / names[0]).write_bytes(with_broken_pixels(data))
     corpus = corpus_of(tmp_path, [{"text": "<image>", "images": names}], model)
     documents = documents_of(corpus, model, monkeypatch)
-    with pytest.raises(DataError, match=r"image 1 of rows\.jsonl, the line at byte 0 \(.*0\.png\): .*check_images = "):
+    with pytest.raises(
+        DataError, match=r"image 1 of rows\.jsonl, the line at byte 0 \(.*0\.png\): .*restore the file, or"
+    ):
         documents.read(0)
 
 

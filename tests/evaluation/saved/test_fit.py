@@ -125,17 +125,18 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     assert fit_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
 
 
-def test_dynamic_degrees_of_evaluation_are_its_own() -> None:
-    sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}]
-    keys = {"context.planner": "dynamic", "context.max_dynamic_context_parallel_size": 2, "eval": sets}
-    keys |= {"context.eval_planner": "dynamic", "context.eval_min_dynamic_context_parallel_size": 4}
-    config = load_config(None, BASE | keys | {"context.eval_max_dynamic_context_parallel_size": 4})
+def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
+    sets = [{"name": "long", "path": "x"}]
+    keys = {"context.planner": "fixed", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
+    config = load_config(
+        None, BASE | keys | {"context.max_dynamic_context_parallel_size": 4, "context.eval_planner": "dynamic"}
+    )
     choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
-    assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(1, 2), (4, 4), (4, 8)]
+    assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(4, 4)] * 3
     entry, changes = entry_at(config, 2, longest=1001)
     assert (entry.min_dynamic_context_parallel_size, entry.max_tokens_per_slot) == (2, 501)
-    assert "context.eval_min_dynamic_context_parallel_size 4 -> 2 (2 slots)" in changes
-    with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
+    assert "context.min_dynamic_context_parallel_size 4 -> 2 (2 slots)" in changes
+    with pytest.raises(ConfigError, match=r"context\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(config, config.eval[0], Layout(16), 8 * 2048 + 1, "a file")
 
 

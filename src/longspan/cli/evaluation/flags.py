@@ -9,7 +9,7 @@ from longspan.cli.help import Groups, Word
 from longspan.cli.processes import Device
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import load_config
-from longspan.config.keys import NOT_GIVEN, check_bounds
+from longspan.config.keys import NOT_GIVEN, check_bounds, section_keys
 from longspan.config.plan_section import PlanSection
 from longspan.config.sections import (
     ContextConfig,
@@ -200,7 +200,7 @@ def read_flag_keys(argv: Sequence[str]) -> frozenset[str]:
 
 def refuse_training_keys(flag_keys: frozenset[str]) -> None:
     """Raise ConfigError for keys of training, which would have no effect."""
-    plan_keys = {field.name for field in fields(PlanSection)}  # each has a form eval_KEY
+    plan_keys = {key.name for key in section_keys(PlanSection)}  # each has a form eval_KEY
     for key in sorted(key.removeprefix("context.") for key in flag_keys if key.startswith("context.")):
         if key in plan_keys:
             raise ConfigError(f"--context.{key} is a key of training; evaluation reads --context.eval_{key}")

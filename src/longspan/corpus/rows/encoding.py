@@ -161,14 +161,12 @@ class RowEncoding:
     >>> encoding = RowEncoding("messages", load_tokenizer("model-folder"))
     >>> encoding.encode([Row("chat.jsonl, line 1", {"messages": […]})])
 
-    With `check_pixels` images are decoded, and a row with a broken one is bad; other rows do not change. Raises
-    DataError for rows of messages if the tokenizer has no chat template.
+    Raises DataError for rows of messages if the tokenizer has no chat template.
     """
 
     kind: Kind
     tokenizer: TextTokenizer
     settings: RowSettings = field(default_factory=RowSettings)
-    check_pixels: bool = False
 
     def __post_init__(self) -> None:
         if self.kind in CHATS:
@@ -209,7 +207,7 @@ class RowEncoding:
         """Return the tokenizer's chat template. Raises DataError if it has none."""
         from longspan.corpus.rows.template import ChatTemplate
 
-        return ChatTemplate.of(self.tokenizer, self.settings.date_string)
+        return ChatTemplate.of(self.tokenizer)
 
     @cached_property
     def images(self) -> "RowImages | None":
@@ -292,8 +290,6 @@ class RowEncoding:
         from longspan.corpus.rows.named_media import row_and_media
 
         bare_values, media = row_and_media(row)
-        if self.check_pixels:
-            media.check_pixels()
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
         return bare_values, media

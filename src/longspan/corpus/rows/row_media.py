@@ -17,7 +17,7 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from longspan.corpus.images.image_file import ImageFile, VideoFile, shorten_path
 from longspan.corpus.rows.sample import RowError, preview, type_name
-from longspan.errors import DataError, plural
+from longspan.errors import plural
 
 _LONGEST_PATH = 4096  # characters, which no system takes more of
 _BASE64 = re.compile(r"(?:iVBORw0|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{64,}={0,2}\s*")  # of PNG, JPEG, GIF and WebP
@@ -119,17 +119,6 @@ class RowMedia:
     def first_files(self, images: int, videos: int) -> "RowMedia":
         """Return the first `images` images and `videos` videos."""
         return RowMedia(self.images[:images], self.videos[:videos])
-
-    def check_pixels(self) -> None:
-        """Read the pixels of all images and frames. Raises RowError, with the name, for a broken one."""
-        files = [(f"images[{i}]", file) for i, file in enumerate(self.images)]
-        for i, video in enumerate(self.videos):
-            files += [(f"videos[{i}]: frames[{k}]", file) for k, file in enumerate(video.frames)]
-        for name, file in files:
-            try:
-                file.load()
-            except DataError as error:
-                raise RowError(f"{name}: {error}") from error
 
     def iterate_files(self, kinds: Sequence[str]) -> Iterator[tuple[str, ImageFile | VideoFile]]:
         """Yield files and their names, as `images[0]`: for each of these kinds ("image", "video") the next file."""

@@ -6,13 +6,15 @@ A check raises what is wrong as one line. Files and tokenizers are not used here
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from longspan.data.images import SampleImage
+
+DATE = "26 Jul 2024"  # for templates that write one: the default of Llama 3's
 
 
 class RowError(Exception):
@@ -149,20 +151,19 @@ class RowSettings:
     """What decides the tokens of rows in addition to the tokenizer.
 
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
-    document of a conversation, "split" one of each assistant turn with the messages before it. `date_string`: the day
-    for templates that write one, so that a conversation has the same tokens on every day. `end_of_chat`: the name of a
-    token behind the answer that ends a conversation, where the template writes none. `columns`: entries OURS=THEIRS, by
-    which columns are renamed before rows are encoded (`formats.rename_columns`).
+    document of a conversation, "split" one of each assistant turn with the messages before it. `end_of_chat`: the
+    name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
+    OURS=THEIRS, by which columns are renamed before rows are encoded (`formats.rename_columns`).
     """
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
-    date_string: str = "26 Jul 2024"  # the default of Llama 3's templates
     end_of_chat: str = ""
     columns: tuple[str, ...] = ()
 
     @property
     def deciding_values(self) -> dict[str, Any]:
         """The values by name; those that came with version 0.4 only where they are set, so that old corpora fit."""
-        values = {key: value for key, value in asdict(self).items() if value not in ("", ())}
+        values = {"parse_special_tokens": self.parse_special_tokens, "turns": self.turns, "date_string": DATE}
+        values |= {"end_of_chat": self.end_of_chat} if self.end_of_chat else {}
         return values | ({"columns": [*self.columns]} if self.columns else {})

@@ -21,7 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.rows.kinds import rows_hold
 from longspan.corpus.rows.messages import Field, read_json_value, replace_field
-from longspan.corpus.rows.sample import RowError, preview, type_name
+from longspan.corpus.rows.sample import DATE, RowError, preview, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.file_names import has_processor
@@ -40,7 +40,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WORDS = ("Zq0part", "Zq1part")
 _SAMPLE_CONTENTS = ("Zq", [{"type": "text", "text": "Zq"}])  # as a text, and as its parts
 _ID = "callZq000"  # of a call; Mistral's have nine letters and digits
-_DAY_FORMAT = "%d %b %Y"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _DATES = re.compile(r"strftime_now\(\s*(?P<quote>['\"])(?P<format>.*?)(?P=quote)\s*\)")
 _DAY = (  # in place of the renderer's own strftime_now, which writes today's date
@@ -70,19 +69,12 @@ class ChatTemplate:
     with_tools: str
     special: tuple[tuple[str, str], ...]
     ends: tuple[str, ...]
-    day: str
+    day: str = DATE  # a conversation has the same tokens on every day
     variables: str = "{}"
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer, day: str) -> "ChatTemplate":
-        """Return the templates of a tokenizer's folder, on a `day` as "26 Jul 2024".
-
-        Raises DataError if it has none, and for a `day` of another form.
-        """
-        try:
-            datetime.strptime(day, _DAY_FORMAT)
-        except ValueError as error:
-            raise DataError(f"data.date_string is {day!r}, which is no day; give one as '26 Jul 2024'") from error
+    def of(cls, tokenizer: TextTokenizer) -> "ChatTemplate":
+        """Return the templates of a tokenizer's folder. Raises DataError if it has none."""
         folder = tokenizer.folder
         if folder is None:
             raise DataError(
@@ -101,7 +93,7 @@ class ChatTemplate:
             )
         template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
-        return cls(template, with_tools, special, _names_of_ends(tokenizer), day)
+        return cls(template, with_tools, special, _names_of_ends(tokenizer))
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
         """Return whether the template marks what is generated."""
@@ -224,7 +216,7 @@ class ChatTemplate:
                 chat_template=_DAY + template if "strftime_now" in template else template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **dict(self.special) | _date_variables(template, self.day) | json.loads(self.variables),
+                **dict(self.special) | _date_variables(template) | json.loads(self.variables),
             )
         except TemplateError as error:
             raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
@@ -282,10 +274,13 @@ def _read_template(file: Path) -> str:
         ) from error
 
 
-def _date_variables(template: str, day: str) -> dict[str, Any]:
-    today = datetime.strptime(day, _DAY_FORMAT)
+def _date_variables(template: str) -> dict[str, Any]:
     formats = {match["format"] for match in _DATES.finditer(template)}
-    return {"date_string": day, "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats}}
+    today = datetime.strptime(DATE, "%d %b %Y")
+    return {
+        "date_string": DATE,
+        "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats},
+    }
 
 
 def _names_of_ends(tokenizer: TextTokenizer) -> tuple[str, ...]:

@@ -136,10 +136,9 @@ def cache_error(folder: Path, error: OSError) -> DataError:
 # A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
 # of texts and token ids alone, which changes of chats leave as they are.
 VERSION, TEXT_VERSION = 3, 2
-# Larger corpora are encoded by several processes: by the kind of rows, and for rows whose images are decoded.
+# Larger corpora are encoded by several processes: by the kind of rows.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
 _CHATS_BYTES = 4 << 20  # of rows of other kinds
-_WITH_PIXELS_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class Recipe:
         """
         digests = [encoding.digest for encoding in self.encodings]
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
-        further_settings = ["pixels"] * self.checks_pixels + [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
+        further_settings = [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
         further_settings += ["texts"] * self.records_texts
         version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
         digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
@@ -183,11 +182,6 @@ class Recipe:
     def images(self) -> bool:
         """Return whether rows may have images."""
         return any(encoding.images is not None for encoding in self.encodings)
-
-    @property
-    def checks_pixels(self) -> bool:
-        """Return whether the build decodes images."""
-        return self.images and any(encoding.check_pixels for encoding in self.encodings)
 
     @property
     def records_texts(self) -> bool:
@@ -209,7 +203,6 @@ class Recipe:
         """Return how many processes encode: one if the corpus is so small that it is done before others start."""
         size = sum(source.bytes for source in self.sources)
         small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
-        small_bytes = min(small_bytes, _WITH_PIXELS_BYTES) if self.checks_pixels else small_bytes
         return 1 if size <= small_bytes else self.workers or usable_cores()
 
 

@@ -316,7 +316,6 @@ class _Evaluator:
                     loss_chunk_rows=fit.config.train.loss_chunk_rows,
                     metrics=self.metrics[entry.name],
                     token_bytes=bytes_of_ids,
-                    attention_kernel=entry.attention_kernel or None,
                     stopped=stop_reason,
                     progress=partial(self.progress, _progress_title(fit, name, at_degree)),
                 )

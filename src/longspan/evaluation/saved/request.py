@@ -212,10 +212,10 @@ def fit_set(
     """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     A planner of one degree gets the largest that divides the slots, that a2a can deal the query heads to, and that is
-    no larger than the run's, unless a flag gives the degree. A dynamic planner keeps its range, whose lower end is at
-    most the slots. An "auto" degree is chosen later, under a cap that holds the document at the largest degree. Rows
-    are rounded up to a multiple that plans need. A max_tokens_per_slot of "auto" becomes ROWS, or more if the document
-    needs more, and does not count as a change. `heads` is None while the query heads are not known.
+    no larger than the run's, unless a flag gives the degree. A dynamic planner keeps training's range, whose lower
+    end is at most the slots. An "auto" degree is chosen later, under a cap that holds the document at the largest
+    degree. Rows are rounded up to a multiple that plans need. A max_tokens_per_slot of "auto" becomes ROWS, or more if
+    the document needs more, and does not count as a change. `heads` is None while the query heads are not known.
     """
     fit = _FittedSection(entry, entry.prefix, flag_keys, "context.eval_")
     choice, slots = PlanChoice.evaluation(config, entry), plural(home.slots, "slot")
@@ -232,8 +232,10 @@ def fit_set(
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change_key("hierarchical_context_parallel_sizes", level_sizes(sizes, degree), f"cp {degree}")
     elif entry.planner == "dynamic":
+        fit.prefix = "context."  # training's range is that of evaluation
         least = entry.min_dynamic_context_parallel_size
         fit.change_key("min_dynamic_context_parallel_size", min(least, home.slots), slots)
+        fit.prefix = entry.prefix
     multiple = plan_row_multiple(config.parallel)
     rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
     if cap == AUTO:

@@ -21,7 +21,7 @@ from longspan.train.optim.schedule import Schedule
 # What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
 _FIXED_SECTIONS = ("model", "data", "lora")
 # A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
-_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache", "data.download", "data.workers")
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache", "data.workers")
 _FIXED_KEYS = ("mtp.depths", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
 _FIXED_KEYS += ("train.optimizer", "train.optimizer_arguments")
 

@@ -245,7 +245,10 @@ class PlanChoice:
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
-            keys = {argument: self.prefix + key for argument, key in KEYS.items()}
+            of_training = self.prefix and "context."  # which have these keys for evaluation too
+            keys = {
+                argument: (of_training if "dynamic" in key else self.prefix) + key for argument, key in KEYS.items()
+            }
             raise ConfigError(name_arguments(str(error), keys)) from error
 
     def _slot_cost(self, home: Layout) -> Cost:
