@@ -12,21 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longspan import (
-    Document,
-    Layout,
-    Plan,
-    World,
-    bind,
-    load_model,
-    plan_dynamic,
-    plan_fixed,
-    prepare,
-    run_step,
-    token_log_probs,
-)
+from longspan import Document, Layout, Plan, World, bind, load_model, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.testing import run_ranks
-from longspan.train import LossRows
+from longspan.train import LossRows, token_log_probs
 
 VOCABULARY, PROMPTS, GROUP, ANSWER, CLIP = 16, 8, 8, 4, 0.2
 

@@ -70,7 +70,7 @@ def of_spans(ranks: int) -> list[Case]:
 @cache
 def _errors(ranks: int, cases: tuple[Case, ...]) -> dict[str, float]:
     answers = {key: answer_of(*key) for key in {(case.name, case.documents) for case in cases}}
-    results: list[dict[str, float]] = run_ranks(errors_of(cases, answers), ranks)
+    results: list[dict[str, float]] = run_ranks(errors_of(cases, answers), ranks, timeout=280)
     return {label: max(errors[label] for errors in results) for label in results[0]}
 
 

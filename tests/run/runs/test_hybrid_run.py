@@ -41,6 +41,7 @@ def _losses(config: RunConfig, ranks: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.whole  # test_memory_runs.py runs a hybrid
+@pytest.mark.filterwarnings("ignore:.*are no part of the.*itself")  # the depths, which are added then
 def test_the_losses_of_the_example_are_those_of_one_rank(tmp_path: Path) -> None:
     paths = {"data.path": str(write_texts(tmp_path / "texts")), "run.dir": str(tmp_path / "four")}
     four = load_config(EXAMPLE, SMALLER | paths)

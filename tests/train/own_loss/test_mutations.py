@@ -44,7 +44,8 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
         "weights tokens"),
     "weights forgotten in the gradient": (
-        (LOSS, "linear_loss(x, -weights[part])", "(linear(x, -weights[part])[0], -torch.ones_like(x))"), "weights"),
+        (LOSS, "linear_loss(x, -weights[part])", "(linear_loss(x, -weights[part])[0], -torch.ones_like(x))"),
+        "weights"),
     "weights forgotten in the gradient of sets": (
         (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
         "sets all"),
