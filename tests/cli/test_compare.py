@@ -146,7 +146,7 @@ def test_rows_are_what_the_longest_document_needs_and_nothing_possible_is_an_err
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--same", "2x5"], "longspan plan needs documents and slots"),
+        (["--same", "2x5"], "longspan plan needs slots"),
         (["--same", "2x5", "--world", "8", "--slots", "8"], "give --world or --slots, one of them"),
         (["--same", "2x5", "--world", "9", "--tp", "2"], "9 ranks are not divisible by tp 2 x pp 1"),
         (["--slots", "4"], "give one of --lengths"),

@@ -99,7 +99,7 @@ WRONG = [
     (["plan", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
     (
         ["plan", "--slots", "0", "--distribution", "expo"],
-        "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same",
+        "longspan plan needs slots (GPUs / (tp x pp)): longspan plan --distribution expo --slots 4; or ask what fits",
     ),
     (["plan", "--compare", "--slots", "4", "--tp", "0", "--same", "2x5"], "--tp is 0; give an integer of at least 1"),
     (["eval", "x", "--train.steps", "5"], "longspan eval has no flag --train.steps"),
@@ -150,7 +150,10 @@ WRONG = [
         "longspan eval needs a run's folder, a checkpoint or a Hugging Face folder: longspan eval runs/first",
     ),
     (["plan"], "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or"),
-    (["plan", "--lengths", "a.json"], "longspan plan needs documents and slots"),
+    (["plan", "--lengths", "a.json"], "longspan plan needs slots (GPUs / (tp x pp)): longspan plan --lengths a.json"),
+    (["train", "--data", "a", "b", "c"], "--data takes one path, and got a b c; name several in CONFIG.toml, each as"),
+    (["train", "--data.path", "a", "b.jsonl"], "--data.path takes one path, and got a b.jsonl; name several in"),
+    (["train", "--data", "a", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
     (
         ["train", "--train.stpes", "5", "--data.path", "x", "--wrld=2"],
         "longspan train has no flag --train.stpes: did you mean '--train.steps'?; no flag --wrld: did you mean '--wor",

@@ -146,7 +146,7 @@ BAD = [
     (["--slots", "4", "--same", "2x5", "--cp", "3"], "cp 3 does not divide 4 slots"),
     (["--slots", "4", "--same", "2x5", "--cp", "2", "--planner", "dynamic"], "use --min-cp and --max-cp"),
     (["--slots", "4", "--same", "2x90", "--max-tokens-per-slot", "9"], "90"),
-    (["--slots", "0", "--same", "2x5"], "longspan plan needs documents and slots"),
+    (["--slots", "0", "--same", "2x5"], "longspan plan needs slots"),
     (
         ["--slots", "4", "--same", "2x5", "--plot", "/nowhere/x.html"],
         "cannot write /nowhere/x.html: there is no folder",
@@ -162,7 +162,7 @@ BAD = [
         "x, which has its own speed; give --tflops",
     ),
     (["--slots", "4", "--same", "2x5", "--min-cp", "5"], "error: --min-cp 5 is above the 4 slots; use at most 4"),
-    (["--same", "2x5"], "longspan plan needs documents and slots"),
+    (["--same", "2x5"], "longspan plan needs slots"),
     (["--slots", "4", "--same", "2x5", "--tp", "2"], "--tp is of comparisons; add --compare, or leave it out"),
     (["--slots", "4", "--same", "2x5", "--evaluation"], "--evaluation is of comparisons; add --compare"),
     (["--slots", "4", "--same", "2x5", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),

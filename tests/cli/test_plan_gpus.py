@@ -84,7 +84,10 @@ def test_text_has_the_table_and_the_keys(model: str, capsys: pytest.CaptureFixtu
     assert main(["plan", "--model", model, *GPUS, "--longest"]) == 0
     text = capsys.readouterr().out
     answer = ask(["--model", model, *GPUS, "--longest"], capsys)
-    assert f"the longest document has {answer['longest']:,} tokens" in text
+    times = answer["longest"] / MODEL["max_position_embeddings"]
+    assert text.startswith(f"the longest document that fits has {answer['longest']:,} tokens\n")
+    assert f"\nthe model knows 16,384 positions (max_position_embeddings), fewer than {answer['longest']:,}: " in text
+    assert f" stretches them {times:.3g} times\n\nlayout " in text
     assert all(f"\n{name} " in text for name in NAMES) and "at its largest" in text and "\nmemory: " in text
     assert f"\nmax_tokens_per_slot = {answer['longest'] // 4}\n" in text
     assert f'\n[model]\npath = "{model}"\n' in text and "the speed of an H200" in text
@@ -182,6 +185,11 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     assert sum(degree["share"] for degree in answer["degrees"]) == pytest.approx(1.0)
     assert answer["keys"]["train.epochs"] == 3 and answer["keys"]["train.tokens_per_step"] == 4000
     check_keys(answer, model, 4)
+    ways = answer["alternatives"]  # of the same steps: fewer seconds are more tokens/s, and the answer is the first
+    tokens = {round(way["seconds"] * way["tokens_per_second_per_gpu"] * 4, 6) for way in ways}
+    assert len(ways) > 3 and len(tokens) == 1 and next(iter(tokens)) < 4000
+    speeds = [way["tokens_per_second_per_gpu"] for way in ways]
+    assert speeds == sorted(speeds, reverse=True) and answer["tokens_per_second_per_gpu"] == speeds[0]
     assert answer["longest"] > max(sizes)
     assert main(["plan", *words, "--train.steps", "100", "--cp", "1", "--data.max_document_tokens", "1000"]) == 0
     printed = capsys.readouterr()
@@ -373,7 +381,7 @@ def test_the_page_shows_what_is_printed(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", "Qwen3-8B", *["--gpu", "h100", "--gpus", "4", "--longest"]]) == 0
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"```\n(the longest document has .*?)```", page, flags=re.DOTALL)
+    (shown,) = re.findall(r"```\n(the longest document that fits .*?)```", page, flags=re.DOTALL)
     number, printed = r"\d[\d,.]*\d|\d", capsys.readouterr().out
     assert re.sub(rf"{number}| +", "", shown) == re.sub(rf"{number}| +", "", printed)
     pairs = zip(

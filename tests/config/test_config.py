@@ -150,8 +150,11 @@ def test_all_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the configuration .*none.toml: No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*none.toml: No such file .*; give a TOML"):
         load_config(tmp_path / "none.toml")
+    (tmp_path / "sft.toml").touch()
+    with pytest.raises(ConfigError, match=r"stf.toml: No such file or directory; did you mean 'sft.toml'\?$"):
+        load_config(tmp_path / "stf.toml")
     with pytest.raises(ConfigError, match=r"unknown key run.dirr in the overrides: did you mean 'run.dir'"):
         load_config(None, {"run.dirr": "x"})
 

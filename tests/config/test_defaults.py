@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from longspan.config.defaults import resolve_defaults, set_steps, settings_text
+from longspan.config.defaults import resolve_defaults, set_steps, settings_text, warn_about_updates
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.plan_section import ContextConfig
@@ -26,6 +26,13 @@ def test_steps_that_follow_from_epochs_bring_their_warm_up() -> None:
     for steps, warm_up in ((60, 3), (10_000, 100)):
         config = set_steps(load_config(None, OWN | {"train.epochs": 2}), steps)
         assert [value_of(config, key) for key in ("train.steps", "train.warmup_steps")] == [steps, warm_up]
+
+
+def test_a_warm_up_that_does_not_end_is_said() -> None:
+    for warm_up, share in ((59, None), (60, "100%"), (120, "50%")):
+        lines = list[str]()
+        warn_about_updates(load_config(None, OWN | {"train.steps": 60, "train.warmup_steps": warm_up}), lines.append)
+        assert [f"rises to the end, to {share} of train.lr" in line for line in lines] == [True] * (share is not None)
 
 
 def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:

@@ -92,7 +92,12 @@ def test_a_path_beside_sources_is_an_error() -> None:
     data = replace(config.data, path="texts", sources=(SourceConfig("more"), SourceConfig("others")))
     with pytest.raises(ConfigError, match=r"data.path is 'texts' and there are 2 tables \[\[data.sources\]\]"):
         check_data(replace(config, data=data))
-    check_data(replace(config, data=replace(data, path="")))
+    mixed = replace(config, data=replace(data, path=""))
+    check_data(mixed)
+    with pytest.raises(
+        ConfigError, match=r"give train.steps in place of train.epochs, or, if all rows are of one kind"
+    ):
+        check_data(replace(mixed, train=replace(mixed.train, epochs=2.0)))
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl.zst"])

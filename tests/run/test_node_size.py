@@ -101,7 +101,7 @@ def test_a_run_with_another_number_is_refused_before_its_data_is_read(tmp_path: 
     config = small_config(tmp_path, context__node_size=8)
     with pytest.raises(ConfigError, match=r"^context\.node_size is 8, and this world has 2 slots a host") as refused:
         run_ranks(train_rank, 2, config, 2)
-    assert "\n" not in str(refused.value) and [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+    assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()
 
 
 def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(

@@ -342,6 +342,17 @@ def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
     run_records._lock_file(tmp_path, print).close()
 
 
+def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n' * 9 + '{"prompt": "no completion"}\n')
+    config, folder = small_config(tmp_path, data__path=str(tmp_path / "rows.jsonl")), tmp_path / "run"
+    for before in ([], ["notes.txt"]):
+        with pytest.raises(DataError, match=r"line 10"):
+            run(config, 2)
+        assert [path.name for path in folder.glob("notes.txt")] == before and folder.exists() == bool(before)
+        folder.mkdir(exist_ok=True)
+        (folder / "notes.txt").touch()
+
+
 def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, TrainResult]) -> None:
     texts, config = Path(straight[0].data.path), straight[0]
     before = (texts / "file03.py").read_text()
@@ -420,6 +431,7 @@ def test_sigterm_to_the_launcher_saves_and_leaves(tmp_path: Path, capfd: pytest.
     assert process.returncode == 75, err
     last = read_metrics(metrics)[-1]["step"]
     assert f"stopped by SIGTERM after step {last} of 10000" in out and not err
+    assert out.count("the same command goes on") == 1 and out.endswith("report.html\n")
     saved = Path(config.run.dir) / "checkpoints" / f"step-{last:06d}"
     assert saved.is_dir() and json.loads((saved / "state.json").read_text())["step"] == last
     assert (Path(config.run.dir) / "report.html").is_file()

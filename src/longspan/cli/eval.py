@@ -3,8 +3,9 @@
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from longspan.cli.evaluation.flags import make_request, parse_eval
 from longspan.cli.evaluation.output import (
@@ -24,11 +25,12 @@ from longspan.cli.processes import (
 )
 from longspan.corpus.files import find_root
 from longspan.errors import plural
-from longspan.evaluation.saved.request import EvalRequest, fit_evaluations
+from longspan.evaluation.saved.request import EvalRequest, fit_evaluations, saved_weights
 from longspan.evaluation.saved.results import SubjectResult, results_record
-from longspan.files import as_json
+from longspan.files import as_json, read_json
 from longspan.layout import Layout
 from longspan.run.checks import check_config
+from longspan.run.facts import RunFacts
 from longspan.run.progress import LINE_SECONDS
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
@@ -66,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     starts = Starts()
     flags = parse_eval(argv)
-    processes = choose_processes(flags.world, flags.device)
+    processes = choose_processes(flags.world, flags.device, on_cpus=_count_run_ranks(flags.target))
     with processes.add_note_to_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
@@ -93,6 +95,16 @@ def main(argv: Sequence[str]) -> int:
         if flags.out:
             print(f"Open {Path(flags.out) / 'report.html'}", file=sys.stderr if flags.json else sys.stdout)
     return 0
+
+
+def _count_run_ranks(target: str) -> int:
+    """Count the processes that the run of these weights had on CPUs; 1 of one on GPUs, and of a folder."""
+    run_dir = saved_weights(target).run_dir
+    values: Any = None
+    with suppress(OSError, ValueError):
+        values = read_json(run_dir / "run.json") if run_dir else None
+    facts = RunFacts.from_json(values) if isinstance(values, dict) else None
+    return facts.ranks if facts and facts.device == "CPU" else 1
 
 
 def check_request(request: EvalRequest, ranks: int) -> Layout:

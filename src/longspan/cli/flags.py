@@ -250,6 +250,12 @@ class TrainFlags(RunConfig):
 
 def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     """Parse the flags of `train`, and the configuration that file, flags and the number of ranks make together."""
+    for flag, paths, _ in split_flags(argv):
+        if flag in _SAME and len(paths) > 1 and not paths[1].endswith(".toml"):
+            raise ConfigError(
+                f"{flag} takes one path, and got {' '.join(paths)}; name several in CONFIG.toml, each as path = ... "
+                "below a line [[data.sources]], or put the files into one folder"
+            )
     flags = parse_flags(TrainFlags, argv, "longspan train")
     if flags.config:  # again, with the file's values as defaults: flags win over them
         file = read_file(flags.config)

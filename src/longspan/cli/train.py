@@ -124,5 +124,5 @@ def _report_result(result: "TrainResult", config: RunConfig, *, as_json: bool) -
     print(json.dumps(result.summary()) if as_json else result.text())
     compared = " --compare base" if config.lora.rank else ""
     command = "longspan" if shutil.which("longspan") else Path(sys.executable).with_name("longspan")
-    following = "the same command goes on" if result.stopped else f"{command} eval {result.dir}{compared}"
-    print(f"{result.degrees_text()}Open {report}; next: {following}", file=out)
+    following = "" if result.stopped else f"; next: {command} eval {result.dir}{compared}"
+    print(f"{result.degrees_text()}Open {report}{following}", file=out)

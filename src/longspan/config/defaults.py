@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
 from longspan.config.plan_section import AnyPlan, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
-from longspan.errors import LongspanError
+from longspan.errors import LongspanError, plural
 from longspan.hub import find_local
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
@@ -221,8 +221,14 @@ def _value_text(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def warn_about_lost_updates(config: RunConfig, log: Callable[[str], None]) -> None:
-    """Log that a run whose weights and arithmetic are bfloat16 loses small updates to rounding."""
+def warn_about_updates(config: RunConfig, log: Callable[[str], None]) -> None:
+    """Log that a warm-up does not end before the run, and that bfloat16 weights lose small updates to rounding."""
+    warmup, steps = config.train.warmup_steps, config.train.steps
+    if warmup >= steps > 0:
+        log(
+            f"caution: train.warmup_steps {warmup} is not below the {plural(steps, 'step')} of the run: the learning "
+            f"rate rises to the end, to {steps / warmup:.0%} of train.lr"
+        )
     if config.model.dtype == "bfloat16" and not config.train.stochastic_rounding and not config.lora.rank:
         log(
             'caution: model.dtype is "bfloat16": updates below 1/512 of a weight are rounded away, and so the model '

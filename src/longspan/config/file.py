@@ -44,7 +44,9 @@ def read_file(path: str | Path) -> RunConfig:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; give a TOML file") from error
+        hint = nearest_hint(path.name, [file.name for file in path.parent.glob("*.toml")])
+        advice = hint if hint.startswith("did you mean") else "give a TOML file"
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
     return _set_tables(RunConfig(), tables, source=str(path))

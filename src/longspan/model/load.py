@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -177,10 +178,15 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     if unknown := sorted(unread.keys() - known):
         known |= _names_of_towers(unknown, folder)
     if unknown := sorted(unread.keys() - known):
+        own_class = next((name for name in model.config.architectures or () if not hasattr(transformers, name)), "")
+        if own_class:
+            advice = f"they are of {own_class}, which transformers does not have: read the folder with "
+            advice += f"{own_class}.from_pretrained, or register the class under a model_type of its own"
+        else:
+            advice = "use the config.json that belongs to the weights, or take these tensors out of the files"
         raise ModelError(
             f"the files of {folder} hold {plural(len(unknown), 'tensor')} that a {type(model).__name__} of its "
-            f"config.json does not take: {items_text(unknown)}; use the config.json that belongs to the weights, or "
-            "take these tensors out of the files"
+            f"config.json does not take: {items_text(unknown)}; {advice}"
         )
     if unread:
         warnings.warn(

@@ -119,7 +119,8 @@ def check_data(config: RunConfig) -> None:
     if count and config.train.epochs:
         raise ConfigError(
             f"train.epochs is {config.train.epochs:g} and there are {count} tables [[data.sources]], whose weights say "
-            "how often each is read; give train.steps, or one folder with all files as data.path"
+            "how often each is read; give train.steps in place of train.epochs, or, if all rows are of one kind, one "
+            "folder with their files as data.path"
         )
     for column in data.columns:
         ours, equals, theirs = column.partition("=")

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -190,18 +191,23 @@ class GroupLog:
 def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
     """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
 
-    Raises RunFolderError on every rank if another process holds it: which one, on which host.
+    A folder that it created is removed where an error ends the run before its run.json is written. Raises
+    RunFolderError on every rank if another process holds the lock: which one, on which host.
     """
+    to_remove = is_first_rank(world) and not directory.exists()
     file = run_on_every_rank(
         world, lambda: _lock_file(directory, log) if is_first_rank(world) else None, RunFolderError
     )
     try:
         yield
+        to_remove = False
     finally:
         if file is not None:
             with suppress(OSError):
                 file.truncate(0)
                 file.close()
+        if to_remove and not (directory / "run.json").exists():
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _lock_file(directory: Path, log: LogLine) -> TextIO:

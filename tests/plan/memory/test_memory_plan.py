@@ -179,6 +179,8 @@ def test_printed() -> None:
         "memory: 12 of 36 layers keep their input and attention's output, 24 keep all, weights gathered once; "
     )
     assert "of 100.0 GiB used, and 0.0 GiB of host memory" in line
+    two_layers = planned("full", config=QWEN3_8B | {"num_hidden_layers": 2}, segment_layers=4)
+    assert ", segments of 2 layers; " in two_layers.summary_line()
     values = json.loads(json.dumps(memory.to_json()))
     assert values["device"]["total"] == memory.device.total and set(values["host"]) == set(values["device"])
 

@@ -107,8 +107,8 @@ class EvalFlags:
     encoder: EncoderLayout = field(default_factory=EncoderLayout)
     run: MachineSection = field(default_factory=MachineSection)
     world: int = 0
-    """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), one without GPUs, or those of
-    torchrun."""
+    """Processes to start on this machine; 0: one for each GPU (CUDA_VISIBLE_DEVICES), without GPUs as many as the run
+    had on CPUs, or those of torchrun."""
     device: Device = "auto"
     """auto: a GPU for each process where there are any; cpu: processes on CPUs; cuda: GPUs, or an error."""
     json: bool = False

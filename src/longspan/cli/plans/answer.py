@@ -24,6 +24,7 @@ from longspan.cli.plans.fit import (
     find_longest,
     find_way_out,
     fit_run,
+    rank_fit,
 )
 from longspan.cli.plans.gpu_run import RunOnGpus
 from longspan.cli.plans.lengths import read_lengths
@@ -254,32 +255,36 @@ def _answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices
         tokens = UNIT * run.home.slots
         return _answer_steps(f"a document of {tokens:,} tokens", run, [Documents((tokens,))], given_keys, choices)
     fit = fit_run(longest_run.scale_positions(tokens), [Documents((tokens,))])
-    title, notes = f"the longest document has {tokens:,} tokens", tuple(fit.run.position_notes(tokens))
+    title, notes = f"the longest document that fits has {tokens:,} tokens", tuple(fit.run.position_notes(tokens))
     return Answer(title=title, run=run, ways=(fit,), given_keys=given_keys, longest=tokens, notes=notes)
 
 
 def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
     """Answer whether a run of these documents fits, with which keys, and how long it takes.
 
-    The way is searched on two steps: of a sample the one with most attention, and a step of only the longest document.
-    Then the sampled steps are planned that way for the seconds. The keys that set the number of steps are always shown.
+    All ways plan and are timed on the same sampled steps, of one degree on more of them; a step of only the longest
+    document must fit too. The keys that set the number of steps are always shown.
     """
-    sample = _sample_run_documents(documents, PRICED[False])  # the smaller sample is enough for a search
-    longest = Documents((documents.longest,))
-    searched = [max(sample, key=lambda step: sum(n * n for n in step.lengths)), longest]
+    longest = Documents((documents.longest,), timed=False)
+    sample = _sample_run_documents(documents, PRICED[False])
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
     shown = given_keys | {"train.tokens_per_step", "train.epochs" if run.config.train.epochs else "train.steps"}
-    answer = replace(_answer_steps(title, run, searched, shown, choices), steps=documents.steps)
-    if answer.seconds is None:
+    answer = replace(_answer_steps(title, run, [*sample, longest], shown, choices), steps=documents.steps)
+    fitting = [way for way in answer.ways if way.seconds is not None]
+    if not fitting:
         return answer
-    best = answer.ways[0].run
-    sample = _sample_run_documents(documents, PRICED[best.choice.has_one_degree])
-    plans = tuple(best.plan(step.lengths, step.targets) for step in sample)
-    memory = best.plan_memory([*plans, best.plan(longest.lengths)])
-    encoding, note = _encoding_seconds(best, documents, plans)
-    seconds = best.seconds(plans, memory) + encoding
-    ways = (Fit(best, plans, memory, seconds), *answer.ways[1:])
-    return replace(answer, ways=ways, sampled=len(sample), notes=(*note, *answer.notes))
+    if all(way.run.choice.has_one_degree for way in fitting):
+        sample = _sample_run_documents(documents, PRICED[True])
+        fitting = [fit_run(way.run, [*sample, longest]) for way in fitting]
+    timed = sorted((_add_encoding(way, documents) for way in fitting), key=lambda pair: rank_fit(pair[0]))
+    best, note = timed[0]
+    return replace(
+        answer,
+        ways=(*(way for way, _ in timed), *answer.ways[len(timed) :]),
+        way_out=find_way_out(run, [*sample, longest], choices) if best.seconds is None else None,
+        sampled=len(sample),
+        notes=(*note, *answer.notes),
+    )
 
 
 def _answer_steps(
@@ -314,28 +319,29 @@ def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]
     return [Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step)) for step in steps]
 
 
-def _encoding_seconds(run: RunOnGpus, documents: RunDocuments, plans: Sequence[Plan]) -> tuple[float, Sequence[str]]:
-    """Return the mean seconds that encoding a step's images takes, and a note of at most one line about it.
+def _add_encoding(fit: Fit, documents: RunDocuments) -> tuple[Fit, Sequence[str]]:
+    """Add the mean seconds that encoding a step's images takes, and return a note of at most one line about it.
 
-    It is 0.0 without images, where the encoder cannot be priced, and for packs, whose images are not listed by step.
+    Nothing is added where the encoder cannot be priced, nor of packs, whose images are not listed by step.
     """
-    if not documents.image_rows:
-        return 0.0, ()
-    config, rows = run.config, f"images: {documents.image_rows:,.0f} rows in a step"
+    if fit.seconds is None or not documents.image_rows:
+        return fit, ()
+    config, rows = fit.run.config, f"images: {documents.image_rows:,.0f} rows in a step"
     try:
-        cost = EncoderShape.of(run.model).cost(trained=config.encoder.train or encoder_default(config))
+        cost = EncoderShape.of(fit.run.model).cost(trained=config.encoder.train or encoder_default(config))
     except PlanError as error:
-        return 0.0, (f"{rows}, whose encoding is not in the seconds: {error}",)
-    images = [documents.list_images(step) for step in sample_steps(documents.steps, len(plans))]
+        return fit, (f"{rows}, whose encoding is not in the seconds: {error}",)
+    images = [documents.list_images(step) for step in sample_steps(documents.steps, len(fit.plans))]
     if not any(images):
-        return 0.0, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
+        return fit, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
     most_rows = config.encoder.max_rows or None
     loads = [
         EncoderLoad.of(plan, step_images, cost, max_rows=most_rows).seconds if any(step_images) else 0.0
-        for plan, step_images in zip(plans, images, strict=True)
+        for plan, step_images in zip(fit.plans, images, strict=True)
     ]
     seconds = sum(loads) / len(loads)
-    return seconds, (f"{rows}, encoded in {seconds:.3g} s of these on H200s",)
+    note = f"{rows}, encoded in {seconds:.3g} s of these on H200s"
+    return replace(fit, seconds=fit.seconds + seconds), (note,)
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
@@ -371,7 +377,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     degrees = _count_degrees(best.plans)
     shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
-    yield from ("", _ways_table(answer), "")
+    yield from (*answer.notes, "", _ways_table(answer), "")
     columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
     of_model = columns[1]["total"] - columns[1]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
@@ -384,7 +390,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     if max(max(plan.lengths) for plan in best.plans) != answer.longest:
         yield f"the longest document that fits: {answer.longest:,} tokens"
         yield from best.run.scale_positions(answer.longest).position_notes(answer.longest)
-    yield from (*answer.notes, "", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
+    yield from ("", "the keys, as a file of longspan train (longspan plan --write FILE writes it):")
     yield from _key_lines(answer)
 
 

@@ -32,15 +32,19 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one step: their lengths, and how many tokens they predict (None: all but the first of each)."""
+    """The documents of one step: their lengths, and how many tokens they predict (None: all but the first of each).
+
+    A step that is not `timed` must fit, and its seconds do not count.
+    """
 
     lengths: tuple[int, ...]
     targets: int | None = None
+    timed: bool = True
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to run some steps: its configuration, their plans, what they hold, and their mean seconds.
+    """One way to run some steps: its configuration, the plans of timed ones, what all hold, and the mean seconds.
 
     Of a way that does not fit, `memory` is the leanest, and `seconds` are None.
     """
@@ -87,16 +91,16 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
             refused[candidate.choice.text] = str(error)
             continue
         known = best.get(fit.layout)
-        if known is None or _rank(fit) < _rank(known):
+        if known is None or rank_fit(fit) < rank_fit(known):
             best[fit.layout] = fit
     if not best:
         raise PlanError([*refused.values(), "there is no layout to plan with"][0])
     planned = {fit.run.choice.text for fit in best.values()}
     lines = [f"{text}: not possible: {reason}" for text, reason in refused.items() if text not in planned]
-    return sorted(best.values(), key=_rank), lines
+    return sorted(best.values(), key=rank_fit), lines
 
 
-def _rank(fit: Fit) -> tuple[bool, float]:
+def rank_fit(fit: Fit) -> tuple[bool, float]:
     """Rank ways: the fastest first; behind all that fit the others, by the bytes of the leanest."""
     if fit.seconds is None:
         return True, float(fit.memory.device.total)
@@ -106,11 +110,12 @@ def _rank(fit: Fit) -> tuple[bool, float]:
 def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
     """Plan a run by its own keys. Raises PlanError where the documents exceed its limit of rows."""
     plans = tuple(run.plan(step.lengths, step.targets) for step in steps)
+    timed = tuple(plan for plan, step in zip(plans, steps, strict=True) if step.timed)
     try:
         memory = run.plan_memory(plans)
     except PlanError:
-        return Fit(run, plans, run.leanest_memory(plans), None)
-    return Fit(run, plans, memory, run.seconds(plans, memory))
+        return Fit(run, timed, run.leanest_memory(plans), None)
+    return Fit(run, timed, memory, run.seconds(timed, memory))
 
 
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:

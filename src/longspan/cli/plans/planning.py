@@ -144,11 +144,14 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
 
 
 def check_slots(flags: PlanningFlags) -> None:
-    """Raise ConfigError for a plan without slots."""
+    """Raise ConfigError for a plan without slots, which asks for documents where none are named."""
     if flags.slots < 1:
+        sources = {name: getattr(flags, name) for name in ("lengths", "data", "distribution", "same")}
+        documents = next((f"--{name} {value}" for name, value in sources.items() if value), "")
+        needs, documents = "slots" if documents else "documents and slots", documents or "--same 8x8192"
         raise ConfigError(
-            "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; "
-            "or ask what fits GPUs: longspan plan --model FOLDER --gpu h100 --gpus 4 --same 8x8192"
+            f"longspan plan needs {needs} (GPUs / (tp x pp)): longspan plan {documents} --slots 4; or ask what fits "
+            f"GPUs: longspan plan --model FOLDER --gpu h100 --gpus 4 {documents}"
         )
 
 

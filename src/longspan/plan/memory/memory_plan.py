@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from longspan.errors import PlanError
+from longspan.errors import PlanError, plural
 from longspan.layout import Layout
 from longspan.plan.cost.machine import CostSettings, Machine, Recomputation
 from longspan.plan.memory.bytes import Bytes, gib_text
@@ -88,7 +88,8 @@ class MemoryPlan:
         limit = f" of {gib_text(budget.device)}" if budget else ""
         extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
-        extras += [f", segments of {self.segment_layers} layers"] * bool(self.segment_layers)
+        layers = min(self.segment_layers, len(self.measures))
+        extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
         used = gib_text(self.device.total).removesuffix(" GiB" * bool(budget)) + limit
         host = f"{gib_text(self.host.total)} of host memory"
         return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from longspan.checkpoint.checkpoint import load_checkpoint
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import settings_text, warn_about_lost_updates
+from longspan.config.defaults import settings_text, warn_about_updates
 from longspan.config.file import to_toml
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, RunFolderError
@@ -61,7 +61,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         file = Path(config.run.dir) / "config.toml"
         run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
-        warn_about_lost_updates(config, log)
+        warn_about_updates(config, log)
     price = partial(model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
     cost = run_on_every_rank(world, price, ConfigError)
     starts.end_part("optimizer and costs")
