@@ -104,10 +104,6 @@ def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
 
 
 def _list_proof_processes(world: int, backend: Literal["auto", "gloo", "nccl"]) -> Iterator[Processes]:
-    """Yield the processes of each proof: those on CPUs, those on GPUs, or first the one and then the other.
-
-    A single GPU allows only degree 1: unless flags or torchrun set the processes, CPUs then prove the model as well.
-    """
     gpus = usable_gpus()
     cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
     if gpus == 0 or cpus_too or backend == "gloo":
@@ -119,10 +115,6 @@ def _list_proof_processes(world: int, backend: Literal["auto", "gloo", "nccl"]) 
 
 
 def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedConfig) -> list[Case]:
-    """Choose the cases of a proof: a set in the dtype that tells most, which GPUs train in, the basic set in a second.
-
-    A model that cannot run without images has only the basic set of text.
-    """
     exact_dtypes: tuple[DTypeName, ...] = (_EXACT[processes.backend],)
     rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
     first, second = (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)

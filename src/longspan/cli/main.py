@@ -59,10 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
-    """Return a context in which another process imports what ranks need, if the command will start ranks.
-
-    Under torchrun (RANK is set) the process is a rank itself, and starts none.
-    """
+    # Under torchrun (RANK is set) the process is a rank itself, and starts none.
     starts_ranks = bool(words) and words[0] in _RANK_VERBS and not _WITHOUT_RANKS.intersection(words)
     if not starts_ranks or "RANK" in os.environ:
         return nullcontext()
@@ -80,10 +77,7 @@ def _print_error(error: LongspanError, *, debug: bool) -> int:
 
 
 def _find_rank_loss(error: BaseException) -> RankLostError | None:
-    """Return the error of a lost rank that this rank was raising when a signal interrupted it; None if there is none.
-
-    When a rank is lost, torchrun sends a signal to the ranks that are left: the loss is the news, not the signal.
-    """
+    # A rank that is lost makes torchrun send a signal to the others: the loss is the news, not the signal.
     earlier_error = error.__context__
     while earlier_error is not None and not isinstance(earlier_error, RankLostError):
         earlier_error = earlier_error.__context__

@@ -442,7 +442,6 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def _check_known(key: str, name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError unless the name is known, or the dotted name of something of the user's own."""
     if "." in name and import_object(name, f"{key} is {name!r}") is None:
         raise ConfigError(f"{key} is {name!r}, which its module does not have")
     if "." not in name and name not in known:
@@ -497,7 +496,6 @@ def check_longest_of_set(
 def _plan_choices(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlanChoice, str, int]]:
-    """Yield how training and each evaluation are planned, with the key that cuts longer documents and its value."""
     if heads is None and config.model.preset_name:
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens

@@ -79,7 +79,6 @@ class PlanLog:
 
 
 def _length_to_keep(path: Path, after_step: int) -> int:
-    """Return the length of the file up to its first line that is torn, or of a later step."""
     length = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -162,21 +161,13 @@ class GroupLog:
         return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
 
     def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
-        """Yield a row for each level of a group.
-
-        The row's `over` says what carries the level's messages: "communicator" for a communicator of the level alone,
-        "plane" for the communicator of all slots.
-        """
+        # "over" is what carries a level's messages: a communicator of the level alone, or that of all slots, the plane.
         for level, slots in self._levels_of_rank(group):
             ranks = tuple(self._world.plane[slot] for slot in slots)
             carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
             yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": carrier}
 
     def _levels_of_rank(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the communication type and slots of each level of a group that this rank is in.
-
-        A level of a2a+p2p has several sets of slots; the one with the slot of this rank is yielded.
-        """
         comm_types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
         for comm_type in dict.fromkeys(comm_types):
             if comm_type != "a2a+p2p":
@@ -211,10 +202,6 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
 
 
 def _lock_file(directory: Path, log: LogLine) -> TextIO:
-    """Open the lock file and lock it. Raises RunFolderError if another process holds the lock.
-
-    Where the file system has no locks, a line of the log says so, and the run goes on without one.
-    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     file = path.open("a+", encoding="utf-8")
@@ -341,10 +328,6 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 
 
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
-    """Return the open loggers of this rank.
-
-    There are none where a finished run is shown again: each set is recorded at the last step, so no row is written.
-    """
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):

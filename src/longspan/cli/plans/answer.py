@@ -122,10 +122,7 @@ class Answer:
 
 
 def _way_figures(way: Fit) -> dict[str, Any]:
-    """Return the figures of a way by name; None for what a way that does not fit lacks.
-
-    MFU is None for a GPU whose peak is not known, and for a model whose FLOPs are not.
-    """
+    # What a way that does not fit lacks is None; MFU too, where the GPU's peak or the model's FLOPs are not known.
     planner, degree, ep = way.layout
     per_gpu, mfu, gpus = None, None, way.run.gpus
     if way.seconds is not None:
@@ -167,11 +164,7 @@ def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
 
 
 def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
-    """Return the keys of a run that an answer shows, with their values, as `longspan train` takes them.
-
-    Models and data are named elsewhere. GATHERS is shown only if it is given, as train.memory decides it; all slots
-    are a dynamic plan's highest degree where it has no limit.
-    """
+    # Models and data are named elsewhere; train.memory decides GATHERS, unless it is given.
     config, one_degree = run.config, run.choice.has_one_degree
     names = {name for name in given_keys if name.partition(".")[0] in SHOWN or name in OF_MODELS}
     for section, kind in section_kinds().items():
@@ -260,11 +253,7 @@ def _answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices
 
 
 def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[str], choices: Choices) -> Answer:
-    """Answer whether a run of these documents fits, with which keys, and how long it takes.
-
-    All ways plan and are timed on the same sampled steps, of one degree on more of them; a step of only the longest
-    document must fit too. The keys that set the number of steps are always shown.
-    """
+    # All ways are timed on the same sampled steps; of one degree, whose plans are made faster, on more of them.
     longest = Documents((documents.longest,), timed=False)
     sample = _sample_run_documents(documents, PRICED[False])
     title = f"a run of {plural(documents.steps, 'step')}: {documents.line}"
@@ -290,7 +279,6 @@ def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[s
 def _answer_steps(
     title: str, run: RunOnGpus, steps: Sequence[Documents], given_keys: frozenset[str], choices: Choices
 ) -> Answer:
-    """Answer which layouts these steps fit; where none does, what the leanest holds, and what would do."""
     notes = list[str]()
     try:
         ways, notes = find_fits(run, steps, choices)
@@ -320,10 +308,6 @@ def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]
 
 
 def _add_encoding(fit: Fit, documents: RunDocuments) -> tuple[Fit, Sequence[str]]:
-    """Add the mean seconds that encoding a step's images takes, and return a note of at most one line about it.
-
-    Nothing is added where the encoder cannot be priced, nor of packs, whose images are not listed by step.
-    """
     if fit.seconds is None or not documents.image_rows:
         return fit, ()
     config, rows = fit.run.config, f"images: {documents.image_rows:,.0f} rows in a step"
@@ -345,7 +329,6 @@ def _add_encoding(fit: Fit, documents: RunDocuments) -> tuple[Fit, Sequence[str]
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
-    """Print an answer, and write its keys to a file; returns 0 with JSON where nothing fits, unless layouts compare."""
     fits = answer.seconds is not None
     if as_json:
         print(json.dumps(answer.to_json(), ensure_ascii=False))

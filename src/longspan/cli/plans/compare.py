@@ -199,10 +199,6 @@ def _compare_degrees(
 
 
 def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
-    """Yield every saved plan under the flags' price or, without one, under its own.
-
-    Plans of evaluations, whose cost is of forward passes, are priced without backward passes.
-    """
     for name, plan in _read_saved_plans(flags.plans):
         if plan.mode == "free" and flags.pp > 1:
             raise ConfigError(f"{name} is a plan of free mode, which has no {flags.pp} pipeline stages; leave --pp out")
@@ -215,10 +211,6 @@ def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
 
 
 def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans of --plans, each with its name: the file's, or the step in a .jsonl file.
-
-    A name is a file, or a folder, of which the JSON files are taken; of a run's folder those in its folder `plans`.
-    """
     for name in names:
         path = Path(name)
         folder = path / "plans" if (path / "plans").is_dir() else path
@@ -262,7 +254,6 @@ def _show_rows(
 
 
 def _fastest_line(plans: Sequence[tuple[str, Plan]]) -> list[str]:
-    """Say how much less time the fastest plan takes than the best of one degree; nothing of several saved steps."""
     fixed = [row for row in plans if row[1].planner == "fixed"]
     if not fixed or [plan.planner for _, plan in plans].count("dynamic") != 1:
         return []
@@ -278,7 +269,6 @@ def _fastest_line(plans: Sequence[tuple[str, Plan]]) -> list[str]:
 
 
 def _plan_figures(plan: Plan) -> dict[str, Any]:
-    """Return the figures of a plan; bubble and idle are shares of the time without its update and closing."""
     times, closing = plan.timeline(), plan.cost.closing_seconds if plan.mode == "free" else 0.0
     slots_end = max(float(times.end.max(initial=0.0)), 1e-300)  # nothing is divided by 0 where a step takes no time
     seconds = max(plan.predicted_seconds - plan.cost.update_seconds - closing, 1e-300)

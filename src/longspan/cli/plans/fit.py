@@ -119,10 +119,7 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
 
 
 def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
-    """Yield the run with each planner, degree, experts' degree and limit of rows to compare; what is given stays.
-
-    Dynamic plans of documents of one length gain nothing, and are left out unless all are to be compared.
-    """
+    # Dynamic plans of documents of one length gain nothing, and are left out unless all are to be compared.
     several = len({n for step in steps for n in step.lengths}) > 1
     for home_run in _expert_runs(run, choices):
         planners = [home_run.choice.planner]
@@ -146,7 +143,6 @@ def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices
 
 
 def _expert_runs(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:
-    """Yield the run, and with experts also at the highest degree inside a host that divides slots and experts."""
     yield run
     if not choices.ep or not run.experts:
         return

@@ -88,11 +88,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
-    """Estimate the tokens of documents by the bytes of their texts, where no tokenizer can count them.
-
-    Texts are cut and left out as in the run, and ordered as its steps take them; a piece of one token is left out, for
-    it has no target. Raises ConfigError for a mixture of sources, DataError where no text is long enough.
-    """
+    # Texts are cut, left out and ordered as in the run; a piece of one token has no target, and is left out.
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
@@ -121,10 +117,6 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
 
 
 def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
-    """Return the tokens of the longest document of a training step, held-out documents aside.
-
-    A pack counts as one document where attention goes across its documents; otherwise those are cut to its size.
-    """
     data = config.data
     if not data.pack_to:
         held_out = set(order.evaluation)

@@ -46,7 +46,6 @@ def largest_step(config: RunConfig, order: StepOrder | PackOrder) -> int:
 
 
 def _few_steps_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """Advise how to make more steps of the same documents; a step takes at least one document."""
     tokens = int(config.train.epochs * order.stream.tokens)  # of all epochs
     longest_document = int(order.lengths.max()) if isinstance(order, StepOrder) else config.data.pack_to
     advised_tokens = max(tokens // FEW_STEPS, longest_document)  # of a step: FEW_STEPS of them, or as many as may be
@@ -110,7 +109,6 @@ def order_lengths(
 
 
 def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
-    """Find the spans of placeholders of each image, which no pack cuts."""
     if corpus.images is None or not len(corpus.images):
         return None
     spans = UncutSpans(*(np.asarray(corpus.images.column(name)) for name in ("document", "start", "stop")))
