@@ -385,7 +385,8 @@ class _Trial:
         x = ids if stage.first else self._make_hidden_states(stage, rows)
         out = stage(x, stage_input=StageInput(rows.shard, ids, make_output))
         if not stage.last:
-            observed.note("the hidden states after its last layer", out.squeeze(0))
+            # Embedded rows behind the hidden states are no result: split over tp 2, both together look like all rows.
+            observed.note("the hidden states after its last layer", out[0].chunk(1 + stage.with_embedding)[0])
 
     def _make_hidden_states(self, stage: Stage, rows: _Rows) -> Tensor:
         """The same (1, T, D) for a row's number in every pass; behind them embedded rows, if stages hand these on."""
