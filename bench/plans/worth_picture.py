@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from worth_cases import NAMES, NETWORKS, SLOTS
 from worth_page import Row, select, usual
 
-from longspan.report.markup import label, tag, text
+from longspan.report.page import label, tag, text
 
 # The colours of page.css, for light and for dark pages.
 STYLE = """

@@ -19,6 +19,7 @@ from longspan.errors import CommError, ConfigError, RankLostError
 from longspan.launch.stop_signals import Interrupted
 from longspan.run.checks import check_config
 from longspan.run.result import TrainResult
+from tests.report.pages import value_of, words_of
 from tests.train.small import small_config
 
 
@@ -55,7 +56,7 @@ def test_plain_lines_a_report_and_the_table_last(tmp_path: Path, capfd: pytest.C
         "process groups" in line for line in lines
     )
     page = (run / "report.html").read_text()
-    assert f"train {written(tmp_path)} --world 2" in page and '<td class="minor">' not in page
+    assert f"train {written(tmp_path)} --world 2" in page and "\npredicted\n" not in words_of(value_of(page))
     assert load_config(run / "config.toml").train.steps == 4
     capfd.readouterr()
     assert main(["train", str(written(tmp_path)), "--world", "2", "--train.steps", "4", "--json"]) == 0

@@ -52,40 +52,20 @@ def mixed_plan(slots: int, *, micro_batches: int = 3, cap: int = 8192, seed: int
     return replace(plan, predicted_seconds=seconds, lower_bound_seconds=0.9 * seconds)
 
 
-FACTS = {
+FACTS: dict[str, Any] = {
     "model": "Qwen3-30B-A3B",
-    "parameters": 30_532_122_624,
-    "parameters_of_rank": 3_816_515_328,
     "experts": 128,
     "experts_of_token": 8,
-    "parameter_dtype": "float32",
-    "compute_dtype": "bfloat16",
-    "reduce_dtype": "float32",
-    "device": "NVIDIA H200",
-    "ranks": 16,
-    "hosts": 2,
-    "cores": 64,
-    "backend": "nccl",
-    "home": {"slots": 8, "tp": 2, "pp": 1, "vpp": 1, "ep": 4, "dp_replicate": 1},
-    "sequence_parallel": True,
-    "comm_types": "p2p",
-    "kernels": ["cudnn where each group has one document, else fa4"],
-    "plans": "dynamic, at most 32,768 rows a slot; evaluation fixed at cp 4",
-    "priced_for": "the model on H200s",
-    "peak_tflops": 989.0,
-    "uncounted": "",
-    "documents": 48_213,
-    "held_out": 32,
-    "tokens": 1_213_456_789,
-    "longest": 131_072,
-    "steps": 300,
-    "done": 100,
-    "tokens_per_step": 262_144,
-    "optimizer": "adamw",
-    "lr": 1e-5,
     "report": "runs/moe/report.html",
-    "caution": "",
 }
+FACTS |= {"parameters": 30_532_122_624, "parameters_of_rank": 3_816_515_328, "parameter_dtype": "float32"}
+FACTS |= {"compute_dtype": "bfloat16", "reduce_dtype": "float32", "device": "NVIDIA H200", "ranks": 16, "hosts": 2}
+FACTS |= {"home": {"slots": 8, "tp": 2, "pp": 1, "vpp": 1, "ep": 4, "dp_replicate": 1}, "sequence_parallel": True}
+FACTS |= {"cores": 64, "backend": "nccl", "comm_types": "p2p", "priced_for": "the model on H200s", "peak_tflops": 989.0}
+FACTS |= {"kernels": ["cudnn where each group has one document, else fa4"], "uncounted": "", "caution": ""}
+FACTS |= {"plans": "dynamic, at most 32,768 rows a slot; evaluation fixed at cp 4", "documents": 48_213, "held_out": 32}
+FACTS |= {"tokens": 1_213_456_789, "longest": 131_072, "steps": 300, "done": 100, "tokens_per_step": 262_144}
+FACTS |= {"optimizer": "adamw", "lr": 1e-5}
 
 
 def evaluation_row(step: int, cp: int, loss: float) -> dict[str, Any]:
@@ -96,19 +76,9 @@ def evaluation_row(step: int, cp: int, loss: float) -> dict[str, Any]:
 
 def train_row(step: int, **changes: Any) -> dict[str, Any]:
     """A row of metrics.jsonl."""
-    row = {
-        "step": step,
-        "loss": 4.5 + 3 * math.exp(-step / 50),
-        "tokens": 4000 + step % 7,
-        "targets": 3990,
-        "grad_norm": 1.0 + 1 / step,
-        "lr": 1e-3,
-        "seconds": 0.3,
-        "tokens_per_second": 13000.0 + step % 11,
-        "memory_bytes": 600_000_000,
-        "micro_batches": 2,
-        "efficiency": 0.9,
-    }
+    row = {"step": step, "loss": 4.5 + 3 * math.exp(-step / 50), "tokens": 4000 + step % 7, "targets": 3990}
+    row |= {"grad_norm": 1.0 + 1 / step, "lr": 1e-3, "seconds": 0.3, "tokens_per_second": 13000.0 + step % 11}
+    row |= {"memory_bytes": 600_000_000, "micro_batches": 2, "efficiency": 0.9}
     return row | changes
 
 
@@ -123,12 +93,7 @@ def write_run(
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     (path / "config.toml").write_text(CONFIG)
     if finished:
-        summary = {
-            "vocab_size": VOCABULARY,
-            "eval_at_degrees": evaluations,
-            "world": 4,
-            "versions": {"torch": "2.13.0"},
-        }
+        summary = {"vocab_size": VOCABULARY, "eval_at_degrees": evaluations, "versions": {"torch": "2.13.0"}}
         (path / "summary.json").write_text(json.dumps(summary))
     if plans:
         (path / "plans").mkdir(exist_ok=True)
@@ -138,3 +103,12 @@ def write_run(
         evaluation = plan_fixed(plan.lengths, Layout(4), cp=2, max_tokens_per_slot=512, cost=plan.cost.forward_only())
         (path / "plans" / "evaluation-cp4.json").write_text(evaluation.to_json())
     return path
+
+
+ROW: dict[str, Any] = {"step": 4, "eval_loss": 3.25, "eval_perplexity": 25.79, "eval_token_accuracy": 0.125, "cp": 2}
+ROW |= {"eval_documents": 3, "eval_tokens": 261, "eval_targets": 258, "cp_comm_type": ["p2p"], "seconds": 0.5}
+ROW |= {"by_length": [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]], "by_position": [[0, 127, 3.25, 258, 3]]}
+RECORD: dict[str, Any] = {"target": "runs/<b>", "kind": "run", "world": 2, "parallel": {"tp": 2, "pp": 1}}
+RECORD |= {"changes": [{"key": "parallel.tp", "before": 4, "now": 2, "why": "2 ranks"}], "evaluations": [ROW]}
+DIFFERENCE: dict[str, Any] = {"name": "", "unit": "loss", "first": 3.25, "other": 3.0, "difference": -0.25, "lower": 2}
+DIFFERENCE |= {"standard_error": None, "documents": 3, "by_length": [[0, 127, 3.5, 3.1, 2]]}

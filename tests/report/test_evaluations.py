@@ -1,4 +1,4 @@
-"""Evaluations in the page of a run: several sets, loss by position and by length, memory of degrees."""
+"""Evaluations on pages: several sets, loss by position and by length, samples; and the page of `longspan eval`."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from longspan.errors import ConfigError
-from longspan.report import RunFolder, write_report
-from longspan.report.evaluation_sections import evaluations_by_set
-from longspan.report.run_folder import BucketRow, EvalRow, last_evaluations
-from tests.report.runs import write_run
-from tests.report.test_report_pages import Page, page_of
+from longspan.report import RunFolder
+from longspan.report.evaluation_page import eval_page, evaluations_by_set
+from longspan.report.run_folder import EvalRow
+from tests.report.pages import charts_of, parts_of, report_of, value_of, words_of
+from tests.report.runs import DIFFERENCE, RECORD, train_row, write_run
 
 
 def row_of(step: int, loss: float, name: str = "", **keys: Any) -> dict[str, Any]:
@@ -31,82 +31,101 @@ def run_with(path: Path, *rows: dict[str, Any]) -> Path:
     return run
 
 
-def charts_by_title(page: Page, html: str) -> dict[str, dict[str, Any]]:
-    titles = [part.split("</b>")[0] for part in html.split("<figcaption><b>")[1:]]
-    return dict(zip(titles, page.charts, strict=True))
-
-
 def test_sets_are_curves_and_rows_of_a_table(tmp_path: Path) -> None:
     rows = [row_of(step, 5 - step / 60, "books", eval_top_five=0.5) for step in (20, 40, 60)]
     rows += [row_of(step, 6 - step / 60, "code<>", planner="dynamic") for step in (30, 60)]
-    run = run_with(tmp_path / "run", *rows)
-    html = write_report(run).read_text()
-    charts, page = charts_by_title(Page(html), html), page_of(run)
-    curves = {curve["name"]: curve for curve in charts["Loss of each set"]["series"]}
+    value = report_of(run_with(tmp_path / "run", *rows))
+    curves = {curve["name"]: curve for curve in charts_of(value)["Loss of each set"]["series"]}
     assert list(curves) == ["held out", "books", "code<>"] and curves["books"]["x"] == [20, 40, 60]
-    assert [curve["name"] for curve in charts["Training and evaluation"]["series"]][-1] == "evaluation, cp 4"
-    for words in ("bits per byte", "top_five", "25.00%", "dynamic", "4.000000", "5.000000"):
-        assert words in page.content, words
+    table = next(table for table in parts_of(value, "table") if table["names"][0] == "set")
+    assert table["names"][4:] == ["accuracy", "bits per byte", "top_five", "documents", "tokens", "cp"]
+    assert table["rows"][2] == ["code<>", "60", "5.000000", "148.413", "25.00%", "1.5", "–", "7", "900", "dynamic"]
 
 
 def test_loss_by_position_and_length_shows_where_a_model_fails(tmp_path: Path) -> None:
-    sets = [row_of(61, 4.0), row_of(61, 5.0, "books")]
-    html = write_report(run_with(tmp_path / "run", *sets)).read_text()
-    charts = charts_by_title(Page(html), html)
+    charts = charts_of(report_of(run_with(tmp_path / "run", row_of(61, 4.0), row_of(61, 5.0, "books"))))
     for title in ("Loss by position", "Loss by document length"):
         held_out, books = charts[title]["series"]
         assert (held_out["x"], held_out["y"]) == ([0, 1, 2], [4, 4.5, 9]) and books["y"] == [5, 5.5, 9]
-        assert charts[title]["xNames"] == ["0", "128", "1K"]
+        assert charts[title]["x_names"] == ["0", "128", "1K"]
 
 
 def test_a_single_set_shows_how_far_it_came(tmp_path: Path) -> None:
-    html = write_report(run_with(tmp_path / "run", row_of(30, 6.0), row_of(61, 4.0))).read_text()
-    curves = charts_by_title(Page(html), html)["Loss by position"]["series"]
+    value = report_of(run_with(tmp_path / "run", row_of(30, 6.0), row_of(61, 4.0)))
+    curves = charts_of(value)["Loss by position"]["series"]
     assert [(curve["name"], curve["y"][0]) for curve in curves] == [("after step 61", 4), ("after step 30", 6)]
-    assert "Evaluation sets" not in html
+    assert "Evaluation sets" not in words_of(value)
 
 
 def test_what_an_evaluation_added_to_memory_is_in_the_table_of_degrees(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    table = [row_of(60, 4.0, cp=cp, eval_activation_bytes=(8 << 30) // cp) for cp in (1, 2)]
-    (run / "summary.json").write_text(json.dumps({"eval_at_degrees": table}))
-    content = page_of(run).content
-    assert "added memory of a GPU" in content and "8 GiB" in content and "4 GiB" in content
+    rows = [row_of(60, 4.0, cp=cp, eval_activation_bytes=(8 << 30) // cp) for cp in (1, 2)]
+    (run / "summary.json").write_text(json.dumps({"eval_at_degrees": rows}))
+    (table,) = parts_of(report_of(run), "table")
+    assert table["names"][4] == "added memory of a GPU" and [row[4] for row in table["rows"]] == ["8 GiB", "4 GiB"]
 
 
 def test_a_row_is_an_evaluation_or_none_or_is_refused_by_name() -> None:
-    assert (
-        EvalRow.from_row({"step": 3, "loss": 2.0}) is None
-        and EvalRow.from_row(row_of(3, 0.0) | {"eval_loss": None}) is None
-    )
+    no_loss = row_of(3, 0.0) | {"eval_loss": None}
+    assert EvalRow.from_row({"step": 3, "loss": 2.0}) is None and EvalRow.from_row(no_loss) is None
     bare = row_of(3, 2.0, by_position=[], by_length=[])
     del bare["eval_token_accuracy"], bare["eval_bits_per_byte"]
     assert EvalRow.from_row(bare) == EvalRow(3, 2, 2.0, 900, 7, "fixed")
-    with pytest.raises(ConfigError, match=r"no planner, eval_documents, by_position, by_length: it is of a version"):
+    with pytest.raises(ConfigError, match="no planner, eval_documents, by_position, by_length"):
         EvalRow.from_row({"step": 3, "eval_loss": 2.0, "cp": 4, "eval_tokens": 900})
     with pytest.raises(ConfigError, match="its counts are no numbers"):
         EvalRow.from_row(row_of(3, 2.0, cp=None))
     row = EvalRow.from_row(row_of(3, 2.0, by_position=[[1, 2], "x", [0, 127, 2.0, 5, 1]], by_length=7))
-    assert row is not None and row.by_length == () and row.by_position == (BucketRow(0, 127, 2.0, 5, 1),)
+    assert row is not None and row.by_length == () and row.by_position == ((0, 127, 2.0, 5, 1),)
     assert dict(row.metrics) == {"token_accuracy": 0.25, "bits_per_byte": 1.5}
 
 
-def test_an_older_evaluation_is_left_out_and_named_once(tmp_path: Path) -> None:
-    old = {"eval_loss": 2.0, "cp": 4, "eval_tokens": 900}
-    run = run_with(tmp_path / "run", {"step": 1, **old}, {"step": 2, **old}, row_of(30, 6.0))
-    folder = RunFolder.read(run)
-    assert [row.step for row in folder.held_out] == [30, 60] and len(folder.notes) == 1
-    assert "an evaluation of metrics.jsonl is left out: it has no planner, eval_documents" in page_of(run).content
-
-
 def test_the_last_evaluations_are_of_one_step(tmp_path: Path) -> None:
-    run = RunFolder.read(run_with(tmp_path / "run", row_of(30, 6.0), row_of(70, 4.0, "books"), row_of(60, 5.0, cp=1)))
-    assert [row.cp for row in last_evaluations(run.held_out)] == [1, 4] and [r.step for r in run.held_out] == [
-        30,
-        60,
-        60,
+    """Also where summary.json has those of a session before."""
+    run = run_with(tmp_path / "run", row_of(30, 6.0), row_of(70, 4.0, "books"), row_of(65, 5.0, cp=1), row_of(65, 5.0))
+    folder = RunFolder.read(run)
+    assert [row.cp for row in folder.degrees] == [1, 2] and [row.step for row in folder.held_out] == [30, 60, 65, 65]
+    steps = {name: [row.step for row in rows] for name, rows in evaluations_by_set(folder).items()}
+    assert steps == {"": [30, 60, 65], "books": [70]}
+
+
+def test_samples_stand_with_their_images_and_what_is_damaged_is_left_out(tmp_path: Path) -> None:
+    rows: list[Any] = [("held-out", "3", "3"), ("held-out", "4", "1"), ("shuffled", "5", "5")]
+    samples = [
+        {"step": 4, "name": n, "text": "<image> & who?", "answer": a, "predicted": p, "images": ["aGVsbG8=", '"><b>']}
+        for n, a, p in rows
     ]
-    assert {name: [row.step for row in rows] for name, rows in evaluations_by_set(run).items()} == {
-        "": [30, 60],
-        "books": [70],
-    }
+    run = write_run(tmp_path / "run", rows=[train_row(1)])
+    assert "Samples" not in words_of(report_of(run))
+    lines = [*map(json.dumps, samples), '{"step": 1}', '{"step": 4']
+    (run / "samples.jsonl").write_text("\n".join(lines))
+    value = report_of(run)
+    tables = [table for table in parts_of(value, "table") if table["kind"] == "samples"]
+    assert tables[0]["rows"][1] == [{"images": ["aGVsbG8="]}, "<image> & who?", "4", ["1", "bad"]]
+    for words in (
+        "held-out: 1 of 2 answers are right",
+        "shuffled: 1 of 1",
+        "1 line of samples.jsonl could not be read",
+    ):
+        assert words in words_of(value)
+
+
+def test_the_page_of_an_evaluation() -> None:
+    page = eval_page(RECORD)
+    value, words = value_of(page), words_of(value_of(page))
+    assert value["head"]["title"] == "runs/<b>" and "<b>runs" not in page and "runs/&lt;b&gt;" in page
+    for part in ("run, step 4 · 2 ranks · tp 2", "parallel.tp 4 became 2 (2 ranks)", "token accuracy", "500 ms"):
+        assert part in words
+    (table,) = parts_of(value, "table")
+    assert table["rows"] == [
+        ["runs/<b>", "held out", "p2p", "2", "3.250000", "25.790000", "0.125000", "3", "261", "258", "500 ms"]
+    ]
+    (chart,) = charts_of(value).values()  # of one bucket there is no curve
+    assert chart["title"] == "Loss by document length" and chart["series"][0]["y"] == [3.5, 3.0]
+
+
+def test_the_page_of_a_comparison() -> None:
+    other = {**RECORD, "target": "base", "kind": "folder", "differences": [DIFFERENCE]}
+    words = words_of(value_of(eval_page({**RECORD, "compare": other})))
+    assert "loss of base minus that of runs/<b>: -0.250000; 2 of 3 documents have a lower value." in words
+    assert "base, held out" in words and "-0.400000" in words

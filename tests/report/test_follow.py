@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,16 +19,13 @@ import pytest
 from longspan.cli.main import main
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Plan, plan_fixed
+from longspan.plan import plan_fixed
 from longspan.plan.plan_rows import find_plan, plan_row, read_plans
-from longspan.report import write_report
-from longspan.report.follow import Follower
-from longspan.report.follow.live_page import live_parts
-from longspan.report.follow.live_run import LiveRecords, LiveRun
-from longspan.report.follow.server import is_over
-from longspan.report.follow.tail import Tail, lock_holder
+from longspan.report.follow import Follower, is_over, live_page
+from longspan.report.live_run import LiveRun, lock_holder
 from longspan.run.loggers.metrics_log import MetricsLog
 from longspan.run.records import PlanLog
+from tests.report.pages import parts_of, value_of, words_of
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run
 
 HOLD = """
@@ -50,12 +48,6 @@ def at_work(run: Path) -> Iterator[None]:
         process.wait()
 
 
-def read_now(records: LiveRecords) -> LiveRun:
-    """The run as it is now, though it was read a moment ago."""
-    records._read_at = -1e9
-    return records.read()
-
-
 def add_rows(run: Path, *rows: dict[str, Any]) -> None:
     run.mkdir(exist_ok=True)
     with (run / "metrics.jsonl").open("a") as file:
@@ -67,54 +59,37 @@ def fetch(address: str, **headers: str) -> str:
         return answer.read().decode()
 
 
-def test_a_tail_gives_each_whole_line_once(tmp_path: Path) -> None:
-    file, tail = tmp_path / "rows", Tail(tmp_path / "rows", most_bytes=9)
-    assert [*tail.lines()] == []
-    file.write_bytes(b"one\ntwo\nthr")
-    assert [*tail.lines()] == [b"one\n", b"two\n"]
-    file.write_bytes(b"one\ntwo\nthree\n" + b"x" * 20 + b"\nfour\n")
-    assert [*tail.lines()] == [b"three\n", b"four\n"] and [*tail.lines()] == []
-    assert not tail.is_first
-
-
-@pytest.mark.parametrize("change", ["replaced", "cut", "cut and longer"])
-def test_a_tail_notices_a_file_that_begins_anew(tmp_path: Path, change: str) -> None:
-    file, tail = tmp_path / "rows", Tail(tmp_path / "rows")
-    file.write_bytes(b"one\ntwo\n")
-    assert len([*tail.lines()]) == 2
-    words = b"uno\nzwei\ndrei\n" if change == "cut and longer" else b"uno\n"
-    if change == "replaced":
-        (tmp_path / "other").write_bytes(words)
-        (tmp_path / "other").replace(file)
-    else:
-        with file.open("r+b") as stream:
-            stream.truncate(0)
-            stream.write(words)
-    firsts = [tail.is_first for _ in tail.lines()]
-    assert firsts[0] and not any(firsts[1:]) and len(firsts) == words.count(b"\n")
-
-
 def test_states_of_a_run_from_nothing_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    records = LiveRecords(run)
-    live = records.read()
-    assert live.state == "waiting" and not is_over(live, has_begun=False) and live_parts(live)["loss"] == ""
+    live = LiveRun.read(run)
+    assert live.state == "waiting" and not is_over(live, has_begun=False) and live_page(live)[1]["sections"] == []
     with at_work(run):
         (run / "run.json").write_text(json.dumps(FACTS))
-        live = read_now(records)
+        live = LiveRun.read(run)
         assert (live.state, live.holder, live.step, live.steps) == ("running", "process 7 on node-a", 0, 300)
-        assert "sets up, before step 1 of 300" in live_parts(live)["status"]
+        head = live_page(live)[1]["head"]
+        assert head["story"] == "sets up, before step 1 of 300" and "at work: process 7 on node-a" in head["lines"]
         add_rows(run, train_row(1), train_row(2), evaluation_row(2, 2, 5.5))
-        live = read_now(records)
-        assert live.step == 2 and "step 2 of 300" in live_parts(live)["status"]
-        assert "5.500000" in live_parts(live)["evaluations"]
-    live = read_now(records)
+        live = LiveRun.read(run)
+        title, value = live_page(live)
+        assert title == "2/300 trains · run · longspan" and value["head"]["progress"] == (2, 300)
+        assert value["head"]["story"] == "step 2 of 300 · about 89.4 s of steps left"
+        assert "5.500000000" in words_of(value)
+    live = LiveRun.read(run)
     assert live.state == "broken" and is_over(live, has_begun=True) and not is_over(live, has_begun=False)
     for stopped, steps, state in (("SIGTERM", 300, "stopped"), ("", 2, "done"), ("", 300, "broken")):
         (run / "summary.json").write_text(json.dumps({"step": 2, "steps": steps, "stopped": stopped}))
-        assert read_now(records).state == state
+        assert LiveRun.read(run).state == state
     (run / "summary.json").write_text(json.dumps({"step": 1, "steps": 2, "stopped": "SIGTERM"}))  # of a session before
-    assert read_now(records).state == "broken"
+    assert LiveRun.read(run).state == "broken"
+
+
+def test_a_step_that_is_late_is_said(tmp_path: Path) -> None:
+    with at_work(tmp_path / "run"):
+        add_rows(tmp_path / "run", train_row(1))
+        os.utime(tmp_path / "run" / "metrics.jsonl", (0, time.time() - 60))
+        story = live_page(LiveRun.read(tmp_path / "run"))[1]["head"]["story"]
+    assert "no step for 60 s, where one takes 300 ms" in story
 
 
 def test_asking_for_the_lock_does_not_take_it(tmp_path: Path) -> None:
@@ -133,20 +108,17 @@ def test_a_resumed_run_goes_on_from_its_step(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             log.write(step, plans[step - 1])
     add_rows(tmp_path, *(train_row(step, loss=9.0 - step) for step in (1, 2, 3)))
-    records = LiveRecords(tmp_path)
-    live = records.read()
-    assert live.step == 3 and live.plan == (3, plans[2])
+    live = LiveRun.read(tmp_path)
+    assert live.step == 3 and live.run.plans == (("step 3", plans[2]),)
     with (
         PlanLog(tmp_path / "plans.jsonl", after_step=2) as log,
         MetricsLog(tmp_path / "metrics.jsonl", after_step=2) as metrics,
     ):
-        assert read_now(records).run.train["loss"].tolist() == [8.0, 7.0]
+        assert LiveRun.read(tmp_path).run.train["loss"].tolist() == [8.0, 7.0]
         log.write(3, plans[3])
-        metrics.write(train_row(3, loss=5.0, save_bytes=1 << 20, save_seconds=2.0, save_shown_seconds=0.25))
-        live = read_now(records)
-    assert live.run.train["loss"].tolist() == [8.0, 7.0, 5.0] and live.plan == (3, plans[3])
-    saves = live_parts(live)["saves"]
-    assert "1 MiB" in saves and "250 ms" in saves
+        metrics.write(train_row(3, loss=5.0))
+        run = LiveRun.read(tmp_path).run
+    assert run.train["loss"].tolist() == [8.0, 7.0, 5.0] and run.plans == (("step 3", plans[3]),)
 
 
 def test_the_newest_plan_has_the_cost_of_the_rows_before(tmp_path: Path) -> None:
@@ -155,20 +127,13 @@ def test_the_newest_plan_has_the_cost_of_the_rows_before(tmp_path: Path) -> None
     rows = [plan_row(1, plan), plan_row(2, plan, after=plan.cost), plan_row(3, plan, after=plan.cost)]
     (tmp_path / "plans.jsonl").write_text("".join(row + "\n" for row in rows))
     add_rows(tmp_path, train_row(3))
-    live = LiveRecords(tmp_path).read()
-    assert live.plan == (3, plan) and live.plan[1].cost.source == "a machine"
+    ((name, newest),) = LiveRun.read(tmp_path).run.plans
+    assert (name, newest, newest.cost.source) == ("step 3", plan, "a machine")
     assert find_plan(tmp_path / "plans.jsonl", 2) == plan and find_plan(tmp_path / "plans.jsonl", 4) is None
-    part = live_parts(live)["plan"]
-    assert "<td>a2a</td>" in part and "Plan of step 3, the newest" in part and "3 groups" not in part
-
-
-def test_the_note_on_an_evaluation_goes_with_its_file(tmp_path: Path) -> None:
-    add_rows(tmp_path, train_row(1), {"step": 1, "eval_loss": 5.5})
-    records = LiveRecords(tmp_path)
-    assert "is left out" in records.read().notes[0]
-    (tmp_path / "metrics.jsonl").unlink()
-    add_rows(tmp_path, train_row(2, loss=3.0))
-    assert read_now(records).notes == ()
+    value = live_page(LiveRun.read(tmp_path))[1]
+    (plans,) = parts_of(value, "plans")
+    assert dict(plans["plans"][0]["facts"])["groups"] == "2 of degree 2 a2a"
+    assert "Plan of step 3, the newest" in [section["title"] for section in value["sections"]]
 
 
 @pytest.mark.parametrize("change", [{"slots": 1 << 40}, {"micro_batches": [[[0, 0, 1 << 40, 0]]]}, {"kinds": []}])
@@ -176,8 +141,8 @@ def test_a_plan_that_no_run_writes_is_a_note(tmp_path: Path, change: dict[str, A
     row = json.loads(plan_row(1, plan_fixed([900], Layout(2), cp=2, max_tokens_per_slot=512))) | change
     (tmp_path / "plans.jsonl").write_text(json.dumps(row, separators=(",", ":")) + "\n")
     add_rows(tmp_path, train_row(1))
-    live = LiveRecords(tmp_path).read()
-    assert live.plan is None and "holds no plan" in live_parts(live)["notes"]
+    live = LiveRun.read(tmp_path)
+    assert not live.run.plans and "holds no plan" in words_of(live_page(live)[1])
     with pytest.raises(PlanError, match="line 1 holds no plan"):
         next(iter(read_plans(tmp_path / "plans.jsonl")))
 
@@ -185,23 +150,36 @@ def test_a_plan_that_no_run_writes_is_a_note(tmp_path: Path, change: dict[str, A
 def test_a_page_gets_what_changed_and_the_end(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", finished=False)
     with at_work(run), Follower(run, farewell=0.0) as follower:
-        page = fetch(follower.address)
-        assert page.count("data-part=") == 9 and "step 60" in page
-        first = json.loads(fetch(f"{follower.address}parts"))
-        tags = "&".join(f"{name}={tag}" for name, (tag, _) in first["changed"].items())
-        assert len(first["changed"]) == 9 and not first["over"] and first["title"].startswith("60 trains")
+        page = value_of(fetch(follower.address))
+        assert page["live"] and "step 60" in page["head"]["story"]
+        first = json.loads(fetch(f"{follower.address}data"))
+        assert first["page"]["sections"] == page["sections"] and not first["over"]
+        assert first["page"]["name"].startswith("60 trains")
+        assert fetch(f"{follower.address}data?{first['mark']}") == ""  # it is what the page shows
         add_rows(run, train_row(61, loss=2.5))
-        read_now(follower.records)
-        second = json.loads(fetch(f"{follower.address}parts?{tags}", **{"Accept-Encoding": ""}))
-        assert (
-            {"status", "figures", "loss", "speed"} <= set(second["changed"]) <= {*first["changed"]} - {"saves", "notes"}
-        )
+        follower._due = 0.0
+        second = json.loads(fetch(f"{follower.address}data?{first['mark']}", **{"Accept-Encoding": ""}))
+        before, after = ({s["key"]: s for s in answer["page"]["sections"]} for answer in (first, second))
+        changed = {key for key in after if before.get(key) != after[key]}
+        assert {"figures", "Loss", "Steps"} <= changed and "configuration" in after.keys() - changed
     (run / "summary.json").write_text(json.dumps({"step": 61, "steps": 61, "stopped": ""}))
     with Follower(run, farewell=0.0) as follower:
         live = follower.wait()
         assert live.state_sentence() == "the run has come to its end at step 61 of 61"
-        last = json.loads(fetch(f"{follower.address}parts"))
-        assert last["over"] and "61/61 done" in last["title"]
+        last = json.loads(fetch(f"{follower.address}data"))
+        assert last["over"] and "61/61 done" in last["page"]["name"]
+
+
+def test_the_longer_reading_takes_the_rarer_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> LiveRun:
+        time.sleep(0.1)
+        return live
+
+    live = LiveRun.read(tmp_path)
+    monkeypatch.setattr(LiveRun, "read", read)
+    with Follower(tmp_path) as follower:
+        began = time.monotonic()
+        assert follower.read() is live and follower._due - began > 2.0
 
 
 def test_the_verb_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,19 +213,7 @@ def test_ctrl_c_ends_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert lines[1:] == ["Ctrl-C ends this; the run goes on", "no run has begun here"] and not printed.err
 
 
-def test_the_median_step_and_resumes_are_in_the_report(tmp_path: Path) -> None:
-    rows = [train_row(step, seconds=1.0 + (step * 7 % 11)) for step in range(1, 12)]
-    run = write_run(tmp_path / "run", rows=rows)
-    plan = Plan.from_json((run / "plans" / "step-000001.json").read_bytes())
-    (run / "plans.jsonl").write_text("".join(plan_row(step, plan) + "\n" for step in range(1, 12)))
-    (run / "run.json").write_text(json.dumps(FACTS | {"sessions": [[0, 4], [3, 4], [7, 2]]}))
-    html = write_report(run).read_text()
-    median = next(row["step"] for row in rows if row["seconds"] == 6.0)
-    assert f"selected>step {median}, the median</option>" in html
-    assert "resumed on 2 ranks" in html and html.count("resumed on") == 2  # in the wide and the narrow chart
-
-
 def test_following_needs_no_torch() -> None:
     """It runs next to training, and should start at once."""
-    code = "import sys, longspan.cli.report, longspan.report.follow.server; print('torch' in sys.modules)"
+    code = "import sys, longspan.cli.report, longspan.report.follow; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -12,12 +12,15 @@ import pytest
 from longspan.cli.main import main
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan import Plan
-from longspan.report import plan_page, write_report
-from longspan.report.eval_page import eval_page
-from longspan.report.plan_section import plan_document
+from longspan.plan.plan_rows import plan_row
+from longspan.report import plan_document, plan_page, write_report
+from longspan.report.evaluation_page import eval_page
+from longspan.report.follow import live_page
+from longspan.report.live_run import LiveRun
+from longspan.report.page import page as draw_page
 from longspan.report.run_folder import RunFolder
-from tests.report.runs import FACTS, mixed_plan, train_row, write_run
-from tests.report.test_eval_page import DIFFERENCE, RECORD, ROW
+from tests.report.pages import draw, parts_of, words_of
+from tests.report.runs import DIFFERENCE, FACTS, RECORD, ROW, mixed_plan, train_row, write_run
 
 TAIL = (
     "\"'><x-hostile onclick=alert(1)>\u2028</script></style></title></textarea>--><svg/onload=alert(2)>`${3}&quot;a.b"
@@ -26,7 +29,7 @@ SAMPLE = {"step": 60, "name": "s", "text": "what?", "answer": "7", "predicted": 
 
 
 class Elements(HTMLParser):
-    """The tags of a page with the names of their attributes, and what its scripts hold."""
+    """The tags of a page, and of the pictures in its JSON, with the names of their attributes; and its scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
         self.found |= {(name, "")} | {(name, attribute) for attribute, _ in attributes}
-        self._inside = name
+        self._inside = "json" if ("type", "application/json") in attributes else name
 
     def handle_endtag(self, name: str) -> None:
         self._inside = ""
@@ -46,6 +49,10 @@ class Elements(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._inside in ("script", "style"):
             self.scripts.append(data)
+        if self._inside == "json":
+            for part in parts_of(json.loads(data), "plans"):
+                for picture in (svg for plan in part["plans"] for svgs in plan["pictures"].values() for svg in svgs):
+                    self.found |= Elements(picture).found
 
 
 def hostile(value: Any, whole: bool) -> Any:
@@ -92,7 +99,11 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
 
 def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str]:
     """Every page and picture of hostile records."""
-    yield write_report(run_in(folder / f"run{tail.replace('/', '!')}", change)).read_text(encoding="utf-8")
+    run = run_in(folder / f"run{tail.replace('/', '!')}", change)
+    yield write_report(run).read_text(encoding="utf-8")
+    (run / "run.lock").write_text(tail)
+    (run / "plans.jsonl").write_text(plan_row(60, Plan.from_json((run / "plans/step-000001.json").read_bytes())) + "\n")
+    yield draw_page(*live_page(LiveRun.read(run)), live=True)
     other = change({**RECORD, "target": "base", "kind": "folder"}) | {"differences": [change(DIFFERENCE)]}
     sets = [change(ROW | {"eval_name": "set", "cp_comm_type": ["p2p"], "eval_own": 1.0, f"eval_x{tail}": 2.0})] * 2
     yield eval_page(
@@ -119,6 +130,13 @@ def test_pages_hold_no_element_of_a_record(tmp_path: Path) -> None:
             assert not elements.found - expected.found
             assert not any(name.startswith("on") for _, name in elements.found)
             assert elements.scripts == expected.scripts
+
+
+def test_hostile_texts_are_drawn_as_text(tmp_path: Path) -> None:
+    page = write_report(run_in(tmp_path / "run", lambda value: hostile(value, False)))
+    drawn = draw(page, 1200)
+    names = {element["name"] for element in drawn["elements"]}
+    assert "script" not in names and "x-hostile" not in names and TAIL in words_of(drawn)
 
 
 BAD_ROWS = [

@@ -69,7 +69,7 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
     from longspan.report.follow import Follower
 
     with Follower(run_dir, flags.port) as follower:
-        live = follower.records.read()
+        live = follower.read()
         if live.state != "done":  # if the run has ended already, only the last line is printed
             state = "" if live.state == "running" else f" ({live.state_sentence()}; waits for one to begin)"
             line = f"following {run_dir}{state}: {follower.address}\nCtrl-C ends this; the run goes on"
@@ -79,7 +79,7 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
         except KeyboardInterrupt as interrupted:
             if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:  # Ctrl-C alone is a usual end
                 raise
-            live = follower.records.read()
+            live = follower.read()
     end, ending = {"state": live.state, "step": live.step, "steps": live.steps}, ""
     if live.state == "running":
         ending = ", and goes on"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.report.pictures.bars import PlanBars as PlanBars
-    from longspan.report.pictures.bars import plan_bars as plan_bars
-    from longspan.report.pictures.gantt import gantt_svg as gantt_svg
-    from longspan.report.pictures.png import write_png as write_png
-    from longspan.report.plan_section import plan_document as plan_document
-    from longspan.report.report_pages import plan_page as plan_page
-    from longspan.report.report_pages import write_report as write_report
+    from longspan.report.bars import PlanBars as PlanBars
+    from longspan.report.bars import plan_bars as plan_bars
+    from longspan.report.gantt import gantt_svg as gantt_svg
+    from longspan.report.gantt import plan_document as plan_document
+    from longspan.report.png import write_png as write_png
     from longspan.report.run_folder import RunFolder as RunFolder
+    from longspan.report.run_page import plan_page as plan_page
+    from longspan.report.run_page import write_report as write_report
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

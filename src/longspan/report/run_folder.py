@@ -6,10 +6,10 @@ A run writes `metrics.jsonl` (one object a step, and evaluation rows with `eval_
 
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +20,22 @@ from longspan.plan.plan_rows import find_plan
 from longspan.run.facts import RunFacts
 from longspan.run.loggers.metrics_log import read_json_rows
 
-EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
 MOST = 1e30  # a larger number of a record is taken for none
+MAX_PLANS = 8  # in the report; the first and last saved and some between
+MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
+TRAIN_COLUMNS = (
+    *("loss", "tokens", "targets", "grad_norm", "lr", "seconds", "tokens_per_second", "memory_bytes", "micro_batches"),
+    *("efficiency", "tflops", "mfu", "predicted_seconds", "bound_share", "encoder_share", "encoder_balance"),
+    *("predicted_encoder_share", "predicted_encoder_balance", "router_balance_loss", "router_z_loss"),
+    *("save_bytes", "save_seconds", "save_shown_seconds"),
+)
+_EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
 _NO_METRIC = {"eval_loss", "eval_tokens", "eval_targets", "eval_documents", "eval_perplexity", "eval_activation_bytes"}
+_SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
 
 
-class BucketRow(NamedTuple):
-    """The mean loss of `targets` tokens, at positions or in documents of lengths `first` to `last`."""
-
-    first: int
-    last: int
-    loss: float
-    targets: int
-    documents: int
+# Of positions, or of documents whose lengths are, `first` to `last`: first, last, mean loss, targets, documents.
+Bucket = tuple[int, int, float, int, int]
 
 
 @dataclass(frozen=True)
@@ -51,73 +54,48 @@ class EvalRow:
     name: str = ""
     activation_bytes: int = 0
     metrics: tuple[tuple[str, float], ...] = ()
-    by_position: tuple[BucketRow, ...] = ()
-    by_length: tuple[BucketRow, ...] = ()
+    by_position: tuple[Bucket, ...] = ()
+    by_length: tuple[Bucket, ...] = ()
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
         """Return the evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite.
-
-        Numbers whose keys begin with "eval_" are metrics, except the fixed columns (_NO_METRIC).
 
         Raises ConfigError for a row that lacks keys or has no number in their place.
         """
         loss = number(row.get("eval_loss"))
         if math.isnan(loss):
             return None
-        lack = [key for key in EVALUATION_KEYS if key not in row]
+        lack = [key for key in _EVALUATION_KEYS if key not in row]
         counts = [number(row.get(key)) for key in ("step", "cp", "eval_tokens", "eval_documents")]
         if lack or any(map(math.isnan, counts)):
-            reason = (
-                f"it has no {', '.join(lack)}: it is of a version before 0.1" if lack else "its counts are no numbers"
-            )
+            reason = f"it has no {', '.join(lack)}" if lack else "its counts are no numbers"
             raise ConfigError(f"an evaluation of metrics.jsonl is left out: {reason}")
         step, cp, tokens, documents = map(int, counts)
-        values = {key.removeprefix("eval_"): number(row[key]) for key in row if key.startswith("eval_")}
-        # value == value: not NaN, which `number` gives for what is no number
-        metrics = {name: value for name, value in values.items() if f"eval_{name}" not in _NO_METRIC and value == value}
+        values = {key: number(row[key]) for key in row if key.startswith("eval_") and key not in _NO_METRIC}
+        metrics = {key.removeprefix("eval_"): value for key, value in values.items() if not math.isnan(value)}
+        memory = int(np.nan_to_num(number(row.get("eval_activation_bytes", 0))))
+        names, buckets = (str(row["planner"]), str(row.get("eval_name", ""))), (row["by_position"], row["by_length"])
         return cls(
-            step=step,
-            cp=cp,
-            loss=loss,
-            tokens=tokens,
-            documents=documents,
-            planner=str(row["planner"]),
-            name=str(row.get("eval_name", "")),
-            activation_bytes=int(np.nan_to_num(number(row.get("eval_activation_bytes", 0)))),
-            metrics=tuple(metrics.items()),
-            by_position=_read_buckets(row["by_position"]),
-            by_length=_read_buckets(row["by_length"]),
+            step, cp, loss, tokens, documents, *names, memory, tuple(metrics.items()), *map(_read_buckets, buckets)
         )
 
     @property
     def degree(self) -> str:
         """The degree as text; of a plan with several degrees, of which `cp` is the largest, the planner's name."""
-        return self.planner if self._has_several_degrees else str(self.cp)
+        # a dotted name is a planner of the user's own, which may give several
+        return self.planner if self.planner == "dynamic" or "." in self.planner else str(self.cp)
 
     @property
     def record_key(self) -> tuple[int, str, bool, int]:
-        """The key of an evaluation: its step, its set, whether its plan may have several degrees, and its degree.
-
-        Of rows with one key the last counts. A plan of several degrees has 0 for its degree, since the largest varies.
-        """
-        several = self._has_several_degrees
+        """The key of an evaluation, of which the last record counts: step, set, and the degree, 0 for several."""
+        several = self.degree != str(self.cp)
         return self.step, self.name, several, 0 if several else self.cp
-
-    @property
-    def _has_several_degrees(self) -> bool:
-        return self.planner == "dynamic" or "." in self.planner  # a dotted name is a planner of the user's own
 
     @property
     def perplexity(self) -> str:
         """The perplexity exp(loss) as text; from a loss of 50 on "over 1e21", as all digits would fill the table."""
         return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
-
-
-def last_evaluations(rows: Sequence[EvalRow]) -> tuple[EvalRow, ...]:
-    """Return the evaluations of the newest weights: those after the last step that has an evaluation."""
-    last = max((row.step for row in rows), default=0)
-    return tuple(row for row in rows if row.step == last)
 
 
 def number(value: object) -> float:
@@ -127,40 +105,13 @@ def number(value: object) -> float:
     return math.nan
 
 
-def _read_buckets(rows: object) -> tuple[BucketRow, ...]:
-    buckets = list[BucketRow]()
+def _read_buckets(rows: object) -> tuple[Bucket, ...]:
+    buckets = list[Bucket]()
     for row in rows if isinstance(rows, list) else []:
         if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number, row)):
             first, last, loss, targets, documents = row
-            buckets.append(BucketRow(int(first), int(last), float(loss), int(targets), int(documents)))
+            buckets.append((int(first), int(last), float(loss), int(targets), int(documents)))
     return tuple(buckets)
-
-
-SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
-TRAIN_COLUMNS = (
-    "loss",
-    "tokens",
-    "targets",
-    "grad_norm",
-    "lr",
-    "seconds",
-    "tokens_per_second",
-    "memory_bytes",
-    "micro_batches",
-    "efficiency",
-    "tflops",
-    "mfu",
-    "predicted_seconds",
-    "bound_share",
-    "encoder_share",
-    "encoder_balance",
-    "predicted_encoder_share",
-    "predicted_encoder_balance",
-    "router_balance_loss",
-    "router_z_loss",
-)
-MTP_LOSS = "mtp_loss_"  # and the number of a depth: columns that a run may have
-MAX_PLANS = 8  # in the report; the first and last saved and some between
 
 
 @dataclass(frozen=True)
@@ -168,7 +119,8 @@ class RunFolder:
     """A run's record: `train` holds a column per metric, one value a step, NaN where a step lacks it.
 
     `evaluations` are those of every set, `final` the last ones of the held-out documents, at every degree. `median` is
-    the name of the step whose time is the median of all, "" where none was measured.
+    the name of the step whose time is the median of all, "" where none was measured. A run that is `live` may not have
+    begun, and its newest plan is the only one.
     """
 
     path: Path
@@ -184,6 +136,7 @@ class RunFolder:
     summary: dict[str, Any] = field(default_factory=dict)
     facts: RunFacts | None = None
     notes: tuple[str, ...] = ()
+    live: bool = False
 
     @property
     def name(self) -> str:
@@ -191,7 +144,7 @@ class RunFolder:
         return self.path.resolve().name
 
     @classmethod
-    def read(cls, path: str | Path) -> "RunFolder":
+    def read(cls, path: str | Path, *, live: bool = False) -> "RunFolder":
         """Read a run's folder. Raises ConfigError where there is no `metrics.jsonl` with at least one row.
 
         >>> RunFolder.read("runs/first").train["loss"][-1]
@@ -199,28 +152,32 @@ class RunFolder:
         Of a step or an evaluation that a resumed run repeated the last record counts; what cannot be read is noted.
         """
         path = Path(path)
-        rows, notes = _metric_rows(path)
-        train = {int(row["step"]): row for row in rows if "loss" in row}  # a resumed run repeats steps: the last counts
+        rows, notes = _read_rows(path / "metrics.jsonl", live=live)
+        train = {int(row["step"]): row for row in rows if "loss" in row}
         evaluations = {row.record_key: row for row in _evaluation_rows(rows, notes)}
-        median_step = _median_step(train)
-        plans, plan_notes = _read_plans(path / "plans", median_step)
-        summary = read_json_object(path / "summary.json", notes)
-        config_text, config = read_config(path, notes)
-        steps = sorted(train)
+        summary = _read_object(path / "summary.json", notes)
+        config_text, config = _read_config(path / "config.toml", notes)
+        facts = RunFacts.from_json(_read_object(path / "run.json", notes))
+        steps, depths = sorted(train), {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
+        times = sorted((seconds, step) for step in steps if (seconds := number(train[step].get("seconds"))) > 0)
+        shown_step = max(steps, default=0) if live else times[(len(times) - 1) // 2][1] if times else 0
         return cls(
             path=path,
             step=np.array(steps, np.int64),
-            train={name: np.array([number(train[s].get(name)) for s in steps]) for name in _columns(train.values())},
+            train={
+                n: np.array([number(train[s].get(n)) for s in steps], float) for n in (*TRAIN_COLUMNS, *sorted(depths))
+            },
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
             samples=_read_samples(path / "samples.jsonl", notes),
             config_text=config_text,
             config=config,
-            plans=plans,
-            median=_step_name(median_step) if median_step else "",
+            plans=tuple(_read_plans(path, shown_step, notes, live=live).items()),
+            median=_step_name(shown_step) if shown_step and not live else "",
             summary=summary,
-            facts=RunFacts.from_json(read_json_object(path / "run.json", notes)),
-            notes=(*notes, *plan_notes),
+            facts=facts,
+            notes=tuple(notes),
+            live=live,
         )
 
     @property
@@ -228,40 +185,50 @@ class RunFolder:
         """The evaluations of the documents that are held out."""
         return tuple(row for row in self.evaluations if not row.name)
 
+    @property
+    def degrees(self) -> tuple[EvalRow, ...]:
+        """The evaluations of the newest weights on the held-out documents, at every degree."""
+        last = max((row.step for row in self.held_out), default=0)
+        is_newest = bool(self.final) and self.final[0].step >= last  # else of a session before this one
+        return self.final if is_newest else tuple(row for row in self.held_out if row.step == last)
+
+    def key(self, section: str, name: str) -> Any:
+        """Return the value of a key of the run's configuration; None where it has none."""
+        values = self.config.get(section)
+        return values.get(name) if isinstance(values, dict) else None
+
     def vocab_size(self) -> int | None:
         """Return the number of entries of the vocabulary, where the run recorded it."""
         size = self.summary.get("vocab_size")
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
 
+    def step_value(self, plan_name: str, column: str) -> float | None:
+        """Return a positive value of the step of a plan; None for an evaluation, and for a step without a record."""
+        values = [self.train[column][i] for i, step in enumerate(self.step.tolist()) if _step_name(step) == plan_name]
+        return float(values[0]) if values and values[0] > 0 else None
 
-def _metric_rows(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    metrics = path / "metrics.jsonl"
-    if not metrics.is_file():
-        lack = "no such folder" if not path.is_dir() else "there is no metrics.jsonl in it"
+
+def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the rows of a run's metrics, and a note on lines that are none. A pipe of that name is not waited for."""
+    folder, is_there = metrics.parent, metrics.is_file()
+    rows, damaged = read_json_rows(metrics) if is_there else ([], 0)
+    if not is_there and not live:
+        lack = "no such folder" if not folder.is_dir() else "there is no metrics.jsonl in it"
         raise ConfigError(
-            f"{path} is not the folder of a run: {lack}; give the folder that `longspan train` wrote (run.dir)"
+            f"{folder} is not the folder of a run: {lack}; give the folder that `longspan train` wrote (run.dir)"
         )
-    rows, damaged = read_json_rows(metrics)
-    if not rows:
+    if not rows and not live:
         raise ConfigError(
             f"{metrics} holds no step ({plural(damaged, 'unreadable line')}); the run ended before its first step"
         )
     return rows, [f"{plural(damaged, 'line')} of metrics.jsonl could not be read and left out"] if damaged else []
 
 
-def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
-    if damaged:
-        notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
-    return tuple(row for row in rows if all(key in row for key in SAMPLE_KEYS) and isinstance(row["images"], list))
-
-
-def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the object in a file; empty if the file is missing or, with a note, damaged."""
-    if not path.is_file():
-        return {}
     try:
-        value = json_values(parse_json(path.read_text(encoding="utf-8", errors="replace")))
+        words = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "{}"
+        value = json_values(parse_json(words))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -269,8 +236,11 @@ def read_json_object(path: Path, notes: list[str]) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [*TRAIN_COLUMNS, *sorted({name for row in rows for name in row if name.startswith(MTP_LOSS)})]
+def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
+    rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
+    if damaged:
+        notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
+    return tuple(row for row in rows if all(key in row for key in _SAMPLE_KEYS) and isinstance(row["images"], list))
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
@@ -284,9 +254,7 @@ def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:
                 yield evaluation
 
 
-def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
-    """Return the text of config.toml and its values; no text without the file, no values, with a note, if damaged."""
-    file = path / "config.toml"
+def _read_config(file: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
     if not file.is_file():
         return "", {}
     words = file.read_text(encoding="utf-8", errors="replace")
@@ -297,36 +265,25 @@ def read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
         return words, {}
 
 
-def _median_step(rows: Mapping[int, Mapping[str, Any]]) -> int:
-    times = sorted((seconds, step) for step, row in rows.items() if (seconds := number(row.get("seconds"))) > 0)
-    return times[(len(times) - 1) // 2][1] if times else 0
-
-
-def _read_plans(folder: Path, median_step: int) -> tuple[tuple[tuple[str, Plan], ...], list[str]]:
-    """Plans of steps come before those of evaluations. At most MAX_PLANS files are read, at even distances. The plan of
-    step `median_step` (0: none) is put first if plans.jsonl has it, whether or not a file of its own was read.
-    """
+def _read_plans(path: Path, step: int, notes: list[str], *, live: bool) -> dict[str, Plan]:
+    """`step` (0: none) is that whose plan is read from plans.jsonl. Files of plans/ are read at even distances."""
+    plans, folder, plan_rows = dict[str, Plan](), path / "plans", path / "plans.jsonl"
+    try:
+        if step and plan_rows.is_file() and (plan := find_plan(plan_rows, step)) is not None:
+            plans[_step_name(step)] = plan
+    except (PlanError, OSError, RecursionError, MemoryError) as error:
+        notes.append(f"a plan of plans.jsonl is left out: {error}")
     files = sorted(folder.glob("*.json"), key=lambda file: (not file.stem.startswith("step-"), file.stem))
-    if len(files) > MAX_PLANS:
-        index = np.unique(np.linspace(0, len(files) - 1, MAX_PLANS).round().astype(int))
-        files = [files[i] for i in index.tolist()]
-    plans, notes, plan_rows = dict[str, Plan](), list[str](), folder.parent / "plans.jsonl"
-    for file in files:
+    index = np.unique(np.linspace(0, len(files) - 1, min(len(files), MAX_PLANS)).round().astype(int)).tolist()
+    for file in [files[i] for i in index] if not live else []:
+        kind, _, count = file.stem.rpartition("-")
+        name = f"{kind} {int(count):,}" if kind and count.isdecimal() else file.stem
         try:
-            plans[_plan_name(file.stem)] = Plan.from_json(file.read_text(encoding="utf-8"))
+            plan = Plan.from_json(file.read_text(encoding="utf-8"))
+            plans.setdefault(name, plan)
         except (PlanError, UnicodeDecodeError, OSError) as error:
             notes.append(f"plans/{file.name} is left out: {error}")
-    try:
-        if median_step and plan_rows.is_file() and (plan := find_plan(plan_rows, median_step)) is not None:
-            plans = {_step_name(median_step): plan} | plans
-    except (PlanError, OSError) as error:
-        notes.append(f"a plan of plans.jsonl is left out: {error}")
-    return tuple(plans.items()), notes
-
-
-def _plan_name(stem: str) -> str:
-    kind, _, number = stem.rpartition("-")
-    return f"{kind} {int(number):,}" if kind and number.isdecimal() else stem
+    return plans
 
 
 def _step_name(step: int) -> str:

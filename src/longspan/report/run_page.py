@@ -1,288 +1,359 @@
-"""The sections of a run's report: header, key figures, curves of its steps, the configuration.
-
-Evaluations are in `evaluation_sections.py`, plans in `plan_section.py`.
-"""
+"""The page of a run's folder, and the page of a plan. Sections about evaluations are in `evaluation_page.py`."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from longspan.config.plan_section import ONE_DEGREE
-from longspan.errors import plural
+from longspan.checkpoint.files import complete_checkpoints, is_unfinished, step_of
+from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.evaluation.result import SAME, largest_difference
+from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.chart import COLORS, Chart, Series, chart_figure, smooth
-from longspan.report.evaluation_sections import (
-    chart_at_both_widths,
-    evaluation_sections,
-    evaluations_by_degree,
-    samples_section,
+from longspan.plan import Cost, Plan
+from longspan.plan.memory.memory_plan import measures_text
+from longspan.report.curves import chart, curve, finite, smooth
+from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, sample_sections, set_sections
+from longspan.report.gantt import LEGEND, plan_part
+from longspan.report.page import Part, head, page, section, table, written_line
+from longspan.report.run_folder import MTP_LOSS, RunFolder
+
+# What building a page raises for records that hold values which no run writes.
+BAD_RECORD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
+LAST, RECENT = 10, 20  # steps, whose mean is the training loss, and whose medians are the figures of a live run
+SHOWN, MOST_TEXT = 8, 1 << 16  # profiled steps and saves, the last ones; characters of a profile's table
+MEMORY_KINDS = {
+    "weights": "parameters of this rank",
+    "gradients": "their gradients",
+    "states": "the optimizer's states",
+    "gathered": "whole parameters of layers, and their gradients before they are summed",
+    "kept": "what layers keep between forward and backward",
+    "work": "what the layer that runs holds besides",
+    "logits": "a chunk of logits, and what the loss makes of it",
+    "communicators": "buffers of NCCL, and the CUDA context",
+}
+_PERCENT, _ZERO = {"format": "percent"}, {"zero": True}
+_STEP_CHARTS: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (  # title, column, unit, colour, options
+    ("Speed", "tokens_per_second", "tokens per second", 0, _ZERO),
+    ("Model FLOPs utilisation", "mfu", "of the device's peak", 3, _PERCENT | _ZERO),
+    ("Model FLOPs", "tflops", "TFLOP/s of a device", 3, _ZERO),
+    ("Share of the plan's bound", "bound_share", "lower bound / seconds", 2, _PERCENT | _ZERO),
+    ("Rows used", "efficiency", "of as many as the fullest slot has", 2, _PERCENT),
+    ("Time of a step", "seconds", "seconds", 3, _ZERO),
+    ("Gradient norm", "grad_norm", "before clipping", 1, {}),
+    ("Learning rate", "lr", "per step", 4, _ZERO),
+    ("Peak memory", "memory_bytes", "bytes of a process", 5, _ZERO | {"format": "bytes"}),
+    ("Router balance loss", "router_balance_loss", "before its weight", 1, {}),
+    ("Router z-loss", "router_z_loss", "before its weight", 1, {}),
 )
-from longspan.report.markup import section, tag, text
-from longspan.report.memory_section import memory_section, peak_of_plan, peak_of_steps
-from longspan.report.run_folder import MTP_LOSS, RunFolder, last_evaluations
+_PLAN_NOTE = (
+    "Times of a picture are those of the plan's cost model, not measured. Within a micro-batch the documents of the "
+    "widest groups come first here, whatever a slot's own order."
+)
 
 
-def finite(values: np.ndarray) -> np.ndarray:
-    """Return the values that are finite: steps without a value have NaN."""
-    return values[np.isfinite(values)]
+def write_report(run_dir: str | Path) -> Path:
+    """Write `report.html` into a run's folder and return its path.
 
+    Raises ConfigError for a folder that is no run, RunFolderError for what the disk refuses.
 
-def loss_chart(run: RunFolder, width: int) -> Chart:
-    """Return the loss of every step, averaged where there are many, and of the held-out documents at each degree.
-
-    A line marks the loss of a uniform guess, the logarithm of the vocabulary's size V.
+    >>> write_report("runs/first")
     """
-    loss, vocab = run.train["loss"], run.vocab_size()
-    window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
-    series = [Series("training", run.step, loss, 0, "faint" if window > 1 else "line")]
-    if window > 1:
-        series.append(Series(f"training, averaged over {window} steps", run.step, smooth(loss, window), 0))
-    for index, (name, rows) in enumerate(evaluations_by_degree(run)):
-        x, y = np.array([r.step for r in rows]), np.array([r.loss for r in rows])
-        series.append(Series(name, x, y, (1 + index) % COLORS, "marks"))
-    uniform = ((math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess"),) if vocab else ()
-    title, label = "Training and evaluation", "nats per predicted token"
-    chart = Chart(title, tuple(series), label, width=width, height=360, references=uniform, y_format="loss")
-    return replace(chart, events=resume_events(run))
+    run = RunFolder.read(run_dir)
+    try:
+        with np.errstate(all="ignore"):
+            value = {"head": run_head(run), "sections": [part for make in RUN_SECTIONS for part in make(run)]}
+    except BAD_RECORD as error:
+        raise ConfigError(
+            f"the records in {run.path} make no report ({type(error).__name__}: {error}): metrics.jsonl, run.json, "
+            "summary.json, samples.jsonl or plans/ hold values that no run writes; restore them"
+        ) from error
+    path = run.path / "report.html"
+    try:
+        with name_file_in_errors(path):
+            path.write_text(page(f"{run.name} · longspan", value), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RunFolderError(os_error_text(error)) from error
+    return path
 
 
-def resume_events(run: RunFolder) -> tuple[tuple[float, str], ...]:
-    """Return where the run was resumed: for each time the last step before it, and words.
+def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
+    """Return a page with the picture of one plan.
 
-    The words have the number of ranks if that changed. A session that began at step 0 resumed nothing.
+    >>> Path("plan.html").write_text(plan_page(plan))
     """
-    sessions = run.facts.sessions if run.facts is not None else ()
-    pairs = zip(((0, 0), *sessions), sessions, strict=False)  # (0, 0): no session before the first
-    return tuple(
-        (step, f"resumed on {plural(ranks, 'rank')}" if ranks != ranks_before else "resumed")
-        for (_, ranks_before), (step, ranks) in pairs
-        if step
-    )
+    part = plan_part(plan, title, cost, None, measured=bool((cost or plan.cost).source))
+    plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0, "legend": LEGEND}}, {"note": _PLAN_NOTE})
+    return page(f"{title} · longspan", {"head": head(title, written_line()), "sections": [plans]})
 
 
-def small_charts(run: RunFolder) -> Iterator[Chart]:
-    """Yield a chart for each figure that the run measured of its steps.
-
-    Gradient norms get a logarithmic axis if one is over 30 times the median. Numbers after columns are colours.
-    Window 1 means no averages: the learning rate is smooth, and a mean of memory would hide its peak.
-    """
-    curves = partial(column_curves, run)
-    norm = finite(run.train["grad_norm"])
-    spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
-    yield Chart("Speed", curves("tokens_per_second", 0), "tokens per second", zero=True)
-    yield from _share_charts(run)
-    yield Chart("Rows used", curves("efficiency", 2), "of as many as the fullest slot has", y_format="percent")
-    yield Chart("Time of a step", curves("seconds", 3), "seconds", zero=True)
-    yield Chart("Gradient norm", curves("grad_norm", 1), "before clipping", log=spiky)
-    yield Chart("Learning rate", curves("lr", 4, window=1), "per step", zero=True)
-    yield Chart("Peak memory", curves("memory_bytes", 5, window=1), "bytes of a process", y_format="bytes", zero=True)
-    for title, name in (("Router balance loss", "router_balance_loss"), ("Router z-loss", "router_z_loss")):
-        if len(finite(run.train[name])):
-            yield Chart(title, curves(name, 1), "before its weight")
-    if depths := [name for name in run.train if name.startswith(MTP_LOSS)]:
-        lines = _mean_curves(run, [(f"depth {name.removeprefix(MTP_LOSS)}", name) for name in depths])
-        yield Chart("Multi-token prediction", lines, "nats per predicted token", y_format="loss")
-
-
-def _share_charts(run: RunFolder) -> Iterator[Chart]:
-    if len(finite(run.train["mfu"])):
-        share = column_curves(run, "mfu", 3)
-        yield Chart("Model FLOPs utilisation", share, "of the device's peak", y_format="percent", zero=True)
-    elif len(finite(run.train["tflops"])):
-        yield Chart("Model FLOPs", column_curves(run, "tflops", 3), "TFLOP/s of a device", zero=True)
-    if len(finite(run.train["bound_share"])):
-        share = column_curves(run, "bound_share", 2)
-        yield Chart("Share of the plan's bound", share, "lower bound / seconds", y_format="percent", zero=True)
-    if len(finite(run.train["encoder_share"])):
-        encoder_series = _mean_curves(run, [("measured", "encoder_share"), ("predicted", "predicted_encoder_share")])
-        yield Chart("Encoder", encoder_series, "share of the step", y_format="percent", zero=True)
-
-
-def column_curves(run: RunFolder, name: str, color: int, window: int | None = None) -> tuple[Series, ...]:
-    """Return the curve of a column and that of its averages over `window` steps (None: by their number; 1: none)."""
-    values, window = run.train[name], window or _averaging_window(run)
-    if window == 1:
-        return (Series("each step", run.step, values, color),)
-    averaged = Series(f"averaged over {window} steps", run.step, smooth(values, window), color)
-    return Series("each step", run.step, values, color, "faint"), averaged
-
-
-def _mean_curves(run: RunFolder, columns: Sequence[tuple[str, str]]) -> tuple[Series, ...]:
-    window = _averaging_window(run)
-    curves = ((label, smooth(run.train[name], window)) for label, name in columns)
-    return tuple(Series(label, run.step, values, i % COLORS) for i, (label, values) in enumerate(curves))
-
-
-def _averaging_window(run: RunFolder) -> int:
-    """Return over how many steps curves are averaged: a sixtieth of all steps; 1, no average, for fewer than 100."""
-    return max(5, len(run.step) // 60) if len(run.step) >= 100 else 1
-
-
-_DEGREES = ("tp", "pp", "vpp", "ep", "dp_replicate")  # of [parallel]; 1 is not worth a word
-LAST = 10  # steps, whose mean is the training loss that is shown
-CARDS = 4  # in a row, at most
-HALF = 460  # width of a chart, two in a row
-
-
-def run_sections(run: RunFolder) -> Iterator[str]:
-    """Yield the parts of the page in order; the configuration comes last."""
-    yield _run_header(run)
-    if run.facts is not None:
-        facts = (item for item in run.facts.lines() if item[0] != "report")
-        lines = (tag("dt", text(name)) + tag("dd", text(words)) for name, words in facts)
-        yield section("The run", tag("dl", *lines, class_="said"))
-    yield _figure_cards(run)
-    yield section("Loss", *chart_at_both_widths(partial(loss_chart, run)))
-    yield from evaluation_sections(run)
-    if run.samples:
-        yield samples_section(run.samples)
-    yield memory_section(run)
-    yield _profile_part(run)
-    yield section("Steps", tag("div", *_small_figures(run), class_="grid-3"))
-    if run.notes:
-        yield section("Left out", tag("ul", *(tag("li", text(note)) for note in run.notes), class_="notes"))
-    if run.config_text:
-        yield tag("section", tag("details", tag("summary", "Configuration"), tag("pre", text(run.config_text))))
-
-
-def _profile_part(run: RunFolder) -> str:
-    if not (run.path / "profiles").is_dir():
-        return ""
-    from longspan.report.profile_section import profile_section
-
-    return profile_section(run.path)
-
-
-def _run_header(run: RunFolder) -> str:
-    steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
-    title = tag("p", "longspan", class_="brand") + tag("h1", text(run.name))
-    parts = [*configuration_parts(run), steps + _ending_text(run)]
-    versions = run.summary.get("versions")
-    version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    session = [words for words in (run.facts.date, run.facts.command) if words] if run.facts is not None else []
-    lines = (tag("p", text(" · ".join(line)), class_="sub") for line in (session, parts, version_texts) if line)
-    story = "; ".join(_outcome_words(run))
-    sentence = tag("p", text(f"{story[:1].upper()}{story[1:]}."), class_="story") if story else ""
-    return tag("header", title, sentence, *lines)
-
-
-def _outcome_words(run: RunFolder) -> Iterator[str]:
-    loss, seconds = finite(run.train["loss"]), finite(run.train["seconds"])
+def run_head(run: RunFolder) -> Part:
+    """Return the head of a run's page: what came of it, when and by which command it ran, on what, and versions."""
+    loss, seconds, words = finite(run.train["loss"]), finite(run.train["seconds"]), list[str]()
     if len(loss) > 1:
         duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
-        yield f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{duration}"
-    rows = list(run.final or last_evaluations(run.held_out))
-    if not rows:
-        return
-    degrees, spread = ", ".join(row.degree for row in rows), largest_difference([row.loss for row in rows])
-    agreement = "the same" if spread <= SAME else "different"
-    degree_text = f", {agreement} at degrees {degrees} to {spread:.1e}" if len(rows) > 1 else ""
-    yield f"{rows[0].loss:.4g} on documents that it never saw{degree_text}"
-
-
-def _ending_text(run: RunFolder) -> str:
+        words.append(f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{duration}")
+    if rows := [*run.degrees]:
+        spread, degrees = largest_difference([row.loss for row in rows]), ", ".join(row.degree for row in rows)
+        agreement = f", {'the same' if spread <= SAME else 'different'} at degrees {degrees} to {spread:.1e}"
+        words.append(f"{rows[0].loss:.4g} on documents that it never saw{agreement if len(rows) > 1 else ''}")
+    story = f"{'; '.join(words)}." if words else ""
+    steps = f"steps {int(run.step[0]):,} to {int(run.step[-1]):,}" if len(run.step) else "no training step"
     if not run.summary:
-        return ", has not finished or was interrupted"
-    stopped = run.summary.get("stopped")
-    steps = f"step {run.summary.get('step')} of {run.summary.get('steps')}"
-    return f", stopped by {stopped} after {steps}" if stopped else ""
+        steps += ", has not finished or was interrupted"
+    elif stopped := run.summary.get("stopped"):
+        steps += f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}"
+    versions = run.summary.get("versions")
+    version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
+    lines = session_line(run), " · ".join(filter(None, (subject_line(run), steps))), " · ".join(version_texts)
+    return head(run.name, *lines, story=story[:1].upper() + story[1:])
 
 
-def configuration_parts(run: RunFolder) -> Iterator[str]:
-    """Yield what was trained on what, by which plans, and how it was evaluated, from the configuration."""
-
-    def value(section: str, key: str) -> object:
-        values = run.config.get(section)
-        return values.get(key) if isinstance(values, dict) else None
-
-    model, data = value("model", "path") or value("model", "preset"), value("data", "path")
-    if model:
-        yield f"{model} on {data}" if data else str(model)
-    if degrees := [f"{key} {degree}" for key in _DEGREES if (degree := value("parallel", key)) not in (None, 1)]:
-        yield " x ".join(degrees) + (", sequence-parallel" if value("parallel", "sequence_parallel") else "")
-    planner, degree = value("context", "planner"), value("context", "context_parallel_size")
-    if planner:
-        free = ", free" if value("context", "mode") == "free" else ""
-        yield f"{planner} plans{free}" + (f", cp {degree}" if degree and planner in ONE_DEGREE else "")
-    if value("context", "eval_planner") == "dynamic":
-        yield "evaluated by dynamic plans"
-    elif value("context", "eval_context_parallel_size"):
-        yield f"evaluated at cp {value('context', 'eval_context_parallel_size')}"
+def session_line(run: RunFolder) -> str:
+    """Return when and by which command the run's session began; "" where that was not recorded."""
+    return " · ".join(filter(None, (run.facts.date, run.facts.command))) if run.facts else ""
 
 
-def _figure_cards(run: RunFolder) -> str:
-    cards = [
-        tag("div", tag("dt", text(name)), tag("dd", text(value)), tag("p", text(detail)), class_="card")
-        for name, value, detail in _key_figures(run)
-    ]
-    rows = -(-len(cards) // CARDS)
-    columns = f"--columns: {-(-len(cards) // rows) if rows else 1}"
-    return tag("section", tag("dl", *cards, class_="cards", style=columns), aria_label="key figures")
+def subject_line(run: RunFolder) -> str:
+    """Return which model was trained on what, from the configuration."""
+    model, data = run.key("model", "path") or run.key("model", "preset"), run.key("data", "path")
+    return f"{model} on {data}" if model and data else str(model or "")
 
 
-def _small_figures(run: RunFolder) -> Iterator[str]:
-    """Charts stand three a row; two left over make a row of two, one makes two rows of two with the three before."""
-    events = tuple((step, "") for step, _ in resume_events(run))
-    charts = [replace(chart, events=events) for chart in small_charts(run)]
-    halves = {0: 0, 1: 4, 2: 2}[len(charts) % 3] if len(charts) > 1 else 0
-    for chart in charts[: len(charts) - halves]:
-        yield chart_figure(chart)
-    for chart in charts[len(charts) - halves :]:
-        yield chart_figure(replace(chart, width=HALF), css_class="half")
+def fact_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the lines that the run printed before its first step."""
+    if run.facts is not None:
+        yield section("The run", {"facts": [line for line in run.facts.lines() if line[0] != "report"]})
 
 
-def _key_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    loss, vocab = finite(run.train["loss"]), run.vocab_size()  # ln V is the loss of a uniform guess among V tokens
+def card_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the key figures: medians of all steps, or of the RECENT ones of a live run."""
+    if cards := [*_key_figures(run, RECENT if run.live else 0)]:
+        yield section("", {"cards": cards}, key="figures")
+
+
+def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
+    """Each is a name, a value and words about it. A column without a value has the median NaN, which equals nothing."""
+    train, facts, of_steps = run.train, run.facts, f"median of the last {recent} steps" if recent else "median"
+    medians = {name: float(np.median([*finite(train[name])[-recent:]] or [math.nan])) for name in train}
+    recorded = {name for name, value in medians.items() if value == value}
+    loss, seconds, vocab = finite(train["loss"]), finite(train["seconds"]), run.vocab_size()
     if len(loss):
         mean = float(loss[-LAST:].mean())
-        share = f"{100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
-        detail = "; ".join(filter(None, [f"mean of the last {min(LAST, len(loss))}", share]))
-        yield "training loss", f"{mean:.4f}", detail
-    rows = list(run.final or last_evaluations(run.held_out))
-    if rows:
-        degrees = ", ".join(row.degree for row in rows)
-        spread = largest_difference([r.loss for r in rows])
-        degree_text = f"; degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"; degree {degrees}"
-        yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}{degree_text}"
-    speed = finite(run.train["tokens_per_second"])
-    if len(speed):
-        yield "tokens per second", number_text(float(np.median(speed))), "median of all steps"
-    yield from _share_figures(run)
-    seconds = finite(run.train["seconds"])
+        share = f"; {100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
+        yield "training loss", f"{mean:.4f}", f"mean of the last {min(LAST, len(loss))}{share}"
+    if rows := [*run.degrees]:
+        degrees, spread = ", ".join(row.degree for row in rows), largest_difference([row.loss for row in rows])
+        words = f"degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"degree {degrees}"
+        yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}; {words}"
+    if "tokens_per_second" in recorded:
+        yield "tokens per second", number_text(medians["tokens_per_second"]), of_steps
+    tflops = medians["tflops"]
+    if "mfu" in recorded:
+        yield "model FLOPs utilisation", f"{100 * medians['mfu']:.1f}%", f"{of_steps}; {tflops:.0f} TFLOP/s a device"
+    elif "tflops" in recorded:
+        words = f"{tflops:.3g} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.3g} GFLOP/s"
+        yield "model FLOPs", words, f"of a device, {of_steps}"
+    if "bound_share" in recorded and facts is not None:
+        words = f"{of_steps}: the plan's lower bound, priced for {facts.priced_for}, over the time"
+        yield "share of the plan's bound", f"{100 * medians['bound_share']:.0f}%", words
+    predicted = train["predicted_seconds"] > 0
+    if len(ratios := finite(train["seconds"][predicted] / train["predicted_seconds"][predicted])[-recent:]):
+        yield "measured / predicted", f"{np.median(ratios):.2f}", f"seconds, {of_steps}"
+    if "encoder_share" in recorded:
+        words = f"of the step, {of_steps}; {100 * medians['predicted_encoder_share']:.0f}% predicted; busiest rank "
+        words += f"{medians['encoder_balance']:.2f} of the mean, {medians['predicted_encoder_balance']:.2f} predicted"
+        yield "encoder", f"{100 * medians['encoder_share']:.0f}%", words
     if len(seconds):
-        tokens, targets = (finite(run.train[name]).sum() for name in ("tokens", "targets"))
-        detail = f"{plural(len(seconds), 'step')}, {number_text(tokens)} tokens, {number_text(targets)} targets"
-        yield "time in steps", seconds_text(float(seconds.sum())), detail
-    if peak := peak_of_steps(run):
-        planned = peak_of_plan(run)
+        tokens, targets = (number_text(finite(train[name]).sum()) for name in ("tokens", "targets"))
+        words = f"{of_steps}; {seconds_text(float(seconds.sum()))} in all, {plural(len(seconds), 'step')}"
+        yield "time of a step", seconds_text(medians["seconds"]), f"{words}, {tokens} tokens, {targets} targets"
+    peak, planned = peaks(run)
+    if peak:
         yield "peak memory", bytes_text(peak), "of a process" + (f"; planned {bytes_text(planned)}" if planned else "")
 
 
-def _share_figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """Each is a name, a value and words about it; those that are not known are left out."""
-    mfu, tflops, bound = (finite(run.train[name]) for name in ("mfu", "tflops", "bound_share"))
-    median = float(np.median(tflops)) if len(tflops) else 0.0
-    if len(mfu):
-        yield "model FLOPs utilisation", f"{100 * np.median(mfu):.1f}%", f"median; {median:.0f} TFLOP/s a device"
-    elif len(tflops):
-        yield (
-            "model FLOPs",
-            f"{median:.3g} TFLOP/s" if median >= 1 else f"{1e3 * median:.3g} GFLOP/s",
-            "of a device, median of all steps",
-        )
-    if len(bound) and run.facts is not None:
-        detail = f"median: the plan's lower bound, priced for {run.facts.priced_for}, over the time"
-        yield "share of the plan's bound", f"{100 * np.median(bound):.0f}%", detail
-    seconds, predicted_seconds = run.train["seconds"], run.train["predicted_seconds"]
-    if len(ratios := finite(seconds[predicted_seconds > 0] / predicted_seconds[predicted_seconds > 0])):
-        yield "measured / predicted", f"{np.median(ratios):.2f}", "seconds, median of all steps"
-    measured, predicted = (finite(run.train[f"{name}encoder_share"]) for name in ("", "predicted_"))
-    if len(measured) and len(predicted):
-        balances = (finite(run.train[f"{name}encoder_balance"]) for name in ("", "predicted_"))
-        balance, as_planned = (float(np.median(values)) if len(values) else 1.0 for values in balances)
-        detail = f"of the step, median; {100 * np.median(predicted):.0f}% predicted; busiest rank {balance:.2f} of the "
-        yield "encoder", f"{100 * np.median(measured):.0f}%", detail + f"mean, {as_planned:.2f} predicted"
+def loss_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the loss of every step, averaged where there are many, and of the held-out documents at each degree.
+
+    A line marks the loss of a uniform guess, the logarithm of the vocabulary's size V.
+    """
+    if not len(run.step) and not run.evaluations:
+        return
+    loss, vocab = run.train["loss"], run.vocab_size()
+    window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
+    curves = [curve("training", run.step, loss, 0, "faint" if window > 1 else "line")]
+    if window > 1:
+        curves.append(curve(f"training, averaged over {window} steps", run.step, smooth(loss, window)))
+    uniform = [(math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess")] if vocab else []
+    options = {"format": "loss", "tall": True, "references": uniform, "events": resume_events(run)}
+    yield section("Loss", {"charts": [chart("Training and evaluation", NATS, *curves, *degree_curves(run), **options)]})
+
+
+def resume_events(run: RunFolder) -> list[tuple[int, str]]:
+    """Return where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
+    sessions = run.facts.sessions if run.facts is not None else ()
+    pairs = zip(sessions, (0, *(ranks for _, ranks in sessions)), strict=False)  # a session, and the ranks before it
+    words = [
+        (step, "resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}") for (step, ranks), old in pairs
+    ]
+    return [event for event in words if event[0]]
+
+
+def step_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield a chart for each figure that the run measured of its steps.
+
+    Gradient norms get a logarithmic axis if one is over 30 times the median. Averages are over a sixtieth of all steps,
+    from 100 steps on; the learning rate is smooth, and an average of memory would hide its peak.
+    """
+    if not len(run.step):
+        return
+    window, charts = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1, list[Part]()
+    shown = {name for name, values in run.train.items() if len(finite(values))}
+    shown -= {"tflops"} if "mfu" in shown else set()
+    norm, events = finite(run.train["grad_norm"]), [(step, "") for step, _ in resume_events(run)]
+    spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
+    for title, name, unit, color, options in _STEP_CHARTS:
+        if name not in shown:
+            continue
+        averaged = window > 1 and name not in ("lr", "memory_bytes")
+        curves = [curve("each step", run.step, run.train[name], color, "faint" if averaged else "line")]
+        if averaged:
+            curves.append(curve(f"averaged over {window} steps", run.step, smooth(run.train[name], window), color))
+        charts.append(chart(title, unit, *curves, events=events, log=spiky and name == "grad_norm", **options))
+    shares = {"encoder_share": "measured", "predicted_encoder_share": "predicted"} if "encoder_share" in shown else {}
+    depths = {name: f"depth {name.removeprefix(MTP_LOSS)}" for name in run.train if name.startswith(MTP_LOSS)}
+    wholes = ("Encoder", "share of the step", shares, "percent"), ("Multi-token prediction", NATS, depths, "loss")
+    for title, unit, names, written in wholes:
+        values = ((words, smooth(run.train[name], window)) for name, words in names.items())
+        curves = [curve(words, run.step, y, color) for color, (words, y) in enumerate(values)]
+        charts += [chart(title, unit, *curves, events=events, format=written)] if curves else []
+    yield section("Steps", {"charts": charts})
+
+
+def save_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the checkpoints in the run's folder, and the size and the seconds of the last saves."""
+    folder, parts = run.path / "checkpoints", list[Part]()
+    # what `run.checkpoints` names may be in an object store, which is not asked
+    if folder.is_dir() and not run.key("run", "checkpoints"):
+        unfinished = {step_of(path) for path in folder.iterdir() if is_unfinished(path)} - {-1}  # -1: no step
+        complete = sorted(map(step_of, complete_checkpoints(folder)))
+        for words, steps in (("in the folder", complete), ("being written, or not complete", sorted(unfinished))):
+            if steps:
+                parts.append({"note": f"{words}: {', '.join(f'step {step:,}' for step in steps)}"})
+    columns = (run.train[name].tolist() for name in ("save_bytes", "save_seconds", "save_shown_seconds"))
+    rows = [row for row in zip(run.step.tolist(), *columns, strict=True) if all(value >= 0 for value in row)]
+    cells = [[f"{step:,}", bytes_text(size), *map(seconds_text, seconds)] for step, size, *seconds in rows[-SHOWN:]]
+    if cells:
+        parts.append(table(("known at step", "size", "written in", "training paused"), cells[::-1]))
+    if parts:
+        yield section("Saves", *parts)
+
+
+def memory_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the plan of memory of run.json, if there is one: bytes by what they are for, beside the measured peak.
+
+    On GPUs the peak is what torch allocates, so that a total without communicators stands above it.
+    """
+    device, host, (peak, planned) = _planned_bytes(run, "device"), _planned_bytes(run, "host"), peaks(run)
+    if not device.get("total") or run.facts is None:
+        return
+    measures = run.facts.memory.get("measures")
+    words = f"{measures_text(measures if isinstance(measures, list) else ())}."
+    if peak and not device.get("communicators"):  # a plan for CPUs has none
+        words += " On CPUs the measured peak is the whole process's, with Python and its libraries."
+    used = {kind: f"{kind}: {meaning}" for kind, meaning in MEMORY_KINDS.items() if device.get(kind) or host.get(kind)}
+    rows = [
+        [name, *(bytes_text(values[kind]) if values.get(kind) else "" for values in (device, host))]
+        for kind, name in (*used.items(), ("total", "total"))
+    ]
+    if device.get("communicators"):
+        rows.append(["total without communicators", bytes_text(planned), ""])
+    if peak:
+        rows.append(["measured peak", bytes_text(peak), ""])
+    yield section("Memory", {"note": words}, table(("", "device", "host"), rows))
+
+
+def peaks(run: RunFolder) -> tuple[float, float]:
+    """Return the most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
+    device = _planned_bytes(run, "device")
+    return float(finite(run.train["memory_bytes"]).max(initial=0.0)), device.get("total", 0.0) - device.get(
+        "communicators", 0.0
+    )
+
+
+def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
+    values = run.facts.memory.get(memory) if run.facts is not None else None
+    known = values if isinstance(values, Mapping) else {}
+    names = (*MEMORY_KINDS, "total")
+    return {name: float(known[name]) for name in names if isinstance(known.get(name), int | float)}
+
+
+def profile_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the tables that the profiler wrote to RUN/profiles, if there are any."""
+    files = sorted(run.path.glob("profiles/step-*/table.txt"))[-SHOWN:]  # of run/profile.py, which imports torch
+    note = (
+        "Milliseconds on the first rank, under the profiler, which makes a step longer. profiles/ has a trace of each "
+        "rank, for Perfetto or chrome://tracing."
+    )
+    if files:
+        texts = (file.read_text(encoding="utf-8", errors="replace")[:MOST_TEXT] for file in files)
+        yield section("Profiled steps", {"note": note}, *({"text": words} for words in texts))
+
+
+def plan_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield pictures of plans, if there are any, with a selector between them.
+
+    The plan that shows first is that of the step whose time is the median; where none was measured, the middle one.
+    A run records `predicted_seconds` if its plans are priced for its machine as it was measured; else none is shown.
+    """
+    if not run.plans:
+        return
+    names, predicts, parts = (
+        [name for name, _ in run.plans],
+        len(finite(run.train["predicted_seconds"])) > 0,
+        list[Part](),
+    )
+    first = names.index(run.median) if run.median in names else sum(name.startswith("step ") for name in names) // 2
+    for name, plan in run.plans:
+        is_measured = run.step_value(name, "predicted_seconds") is not None if name.startswith("step ") else predicts
+        part = plan_part(plan, name, None, run.step_value(name, "seconds"), measured=is_measured)
+        parts.append(part | {"name": f"{name}, the median" if name == run.median else name})
+    title = f"Plan of {names[0]}, the newest" if run.live else "Plan of a step"
+    plans = {"plans": parts, "first": first, "legend": LEGEND}
+    yield section(title, {"plans": plans}, {"note": _PLAN_NOTE}, key="plans")
+
+
+def note_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield what could not be read, and which folders a run wrote when something went wrong."""
+    folders = {"hang": "a collective failed or timed out", "memory": "memory was short"}
+    here = (folder for folder in folders if (run.path / folder).is_dir())
+    notes = [*run.notes, *(f"{folders[folder]}; what was recorded is in the folder {folder}" for folder in here)]
+    if notes:
+        yield section("Notes", *({"note": note[:500]} for note in notes))
+
+
+def configuration_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the text of config.toml."""
+    if run.config_text:
+        text = {"title": "Configuration", "parts": [{"text": run.config_text}]}
+        yield section("", {"details": text}, key="configuration")
+
+
+RUN_SECTIONS: tuple[Callable[[RunFolder], Iterator[Part]], ...] = (
+    card_sections,
+    loss_sections,
+    degree_sections,
+    set_sections,
+    sample_sections,
+    plan_sections,
+    step_sections,
+    save_sections,
+    memory_sections,
+    profile_sections,
+    fact_sections,
+    note_sections,
+    configuration_sections,
+)

@@ -18,7 +18,7 @@ from longspan.evaluation.saved.results import (
 )
 from longspan.files import as_json, json_values, os_error_text
 from longspan.plain_text import text_table
-from longspan.report.eval_page import eval_page
+from longspan.report.evaluation_page import eval_page
 
 if TYPE_CHECKING:
     from longspan.evaluation.metrics import Bucket

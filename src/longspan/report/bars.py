@@ -12,13 +12,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from longspan.plan import Cost, Group, MicroBatch, Plan
+from longspan.plan import Cost, MicroBatch, Plan
 from longspan.plan.step_times import GroupTable, slot_rows
 
 Unit = Literal["seconds", "rows"]
 
-# Paul Tol's light scheme and, last, a shade darker: told apart with any colour vision, dark labels readable on all. The
-# same as in page.css.
+# Paul Tol's light scheme, told apart with any colour vision, and a shade darker: those of page.css.
 FILLS = (
     *("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9"),
     *("#5f93c8", "#d8714e", "#35a384", "#d6c46a", "#ea8ea2", "#7cc6ec", "#a3b322", "#b28cc5"),
@@ -32,7 +31,6 @@ class Bar(NamedTuple):
     """One document of one group on `slots` neighbouring slots from `slot` on."""
 
     micro_batch: int
-    group: int
     document: int
     slot: int
     slots: int
@@ -41,10 +39,7 @@ class Bar(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Documents too small to draw one by one, on neighbouring slots.
-
-    The slots are busy with them until `least` to `most`, and in the mean until `stop`.
-    """
+    """Documents too small to draw, on neighbouring slots that are busy with them until `stop` on average."""
 
     micro_batch: int
     slot: int
@@ -53,8 +48,6 @@ class Summary(NamedTuple):
     tokens: int
     start: float
     stop: float
-    least: float
-    most: float
 
 
 class Panel(NamedTuple):
@@ -88,8 +81,7 @@ class PlanBars:
         """
         bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
         largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
-        in_turns = {document: document % HUES for document in range(len(self.plan.lengths))}
-        return in_turns | _document_colors(largest_bars)
+        return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
         """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot).
@@ -97,11 +89,9 @@ class PlanBars:
         Large enough is 1.2 pixels wide and 3 high. The largest of these bars are drawn as they are. All other bars are
         returned as summaries, each over at most as many slots as make 3 pixels of height.
         """
-        areas = [(b.stop - b.start) * x_scale * b.slots * y_scale for b in self.bars]
-        large_enough = [
-            i for i, b in enumerate(self.bars) if (b.stop - b.start) * x_scale >= 1.2 and b.slots * y_scale >= 3
-        ]
-        drawn = set(sorted(large_enough, key=lambda i: -areas[i])[:limit])
+        sizes = [((b.stop - b.start) * x_scale, b.slots * y_scale) for b in self.bars]
+        large_enough = [i for i, (width, height) in enumerate(sizes) if width >= 1.2 and height >= 3]
+        drawn = set(sorted(large_enough, key=lambda i: -sizes[i][0] * sizes[i][1])[:limit])
         small_bars = [b for i, b in enumerate(self.bars) if i not in drawn]
         most_slots = max(1, round(3 / y_scale))
         return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, most_slots, x_scale))
@@ -112,54 +102,32 @@ def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> P
 
     >>> picture = plan_bars(plan, unit="rows")
     """
-    lay_out = _lay_out_rows if unit == "rows" else _lay_out_seconds
-    panels, bars = lay_out(plan, plan.cost if cost is None else cost)
+    panels, bars = _lay_out_rows(plan) if unit == "rows" else _lay_out_seconds(plan, cost or plan.cost)
     return PlanBars(plan, unit, tuple(panels), tuple(bars))
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
     """A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
-    among equals the colour with the least area so far. So large documents all differ, and small ones repeat the
-    colours of small ones.
+    among equals the colour with the least area so far. Neighbours touch the same slots, or adjacent ones, at the same
+    time or within NEAR times the picture's length.
     """
-    neighbours, areas = _find_neighbours(bars), np.zeros(len(FILLS))
+    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (2, 3, 4, 5))  # fields of Bar
+    near, color_of_bar, areas = NEAR * float(stop.max(initial=0.0)), np.full(len(bars), -1), np.zeros(len(FILLS))
     colors: dict[int, int] = {}
     for index, bar in enumerate(bars):
-        if bar.document in colors:
-            continue
-        used = {
-            colors[bars[neighbour].document] for neighbour in neighbours[index] if bars[neighbour].document in colors
-        }
-        hues = {color % HUES for color in used}
-        colors[bar.document] = min(
-            range(len(FILLS)), key=lambda color: (color in used, color % HUES in hues, areas[color], color)
-        )
-        areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+        if bar.document not in colors:
+            is_near = (slot <= bar.slot + bar.slots) & (bar.slot <= slot + slots)
+            is_near &= (start <= bar.stop + near) & (bar.start <= stop + near)
+            used = set(color_of_bar[is_near].tolist()) - {-1}
+            hues = {color % HUES for color in used}
+            colors[bar.document] = min(range(len(FILLS)), key=lambda c: (c in used, c % HUES in hues, areas[c], c))
+            areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+        color_of_bar[index] = colors[bar.document]
     return colors
 
 
-def _find_neighbours(bars: Sequence[Bar]) -> list[list[int]]:
-    """Return the bars that touch each bar: next to it in time on shared slots, or above or below it at the same time.
-
-    Every bar is compared with every other: (bars, bars). Slots are `shared` if each bar begins before the other's last
-    slot ends, and `touching` if they are adjacent at least. Bars on shared slots count as neighbours
-    also across a gap of NEAR times the picture's length.
-    """
-    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (3, 4, 5, 6))  # fields of Bar
-    gap = NEAR * float(stop.max(initial=0.0))
-    shared = (slot[:, None] < (slot + slots)[None]) & (slot[None] < (slot + slots)[:, None])
-    touching = (slot[:, None] <= (slot + slots)[None]) & (slot[None] <= (slot + slots)[:, None])
-    together = (start[:, None] < stop[None]) & (start[None] < stop[:, None])
-    is_close = (start[:, None] <= stop[None] + gap) & (start[None] <= stop[:, None] + gap)
-    are_neighbours = (shared & is_close) | (touching & together)
-    return [np.flatnonzero(row).tolist() for row in are_neighbours]
-
-
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
-    """Return the seconds that each group takes of each of its slots, per micro-batch.
-
-    The micro-batch's launches are left out.
-    """
+    """Return the seconds that each group takes of each of its slots, per micro-batch, without the launches."""
     table = GroupTable.of(plan.micro_batches)
     seconds = table.seconds(cost, plan.node_size)
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
@@ -178,11 +146,8 @@ def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
     return [Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True)], bars
 
 
-def _lay_out_rows(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """A panel is as wide as the cap, or as the rows of the fullest slot in a plan without a cap.
-
-    `cost` is not read; it is there because both layouts are called alike.
-    """
+def _lay_out_rows(plan: Plan) -> tuple[list[Panel], list[Bar]]:
+    """A panel is as wide as the cap, or as the rows of the fullest slot in a plan without a cap."""
     most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
     cap = float(plan.max_tokens_per_slot or most_rows)
     panels, bars = [], []
@@ -201,28 +166,17 @@ def _stack_groups(
     over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
     """
     clock = begin.copy()  # (slots,)
-    order = sorted(range(len(micro_batch.groups)), key=lambda number: (-micro_batch.groups[number].degree, number))
-    for number in order:
-        group = micro_batch.groups[number]
-        slots = np.sort(np.asarray(group.slots, np.int64))
-        shares = _document_shares(group, cost)
+    for group, width in sorted(zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree):
+        slots, rows = np.sort(np.asarray(group.slots, np.int64)), np.asarray(group.laid_out, float)
+        work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
+        shares = (work / (float(work.sum()) or 1.0)).tolist()
         breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
-        width = float(widths[number])
         for run in np.split(slots, breaks):
             start = float(clock[run[0]])
-            for document, share in shares:
-                stop = start + share * width
-                yield Bar(index, number, document, int(run[0]), len(run), start, stop)
-                start = stop
+            for document, share in sorted(zip(group.documents, shares, strict=True), key=lambda pair: -pair[1]):
+                yield Bar(index, document, int(run[0]), len(run), start, start + share * width)
+                start += share * width
         clock[slots] += width
-
-
-def _document_shares(group: Group, cost: Cost | None) -> list[tuple[int, float]]:
-    rows = np.asarray(group.laid_out, float)
-    work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
-    total = float(work.sum()) or 1.0
-    pairs = zip(group.documents, (work / total).tolist(), strict=True)
-    return sorted(pairs, key=lambda pair: -pair[1])
 
 
 def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:
@@ -232,28 +186,17 @@ def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_sc
         by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
     for index, bars in by_micro_batch.items():
         first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
-        documents, tokens = np.zeros(plan.slots, np.int64), np.zeros(plan.slots, np.int64)
+        documents, tokens = (np.zeros(plan.slots, np.int64) for _ in range(2))
         for bar in bars:
             slots = slice(bar.slot, bar.slot + bar.slots)
             first[slots] = np.minimum(first[slots], bar.start)
             last[slots] = np.maximum(last[slots], bar.stop)
             documents[bar.slot] += 1
             tokens[bar.slot] += plan.lengths[bar.document]
-        for run in _runs_of_slots(first, most_slots, x_scale):
-            start = float(first[run].min())
-            counts, stops = (int(documents[run].sum()), int(tokens[run].sum())), last[run]
-            mean_least_most = float(stops.mean()), float(stops.min()), float(stops.max())
-            yield Summary(index, int(run[0]), len(run), *counts, start, *mean_least_most)
-
-
-def _runs_of_slots(first: np.ndarray, most_slots: int, x_scale: float) -> Iterator[np.ndarray]:
-    """`first` (slots,) is where each slot's first small bar begins. Slots without one have infinity, and are left
-    out.
-    """
-    busy = np.flatnonzero(np.isfinite(first))
-    if not len(busy):
-        return
-    begin = np.round(first[busy] * x_scale / 4)
-    for run in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
-        for start in range(0, len(run), most_slots):
-            yield run[start : start + most_slots]
+        busy = np.flatnonzero(np.isfinite(first))  # slots with a small bar; those that begin alike stand together
+        begin = np.round(first[busy] * x_scale / 4)
+        for neighbours in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
+            for i in range(0, len(neighbours), most_slots):
+                run = neighbours[i : i + most_slots]
+                counts, times = (documents[run].sum(), tokens[run].sum()), (first[run].min(), last[run].mean())
+                yield Summary(index, int(run[0]), len(run), *map(int, counts), *map(float, times))

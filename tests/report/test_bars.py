@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.report.pictures.bars import plan_bars
+from longspan.report.bars import plan_bars
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
 
@@ -43,23 +43,17 @@ def test_bars_in_time_add_up_to_each_slot_s_work(mode: str) -> None:
 
 @bounded
 @given(plans())
-def test_bars_in_rows_add_up_to_each_slot_s_rows(plan: Plan) -> None:
-    found = _covered(plan, "rows")
-    rows = np.zeros((len(plan.micro_batches), plan.slots))
+def test_bars_in_rows_add_up_and_every_document_is_on_its_group_s_slots_once(plan: Plan) -> None:
+    lengths, rows = _covered(plan, "rows"), np.zeros((len(plan.micro_batches), plan.slots))
     for m, batch in enumerate(plan.micro_batches):
         for group in batch.groups:
             rows[m, list(group.slots)] += group.rows_per_slot
-    assert all(found[m, s] == pytest.approx(rows[m, s]) for m, s in np.argwhere(rows > 0).tolist())
-
-
-@bounded
-@given(plans())
-def test_every_document_is_on_its_group_s_slots_once(plan: Plan) -> None:
-    seen: dict[int, list[int]] = {}
+    assert all(lengths[m, s] == pytest.approx(rows[m, s]) for m, s in np.argwhere(rows > 0).tolist())
+    slots: dict[int, list[int]] = {}
     for bar in plan_bars(plan).bars:
-        seen.setdefault(bar.document, []).extend(range(bar.slot, bar.slot + bar.slots))
+        slots.setdefault(bar.document, []).extend(range(bar.slot, bar.slot + bar.slots))
     groups = [group for batch in plan.micro_batches for group in batch.groups]
-    assert {d: sorted(s) for d, s in seen.items()} == {d: sorted(g.slots) for g in groups for d in g.documents}
+    assert {d: sorted(s) for d, s in slots.items()} == {d: sorted(g.slots) for g in groups for d in g.documents}
 
 
 def test_a_long_document_is_one_bar_over_its_slots() -> None:

@@ -1,0 +1,224 @@
+"""Evaluations on pages: each degree, each set, loss by position and by length, samples; and `longspan eval`'s page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from longspan.errors import plural
+from longspan.evaluation.result import SAME
+from longspan.plain_text import bytes_text, number_text, seconds_text
+from longspan.report.curves import COLORS, chart, curve
+from longspan.report.page import HELD_OUT, Part, head, page, section, table, written_line
+from longspan.report.run_folder import EvalRow, RunFolder
+
+Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
+NATS = "nats per predicted token"
+_LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
+_COLUMNS, _COUNTS = ("eval_loss", "eval_perplexity"), ("eval_documents", "eval_tokens", "eval_targets")
+
+
+def degree_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the table of the last evaluations of the held-out documents, a row for each degree, if there are any.
+
+    Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first.
+    """
+    if not (rows := run.degrees):
+        return
+    base, memory, cells = rows[0], any(row.activation_bytes for row in rows), list[list[object]]()
+    for row in rows:
+        relative = (row.loss - base.loss) / abs(base.loss) if base.loss else 0.0
+        good = abs(relative) <= SAME and row.tokens == base.tokens
+        verdict = ["reference", ""] if row is base else ["✓ equal", "good"] if good else ["✗ differs", "bad"]
+        added = [bytes_text(row.activation_bytes)] * memory
+        difference = "" if row is base else f"{relative:+.1e}"
+        cells.append([row.degree, f"{row.loss:.9f}", row.perplexity, f"{row.tokens:,}", *added, difference, verdict])
+    names = ("cp", "loss", "perplexity", "tokens", *(["added memory of a GPU"] * memory), "relative difference", "")
+    note = f"The weights after step {base.step:,}, the same documents. "
+    note += f"Equal means within {SAME:g} of the first row, relative."
+    yield section("Evaluation at each degree", {"note": note}, table(names, cells))
+
+
+def set_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the curves and the last row of every set, if any has a name, and losses by position and by length.
+
+    With a single set its first evaluation is shown too, so that the change over the run is seen.
+    """
+    sets = evaluations_by_set(run)
+    last = {name or HELD_OUT: rows[-1] for name, rows in sets.items()}
+    if any(sets):  # the held-out documents have no name, and are in the table of degrees
+        curves = (
+            curve(name or HELD_OUT, [r.step for r in rows], [r.loss for r in rows], color, "marks")
+            for color, (name, rows) in enumerate(sets.items())
+        )
+        losses = chart("Loss of each set", NATS, *curves, format="loss", tall=True)
+        yield section("Evaluation sets", {"charts": [losses]}, _sets_table(last))
+    if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
+        last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
+    positions, lengths = ({n: getattr(row, key) for n, row in last.items()} for key in ("by_position", "by_length"))
+    if charts := [*bucket_charts(positions, lengths)]:
+        note = (
+            "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
+            "mark to the next. A model that fails on long documents shows a loss that rises to the right."
+        )
+        yield section("Loss by position and by length", {"note": note}, {"charts": charts})
+
+
+def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
+    """Return the evaluations of every set by its name, one for each step.
+
+    Of a step's evaluations the last in the order of `record_key` is taken: that under a plan of several degrees, else
+    that at the largest degree. The held-out documents, whose name is "", come first.
+    """
+    sets = dict[str, dict[int, EvalRow]]()
+    for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
+        sets.setdefault(row.name, {})[row.step] = row
+    return {name: list(rows.values()) for name, rows in sets.items()}
+
+
+def _sets_table(last: Mapping[str, EvalRow]) -> Part:
+    metrics = list(dict.fromkeys(name for row in last.values() for name, _ in row.metrics))
+    names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
+    cells = list[list[str]]()
+    for set_name, row in last.items():
+        values = [(name, dict(row.metrics).get(name)) for name in metrics]
+        words = [
+            "–" if v is None else f"{100 * v:.2f}%" if name == "token_accuracy" else number_text(v, 5)
+            for name, v in values
+        ]
+        counts = [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]
+        cells.append([set_name, f"{row.step:,}", f"{row.loss:.6f}", row.perplexity, *words, *counts])
+    return table([*names, "documents", "tokens", "cp"], cells)
+
+
+def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Part]:
+    """Yield the chart by position and that by length, with a curve for each of the first COLORS names.
+
+    A chart is left out if its curves have one bucket only.
+    """
+    kinds = ("position", "position in the document, from"), ("document length", "tokens of the document, from")
+    for (kind, x_label), by_name in zip(kinds, (by_position, by_length), strict=True):
+        firsts = sorted({bucket[0] for buckets in by_name.values() for bucket in buckets})
+        if len(firsts) > 1:
+            curves = list[Part]()
+            for color, (name, buckets) in enumerate([*by_name.items()][:COLORS]):
+                # of a bucket 0 is its beginning, 2 its loss: None if it has no targets
+                losses = {firsts.index(bucket[0]): bucket[2] for bucket in buckets if bucket[2] is not None}
+                curves.append(curve(name, losses, losses.values(), color, "marks"))
+            starts = [_start_text(first) for first in firsts]
+            yield chart(f"Loss by {kind}", NATS, *curves, format="loss", x_label=x_label, x_names=starts)
+
+
+def _start_text(first: int) -> str:
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if first >= size and first % size == 0:
+            return f"{first // size}{unit}"
+    return f"{first:,}"
+
+
+def degree_curves(run: RunFolder) -> Iterator[Part]:
+    """Yield the losses of the held-out documents, a curve for each degree, the degree of most evaluations first."""
+    by_degree = dict[str, list[EvalRow]]()
+    for row in run.held_out:
+        by_degree.setdefault(row.degree, []).append(row)
+    for color, (degree, rows) in enumerate(sorted(by_degree.items(), key=lambda item: -len(item[1])), 1):
+        words = f"cp {degree}" if degree.isdecimal() else f"{degree} plans"
+        yield curve(f"evaluation, {words}", [r.step for r in rows], [r.loss for r in rows], color, "marks")
+
+
+def sample_sections(run: RunFolder) -> Iterator[Part]:
+    """Yield the samples with images, if there are any: for each set what was shown, expected and predicted."""
+    by_set, tables = dict[str, list[Mapping[str, Any]]](), list[Part]()
+    for row in run.samples:
+        by_set.setdefault(str(row["name"]), []).append(row)
+    for name, rows in by_set.items():
+        right = [row["answer"] == row["predicted"] for row in rows]
+        note = f"{name or 'held-out documents'}: {sum(right)} of {len(rows)} answers are right"
+        cells = (
+            [
+                _images_cell(row),
+                *map(str, (row["text"], row["answer"])),
+                [str(row["predicted"]), "good" if ok else "bad"],
+            ]
+            for row, ok in zip(rows, right, strict=True)
+        )
+        tables += [{"note": note}, table(("images", "text", "answer", "predicted"), cells, "samples")]
+    if tables:
+        note = "Each token of an answer is predicted with the true ones before it."
+        yield section("Samples", {"note": note}, *tables)
+
+
+def _images_cell(row: Mapping[str, Any]) -> Part:
+    def is_base64(image: object) -> bool:
+        return isinstance(image, str) and image.replace("+", "").replace("/", "").rstrip("=").isalnum()
+
+    return {"images": [image for image in row["images"] if is_base64(image)]}
+
+
+def eval_page(record: Mapping[str, Any]) -> str:
+    """Return the page of one call of `longspan eval`, from the record that --json prints.
+
+    >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
+    """
+    models = [record, *([record["compare"]] if "compare" in record else [])]
+    names = [str(model["target"]) for model in models]
+    folder, step = record["kind"] == "folder", record["evaluations"][0]["step"]
+    kind = "Hugging Face folder" if folder else f"{record['kind']}, step {step}"
+    degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
+    changes = [f"{row['key']} {row['before']} became {row['now']} ({row['why']})" for row in record["changes"]]
+    layout = " · ".join([kind, plural(record["world"], "rank"), *degrees])
+    by_position, by_length = dict[str, Any](), dict[str, Any]()
+    for model in models:
+        for row in model["evaluations"]:
+            name = _set_label(row) if len(models) == 1 else f"{model['target']}, {_set_label(row)}"
+            by_position.setdefault(name, row["by_position"])  # degrees of one set have the same loss
+            by_length.setdefault(name, row["by_length"])
+    sections = [section("Evaluations", _evaluations_table(models))]
+    differences = record.get("compare", {}).get("differences", ())
+    sections += [_difference_section(difference, names) for difference in differences]
+    if charts := [*bucket_charts(by_position, by_length)]:
+        sections.append(section("Where the loss is", {"charts": charts}))
+    title = head(names[0], written_line(), layout, *changes)
+    return page(f"{names[0]} · longspan", {"head": title, "sections": sections})
+
+
+def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> Part:
+    """Columns are those of every evaluation, then the metrics of any evaluation, then counts. A metric that is no
+    number in some row is left out; where a row lacks it, its cell is "-".
+    """
+    rows = [(str(model["target"]), row) for model in models for row in model["evaluations"]]
+    no_metrics = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
+    others = dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in no_metrics)
+    metrics = [key for key in others if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
+    keys = (*_COLUMNS, *metrics, *_COUNTS)
+    names = ["weights", "set", "type", "cp", *(key.removeprefix("eval_").replace("_", " ") for key in keys), "seconds"]
+    cells = (
+        [target, _set_label(row), ", ".join(row["cp_comm_type"]) or "-", str(row["cp"])]
+        + [_number_cell(row.get(key)) for key in keys]
+        + [seconds_text(row["seconds"])]
+        for target, row in rows
+    )
+    return table(names, cells)
+
+
+def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> Part:
+    """Return the section that compares two models, named by `names`, on one set: a sentence and a table by length."""
+    error = difference["standard_error"]
+    words = (
+        f"{difference['unit'].replace('_', ' ')} of {names[1]} minus that of {names[0]}: "
+        f"{difference['difference']:+.6f}{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; "
+        f"{difference['lower']:,} of {plural(difference['documents'], 'document')} have a lower value."
+    )
+    rows = [("all", difference["first"], difference["other"], difference["documents"])]
+    rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]
+    cells = ([name, _number_cell(a), _number_cell(b), f"{b - a:+.6f}", f"{count:,}"] for name, a, b, count in rows)
+    rows_by_length = table(["tokens of the document", *names, "difference", "documents"], cells)
+    return section(f"Difference, {difference['name'] or HELD_OUT}", {"note": words}, rows_by_length)
+
+
+def _set_label(row: Mapping[str, Any]) -> str:
+    return row.get("eval_name") or HELD_OUT
+
+
+def _number_cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"

@@ -1,0 +1,213 @@
+"""A run that is followed while it trains: a server of its page on 127.0.0.1, of the standard library only.
+
+The address holds a key of 32 random bytes, and every other path is refused with 403. The server sends the page and
+newer values of it; it sends no file of the run's folder, and takes and writes nothing. It is no server for a network:
+to see the page on another machine, forward the port over ssh.
+"""
+
+import errno
+import gzip
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+import numpy as np
+
+from longspan.errors import ConfigError
+from longspan.files import json_values
+from longspan.plain_text import seconds_text
+from longspan.report.curves import finite
+from longspan.report.live_run import LiveRun
+from longspan.report.page import Part, content_policy, head, page, section
+from longspan.report.run_page import BAD_RECORD, RECENT, RUN_SECTIONS, session_line, subject_line
+
+HOST = "127.0.0.1"
+HOSTS = {HOST, "localhost"}  # that a browser may ask by; another name is of a web page, made to lead here
+KEY_BYTES = 32
+IDLE_SECONDS = 10.0  # of a connection, after which it is closed
+POLL_SECONDS = 0.5  # between two looks at the run
+BUSY_SHARE = 0.05  # of the time of a core, which reading a run takes at most
+ASKS_WITHIN = 6.0  # seconds: a page that is open and seen asks every two
+FAREWELL_SECONDS = 3.0  # in which every page that is open fetches the end
+STALLED = 10  # times the median step, and half a minute at least, after which a step counts as late
+_WORDS = {"waiting": "waits", "running": "trains", "done": "done", "stopped": "stopped", "broken": "ended"}
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+# ---- the page
+
+
+def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
+    """Return the title and the value of the page of a run now; a section whose records cannot be shown says so."""
+    run, state, sections = live.run, (live.state, _WORDS[live.state]), list[Part]()
+    with np.errstate(all="ignore"):
+        for make in RUN_SECTIONS:
+            try:
+                sections += make(run)
+            except (OSError, *BAD_RECORD) as error:
+                name = make.__name__.replace("_", " ")
+                words = f"{name}: records hold values that no run writes ({type(error).__name__}: {error})"
+                sections.append(section("", {"note": words[:500]}, key=name))
+        story = " · ".join(_progress_words(live))
+    lines = session_line(run), subject_line(run), f"at work: {live.holder}" if live.holder else ""
+    title = head(run.name, *lines, story=story, state=state, progress=(live.step, live.steps))
+    steps = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
+    return f"{steps} {state[1]} · {run.name} · longspan", {"head": title, "sections": sections}
+
+
+def _progress_words(live: LiveRun) -> Iterator[str]:
+    """Yield how far the run is, how long the steps that are left will take, and whether it seems to have stalled."""
+    if live.state != "running":
+        yield live.state_sentence()
+        if live.state == "waiting":
+            yield "this page shows one that begins"
+        elif live.state in ("done", "stopped"):
+            yield "its report is report.html in its folder"
+        return
+    total = f" of {live.steps:,}" if live.steps else ""
+    yield f"step {live.step:,}{total}" if live.step else f"sets up, before step 1{total}"
+    seconds = finite(live.run.train["seconds"])
+    usual_seconds = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
+    if usual_seconds > 0:
+        if live.steps > live.step:
+            yield f"about {seconds_text(usual_seconds * (live.steps - live.step))} of steps left"
+        if live.idle > max(30.0, STALLED * usual_seconds):
+            yield f"no step for {seconds_text(live.idle)}, where one takes {seconds_text(usual_seconds)}"
+
+
+# ---- the server
+
+
+class Follower:
+    """Serves the page of a run's folder while it is open; `wait` returns when the run has ended.
+
+    >>> with Follower(Path("runs/first"), port=8765) as follower:
+    ...     print(follower.address)             # http://127.0.0.1:8765/KEY/
+    ...     print(follower.wait().state_sentence())  # the run has come to its end at step 300 of 300
+
+    Port 0 is any free one. Raises ConfigError where a port cannot be listened on. The folder need not be there yet.
+    """
+
+    def __init__(self, run_dir: Path, port: int = 0, *, farewell: float = FAREWELL_SECONDS) -> None:
+        """Take the port, draw the key of the address; for `farewell` seconds after the end pages can fetch it."""
+        self.key: str = secrets.token_urlsafe(KEY_BYTES)
+        self.asked_at: float = -ASKS_WITHIN  # when a page asked last; at first so long ago that none is open
+        self.is_over: bool = False
+        self._farewell, self._run_dir, self._lock = farewell, run_dir, Lock()
+        self._live: LiveRun | None = None  # as it was read last
+        self._due = 0.0  # when it is read again
+        try:
+            self._server: Any = ThreadingHTTPServer((HOST, port), _Handler)
+        except OSError as error:
+            reason = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be listened on ({error.strerror})"
+            raise ConfigError(f"--port {port} of {HOST} {reason}; give another, or none for a free one") from error
+        self._server.follower, self._server.block_on_close = self, False  # browsers that stay do not hold up the end
+        self._server.handle_error = lambda *_: None  # a browser that has gone away is no error of ours
+        self.address: str = f"http://{HOST}:{self._server.server_address[1]}/{self.key}/"
+        self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
+
+    def __enter__(self) -> "Follower":
+        """Begin to answer, in a thread."""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop answering, and give the port back."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def read(self) -> LiveRun:
+        """Return the run as it is now, or was a moment ago: the longer reading takes, the rarer it is."""
+        with self._lock:
+            began = time.monotonic()
+            if self._live is None or began >= self._due:
+                self._live = LiveRun.read(self._run_dir)
+                now = time.monotonic()
+                self._due = now + max(POLL_SECONDS, (now - began) / BUSY_SHARE)
+            return self._live
+
+    def wait(self) -> LiveRun:
+        """Wait until the run has ended, and open pages, which ask often, had time to fetch its end; return the run.
+
+        A run that has not begun, or that is about to be resumed, is waited for.
+        """
+        live, has_begun = self.read(), False
+        while not is_over(live, has_begun=has_begun):
+            has_begun |= live.state == "running"
+            time.sleep(POLL_SECONDS)
+            live = self.read()
+        self.is_over = True
+        if time.monotonic() - self.asked_at < ASKS_WITHIN:
+            time.sleep(self._farewell)
+        return live
+
+
+def is_over(live: LiveRun, *, has_begun: bool) -> bool:
+    """Return whether the run is done, or was seen at work and is no more; one that stopped before may be resumed."""
+    return live.state == "done" or (has_begun and live.state != "running")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET of the page, and of its value where that is not the one which the page shows."""
+
+    server: Any  # its `follower` is the one that made it
+    server_version, sys_version = "longspan", ""
+    timeout = IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        """Answer with the page or its newest value; refuse a request without the key."""
+        follower: Follower = self.server.follower
+        path, _, shown_mark = self.path.partition("?")
+        key, _, name = path.removeprefix("/").partition("/")
+        host = str(self.headers.get("Host", "")).rpartition(":")[0] or self.headers.get("Host", "")
+        if not secrets.compare_digest(key.encode(), follower.key.encode()) or host not in HOSTS:
+            words = "the address has no valid key; use the one that longspan printed\n"
+            return self._send_text(403, "text/plain", words)
+        if name not in ("", "data"):
+            return self._send_text(404, "text/plain", "there is no such page\n")
+        follower.asked_at, over = time.monotonic(), follower.is_over
+        title, value = live_page(follower.read())
+        if name == "":
+            return self._send_text(200, "text/html", page(title, value, live=True))
+        answer = json.dumps(json_values({"over": over, "page": {"name": title, **value}}), separators=(",", ":"))
+        mark = blake2b(answer.encode(), digest_size=8).hexdigest()
+        if mark == shown_mark:
+            return self._send_text(204, "application/json", "")
+        return self._send_text(200, "application/json", f'{{"mark":"{mark}",{answer.removeprefix("{")}')
+
+    def _send_text(self, status: int, kind: str, words: str) -> None:
+        """Send an answer; one that is no page may load nothing in a browser."""
+        body = words.encode("utf-8", "replace")
+        compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
+        body = gzip.compress(body, 1) if compressed else body
+        policy = f"{content_policy(live=True)}; frame-ancestors 'none'" if kind == "text/html" else "default-src 'none'"
+        headers = _HEADERS | {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body))}
+        headers |= {"Content-Security-Policy": policy} | ({"Content-Encoding": "gzip"} if compressed else {})
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is no GET, or is broken: nothing of it is repeated."""
+        self.close_connection = True
+        self.send_response(code, "refused")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the address is a secret, and requests come every two seconds."""

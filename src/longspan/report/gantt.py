@@ -1,0 +1,255 @@
+"""The picture of a plan as SVG: on a page, where page.js adds hover and keyboard, and as a document of its own."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from longspan.errors import plural
+from longspan.plain_text import number_text, ranges_text, seconds_text
+from longspan.plan import Cost, Plan
+from longspan.plan.plan_rows import group_counts
+from longspan.report.bars import Bar, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.report.page import PATTERNS, Part, label, room_text, tag, text
+
+WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a telephone
+LEGEND = (
+    ("b k0", "a document: one block over the slots that share it, in another colour than its neighbours"),
+    ("many", "busy with documents too short to draw apart"),
+    ("launch", "fixed time of a micro-batch"),
+    ("idle", "nothing to do"),
+)
+_LEFT, _TOP, _BOTTOM, _RIGHT = 54, 26, 40, 12
+_HEAD, _FOOT = 68, 44  # above and below the drawing of a document: title and facts, and legend
+
+
+def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *, measured: bool) -> Part:
+    """Return the facts of a plan and its pictures, in time and in rows, each for a wide and for a narrow page.
+
+    `seconds` are the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
+    """
+    kinds = (f"{row['count']:,} of degree {row['degree']} {row['cp_comm_type']}".rstrip() for row in group_counts(plan))
+    facts = [*plan_facts(plan, seconds, measured=measured), ("groups", ", ".join(kinds))]
+    cost = plan.cost if cost is None else cost
+    cost = cost if measured else replace(cost, source="")
+    units: tuple[Unit, ...] = ("seconds", "rows")
+    pictures = {unit: [gantt_svg(plan, cost, unit=unit, width=width) for width in (WIDTH, NARROW)] for unit in units}
+    shown = {int(number) for number in re.findall(r'data-d="(\d+)"', str(pictures))}
+    return {"name": name, "facts": facts, "pictures": pictures, "documents": _document_words(plan, cost, shown)}
+
+
+def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a plan as names and values: what it holds, how it is cut, predicted and measured `seconds`."""
+    degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
+    source = plan.cost.source or ""
+    yield "planner", f"{plan.planner}, {plan.mode}"
+    yield "documents", f"{len(plan.lengths):,}, longest {max(plan.lengths, default=0):,}"
+    yield "tokens", f"{plan.tokens:,}"
+    yield "micro-batches", f"{len(plan.micro_batches)} on {plural(plan.slots, 'slot')}"
+    if degrees:
+        yield "degrees", ", ".join(map(str, degrees)) if len(degrees) <= 6 else f"{degrees[0]} to {degrees[-1]}"
+    yield "rows used", f"{100 * plan.efficiency:.0f}% of the fullest slot's"
+    if source and measured:
+        yield "predicted", seconds_text(plan.predicted_seconds)
+    if seconds is not None:
+        yield "measured", seconds_text(seconds)
+    unmeasured = f"{source}, not measured here: times only compare" if source else "no machine: times only compare"
+    yield "priced for", source if source and measured else unmeasured
+    if plan.mode == "free" and plan.cost.closing_seconds and measured:
+        yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
+    if plan.lower_bound_seconds:
+        yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
+
+
+def fact_lines(plan: Plan) -> tuple[str, str]:
+    """Return the facts of a plan as two lines: as one they would be wider than its picture."""
+    facts = [f"{name} {value}" for name, value in plan_facts(plan)]
+    return " · ".join(facts[:5]), " · ".join(facts[5:])
+
+
+def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
+    """Return the picture of one plan in time as the text of an .svg file, with its title and its legend.
+
+    >>> Path("plan.svg").write_text(plan_document(plan))
+    """
+    height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
+    size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
+    entries = (
+        tag("rect", class_=kind, x=54 + 540 * (i % 2), y=round(_HEAD + height) + 4 + 18 * (i // 2), width=22, height=12)
+        + label(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
+        for i, (kind, words) in enumerate(LEGEND)
+    )
+    picture = gantt_svg(plan, cost).replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
+    return tag(
+        "svg",
+        tag("style", room_text("page.css")),
+        PATTERNS,
+        tag("rect", fill="var(--card)", **size),
+        tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
+        *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(fact_lines(plan))),
+        tag("g", picture, transform=f"translate(0 {_HEAD})"),
+        *entries,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {size['width']} {size['height']}",
+    )
+
+
+def slot_height(slots: int) -> float:
+    """Return the height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
+    return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
+
+
+def gantt_svg(
+    plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", limit: int = 2400, width: int = WIDTH
+) -> str:
+    """Return an SVG of slots × time (or × rows of each micro-batch's cap), coloured by document, at most `limit` bars.
+
+    It is `width` pixels wide, with as many words as have room there, and needs the style of pages.
+
+    >>> svg = gantt_svg(plan, unit="rows")
+    """
+    cost = plan.cost if cost is None else cost
+    canvas = _Canvas(plan_bars(plan, cost, unit), cost, width)
+    bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height, limit)
+    drawn = *map(canvas.summary, summaries), *map(canvas.bar, bars), *canvas.slot_axis(), *canvas.value_axis()
+    return tag(
+        "svg",
+        *canvas.panels(),
+        *drawn,
+        *canvas.panel_ends_and_names(),
+        class_="gantt",
+        viewBox=f"0 0 {width} {canvas.bottom + _BOTTOM:.0f}",
+        tabindex=0,
+        role="img",
+        aria_label=f"{plural(plan.slots, 'slot')} over {'time' if unit == 'seconds' else 'rows'}. Arrow keys read the "
+        "documents.",
+    )
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most about `count`."""
+    if not high > low:
+        return [low]
+    least_step = (high - low) / max(1, count)
+    power = 10.0 ** math.floor(math.log10(least_step))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= least_step * (1 - 1e-9))  # forgives rounding
+    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+class _Canvas:
+    """Turns bars into SVG elements at one scale. Times are seconds of a machine, else shares of the step."""
+
+    def __init__(self, picture: PlanBars, cost: Cost, width: int) -> None:
+        self.picture, self.plan, self.timed = picture, picture.plan, bool(cost.source)
+        self.write_time = _time_format(cost, picture.end)
+        self.x_scale, self.slot_height = (
+            (width - _LEFT - _RIGHT) / (picture.end or 1.0),
+            slot_height(picture.plan.slots),
+        )
+        self.bottom, self.right = _TOP + self.slot_height * picture.plan.slots, width - _RIGHT
+
+    def x(self, value: float) -> float:
+        return _LEFT + value * self.x_scale
+
+    def panels(self) -> Iterator[str]:
+        for panel in self.picture.panels:
+            box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
+            yield tag("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
+            if panel.work > panel.start:
+                yield tag("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
+
+    def bar(self, bar: Bar) -> str:
+        """Rectangles are smaller than their place by a gap, but never too small to be seen."""
+        x, width = self.x(bar.start), (bar.stop - bar.start) * self.x_scale
+        y, height = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
+        inset = 0.5 if self.slot_height >= 5 else 0.0
+        size = {"width": max(width - 0.6, 0.6), "height": max(height - 2 * inset, 0.8)}
+        css = f"b k{self.picture.color_of[bar.document]}"
+        rect = tag("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
+        length = self.plan.lengths[bar.document]
+        names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
+        name = next((n for n in names if width >= 6.4 * len(n) + 6), "")  # pixels of a character, and of both margins
+        if not name or height < 12:
+            return rect
+        return rect + tag("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)
+
+    def summary(self, part: Summary) -> str:
+        slots = ranges_text(range(part.slot, part.slot + part.slots))
+        words = f"micro-batch {part.micro_batch}, slots {slots}"
+        info = f"{plural(part.documents, 'short document')}|{plural(part.tokens, 'token')}|{words}"
+        place = {"x": self.x(part.start), "y": _TOP + part.slot * self.slot_height}
+        width = max((part.stop - part.start) * self.x_scale, 0.6)
+        height = max(part.slots * self.slot_height, 0.8)
+        return tag("rect", class_="many", data_info=info, **place, width=width, height=height)
+
+    def slot_axis(self) -> Iterator[str]:
+        """Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n =
+        0), else at its top.
+        """
+        yield label("slot", _LEFT - 8, _TOP - 9, "end")
+        slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.slot_height)))
+        for slot in range(0, self.plan.slots, slot_step):
+            y = _TOP + slot * self.slot_height + (self.slot_height / 2 + 3.5 if slot_step == 1 else 9)
+            yield label(str(slot), _LEFT - 8, y, "end", "tick")
+        nodes = range(self.plan.node_size, self.plan.slots, self.plan.node_size)
+        if nodes and self.plan.node_size * self.slot_height >= 6:
+            lines = "".join(f"M{_LEFT} {_TOP + n * self.slot_height:.1f}H{self.right}" for n in nodes)
+            yield tag("path", class_="node", d=lines)
+
+    def value_axis(self) -> Iterator[str]:
+        """Seconds go on over all panels, from 0. Rows begin anew in each micro-batch's panel, which has ticks at 0 and
+        at the cap, only at the cap in a narrow one, and none in a narrower one.
+        """
+        panels, words = self.picture.panels, "rows of a slot, to the cap of each micro-batch"
+        if self.picture.unit == "seconds":
+            values = ticks(0, self.picture.end, 9 if self.right > 900 else 4)
+            places = [(value, f"{value:g}" if self.timed else self.write_time(value)) for value in values]
+            words = "predicted seconds" if self.timed else "share of the step, as priced"
+        else:
+            cap = panels[0].stop - panels[0].start if panels else 1.0
+            width = cap * self.x_scale
+            values = (0.0, cap) if width >= 90 else (cap,) if width >= 44 else ()
+            places = [(panel.start + value, number_text(value)) for panel in panels for value in values]
+        for value, name in places:
+            yield tag("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")
+            yield label(name, self.x(value), self.bottom + 16, "middle", "tick")
+        yield label(words, self.right, self.bottom + 32, "end")
+
+    def panel_ends_and_names(self) -> Iterator[str]:
+        """In free mode the only panel has no name."""
+        last_name_x = -100.0
+        for index, panel in enumerate(self.picture.panels):
+            middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
+            yield tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}")
+            name = f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
+            # 6.2 pixels a character, and 8 between names
+            if middle - last_name_x >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
+                yield label(name, middle, _TOP - 9, "middle")
+                last_name_x = middle
+
+
+def _time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
+    if cost.source:
+        return seconds_text
+    return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
+
+
+def _document_words(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
+    """Return what a pointer over each of the `shown` documents says of it and of its group, as names and values."""
+    times, write_time = group_times(plan, cost), _time_format(cost, plan.timeline(cost).step_seconds)
+    words = dict[int, list[tuple[str, str]]]()
+    for batch, micro_batch in enumerate(plan.micro_batches):
+        for group, seconds in zip(micro_batch.groups, times[batch].tolist(), strict=True):
+            comm, count = group.cp_comm_type, len(group.documents)
+            types = comm if isinstance(comm, str) else "/".join(dict.fromkeys(comm))
+            padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
+            name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
+            of_group = [
+                ("micro-batch", str(batch)),
+                ("slots" if group.degree > 1 else "slot", ranges_text(group.slots)),
+            ]
+            of_group.append(("degree", f"{group.degree}, {types}" if group.degree > 1 else "1"))
+            of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", write_time(seconds))]
+            for document in shown.intersection(group.documents):
+                words[document] = [("tokens", f"{plan.lengths[document]:,}"), *of_group]
+    return words

@@ -1,0 +1,109 @@
+"""A page: a JSON value, and the style and script that draw it. And elements of SVG as strings, escaped in one place.
+
+The value has `title`, `head` and `sections`, each with `title` and `parts`. A part has one key: note, facts, cards,
+charts, table, text, details or plans, whose drawing is the method of that name in page.js.
+"""
+
+import base64
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from longspan import __version__
+from longspan.files import json_values
+
+Part = dict[str, Any]
+HELD_OUT = "held out"  # the name of a run's held-out documents
+
+
+def head(title: str, *lines: str, story: str = "", **others: object) -> Part:
+    """Return the head of a page: its title, a sentence, and lines; an empty line is left out."""
+    return {"title": title, "version": __version__, "story": story, "lines": [*filter(None, lines)], **others}
+
+
+def written_line() -> str:
+    """Return when and by which command a page was written."""
+    command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]])
+    return f"{datetime.now().astimezone().isoformat(' ', 'minutes')} · {command}"
+
+
+def section(title: str, *parts: Part, key: str = "") -> Part:
+    """Return a section; `key` names it where the title changes while a run is followed."""
+    return {"title": title, "key": key or title, "parts": [*parts]}
+
+
+def table(names: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> Part:
+    """Return a table under the `names` of columns; a cell is text, [text, "good" or "bad"], or {"images": [base64]}."""
+    return {"table": {"names": [*names], "rows": [[*row] for row in rows], "kind": kind}}
+
+
+def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
+    """Return the page that draws a value; a `live` one asks its server for newer ones.
+
+    What the page shows is in it. The JSON holds no `<`, so that no text in it ends its element or begins another.
+    """
+    data = json.dumps(json_values({"name": title, "live": live, **value}), separators=(",", ":"))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy(live=live)}">'
+        f"<title>{text(title)}</title><style>\n{room_text('page.css')}</style></head>\n<body>{PATTERNS}<main></main>"
+        "<noscript>A script in this page draws it; let the browser run scripts.</noscript>"
+        '<div id="tip" role="status" aria-live="polite" hidden></div>'
+        f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
+        f"<script>{room_text('page.js')}</script></body></html>\n"
+    )
+
+
+def content_policy(*, live: bool) -> str:
+    """Return what a page allows a browser: its one script, known by its hash, and no request but one to its server."""
+    digest = base64.b64encode(sha256(room_text("page.js").encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; "
+    return f"{policy}base-uri 'none'; form-action 'none'{'; connect-src ' + repr('self') if live else ''}"
+
+
+def tag(element: str, *content: str, **attributes: object) -> str:
+    """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
+
+    >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
+    '<rect class="bar" x="1.2" data-d="3"></rect>'
+
+    Underscores in names become hyphens, a trailing one is dropped; floats have one decimal; None is left out.
+    """
+    named = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items() if value is not None)
+    written = (
+        f' {name}="{value:.1f}"' if isinstance(value, float) else f' {name}="{escape(str(value), quote=True)}"'
+        for name, value in named
+    )
+    return f"<{element}{''.join(written)}>{''.join(content)}</{element}>"
+
+
+def text(value: object) -> str:
+    """Return plain text as markup, with <, > and & escaped."""
+    return escape(str(value))
+
+
+def label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+    """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
+    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
+
+
+def room_text(name: str) -> str:
+    """Return the text of the style sheet or the script of this room."""
+    return files("longspan.report").joinpath(name).read_text(encoding="utf-8")
+
+
+PATTERNS = (
+    '<svg class="defs" width="0" height="0" aria-hidden="true">'
+    '<pattern id="many" width="3" height="3" patternUnits="userSpaceOnUse">'
+    '<rect class="many-base" x="0" y="0" width="3" height="3"/><path class="many-line" d="M0 0.5H3"/></pattern>'
+    '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="panel" x="0" y="0" width="6" height="6"/><path class="hatch" d="M0 0V6"/></pattern></svg>'
+)
