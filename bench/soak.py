@@ -256,7 +256,7 @@ def corrupt_newest(soak: Soak, attempt: Attempt, *, cut: bool = False) -> Outcom
     kill_in_step(soak, attempt)
     attempt.wait()
     newest = checkpoint_path(soak.run / "checkpoints", soak.saved()[-1])
-    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file = max(newest.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     size = file.stat().st_size
     with file.open("r+b") as opened:
         if cut:

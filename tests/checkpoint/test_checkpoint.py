@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan import Layout, World
 from longspan.checkpoint import checkpoint as checkpoint_module
 from longspan.checkpoint import files as files_module
+from longspan.checkpoint import storage as storage_module
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
     check_contents,
@@ -33,12 +36,15 @@ from longspan.checkpoint.files import (
     remove_old_checkpoints,
     step_of,
 )
-from longspan.checkpoint.storage import HashingWriter, PatientReader
+from longspan.checkpoint.saver import CheckpointSaver
+from longspan.checkpoint.storage import SafetensorsReader, SafetensorsWriter, read_metadata, shard_name
 from longspan.comm import all_ranks as waiting
 from longspan.errors import CheckpointError, CommError
 from longspan.model import load_model, prepare, save_model
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.optimizer import build_optimizer
+
+FIRST, SECOND = shard_name(0), shard_name(1)
 
 
 def check_files(path: Path) -> None:
@@ -55,10 +61,9 @@ def file_checkpoint(root: Path, step: int) -> Path:
     path = root / f"step-{step:06d}"
     partial = path.with_name(path.name + ".partial")
     create_partial(partial)
-    (partial / "__0_0.distcp").write_bytes(bytes(100))
-    (partial / ".metadata").write_bytes(b"index")
+    (partial / FIRST).write_bytes(bytes(100))
     written = {file.name: (len(data := file.read_bytes()), sha256(data).hexdigest()) for file in partial.iterdir()}
-    publish_checkpoint(partial, path, {"step": step}, [written])
+    publish_checkpoint(partial, path, {"state.json": {"step": step}}, [written])
     return path
 
 
@@ -79,14 +84,14 @@ def with_format(manifest: Path, version: int | None) -> None:
 
 
 DAMAGE = [
-    ("__0_0.distcp", Path.unlink, r"__0_0.distcp is missing"),
-    ("__0_0.distcp", cut, r"__0_0.distcp has 99 bytes, 100 were written"),
-    ("__0_0.distcp", flip, r"__0_0.distcp has other contents than were written"),
+    (FIRST, Path.unlink, r"shard-00001-\S+ is missing"),
+    (FIRST, cut, r"shard-00001-\S+ has 99 bytes, 100 were written"),
+    (FIRST, flip, r"shard-00001-\S+ has other contents than were written"),
     ("state.json", flip, r"state.json has other contents"),
     ("manifest.json", Path.unlink, r"manifest.json cannot be read"),
     ("manifest.json", cut, r"manifest.json is damaged"),
-    ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {}}'), r"manifest.json names no files"),
-    ("manifest.json", lambda path: path.write_text('{"format": 1, "files": {"a": 3}}'), r"manifest.json is damaged"),
+    ("manifest.json", lambda path: path.write_text('{"format": 2, "files": {}}'), r"manifest.json names no files"),
+    ("manifest.json", lambda path: path.write_text('{"format": 2, "files": {"a": 3}}'), r"manifest.json is damaged"),
     (
         "manifest.json",
         lambda path: with_format(path, None),
@@ -94,8 +99,8 @@ DAMAGE = [
     ),
     (
         "manifest.json",
-        lambda path: with_format(path, 2),
-        r"it has format 2, and this version of longspan reads format 1",
+        lambda path: with_format(path, 1),
+        r"it has format 1, .* reads format 2; rewrite .* -m longspan.checkpoint.format_1 .*/test_\S+$",
     ),
 ]
 
@@ -111,7 +116,7 @@ def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, mes
     assert len(said) == 1 and "step-000010" in said[0]
 
 
-@pytest.mark.parametrize(("version", "message"), [(None, r"written before longspan 0.1 .*export it"), (2, "format 2")])
+@pytest.mark.parametrize(("version", "message"), [(None, r"written before longspan 0.1 .*export it"), (3, "format 3")])
 def test_a_checkpoint_of_another_format_is_not_read(tmp_path: Path, version: int | None, message: str) -> None:
     path = file_checkpoint(tmp_path, 5)
     assert read_state(path) == {"step": 5}
@@ -126,7 +131,7 @@ def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_pat
     create_partial(tmp_path / "step-000007.partial")
     assert latest_checkpoint(tmp_path, said.append) is None
     assert "step-000007.partial: its save was interrupted" in said[0]
-    flip(file_checkpoint(tmp_path, 3) / "__0_0.distcp")
+    flip(file_checkpoint(tmp_path, 3) / FIRST)
     with pytest.raises(CheckpointError, match=r"no good checkpoint is left in .*step-000003.*start in a new run.dir"):
         latest_checkpoint(tmp_path, said.append)
 
@@ -145,7 +150,7 @@ def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None
     """The newest two good ones are kept, whatever stands between and above them."""
     for step in range(1, 8):
         file_checkpoint(tmp_path, step)
-    cut(tmp_path / "step-000005" / "__0_0.distcp")
+    cut(tmp_path / "step-000005" / FIRST)
     note_damage({tmp_path / "step-000007": "its contents have changed"}, tmp_path / "step-000006")
     remove_old_checkpoints(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [3, 4, 5, 6, 7]
@@ -214,8 +219,7 @@ def test_weights_and_moments_come_back_bit_for_bit(tmp_path: Path, optimizer: st
     assert len(straight) == len(resumed) > (40 if optimizer == "adamw" else 20)
     assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
     files = sorted(p.name for p in (tmp_path / "step-000001").iterdir())
-    written = [f"__{rank}_0.distcp" for rank in range(saved)]
-    assert files == [".metadata", *written, "manifest.json", "metadata.json", "state.json"]
+    assert files == ["manifest.json", "optimizer.json", *map(shard_name, range(saved)), "state.json"]
 
 
 def hyperparameters_rank(rank: int, ranks: int, root: Path, optimizer: str) -> None:
@@ -258,8 +262,78 @@ def without_weights_rank(rank: int, ranks: int, root: Path) -> str:
 def test_a_checkpoint_of_the_optimizer_only(tmp_path: Path) -> None:
     texts = run_ranks(without_weights_rank, 2, 2, tmp_path)
     assert texts[0] == texts[1] and "step-000001 holds an optimizer without weights" in texts[0]
-    stored = FileSystemReader(tmp_path / "step-000001").read_metadata().state_dict_metadata
+    stored = read_metadata(tmp_path / "step-000001").state_dict_metadata
     assert stored and all(name.startswith("optimizer.") for name in stored)
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer that counts its updates of a parameter in a number."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["count"] = self.state[parameter].get("count", 0) + 1
+
+
+def values_rank(rank: int, root: Path) -> list[str]:
+    """Numbers of an optimizer come back; what a checkpoint cannot hold, or one optimizer lacks, is named everywhere."""
+    with World(Layout(2), backend=backend(), timeout=60) as world:
+        model, _ = opened(world)
+        before, after = Counting(model.parameters(), 0.1), Counting(model.parameters(), 0.1)
+        for _ in range(2):
+            update(model, before)
+        path = save_checkpoint(root, model, before, world, step=1)
+        load_checkpoint(path, model, after, world)
+        assert [state["count"] for state in after.state.values()] == [2] * len(list(model.parameters()))
+        other = save_checkpoint(root, model, build_optimizer(model, "sgd"), world, step=2, weights=False)
+        if rank == 0:
+            stored = (other / "optimizer.json").read_text()
+            (other / "optimizer.json").write_text(stored.replace('"settings": {', '"settings": {"a weight": [3],'))
+        world.control.barrier()
+        refused = list[str]()
+        if rank == 1:
+            type(model).get_extra_state = lambda _: {"calls": 3}  # type: ignore[method-assign]
+        for work in (
+            lambda: save_checkpoint(root, model, before, world, step=3),
+            lambda: CheckpointSaver(root, world).save(model, before, step=3),
+            lambda: load_checkpoint(other, model, before, world, weights=False),
+        ):
+            with pytest.raises(CheckpointError) as error:
+                work()
+            refused.append(str(error.value))
+        return refused
+
+
+def test_what_is_no_tensor_comes_back_or_is_named(tmp_path: Path) -> None:
+    first, second = run_ranks(values_rank, 2, tmp_path)
+    assert first == second and first[0] == first[1]
+    assert first[0].startswith("model entry _extra_state is a dict, and a checkpoint holds tensors of F64, F32, ")
+    assert "step-000002: optimizer.json is damaged" in first[2]
+    assert [path.name for path in tmp_path.iterdir() if path.name == "step-000003"] == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_these_files_and_its_own_are_read(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 4, dtype=torch.bfloat16),
+        "b": torch.arange(5),
+        "c": torch.tensor(2.0),
+        "d": torch.ones(0, 4),
+    }
+    tensors |= {"e": torch.randn(4, 6).T, "f": torch.randn(2, 4).to(torch.float8_e4m3fn), "g": torch.tensor([True])}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    dcp.save(tensors, storage_writer=SafetensorsWriter(ours), no_dist=True)
+    writer = HuggingFaceStorageWriter(str(theirs), save_distributed=True)
+    dcp.save(tensors | {"e": tensors["e"].contiguous()}, storage_writer=writer, no_dist=True)
+    for reader in (HuggingFaceStorageReader(str(ours)), SafetensorsReader(theirs, read_metadata(theirs))):
+        loaded = {name: torch.zeros_like(x) for name, x in tensors.items()}
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        assert all(torch.equal(loaded[name].double(), x.double()) for name, x in tensors.items())
+    stored = load_file(ours / FIRST)
+    assert stored.keys() == tensors.keys() and all(
+        torch.equal(stored[n].double(), x.double()) for n, x in tensors.items()
+    )
 
 
 def moments_rank(rank: int, ranks: int, root: Path) -> list[str]:
@@ -310,14 +384,16 @@ def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str
         for step in (2, 4):
             save_checkpoint(root, model, optim, world, step=step, state={}, keep=0)
         if rank == 0:
-            flip(root / "step-000004" / "__1_0.distcp")
+            flip(root / "step-000004" / SECOND)
         world.control.barrier()
         files_module._digest = lambda path: (hashed.append(path.name), digest(path))[1]
         path = find_checkpoint(root, world, said.append, note=True)
         assert path is not None and load_checkpoint(path, model, optim, world)["step"] == 2
         checked = list(hashed)
         save_checkpoint(root, model, optim, world, step=3, state={}, keep=1)
-        assert hashed[len(checked) :] == (["state.json"] if rank == 0 else [])  # the others, while they were written
+        assert hashed[len(checked) :] == (
+            ["state.json", "optimizer.json"] if rank == 0 else []
+        )  # the others, while they were written
         files_module._digest = digest
         assert find_checkpoint(root, world, said.append) == root / "step-000003"
         return checked, said
@@ -325,12 +401,12 @@ def damaged_rank(rank: int, ranks: int, root: Path) -> tuple[list[str], list[str
 
 def test_a_flipped_byte_is_seen_and_the_good_checkpoints_are_kept(tmp_path: Path) -> None:
     (first, said), (second, silent) = run_ranks(damaged_rank, 2, 2, tmp_path)
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "metadata.json", "state.json"]
+    files = [FIRST, SECOND, "optimizer.json", "state.json"]
     assert sorted(first + second) == sorted(files * 2) and min(map(len, (first, second))) >= 2
     assert len(said) == 2 and not silent
-    assert all("step-000004: __1_0.distcp has other contents than were written" in text for text in said)
+    assert all(f"step-000004: {SECOND} has other contents than were written" in text for text in said)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "step-000004"}
-    assert "__1_0.distcp has other contents" in (tmp_path / "step-000004" / "damaged.txt").read_text()
+    assert f"{SECOND} has other contents" in (tmp_path / "step-000004" / "damaged.txt").read_text()
 
 
 def slowly(work: Any) -> Any:
@@ -344,7 +420,7 @@ def slowly(work: Any) -> Any:
 def slow_disk_rank(rank: int, ranks: int, root: Path) -> list[int]:
     """How often the ranks tell each other that they still work while the second one writes, hashes and reads slowly."""
     waiting._BEAT = 0.02
-    disk_work = [(FileSystemWriter, "write_data"), (files_module, "_digest"), (FileSystemReader, "read_data")]
+    disk_work = [(storage_module, "write_chunks"), (files_module, "_digest"), (storage_module, "_read_part")]
     for place, name in disk_work if rank == 1 else []:
         setattr(place, name, slowly(getattr(place, name)))
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
@@ -385,7 +461,7 @@ def full_disk_rank(rank: int, ranks: int, root: Path) -> str:
 
     def begin_on_full_disk(folder: Path) -> None:
         create_partial(folder)
-        (folder / "__1_0.distcp").symlink_to("/dev/full")
+        (folder / SECOND).symlink_to("/dev/full")
 
     checkpoint_module.create_partial = begin_on_full_disk  # type: ignore[assignment]
     with World(Layout(ranks), backend=backend(), timeout=20) as world:
@@ -398,8 +474,8 @@ def full_disk_rank(rank: int, ranks: int, root: Path) -> str:
 def test_a_full_disk_is_named_with_the_bytes_that_are_free(tmp_path: Path) -> None:
     messages = run_ranks(full_disk_rank, 2, 2, tmp_path)
     wanted = (
-        r"checkpoint .*/step-000002 could not be written: .*/step-000002.partial/__1_0.distcp: No space left on device "
-        r"\([\d,]+ bytes are free\); make room there .* \(on rank 1\)"
+        r"checkpoint .*/step-000002 could not be written: .*/step-000002.partial/shard-00002-\S+: No space left "
+        r"on device \([\d,]+ bytes are free\); make room there .* \(on rank 1\)"
     )
     assert messages[0] == messages[1] and re.fullmatch(wanted, messages[0]), messages
     assert not list(tmp_path.iterdir())
@@ -447,8 +523,8 @@ def killed_rank(rank: int, root: Path, lost: int, inside: str) -> None:
         model, optim = opened(world)
         path = save_checkpoint(root, model, optim, world, step=1, state={})
         kind, method = {
-            "save": (HashingWriter, "write_data"),
-            "load": (PatientReader, "read_data"),
+            "save": (SafetensorsWriter, "write_data"),
+            "load": (SafetensorsReader, "read_data"),
             "model": (DTensor, "full_tensor"),
         }[inside]
         if rank == lost:

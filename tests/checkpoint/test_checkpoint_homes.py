@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from longspan.checkpoint import checkpoint as checkpoint_module
 from longspan.checkpoint.files import checkpoint_path
+from longspan.checkpoint.storage import SafetensorsReader, read_metadata
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import CheckpointError
@@ -30,6 +31,8 @@ from tests.model.stock import SIZES, worst
 from tests.run.runs.homes import farthest
 from tests.train.small import small_config, train_rank
 
+# a checkpoint is read here without ranks
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SETTINGS = {
     "model__dtype": "float64",
     "data__eval_documents": 0,
@@ -108,18 +111,13 @@ def _losses(config: RunConfig) -> list[float]:
     return [float(row["loss"]) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
 
 
-def _checkpoint(config: RunConfig, step: int, folder: Path) -> dict[str, Tensor]:
+def _checkpoint(config: RunConfig, step: int) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by its name, whole, read without ranks: weights, moments and their steps."""
-    dcp_to_torch_save(checkpoint_path(Path(config.run.dir) / "checkpoints", step), folder / "whole.pt")
-    return dict(_tensors(torch.load(folder / "whole.pt")))
-
-
-def _tensors(value: Any, name: str = "") -> Any:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{name}.{key}")
+    metadata = read_metadata(path := checkpoint_path(Path(config.run.dir) / "checkpoints", step))
+    entries: Any = metadata.state_dict_metadata
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    dcp.load(tensors, storage_reader=SafetensorsReader(path, metadata), no_dist=True)
+    return tensors
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +158,7 @@ def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_p
     for leg in chain:
         mine = _of_leg(config, leg, tmp_path / "run")
         seen += _documents(mine, leg.ranks)
-        found, wanted = (_checkpoint(c, leg.until, tmp_path) for c in (mine, config))
+        found, wanted = (_checkpoint(c, leg.until) for c in (mine, config))
         assert len(wanted) > 4 * 4 * 11  # weights, two moments and their steps, of eleven parameters a layer
         assert worst(found, wanted) < BOUND, leg
     assert seen == documents
@@ -195,7 +193,7 @@ def test_a_moment_in_the_wrong_place_would_be_seen(straight: Any, tmp_path: Path
     shutil.copytree(Path(config.run.dir), tmp_path / "run", ignore=shutil.ignore_patterns("step-00000[2-9]"))
     mine = _of_leg(config, Leg(2, 1, ParallelConfig(), {}), tmp_path / "run")
     assert _documents(mine, 1, change) == documents[1:2]
-    found, wanted = (_checkpoint(c, 2, tmp_path) for c in (mine, config))
+    found, wanted = (_checkpoint(c, 2) for c in (mine, config))
     assert (worst(found, wanted) < BOUND) == (change is None)
 
 

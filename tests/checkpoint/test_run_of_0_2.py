@@ -1,4 +1,4 @@
-"""A run that version 0.2 left is resumed and exported: its folder is stored here as it was written then.
+"""A run that version 0.2 left is resumed and exported, once its checkpoints are rewritten: its folder is stored here.
 
 run_of_0_2.tar.xz is the folder of six steps on two CPU ranks at commit 0706c4a4, without checkpoint 6 and the cache;
 `run.toml` in it says how. Losses of its steps 4 to 6 are those of the run that was never stopped.
@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from longspan.checkpoint.export import export_checkpoint
+from longspan.checkpoint.format_1 import main
 from longspan.config.file import load_config
 from longspan.config.keys import AUTO, GONE_VALUES
 from longspan.config.sections import RunConfig
@@ -28,6 +29,7 @@ def stored(tmp_path: Path) -> Path:
     """The folder that the run was started in, unpacked somewhere else; the cache of its tokens is gone."""
     with tarfile.open(STORED) as archive:
         archive.extractall(tmp_path, filter="data")
+    assert main([str(tmp_path / "run" / "checkpoints")]) == 0
     return tmp_path
 
 

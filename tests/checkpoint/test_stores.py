@@ -12,6 +12,7 @@ from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint, sav
 from longspan.checkpoint.export import export_checkpoint
 from longspan.checkpoint.files import complete_checkpoints, read_state, remove_unfinished_saves, step_of
 from longspan.checkpoint.saver import CheckpointSaver
+from longspan.checkpoint.storage import shard_name
 from longspan.checkpoint.store_path import StorePath, as_root, checkpoints_root
 from longspan.cli.main import main
 from longspan.errors import CheckpointError
@@ -73,10 +74,10 @@ def store_rank(rank: int, ranks: int, root: str) -> None:
         assert [step_of(path) for path in complete_checkpoints(as_root(root))] == [2]
         save_checkpoint(root, model, optimizer, world, step=3, keep=2)
         if rank == 0:
-            with (path / "__1_0.distcp").open("wb") as stream:
+            with (path / shard_name(1)).open("wb") as stream:
                 stream.write(b"other")
             (path.parent / "step-000003" / "manifest.json").unlink()
-        with pytest.raises(CheckpointError, match=r"step-000002: __1_0.distcp has 5 bytes"):
+        with pytest.raises(CheckpointError, match=r"step-000002: shard-00002.* has 5 bytes"):
             find_checkpoint(root, world)
 
 
@@ -96,7 +97,7 @@ def test_a_run_in_a_store_is_resumed_exported_and_evaluated(tmp_path: Path, capf
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     exported = export_checkpoint(run, None, tmp_path / "exported", lambda _: None)
     assert exported.step == 4 and (tmp_path / "exported" / "model.safetensors").is_file()
-    assert fsspec.filesystem("local").exists(str(tmp_path / "store" / "step-000004" / "metadata.json"))
+    assert fsspec.filesystem("local").exists(str(tmp_path / "store" / "step-000004" / "optimizer.json"))
     words = ["eval", str(run), "--world", "2", "--compare", str(tmp_path / "exported"), "--json"]
     assert main(words) == 0
     found = json.loads(capfd.readouterr().out)

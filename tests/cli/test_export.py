@@ -281,7 +281,7 @@ def test_damaged_and_strange_checkpoints_are_named(
     (run / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
     assert main(["export", str(run), str(tmp_path / "out")]) == 2
     assert "model.layers.1.mlp.down_proj.weight is (32, 48), and (32, 40) by the config" in capfd.readouterr().err
-    file = min(checkpoint.glob("*.distcp"))
+    file = min(checkpoint.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
     assert f"{file.name} has other contents than were written" in capfd.readouterr().err

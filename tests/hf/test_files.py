@@ -13,11 +13,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from longspan.checkpoint.storage import read_metadata
 from longspan.errors import CheckpointError, CommError, ConfigError
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.model import load_model
@@ -179,7 +179,7 @@ def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(run: 
         "trainer_state.json",
         "training_args.bin",
     ]
-    stored = FileSystemReader(checkpoint / "optimizer" / "step-000004").read_metadata().state_dict_metadata
+    stored = read_metadata(checkpoint / "optimizer" / "step-000004").state_dict_metadata
     assert stored and all(name.startswith("optimizer.") for name in stored)
     args = torch.load(checkpoint / "training_args.bin", weights_only=False)
     assert args.per_device_train_batch_size == 2  # as it was given

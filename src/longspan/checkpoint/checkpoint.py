@@ -1,10 +1,10 @@
 """Checkpoints: saved by all ranks with torch's distributed checkpoint, complete or not there at all.
 
-A checkpoint is a folder `step-000100` with the ranks' `.distcp` files, `metadata.json` (which tensor is in which file),
-`state.json` (step, configuration) and, written last, `manifest.json`: size and SHA-256 of every file, taken by its
-writer while it wrote. It is written as `step-000100.partial`, synced and renamed, so an interrupted save never damages
-an older one. All of it is read as data: a checkpoint cannot run code. Weights and optimizer
-state are stored by name and global shape, as they are in the whole model: any number of ranks may load them, in any
+A checkpoint is a folder `step-000100` with a safetensors file from each rank (`storage.py`), `state.json` (step,
+configuration), `optimizer.json` (what of the optimizer is no tensor) and, written last, `manifest.json`: size and
+SHA-256 of every file, taken by its writer while it wrote. It is written as `step-000100.partial`, synced and renamed,
+so an interrupted save never damages an older one. A checkpoint cannot run code. Weights and optimizer state are stored
+by name and global shape, as they are in the whole model: any number of ranks may load them, in any
 number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter, and what is trained of an encoder.
 The data position is only the step (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
 so neither needs a state of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its
@@ -15,15 +15,16 @@ none. torch (2.11 to 2.15) makes moments by a step with zero gradients if an opt
 load into, and if there are gradients it silently makes and loads none.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -33,7 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from longspan.checkpoint.files import (
-    PARTIAL,
+    OPTIMIZER,
+    STATE,
     Digest,
     check_contents,
     check_sizes,
@@ -45,22 +47,28 @@ from longspan.checkpoint.files import (
     note_damage,
     partial_path,
     publish_checkpoint,
+    read_checkpoint_json,
     read_state,
     remove_folder,
     remove_old_checkpoints,
 )
-from longspan.checkpoint.metadata import read_metadata
-from longspan.checkpoint.storage import DataPlanner, HashingWriter, PatientReader, first_failure_text
+from longspan.checkpoint.storage import (
+    DTYPES,
+    SafetensorsReader,
+    SafetensorsWriter,
+    first_failure_text,
+    read_metadata,
+)
 from longspan.checkpoint.store_path import as_root
-from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
+from longspan.comm import World, leave_together
+from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters import adapter_entries, model_adapter
 from longspan.model.multimodal.multimodal_model import are_multimodal
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
-STATE, SETTINGS = "state.", "param_groups."
+MOMENTS, SETTINGS = "state.", "param_groups."  # what names under "optimizer." begin with
 
 
 def save_checkpoint(
@@ -89,21 +97,21 @@ def save_checkpoint(
     root = as_root(root)
     path = checkpoint_path(root, step)
     folder = partial_path(path)
+    tensors, values = contents_to_save(model, optimizer, world, weights=weights)
     run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
     try:
-        tensors = tensors_to_save(model, optimizer)
-        if not weights:
-            del tensors["model"]
-        digests = _write_tensors(folder, tensors, world)
-        run_on_first_rank(
-            world, lambda: publish_checkpoint(folder, path, {"step": step, **(state or {})}, digests), CheckpointError
-        )
-    except (CheckpointError, CommError) as error:
+        writer = SafetensorsWriter(folder, leave_together(world))
+        with world.watch.during(f"writing of checkpoint {path.name}", world.home.ranks, is_work=True):
+            dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
+        written = world.control.gather_objects((writer.digests, values))
+        contents = contents_of_ranks({"step": step, **(state or {})}, written)
+        run_on_first_rank(world, lambda: publish_checkpoint(folder, path, *contents), CheckpointError)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):  # then every other rank removes it
             remove_folder(folder)  # what it takes may be what the disk lacks
         if isinstance(error, CommError):
             raise
-        raise CheckpointError(f"checkpoint {path} could not be written: {error}") from error
+        raise CheckpointError(f"checkpoint {path} could not be written: {first_failure_text(error)}") from error
     run_on_first_rank(world, lambda: remove_old_checkpoints(root, keep, best=best), CheckpointError)
     return path
 
@@ -155,32 +163,37 @@ def load_checkpoint(
     moments of parameters that were frozen, and CommError where a rank is lost.
     """
     path = as_root(path)
-    state, metadata = run_on_first_rank(world, lambda: (read_state(path), read_metadata(path)), CheckpointError)
-    stored = list[str](metadata.state_dict_metadata)
-    tensors = make_tensors_to_fill(model, optimizer)
-    local_names = set[str](tensors["model"])
-    names = world.control.reduce_object(local_names, set[str].union, "gather of host values") or set[str]()
+    state, stored, metadata = run_on_first_rank(
+        world, lambda: (read_state(path), read_optimizer_values(path), read_metadata(path)), CheckpointError
+    )
+    tensors = make_entries_to_fill(model, optimizer)
+    names = world.control.reduce_object({*tensors["model"]}, set[str].union, "gather of host values") or set[str]()
     if weights:
-        _check_weight_names(path, _names_under("model.", stored), names)
+        _check_weight_names(path, _names_under("model.", metadata), names)
     else:
         tensors["model"] = {}
+    others = dict[str, Any]()  # of the optimizer, no tensors: its own settings, and numbers as they were saved
     if optimizer is not None:
-        moments = StoredMoments.of(_names_under("optimizer.", stored))
-        drop_absent_moments(path, moments, model, optimizer, tensors, world)
-    # These are not read, and go back into the optimizer as they are.
-    settings = [name for name in tensors.get("optimizer", {}) if name.startswith(SETTINGS)]
-    hyperparameters = {name: tensors["optimizer"].pop(name) for name in settings}
+        saved = _names_under("optimizer.", metadata) | stored.numbers.keys()
+        drop_absent_moments(path, saved, stored.settings, model, optimizer, tensors, world)
+        others = {name: x for name, x in tensors["optimizer"].items() if not isinstance(x, Tensor)}
+        tensors["optimizer"] = {name: x for name, x in tensors["optimizer"].items() if name not in others}
+        numbers = OptimizerValues.of(others).numbers
+        lacking = [name for name in numbers if name not in stored.numbers]
+        text = f"checkpoint {path} has no number {lacking[:1]}: it was saved with another optimizer; use that one"
+        raise_first_error(world, CheckpointError(text) if lacking else None)
+        others |= {name: stored.numbers[name] for name in numbers}
     try:
         with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
-            reader = PatientReader(path, metadata, world)
-            dcp.load(tensors, storage_reader=reader, planner=DataPlanner(), process_group=world.control.group)
+            reader = SafetensorsReader(path, metadata, leave_together(world))
+            dcp.load(tensors, storage_reader=reader, process_group=world.control.group)
     except CommError:
         raise
     except (Exception, CheckpointException) as error:  # other shapes and unreadable files alike
         raise CheckpointError(f"checkpoint {path} does not fit this model: {first_failure_text(error)}") from error
     # For an optimizer without moments torch would make some (see the module), and nothing else is to be set.
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
-    moments = tensors["optimizer"] | hyperparameters if optimizers else {}
+    moments = tensors["optimizer"] | others if optimizers else {}
     options = BY_NAME if model_adapter(model) is None else SOME_BY_NAME
     if weights:
         set_model_state_dict(model, tensors["model"], options=options)
@@ -191,76 +204,132 @@ def load_checkpoint(
 
 def holds_encoders(path: Path) -> bool:
     """Return whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
-    weights = _names_under("model.", read_metadata(path).state_dict_metadata)
+    weights = _names_under("model.", read_metadata(path))
     return are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
 
 
-def tensors_to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return weights and moments by name; without moments, which torch would make, if the optimizer has no state yet.
+class OptimizerValues(NamedTuple):
+    """What of an optimizer is no tensor: `optimizer.json` of a checkpoint.
 
-    Of an adapted model only the adapter is returned, here and in `make_tensors_to_fill`: the base is not trained.
+    `numbers` are counts of its state by name, of optimizers that keep them as numbers. `settings` are the names of the
+    settings of each parameter that has no state yet: of the others the names of moments say that they were updated.
+    """
+
+    numbers: dict[str, int | float]
+    settings: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> "OptimizerValues":
+        """Choose what is no tensor of an optimizer's entries, by name."""
+        updated = names_with_moments(entries)
+        return cls(
+            {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
+            {name: keys for name, keys in settings_by_parameter(entries).items() if name not in updated},
+        )
+
+
+def contents_of_ranks(
+    state: dict[str, Any], written: Sequence[tuple[dict[str, Digest], OptimizerValues]]
+) -> tuple[dict[str, Any], list[dict[str, Digest]]]:
+    """Return the JSON files of a checkpoint, and the digests of its other files, from what each rank has written."""
+    numbers = {name: x for _, values in written for name, x in values.numbers.items()}
+    settings = {name: keys for _, values in written for name, keys in values.settings.items()}
+    return {STATE: state, OPTIMIZER: OptimizerValues(numbers, settings)._asdict()}, [digests for digests, _ in written]
+
+
+def read_optimizer_values(path: Path) -> OptimizerValues:
+    """Read what of the optimizer is no tensor in a checkpoint. Raises CheckpointError if it is missing or damaged."""
+    values = read_checkpoint_json(path / OPTIMIZER)
+    try:
+        numbers, settings = values["numbers"], values["settings"]
+        whole = all(isinstance(x, int | float) for x in numbers.values())
+        if not whole or not all(isinstance(key, str) for keys in settings.values() for key in keys):
+            raise ValueError("a value that is no number, or a setting without a name")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {path}: {OPTIMIZER} is damaged ({error})") from error
+    return OptimizerValues(numbers, settings)
+
+
+def contents_to_save(
+    model: nn.Module, optimizer: Optimizer, world: World, *, weights: bool = True
+) -> tuple[dict[str, dict[str, Tensor]], OptimizerValues]:
+    """Return tensors of the "model" and the "optimizer" by name, and what of the optimizer is no tensor.
+
+    Without moments, which torch would make, if the optimizer has no state yet. Of an adapted model only the adapter is
+    returned, here and in `make_entries_to_fill`: the base is not trained. Raises CheckpointError, on every rank, with
+    the name of what a checkpoint cannot hold: torch would write it without an error into a file that nothing reads.
     """
     fresh = not optimizer.state
-    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    entries, moments = get_state_dict(model, optimizer, options=BY_NAME)
     if fresh:
         optimizer.state.clear()
-        moments = {name: value for name, value in moments.items() if not name.startswith(STATE)}
-    return {"model": adapter_entries(model, weights), "optimizer": moments}
+        moments = {name: value for name, value in moments.items() if not name.startswith(MOMENTS)}
+    values = OptimizerValues.of(moments)
+    moments = {name: x for name, x in moments.items() if not name.startswith(SETTINGS) and name not in values.numbers}
+    tensors: Any = {"model": adapter_entries(model, entries) if weights else {}, "optimizer": moments}
+    error = None
+    for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
+        if getattr(value, "dtype", None) not in DTYPES.values():
+            kind = f"of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            error = CheckpointError(
+                f"{group} entry {name} is {kind}, and a checkpoint holds tensors of {', '.join(DTYPES)}, and numbers "
+                "of an optimizer's state; leave it out of state_dict, or make it one of these"
+            )
+    raise_first_error(world, error)
+    return tensors, values
 
 
-def make_tensors_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
 
     The optimizer's states are cleared first, so that torch makes moments for every parameter, trained so far or not.
     """
     if optimizer is None:
-        return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0])}
+        return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0]), "optimizer": {}}
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     return {"model": adapter_entries(model, weights), "optimizer": moments}
 
 
-class StoredMoments(NamedTuple):
-    """Which parameters have moments in a checkpoint, and which settings the optimizer had for each parameter.
+def names_with_moments(names: Iterable[str]) -> set[str]:
+    """Return the names of moments cut at each of their dots: nothing marks where a parameter's name ends in them."""
+    moments = (name.removeprefix(MOMENTS).split(".") for name in names if name.startswith(MOMENTS))
+    return {".".join(parts[:count]) for parts in moments for count in range(1, len(parts))}
 
-    `moments` are the names of moments cut at each of their dots: nothing marks where a parameter's name ends in them.
-    """
 
-    moments: frozenset[str]
-    settings: Mapping[str, frozenset[str]]
-
-    @classmethod
-    def of(cls, names: Iterable[str]) -> "StoredMoments":
-        """Read which moments a checkpoint holds from its names under "optimizer."."""
-        moments, settings = set[str](), dict[str, set[str]]()
-        for name in names:
-            if name.startswith(STATE):
-                parts = name.removeprefix(STATE).split(".")
-                moments.update(".".join(parts[:count]) for count in range(1, len(parts)))
-            elif name.startswith(SETTINGS):
-                parameter, _, key = name.removeprefix(SETTINGS).rpartition(".")
-                settings.setdefault(parameter, set()).update({key} - {"initial_lr"})  # which schedulers add
-        return cls(frozenset(moments), {name: frozenset(keys) for name, keys in settings.items()})
+def settings_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of the settings that an optimizer has for each parameter, without what schedulers add."""
+    settings = dict[str, list[str]]()
+    for name in sorted(name.removeprefix(SETTINGS) for name in names if name.startswith(SETTINGS)):
+        parameter, _, key = name.rpartition(".")
+        settings.setdefault(parameter, []).extend({key} - {"initial_lr"})
+    return settings
 
 
 def drop_absent_moments(
-    path: Path, stored: StoredMoments, model: nn.Module, optimizer: Optimizer, tensors: dict[str, Any], world: World
+    path: Path,
+    saved: set[str],
+    settings: Mapping[str, list[str]],
+    model: nn.Module,
+    optimizer: Optimizer,
+    tensors: dict[str, Any],
+    world: World,
 ) -> None:
     """Drop the moments of parameters that have none in the checkpoint: they had no gradient before it was saved.
 
-    The optimizer loses them, and so does `tensors`, into which the checkpoint is read. The saved optimizer must have
-    had settings for these parameters. Without any moments only the settings' names tell the optimizer's class, so they
-    must be those of this one. All ranks call it together. Raises CheckpointError, on every rank, for other checkpoints.
+    The optimizer loses them, and so does `tensors`, into which the checkpoint is read. `saved` are the names of its
+    moments. The saved optimizer must have had `settings` for these parameters. Without any moments only the settings'
+    names tell the optimizer's class, so they must be those of this one. All ranks call it together. Raises
+    CheckpointError, on every rank, for other checkpoints.
     """
-    stored_here = StoredMoments.of(tensors["optimizer"])
-    updated = {name: p for name, p in model.named_parameters() if name in stored_here.moments}
-    absent = [name for name in updated if name not in stored.moments]
-    lacking = [name for name in absent if name not in stored.settings]
+    local_moments, saved_moments = names_with_moments(tensors["optimizer"]), names_with_moments(saved)
+    updated = {name: p for name, p in model.named_parameters() if name in local_moments}
+    absent = [name for name in updated if name not in saved_moments]
+    lacking = [name for name in absent if name not in settings]
+    local_settings = settings_by_parameter(tensors["optimizer"])
     other_settings = [
-        name
-        for name in absent
-        if not stored.moments and name not in lacking and stored.settings[name] != stored_here.settings[name]
+        name for name in absent if not saved_moments and name in settings and settings[name] != local_settings[name]
     ]
     reports = world.control.gather_objects((lacking, other_settings), "moments of a checkpoint")
     if lacking := sorted({name for names, _ in reports for name in names}):
@@ -277,28 +346,13 @@ def drop_absent_moments(
     for name in absent:
         del optimizer.state[updated[name]]
     moments = tensors["optimizer"]
-    prefixes = tuple(f"{STATE}{parameter}." for parameter in absent)
+    prefixes = tuple(f"{MOMENTS}{parameter}." for parameter in absent)
     for name in [name for name in moments if name.startswith(prefixes)]:
         del moments[name]
 
 
-def _write_tensors(folder: Path, tensors: dict[str, Any], world: World) -> list[dict[str, Digest]]:
-    """Write the files of all ranks; returns the size and hash of each rank's."""
-    writer = HashingWriter(folder, world)
-    try:
-        with world.watch.during(
-            f"writing of checkpoint {folder.name.removesuffix(PARTIAL)}", world.home.ranks, is_work=True
-        ):
-            dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
-    except CommError:
-        raise
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(first_failure_text(error)) from error
-    return world.control.gather_objects(writer.digests)
-
-
-def _names_under(prefix: str, names: Iterable[str]) -> set[str]:
-    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+def _names_under(prefix: str, metadata: Metadata) -> set[str]:
+    return {name.removeprefix(prefix) for name in metadata.state_dict_metadata if name.startswith(prefix)}
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:

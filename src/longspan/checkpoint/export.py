@@ -36,8 +36,7 @@ from longspan.checkpoint.files import (
     newest_good_checkpoint,
     read_state,
 )
-from longspan.checkpoint.metadata import read_metadata
-from longspan.checkpoint.storage import DataPlanner, DataReader, first_failure_text
+from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, read_metadata
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
@@ -222,10 +221,9 @@ def _read_tensors(
     checkpoint: Path, metadata: Metadata, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    reader = DataReader(checkpoint, metadata)
     try:
         with warnings.catch_warnings(action="ignore"):  # that there is one process
-            dcp.load({"model": tensors}, storage_reader=reader, planner=DataPlanner(), no_dist=True)
+            dcp.load({"model": tensors}, storage_reader=SafetensorsReader(checkpoint, metadata), no_dist=True)
     except (Exception, CheckpointException) as error:  # an unreadable file raises anything
         raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {first_failure_text(error)}") from error
     return tensors

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 
 from longspan.checkpoint.store_path import StorePath
 from longspan.errors import CheckpointError
-from longspan.files import write_durably
+from longspan.files import parse_json, write_durably
 
-FORMAT = 1  # of what is written here; since longspan 0.1
+FORMAT = 2  # of what is written here; longspan 0.1 to 0.3 wrote format 1 (format_1.py)
 PARTIAL = ".partial"
-MANIFEST, STATE, DAMAGED = "manifest.json", "state.json", "damaged.txt"
+MANIFEST, STATE, OPTIMIZER, DAMAGED = "manifest.json", "state.json", "optimizer.json", "damaged.txt"
 Digest = tuple[int, str]  # bytes, SHA-256
 LogLine = Callable[[str], None]
 Check = Callable[[Path], object]  # raises CheckpointError
@@ -62,24 +62,27 @@ def remove_folder(path: Path) -> None:
 
 
 def publish_checkpoint(
-    partial: Path, path: Path, state: Mapping[str, Any], digests: Sequence[Mapping[str, Digest]]
-) -> None:
-    """Write the state and, last, the manifest of a checkpoint into `partial`, durably; then name the folder `path`.
+    partial: Path, path: Path, contents: Mapping[str, Mapping[str, Any]], digests: Iterable[Mapping[str, Digest]]
+) -> int:
+    """Write JSON files and, last, the manifest of a checkpoint into `partial`, durably; then name the folder `path`.
 
-    `digests` are those of the files that each rank wrote. In a store both paths are one, and nothing is to be synced.
+    `contents` are values by the name of their file, and `digests` those of the files that each rank wrote. In a store
+    both paths are one, and nothing is to be synced. Returns the bytes of the ranks' files.
     """
     in_store = isinstance(partial, StorePath)
     write: Any = type(partial).write_text if in_store else write_durably
-    write(partial / STATE, json.dumps(state, indent=1))
     files = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
-    files[STATE] = _digest(partial / STATE)
+    written = sum(size for size, _ in files.values())
+    for name, values in contents.items():
+        write(partial / name, json.dumps(values, indent=1))
+        files[name] = _digest(partial / name)
     write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
-    if in_store:
-        return
-    sync_to_disk(partial)
-    remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
-    partial.rename(path)
-    sync_to_disk(path.parent)
+    if not in_store:
+        sync_to_disk(partial)
+        remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
+        partial.rename(path)
+        sync_to_disk(path.parent)
+    return written
 
 
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
@@ -146,14 +149,14 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
             (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
 
 
-def check_sizes(path: Path) -> dict[str, Digest]:
+def check_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
     """Compare the files of a checkpoint with its manifest, and return the manifest's size and hash of each by name.
 
-    Raises CheckpointError for a file that is missing or of another size.
+    Raises CheckpointError for a file that is missing or of another size, and for another `version` of the format.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    files = _read_manifest(path)
+    files = _read_manifest(path, version)
     for name, (size, _) in files.items():
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
@@ -187,21 +190,22 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
-    return _read_checkpoint_json(path / STATE, path)
+    return read_checkpoint_json(path / STATE)
 
 
-def check_format(path: Path) -> None:
+def check_format(path: Path, version: int = FORMAT) -> None:
     """Raise CheckpointError for a checkpoint that another version of longspan wrote in another format."""
-    version = _read_checkpoint_json(path / MANIFEST, path).get("format")
-    if version is None:
+    stored = read_checkpoint_json(path / MANIFEST).get("format")
+    if stored is None:
         raise CheckpointError(
             f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
             "version that wrote it (longspan export), and train on from that folder as model.path"
         )
-    if version != FORMAT:
+    if stored != version:
+        rewrite = f"rewrite what is there once: python -m longspan.checkpoint.format_1 {path.parent}"
         raise CheckpointError(
-            f"checkpoint {path}: it has format {version!r}, and this version of longspan reads format {FORMAT}; use "
-            "the version that wrote it, or a newer one"
+            f"checkpoint {path}: it has format {stored!r}, and this version of longspan reads format {version}; "
+            + (rewrite if stored == 1 else "use the version that wrote it, or a newer one")
         )
 
 
@@ -218,10 +222,9 @@ def _looks_good(path: Path) -> bool:
     return not (path / DAMAGED).exists()
 
 
-def _read_manifest(path: Path) -> dict[str, Digest]:
-    """Return the size and hash of each file that the manifest of a checkpoint names."""
-    check_format(path)
-    files = _read_checkpoint_json(path / MANIFEST, path).get("files")
+def _read_manifest(path: Path, version: int) -> dict[str, Digest]:
+    check_format(path, version)
+    files = read_checkpoint_json(path / MANIFEST).get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
     if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):
@@ -234,16 +237,16 @@ def _read_manifest(path: Path) -> dict[str, Digest]:
     return files
 
 
-def _read_checkpoint_json(file: Path, path: Path) -> dict[str, Any]:
+def read_checkpoint_json(file: Path) -> dict[str, Any]:
     """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it cannot be read or is damaged."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: {file.name} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path}: {file.name} is damaged ({error})") from error
+        raise CheckpointError(f"checkpoint {file.parent}: {file.name} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {file.parent}: {file.name} is damaged ({error})") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"checkpoint {path}: {file.name} is damaged (not an object)")
+        raise CheckpointError(f"checkpoint {file.parent}: {file.name} is damaged (not an object)")
     return value
 
 

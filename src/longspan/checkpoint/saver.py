@@ -7,13 +7,16 @@ rank's thread publishes the checkpoint once all have written, whatever training 
 only then removes older ones. What goes wrong is raised where the ranks meet next: `raise_failure`, `wait`, `save`.
 
 A process of its own would import the caller's `__main__` again, so this is a thread. It hashes and writes without
-Python's lock, and pickles little.
+Python's lock.
 """
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from socket import gethostname
 from typing import Any, NamedTuple
@@ -22,12 +25,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import save_checkpoint, tensors_to_save
+from longspan.checkpoint.checkpoint import OptimizerValues, contents_of_ranks, contents_to_save, save_checkpoint
 from longspan.checkpoint.files import (
     Digest,
     checkpoint_path,
@@ -38,9 +43,8 @@ from longspan.checkpoint.files import (
     remove_folder,
     remove_old_checkpoints,
 )
-from longspan.checkpoint.save_plan import CachedPlanner, PlanCache, names_digest
 from longspan.checkpoint.stage import Stage, StagedTensors
-from longspan.checkpoint.storage import HashingWriter, first_failure_text
+from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.checkpoint.store_path import as_root
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
@@ -50,85 +54,116 @@ from longspan.layout.layout import excerpt
 from longspan.plain_text import bytes_text
 
 
+@dataclass(eq=False)
 class RunningSave:
     """A save in progress. Its thread sets what the main thread reads: `phase`, `failure`, `staged` and `ended`."""
 
-    def __init__(self, path: Path, state: dict[str, Any], keep: int, staging: StagedTensors, started: float) -> None:
-        self.path, self.state, self.keep, self.staging, self.started = path, state, keep, staging, started
-        self.phase = "copying to the host"
-        self.failure: BaseException | None = None
-        self.shown = self.seconds = 0.0  # seconds that training paused for it, and until it ended
-        self.bytes = 0  # of all ranks' files
-        self.given_up = False  # nobody waits for it any more, and it is not published
-        self.noted = False  # its figures are in the metrics, or about to be
-        self.staged, self.ended = threading.Event(), threading.Event()
-
-    @property
-    def folder(self) -> Path:
-        """The folder that is written into."""
-        return partial_path(self.path)
+    path: Path
+    state: dict[str, Any]
+    values: OptimizerValues
+    keep: int
+    staging: StagedTensors
+    started: float
+    phase: str = "copying to the host"
+    failure: BaseException | None = None
+    shown: float = 0.0  # seconds that training paused for it
+    seconds: float = 0.0  # until it ended
+    bytes: int = 0  # of all ranks' files
+    given_up: bool = False  # nobody waits for it any more, and it is not published
+    noted: bool = False  # its figures are in the metrics, or about to be
+    staged: threading.Event = field(default_factory=threading.Event)
+    ended: threading.Event = field(default_factory=threading.Event)
 
     @property
     def failure_text(self) -> str:
-        """Return the failure as a message has it; "" for none."""
-        if self.failure is None:
-            return ""
-        if isinstance(self.failure, (CheckpointException, LongspanError)):
-            return first_failure_text(self.failure)
+        """The failure as a message has it; "" for none."""
+        if self.failure is None or isinstance(self.failure, (CheckpointException, LongspanError)):
+            return first_failure_text(self.failure) if self.failure is not None else ""
         return f"{type(self.failure).__name__}: {self.failure}"
 
-    def run(self, group: ProcessGroup, plans: PlanCache, *, best: Callable[[], int]) -> None:
+    def run(self, group: ProcessGroup, planner: "CachedPlanner", *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
 
         `best` returns the step of one more checkpoint to keep; it is called last, for training may have changed it. An
         error is not raised here, but noted in `failure`.
         """
         collectives = _DistWrapper(group, True, 0)  # torch's, of objects; rank 0 of the group coordinates
+        folder = partial_path(self.path)
         try:
-            self._write_on_all_ranks(collectives, group, plans)
+            self._write_on_all_ranks(folder, collectives, group, planner)
             if collectives.is_coordinator:
                 self.phase = "removing older checkpoints"
                 remove_old_checkpoints(self.path.parent, self.keep, best=best())
         except BaseException as error:  # raised where the ranks meet next
             self.failure = error
             # In a store this folder is the checkpoint's own, and stays if it was published.
-            if collectives.is_coordinator and is_unfinished(self.folder):
-                remove_folder(self.folder)  # what it takes may be what the disk lacks
+            if collectives.is_coordinator and is_unfinished(folder):
+                remove_folder(folder)  # what it takes may be what the disk lacks
         finally:
             self.seconds = time.monotonic() - self.started
             self.staged.set()
             self.ended.set()
 
-    def _write_on_all_ranks(self, collectives: _DistWrapper, group: ProcessGroup, plans: PlanCache) -> None:
+    def _write_on_all_ranks(
+        self, folder: Path, collectives: _DistWrapper, group: ProcessGroup, planner: "CachedPlanner"
+    ) -> None:
         """A failure of any rank in a step is raised on all, so that nothing is published that is not whole."""
-        writer, tensors = _Writer(self), self.staging.tensors
 
         def finish_copies() -> None:
             self.staging.finish()
             self.staged.set()
             self.phase = "waiting for the other ranks' copies"
 
-        def publish(digests: list[dict[str, Digest]]) -> int:
-            """Publish what all ranks have written, and return its bytes. Raises CheckpointError for a save that was
-            given up.
-            """
+        @contextmanager
+        def writing() -> Iterator[None]:
+            self.phase = "writing its files"
+            yield
+            self.phase = "waiting for the other ranks' files"
+
+        def publish(written: list[tuple[dict[str, Digest], OptimizerValues]]) -> int:
             self.phase = "publishing"
             if self.given_up:
-                raise CheckpointError(f"{self.folder} came too late")
-            publish_checkpoint(self.folder, self.path, self.state, digests)
-            return sum(size for files in digests for size, _ in files.values())
+                raise CheckpointError(f"{folder} came too late")
+            return publish_checkpoint(folder, self.path, *contents_of_ranks(self.state, written))
 
-        collectives.all_reduce("copy", finish_copies, lambda _: create_partial(self.folder))
+        collectives.all_reduce("copy", finish_copies, lambda _: create_partial(folder))
         self.phase = "planning"
-        digests = collectives.all_gather("names", partial(names_digest, tensors))
-        is_first = digests.index(digests[collectives.rank]) == collectives.rank  # of the ranks with the same names
-        dcp.save(
-            tensors,
-            storage_writer=writer,
-            planner=CachedPlanner(plans, lists_values=is_first),
-            process_group=group,
-        )
-        self.bytes = collectives.all_reduce("publish", lambda: writer.digests, publish)
+        writer = SafetensorsWriter(folder, writing())
+        dcp.save(self.staging.tensors, storage_writer=writer, planner=planner, process_group=group)
+        self.bytes = collectives.all_reduce("publish", lambda: (writer.digests, self.values), publish)
+
+
+class CachedPlanner(DefaultSavePlanner):
+    """torch's planner, for all saves of a series, which plans once and not again while tensors are as they were.
+
+    torch keeps the plan (`enable_plan_caching`). Here the list that it compares is not made again either, which holds
+    Python's lock.
+    """
+
+    _keys = count()
+
+    def __init__(self) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = f"longspan {next(self._keys)}"  # by which torch keeps the plans of this series
+        self._signature: Any = None  # of what the last save listed; None before a save
+
+    def create_local_plan(self) -> SavePlan:
+        """Return this rank's list of what it saves; empty and not `usable` where torch takes the kept plan."""
+        signature = [
+            (name, x.shape, x.dtype, (x.placements, x.device_mesh) if isinstance(x, DTensor) else None)
+            for name, x in self.state_dict.items()
+        ]
+        if signature == self._signature:
+            return SavePlan([], usable=False)
+        SavePlanner._cached_save_plan.pop(self._cached_plans_key, None)
+        self._signature = signature
+        return super().create_local_plan()
+
+    def forget(self) -> None:
+        """Plan the next save anew, as after one that failed; on all ranks."""
+        self._signature, self.state_dict = None, {}
+        for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+            getattr(SavePlanner, f"_cached_{name}").pop(self._cached_plans_key, None)
 
 
 def connect_ranks(group: ProcessGroup) -> None:
@@ -138,24 +173,8 @@ def connect_ranks(group: ProcessGroup) -> None:
     is gone.
     """
     collectives = _DistWrapper(group, True, 0)
-    collectives.all_gather("connecting", str)
     collectives.all_reduce("connecting", str, len)
     collectives.reduce_scatter("connecting", str, list)
-
-
-class _Writer(HashingWriter):
-    """Writes this rank's files in the saving thread."""
-
-    def __init__(self, save: RunningSave) -> None:
-        super().__init__(save.folder, None)
-        self._save = save
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write the tensors as torch's writer does; the other ranks are waited for under the save's own limit."""
-        self._save.phase = "writing its files"
-        written = FileSystemWriter.write_data(self, plan, planner)
-        self._save.phase = "waiting for the other ranks' files"
-        return written
 
 
 SPARE = 1.1  # times the bytes of all copies of a host that must be free there
@@ -217,7 +236,7 @@ class CheckpointSaver:
         self._world, self._log = world, log if is_first_rank(world) else _log_nothing
         self._background = background
         self._running: RunningSave | None = None
-        self._stage, self._plans = Stage(world.device), PlanCache()
+        self._stage, self._planner = Stage(world.device), CachedPlanner()
         self._preparing: threading.Thread | None = None
         if background:
             groups = world.process_groups
@@ -239,7 +258,7 @@ class CheckpointSaver:
         """
         if not self._background or self._preparing is not None:
             return
-        tensors = tensors_to_save(model, optimizer)
+        tensors, _ = contents_to_save(model, optimizer, self._world)
         if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             return
         self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
@@ -262,19 +281,27 @@ class CheckpointSaver:
         started = time.monotonic()
         if self._preparing is not None:
             self._preparing.join()
-        if not self._background:
-            self._save_now(model, optimizer, started, step=step, state=state)
+        tensors, values = contents_to_save(model, optimizer, self._world)
+        if not self._background or not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
+            path = save_checkpoint(
+                self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
+            )
+            seconds = time.monotonic() - started
+            size = sum(file.stat().st_size for file in path.iterdir()) if is_first_rank(self._world) else 0
+            self.figures = SaveFigures(step, seconds, seconds, size)
             return
-        tensors = tensors_to_save(model, optimizer)
-        if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
-            self._save_now(model, optimizer, started, step=step, state=state)
-            return
-        contents = {"step": step, **(state or {})}
         staging = self._stage.begin_copies(tensors, model)
-        save = RunningSave(checkpoint_path(self.root, step), contents, self.keep, staging, started)
-        self._running = save
-        self._hold_next_update(optimizer, save)
-        self._start_thread(partial(save.run, self._group, self._plans, best=lambda: self.best))
+        path, state = checkpoint_path(self.root, step), {"step": step, **(state or {})}
+        save = self._running = RunningSave(path, state, values, self.keep, staging, started)
+
+        def wait_before_update(*_: Any) -> None:
+            handle.remove()  # for this update only: the later ones find the copies taken
+            began = time.monotonic()
+            save.staged.wait()
+            save.shown += time.monotonic() - began
+
+        handle = optimizer.register_step_pre_hook(wait_before_update)
+        self._start_thread(partial(save.run, self._group, self._planner, best=lambda: self.best))
         save.shown = time.monotonic() - started
 
     @property
@@ -293,13 +320,13 @@ class CheckpointSaver:
         )
         failures = [  # torch names the rank in some of its errors
             text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
-            for rank, (_, text, _) in self._pair_with_ranks(reports)
+            for rank, (_, text, _) in zip(self._world.home.ranks, reports, strict=True)
             if text
         ]
         if not failures and not any(over for _, _, over in reports):
             return
         self._running, save.given_up = None, True
-        self._plans.forget()
+        self._planner.forget()
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of these threads under way
             self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
@@ -369,17 +396,10 @@ class CheckpointSaver:
             self._preparing.join()
         self._background = False
         self._world.watch.background = str
-        self._plans.forget()
+        self._planner.forget()
         self._stage.close()
 
     # ---- inside
-
-    def _save_now(self, model: nn.Module, optimizer: Optimizer, started: float, *, step: int, state: Any) -> None:
-        path = save_checkpoint(
-            self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
-        )
-        seconds = time.monotonic() - started
-        self.figures = SaveFigures(step, seconds, seconds, _bytes_in(path) if is_first_rank(self._world) else 0)
 
     def _check_room_on_hosts(self, size: int) -> bool:
         """Return whether every host has memory for the copies of its ranks, `size` bytes for this one.
@@ -399,17 +419,6 @@ class CheckpointSaver:
                 return False
         return True
 
-    def _hold_next_update(self, optimizer: Optimizer, save: RunningSave) -> None:
-        """Make the optimizer's next step wait until everything is copied, and count that as time training paused."""
-
-        def wait_before_update(*_: Any) -> None:
-            handle.remove()  # for this update only: the later ones find the copies taken
-            started = time.monotonic()
-            save.staged.wait()
-            save.shown += time.monotonic() - started
-
-        handle = optimizer.register_step_pre_hook(wait_before_update)
-
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
         """Run `work` in a thread that does not keep the process alive, on this rank's device."""
 
@@ -426,13 +435,10 @@ class CheckpointSaver:
     def _is_over(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
-    def _pair_with_ranks(self, reports: list[Any]) -> list[tuple[int, Any]]:
-        return list(zip(self._world.home.ranks, reports, strict=True))
-
     def _phases_text(self, reports: list[Any]) -> str:
         """Return which ranks are in which phase, likely causes first: ranks still writing, then phases of few ranks."""
         ranks_in: dict[str, list[int]] = {}
-        for rank, (phase, _, _) in self._pair_with_ranks(reports):
+        for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
             ranks_in.setdefault(phase, []).append(rank)
         items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
         return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
@@ -441,10 +447,6 @@ class CheckpointSaver:
         if not save.noted:
             save.noted = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)
-
-
-def _bytes_in(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.iterdir())
 
 
 def _log_nothing(_: str) -> None:

@@ -3,25 +3,26 @@
 Tensors of a GPU are copied on a stream of their own into registered memory; those of the host, such as moments of
 `offload_states` and everything on a CPU, by the thread that writes. Both may still be read from while the next forward
 and backward passes run, for only an optimizer's update writes parameters and moments. What else may change meanwhile
-(buffers, counts of steps) is copied before `begin_copies` returns. The memory is kept from save to save, in pieces of
-at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
+(buffers, counts of steps) is copied before `begin_copies` returns.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from longspan.model.activations.host_arena import ALIGNMENT, HostArena, HostRange
+from longspan.model.activations.host_arena import ALIGNMENT, HostArena
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.state_parts import make_sharded_tensor
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
-Tensors = Mapping[str, Mapping[str, Any]]
+Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
+@dataclass
 class StagedTensors:
     """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
 
@@ -29,40 +30,36 @@ class StagedTensors:
     copies from the GPU (None without any), whose `sources` are kept until then.
     """
 
-    def __init__(
-        self,
-        tensors: dict[str, dict[str, Any]],
-        to_copy: list[tuple[Tensor, Tensor]],
-        copied: torch.cuda.Event | None,
-        sources: list[Tensor],
-    ) -> None:
-        self.tensors, self._to_copy, self._copied, self._sources = tensors, to_copy, copied, sources
+    tensors: dict[str, dict[str, Tensor]]
+    to_copy: list[tuple[Tensor, Tensor]]
+    copied: torch.cuda.Event | None
+    sources: list[Tensor]
 
     def finish(self) -> None:
         """Copy the pairs of the host, and wait for the copies from the GPU."""
         with torch.no_grad():
-            for target, source in self._to_copy:
+            for target, source in self.to_copy:
                 target.copy_(source)
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._to_copy.clear()
-        self._sources.clear()
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.to_copy.clear()
+        self.sources.clear()
 
 
 class Stage:
-    """The memory for copies of a model's and an optimizer's local tensors.
+    """The memory for copies of a model's and an optimizer's local tensors, kept from save to save.
 
     >>> stage = Stage(world.device)
-    >>> staged = stage.begin_copies(tensors_to_save(model, optimizer), model)
+    >>> staged = stage.begin_copies(tensors, model)   # of contents_to_save
     >>> staged.finish()
 
-    One copy at a time: what `begin_copies` returned must have been written before the next `begin_copies`.
+    One copy at a time: what `begin_copies` returned must have been written before the next `begin_copies`. Memory is
+    taken in pieces of at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._arena = device, HostArena(device)
-        self._places = dict[str, tuple[Any, Tensor]]()  # by name a tensor's signature and the memory of its copy
-        self._ranges = list[HostRange]()  # which the places lie in
+        self._places = dict[str, tuple[Any, Tensor, Any]]()  # by name: its signature, memory and range
 
     @property
     def bytes(self) -> int:
@@ -71,20 +68,23 @@ class Stage:
 
     def bytes_to_take(self, tensors: Tensors) -> int:
         """Return how many bytes `take_memory` would add for these tensors."""
-        return sum(_bytes_with_alignment(local) for _, local in self._tensors_to_place(tensors))
+        return sum(_aligned_bytes(local) for _, local in self._tensors_to_place(tensors))
 
     def take_memory(self, tensors: Tensors) -> None:
         """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it."""
-        for piece in _group_by_bytes(self._tensors_to_place(tensors)):
-            host_range = self._arena.take(sum(_bytes_with_alignment(local) for _, local in piece))
-            self._ranges.append(host_range)
-            range_bytes, first = host_range.memory.numpy(), 0
-            for name, local in piece:
-                strides = torch.empty_like(local, device="meta").stride()
-                # By numpy, so that the tensor's storage is no larger than the tensor.
-                memory = torch.from_numpy(range_bytes[first : first + _bytes(local)])
-                self._places[name] = _signature(local), memory.view(local.dtype).as_strided(local.shape, strides)
-                first += _bytes_with_alignment(local)
+        items = self._tensors_to_place(tensors)
+        while items:
+            count, size = 1, _aligned_bytes(items[0][1])  # a tensor larger than PIECE has a range of its own
+            while count < len(items) and size + _aligned_bytes(items[count][1]) <= PIECE:
+                size += _aligned_bytes(items[count][1])
+                count += 1
+            host_range, first = self._arena.take(size), 0
+            for name, local in items[:count]:
+                memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
+                memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
+                self._places[name] = _signature(local), memory, host_range
+                first += _aligned_bytes(local)
+            items = items[count:]
 
     @torch.no_grad()
     def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
@@ -96,79 +96,43 @@ class Stage:
         self.take_memory(tensors)
         # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
-        staged: dict[str, dict[str, Any]] = {}
-        to_copy, sources = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
-        for group, values in tensors.items():
-            staged[group] = {}
-            for name, value in values.items():
-                if not isinstance(value, Tensor):
-                    staged[group][name] = value
-                    continue
-                source = local_tensor(value.detach())
-                changes = group == "model" and source.data_ptr() not in steady
-                target = self._memory_of_copy(f"{group}.{name}", source)
-                if source.device.type == "cuda":
-                    sources.append((target, source.clone() if changes else source))
-                elif changes or source.nbytes <= SMALL:
-                    target.copy_(source)
-                else:
-                    to_copy.append((target, source))
-                staged[group][name] = make_sharded_tensor(value, target)
-        return StagedTensors(staged, to_copy, self._copy_from_gpu(sources), [source for _, source in sources])
+        staged: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
+        on_host, on_gpu = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
+            source = local_tensor(value.detach())
+            changes = group == "model" and source.data_ptr() not in steady
+            target = self._places[f"{group}.{name}"][1] if source.nbytes else torch.empty_like(source, device="cpu")
+            if source.device.type == "cuda":
+                on_gpu.append((target, source.clone() if changes else source))
+            elif changes or source.nbytes <= SMALL:
+                target.copy_(source)
+            else:
+                on_host.append((target, source))
+            staged[group][name] = make_sharded_tensor(value, target)
+        copied, stream = None, self._arena.copies
+        if stream is not None and on_gpu:  # after what the GPU computes now
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                for target, source in on_gpu:
+                    target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+        return StagedTensors(staged, on_host, copied, [source for _, source in on_gpu])
 
     def close(self) -> None:
         """Give the memory back, once nothing of it is in use."""
         self._places.clear()
-        self._ranges.clear()
         self._arena.close()
 
-    def _memory_of_copy(self, name: str, source: Tensor) -> Tensor:
-        if not source.nbytes:
-            return torch.empty_like(source, device="cpu")
-        return self._places[name][1]
-
     def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
-        items = ((f"{group}.{name}", value) for group, values in tensors.items() for name, value in values.items())
-        local = ((name, local_tensor(value.detach())) for name, value in items if isinstance(value, Tensor))
-        signatures = {name: signature for name, (signature, _) in self._places.items()}
-        return [(name, x) for name, x in local if x.nbytes and signatures.get(name) != _signature(x)]
-
-    def _copy_from_gpu(self, pairs: list[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Begin to copy pairs (target, source) from the GPU, after what it computes now; return the event at the end.
-
-        None where there is nothing to copy, or no GPU.
-        """
-        stream = self._arena.copies
-        if stream is None or not pairs:
-            return None
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        end_of_copies = torch.cuda.Event()
-        end_of_copies.record(stream)
-        return end_of_copies
+        items = ((f"{group}.{name}", value) for group, named in tensors.items() for name, value in named.items())
+        local = ((name, local_tensor(value.detach())) for name, value in items)
+        placed = {name: signature for name, (signature, *_) in self._places.items()}
+        return [(name, x) for name, x in local if x.nbytes and placed.get(name) != _signature(x)]
 
 
-def _group_by_bytes(items: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield lists of neighbouring items of at most PIECE bytes together; a larger item has a list of its own."""
-    piece, size = list[tuple[str, Tensor]](), 0
-    for name, local in items:
-        if piece and size + _bytes_with_alignment(local) > PIECE:
-            yield piece
-            piece, size = [], 0
-        piece.append((name, local))
-        size += _bytes_with_alignment(local)
-    if piece:
-        yield piece
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
-def _bytes_with_alignment(x: Tensor) -> int:
-    return -(-_bytes(x) // ALIGNMENT) * ALIGNMENT
+def _aligned_bytes(x: Tensor) -> int:
+    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _signature(x: Tensor) -> tuple[Any, ...]:

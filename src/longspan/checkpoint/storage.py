@@ -1,155 +1,270 @@
-"""How the ranks' own files of a checkpoint are written and read: torch's file system storage, with four additions.
+"""The tensors of a checkpoint: a safetensors file from each rank, as torch's distributed checkpoint lays them out.
 
-A file is hashed while it is written, so that no rank reads it again for that. Reading and writing are not under the
-time-out of collectives (`leave_together`). An error of the disk names its file. What is read is data: tensors and
-plain values, never an object that runs code while it is made.
+torch's HuggingFaceStorageWriter (2.11 to 2.15) makes the file of a rank in memory first, with Python's lock: for 2 GB,
+2 GB more and 3.4 s in which nothing trains. Its reader takes paths of the disk alone. Here a tensor at a time is
+written, hashed and read, on a disk or in a store. torch's reader reads these files, and torch's files are read here.
 """
 
 import hashlib
-import io
+import json
 import os
-import pickle
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import struct
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from longspan.checkpoint.files import Digest
-from longspan.checkpoint.metadata import METADATA, metadata_text
 from longspan.checkpoint.store_path import StorePath
-from longspan.comm import World, leave_together
-from longspan.errors import CheckpointError
-from longspan.files import name_file_in_errors, os_error_text
+from longspan.errors import CheckpointError, plural
+from longspan.files import name_file_in_errors, os_error_text, parse_json
+
+SUFFIX = ".safetensors"
+DTYPES = {  # by their names in safetensors files
+    **{f"F{8 * x.itemsize}": x for x in (torch.float64, torch.float32, torch.float16)},
+    **{f"I{8 * x.itemsize}": x for x in (torch.int64, torch.int32, torch.int16, torch.int8)},
+    **{f"U{8 * x.itemsize}": x for x in (torch.uint64, torch.uint32, torch.uint16, torch.uint8)},
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_MOST_HEADER = 100_000_000  # bytes, as in safetensors itself
+_OFFSETS, _OFFSET = "DCP_SHARDING_INFO", "saved_offsets"  # torch's names
+_AGAIN = "copy the checkpoint again from where it was saved, or use another one"
 
 
-class HashingWriter(FileSystemWriter):
-    """Writes this rank's files; `digests` are those of all that it wrote, by name.
+class Chunk(NamedTuple):
+    """A part of a tensor that lies in one file: `offsets` is where it begins in the whole tensor."""
 
-    With a world its ranks wait for each other while they write.
+    name: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of its numbers."""
+        return prod(self.sizes) * self.dtype.itemsize
+
+
+class StoredChunk(NamedTuple):
+    """A chunk and the place of its numbers: the file's name, and the first byte in it."""
+
+    chunk: Chunk
+    file: str
+    first: int
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's file, which is torch's, that counts from 1."""
+    return f"shard-{rank + 1:05}-model-00001-of-00001{SUFFIX}"
+
+
+def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Tensor]) -> Digest:
+    """Write a safetensors file, a tensor at a time, and return its bytes and hash once the disk has it.
+
+    Raises CheckpointError, with the file's name, for what the disk or the store refuses.
+    """
+    ordered = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
+    header, end = dict[str, Any](), 0
+    for chunk in ordered:
+        entry = {"dtype": _DTYPE_NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": (end, end + chunk.bytes)}
+        header[chunk.name], end = entry, end + chunk.bytes
+    if len(header) < len(ordered):
+        raise CheckpointError(f"{path}: a rank holds two parts of one tensor, and a file has one place for each")
+    offsets = json.dumps({chunk.name: {_OFFSET: chunk.offsets} for chunk in ordered})
+    text = json.dumps({"__metadata__": {_OFFSETS: offsets, "DCP_VERSION": "1.0", "format": "pt"}} | header).encode()
+    text += b" " * (-len(text) % 8)
+    sha256, size = hashlib.sha256(), 0
+    try:
+        with name_file_in_errors(path), path.open("wb") as file:
+            for data in chain([struct.pack("<Q", len(text)) + text], (_bytes_of(read(chunk)) for chunk in ordered)):
+                file.write(data)
+                sha256.update(data)
+                size += len(data)
+            if not isinstance(path, StorePath):
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(os_error_text(error)) from error
+    except Exception as error:  # of a store's own package
+        if not isinstance(path, StorePath) or isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
+    return size, sha256.hexdigest()
+
+
+def read_metadata(path: Path) -> Metadata:
+    """Read which tensors a checkpoint holds and where, from the headers of its files, as torch's loading takes it.
+
+    Raises CheckpointError for files that are missing or damaged, and for tensors with parts that are not there.
+    """
+    try:
+        files = sorted((file for file in path.iterdir() if file.name.endswith(SUFFIX)), key=lambda file: file.name)
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            headers = list(pool.map(_read_header, files))
+    except OSError as error:
+        name = Path(error.filename or "its folder").name
+        raise CheckpointError(f"checkpoint {path}: {name} cannot be read ({error.strerror}); {_AGAIN}") from error
+    entries = dict[str, TensorStorageMetadata]()
+    places = dict[MetadataIndex, StoredChunk]()
+    for place in chain.from_iterable(headers):
+        name, dtype, offsets, sizes = place.chunk
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        entry = entries.setdefault(
+            name, TensorStorageMetadata(TensorProperties(dtype), torch.Size([0] * len(sizes)), [])
+        )
+        if len(entry.size) != len(sizes):
+            raise CheckpointError(f"checkpoint {path}: parts of {name} have different dimensions; {_AGAIN}")
+        entry.size = torch.Size(max(s, first + n) for s, first, n in zip(entry.size, offsets, sizes, strict=True))
+        entry.chunks.append(chunk)
+        places[MetadataIndex(name, chunk.offsets)] = place
+    for name, entry in entries.items():
+        if (numbers := sum(prod(chunk.sizes) for chunk in entry.chunks)) != prod(entry.size):
+            raise CheckpointError(
+                f"checkpoint {path}: its files have {plural(numbers, 'number')} of {name}, whose shape "
+                f"{list(entry.size)} takes {prod(entry.size)}; {_AGAIN}"
+            )
+    return Metadata(dict(entries), storage_data=places)
+
+
+class SafetensorsWriter(HuggingFaceStorageWriter):
+    """Writes this rank's file into a folder that is there; `digests` has its bytes and hash, by its name.
+
+    It writes in the context `waiting`.
     """
 
-    def __init__(self, path: Path, world: World | None) -> None:
-        in_store = isinstance(path, StorePath)
-        super().__init__(".", sync_files=not in_store)  # "." stands in: torch would make a plain Path of a StorePath
-        self.path, self.fs = path, _HashingFiles()
-        self._files = self.fs  # with its own type: torch declares fs as another
-        self._world = world
+    def __init__(self, path: Path, waiting: AbstractContextManager[None] | None = None) -> None:
+        super().__init__(".", save_distributed=True)  # "." stands in: torch would make a plain Path of a StorePath
+        self.path, self.digests, self._waiting = path, dict[str, Digest](), waiting or nullcontext()
 
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The folder as torch's `.metadata` names it."""
-        return str(self.path) if isinstance(self.path, StorePath) else self.path
-
-    @property
-    def digests(self) -> dict[str, Digest]:
-        """Size and hash of every file that was written here."""
-        return dict(self._files.digests)
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is; torch's looks for another checkpoint in the folder."""
+        return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write the tensors as torch's writer does, with a hash of each file; entered by all ranks."""
-        assert self._world is not None  # writers without a world override this method (saver.py)
-        with leave_together(self._world):
-            return super().write_data(plan, planner)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write which tensor is in which file: torch's `.metadata`, and `metadata.json`, which longspan reads.
-
-        torch calls this on one rank, with the `results` of all ranks.
-        """
-        super().finish(metadata, results)
-        places = {result.index: result.storage_data for rank_results in results for result in rank_results}
-        with self._files.create_stream(self.path / METADATA, "wb") as stream:  # pyright: ignore[reportOperatorIssue]
-            stream.write(metadata_text(metadata.state_dict_metadata, places).encode())
-            stream.flush()
-            if self.sync_files:
-                os.fsync(stream.fileno())
+        """Write the tensors of the plan; entered by all ranks."""
+        items, resolve = {item.index.fqn: item for item in plan.items}, cast(Any, planner.resolve_data)
+        chunks = list[Chunk]()
+        for name, data in ((item.index.fqn, item.tensor_data) for item in plan.items):
+            assert data is not None, name  # refused before (checkpoint.py)
+            chunks.append(Chunk(name, data.properties.dtype, tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+        with self._waiting:
+            if chunks:
+                name = shard_name(plan.storage_data["shard_index"] - 1)
+                self.digests[name] = write_chunks(self.path / name, chunks, lambda chunk: resolve(items[chunk.name]))
+        future = Future[Any]()
+        future.set_result([])  # nothing is written of all ranks' results
+        return future
 
 
-class DataReader(FileSystemReader):
-    """Reads the files of a checkpoint as `metadata` (`read_metadata`) describes them; to use with a `DataPlanner`.
+class SafetensorsReader(FileSystemReader):
+    """Reads the tensors of a checkpoint as `metadata` (`read_metadata`) describes them.
 
-    Raises CheckpointError for a file with something else in it than tensors and plain values.
+    It reads in the context `waiting`.
     """
 
-    def __init__(self, path: Path, metadata: Metadata) -> None:
+    def __init__(self, path: Path, metadata: Metadata, waiting: AbstractContextManager[None] | None = None) -> None:
         super().__init__(".")  # "." stands in: torch would make a plain Path of a StorePath
-        self.path, self.fs = path, _Files()
-        self._folder, self._metadata = path, metadata
-        self._file = ""  # the name of the file that is being read, for errors
+        self.path, self._metadata, self._waiting = path, metadata, waiting or nullcontext()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the metadata that was read before; torch's reader would unpickle `.metadata`."""
+        """Return the metadata that was read before, by one rank for all."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors as torch's reader does, without running anything that is in the files."""
-        try:
-            return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(not_data_text(self._folder / self._file, error)) from error
-
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        self._file = sinfo.relative_path
-        return super()._slice_file(file, sinfo)
-
-
-class PatientReader(DataReader):
-    """Reads what this rank needs of all files, however long that takes."""
-
-    def __init__(self, path: Path, metadata: Metadata, world: World) -> None:
-        super().__init__(path, metadata)
-        self._world = world
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors as `DataReader` does, but not under the time-out of collectives; entered by all ranks.
-
-        An OSError names the path.
-        """
-        with leave_together(self._world), name_file_in_errors(self._folder):
-            return super().read_data(plan, planner)
+        """Read what the plan names, file by file; entered by all ranks. An OSError has the file's name."""
+        items_of = dict[str, list[ReadItem]]()
+        for item in plan.items:
+            items_of.setdefault(self.storage_data[item.storage_index].file, []).append(item)
+        with self._waiting:
+            for name, items in items_of.items():
+                with name_file_in_errors(self.path / name), (self.path / name).open("rb") as file:
+                    for item in items:
+                        target = planner.resolve_tensor(item).detach()
+                        target.copy_(_read_part(file, self.storage_data[item.storage_index], item))
+                        planner.commit_tensor(item, target)
+        future = Future[None]()
+        future.set_result(None)
+        return future
 
 
-class DataPlanner(DefaultLoadPlanner):
-    """torch's planner of loading, which takes plain values only where torch's would unpickle anything."""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Plan as torch does. Raises CheckpointError where a checkpoint has another value in place of a tensor."""
-        assert self.metadata is not None
-        stored = self.metadata.state_dict_metadata
-        for name, value in self.state_dict.items():
-            if isinstance(value, Tensor) and isinstance(stored.get(name), BytesStorageMetadata):
-                raise CheckpointError(
-                    f"{name} is no tensor in the checkpoint, and one of {list(value.shape)} here; load it with the "
-                    "model and the optimizer that it was saved from"
-                )
-        return super().create_local_plan()
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take up a value that is no tensor, such as a count of steps.
-
-        torch (2.11 to 2.15) unpickles such a value unchecked. It gets a copy, made of what was read as plain data.
-        """
-        plain = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
+    """Read the part of a chunk that an item names: of its rows (first dim) no others are read."""
+    (_, dtype, _, sizes), lengths = place.chunk, list(item.lengths)
+    rows, first = (lengths[0], item.storage_offsets[0]) if sizes else (1, 0)
+    row_bytes = prod(sizes[1:]) * dtype.itemsize
+    data = torch.empty(rows * row_bytes, dtype=torch.uint8)
+    file.seek(place.first + first * row_bytes)
+    if data.numel() and file.readinto(data.numpy()) != data.numel():
+        raise CheckpointError(f"{place.file} ends within {place.chunk.name}; {_AGAIN}")
+    part = data.view(dtype).reshape(rows, *sizes[1:]) if sizes else data.view(dtype).reshape(())
+    for dim in range(1, len(sizes)):
+        part = part.narrow(dim, item.storage_offsets[dim], lengths[dim])
+    return part
 
 
-def read_values(file: Path) -> Any:
+def _read_header(file: Path) -> list[StoredChunk]:
+    """Raises CheckpointError where the header of a file does not describe the file."""
+    try:
+        with name_file_in_errors(file), file.open("rb") as stream:
+            start = stream.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            data = file.stat().st_size - 8 - length
+            if not 0 < length <= _MOST_HEADER or data < 0:
+                raise ValueError(f"a header of {length} bytes in a file of {file.stat().st_size}")
+            header = parse_json(stream.read(length))
+        metadata = header.pop("__metadata__", {})
+        offsets = parse_json(metadata[_OFFSETS]) if _OFFSETS in metadata else {}
+        places = list[StoredChunk]()
+        for name, entry in header.items():
+            sizes = entry["shape"]
+            first, end = entry["data_offsets"]
+            begins = offsets[name][_OFFSET] if offsets else [0] * len(sizes)
+            if not all(type(n) is int and 0 <= n < 2**63 for n in (*sizes, *begins, first, end)):
+                raise ValueError(f"{name} has a number that is no size: {entry!s:.80} at {begins!s:.40}")
+            if entry["dtype"] not in DTYPES:
+                raise ValueError(f"{name} has the dtype {entry['dtype']!r:.40}")
+            chunk = Chunk(name, DTYPES[entry["dtype"]], tuple(begins), tuple(sizes))
+            if len(begins) != len(sizes) or end - first != chunk.bytes or end > data:
+                raise ValueError(f"{name} of {sizes} at {begins} has bytes {first} to {end} of {data}")
+            places.append(StoredChunk(chunk, file.name, 8 + length + first))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a damaged header raises any of these
+        raise CheckpointError(
+            f"checkpoint {file.parent}: {file.name} is damaged ({type(error).__name__}: {error}); {_AGAIN}"
+        ) from error
+    return places
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_plain_file(file: Path) -> Any:
     """Return the tensors and plain values in a file of `torch.save`.
 
-    >>> read_values(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
+    >>> read_plain_file(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
     8
 
     Raises CheckpointError for a file that is damaged or holds anything else, which is not run.
@@ -160,18 +275,6 @@ def read_values(file: Path) -> Any:
         raise
     except Exception as error:  # a damaged file raises anything
         raise CheckpointError(not_data_text(file, error)) from error
-
-
-def first_failure_text(error: BaseException) -> str:
-    """Return the text of the failure on the first rank that failed; torch's own text has the tracebacks of all ranks.
-
-    An error that is of no rank in particular has its own text.
-    """
-    failures = error.failures if isinstance(error, CheckpointException) else {}
-    if not failures:
-        return str(error)
-    rank, (failure, _) = next(iter(failures.items()))  # _: the traceback
-    return f"{failure} (on rank {rank})"
 
 
 def not_data_text(file: Path, error: Exception) -> str:
@@ -188,116 +291,13 @@ def not_data_text(file: Path, error: Exception) -> str:
     )
 
 
-class _Files(FileSystem):
-    """Files of a folder or of a store; torch's own takes every path for one of the disk."""
+def first_failure_text(error: BaseException) -> str:
+    """Return the text of the failure on the first rank that failed; torch's own text has the tracebacks of all ranks.
 
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with path.open(mode) as stream:
-            yield stream
-
-    def concat_path(self, path: Any, suffix: str) -> Any:
-        return path / suffix
-
-    def mkdir(self, path: Any) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-
-    def exists(self, path: Any) -> bool:
-        return path.exists()
-
-    def rm_file(self, path: Any) -> None:
-        path.unlink()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        path.rename(new_path)
-
-
-class _HashingFiles(_Files):
-    """Files that are hashed as they are written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.digests: dict[str, Digest] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        """Open a new file to write it, and note its size and hash once it is closed.
-
-        Raises CheckpointError for what the disk or the store refuses. torch's writer of tensors may raise an error of
-        its own then, so the file remembers the refusal.
-        """
-        assert mode == "wb", mode
-        file = None
-        try:
-            with name_file_in_errors(path):
-                file = _StoreFile(path) if isinstance(path, StorePath) else _HashedFile(path, "wb")
-                with io.BufferedWriter(file) as stream:
-                    yield stream
-        except Exception as error:
-            refused = file.refused if file is not None else None
-            refused = refused or (error if isinstance(error, OSError) else None)
-            if refused is None:  # the disk or store refused nothing: an error of the writer itself
-                raise
-            if not isinstance(refused, OSError):  # of a store's own package
-                raise CheckpointError(f"{path}: {type(refused).__name__}: {refused}") from error
-            refused.filename = str(path)
-            raise CheckpointError(os_error_text(refused)) from error
-        self.digests[path.name] = file.size, file.sha256.hexdigest()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.digests[new_path.name] = self.digests.pop(path.name)
-
-
-class _StoreFile(io.RawIOBase):
-    """A new file of a store with the hash of its bytes, and the error with which it was refused."""
-
-    def __init__(self, path: StorePath) -> None:
-        super().__init__()
-        self.size, self.sha256, self._file = 0, hashlib.sha256(), path.open("wb")
-        self.refused: Exception | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.size
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            self._file.write(view)
-        except Exception as error:  # of any package
-            self.refused = error
-            raise
-        self.sha256.update(view)
-        self.size += len(view)
-        return len(view)
-
-    def close(self) -> None:
-        """Close the file, after which the store has it; the store's file is closed even if a last write fails."""
-        if not self.closed:
-            try:
-                super().close()
-            finally:
-                self._file.close()
-
-
-class _HashedFile(io.FileIO):
-    """A new file with the hash of the bytes that the system took, and the error with which it refused more."""
-
-    def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
-        super().__init__(path, mode)
-        self.size, self.sha256 = 0, hashlib.sha256()
-        self.refused: OSError | None = None
-
-    def write(self, data: Any) -> int | None:
-        """Write what the system takes of `data`; returns how many bytes."""
-        try:
-            written = super().write(data)
-        except OSError as error:
-            self.refused = error
-            raise
-        self.sha256.update(memoryview(data).cast("B")[:written])
-        self.size += written or 0
-        return written
+    An error that is of no rank in particular has its own text.
+    """
+    failures = error.failures if isinstance(error, CheckpointException) else {}
+    if not failures:
+        return str(error)
+    rank, (failure, _) = next(iter(failures.items()))  # _: the traceback
+    return f"{failure} (on rank {rank})"

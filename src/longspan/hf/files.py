@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
-from longspan.checkpoint.storage import not_data_text, read_values
+from longspan.checkpoint.storage import not_data_text, read_plain_file
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
@@ -187,7 +187,7 @@ class FilesPart(StockTrainer):
         load_weights(prepared, root, self.world)
         with _drop_empty_groups(optimizer):
             state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
-        schedule = run_on_every_rank(self.world, lambda: read_values(root / SCHEDULER), CheckpointError)
+        schedule = run_on_every_rank(self.world, lambda: read_plain_file(root / SCHEDULER), CheckpointError)
         self.lr_scheduler.load_state_dict(schedule)
         _restore_settings(root, optimizer, state["groups"])
         self.world.seed = state["seed"]
@@ -197,7 +197,7 @@ class FilesPart(StockTrainer):
         *_, checkpoint, _ = args
         self._order = None
         if checkpoint is not None and (path := Path(checkpoint) / ORDER).exists():
-            self._order = order = run_on_every_rank(self.world, lambda: read_values(path), CheckpointError)
+            self._order = order = run_on_every_rank(self.world, lambda: read_plain_file(path), CheckpointError)
             if steps_per_epoch == max_steps > self.state.global_step and not self.args.ignore_data_skip:
                 return order["epoch"], order["steps"] * self.args.gradient_accumulation_steps
         return place

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from longspan import Layout, World
+from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.cli.main import main as cli_main
@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[f
 
 def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: tuple[RunConfig, list[float]]) -> None:
     config, losses = trained
-    stored = FileSystemReader(Path(config.run.dir) / "checkpoints/step-000004").read_metadata().state_dict_metadata
+    stored = read_metadata(Path(config.run.dir) / "checkpoints/step-000004").state_dict_metadata
     weights = {name for name in stored if name.startswith("model.")}
     assert len(weights) == 2 * 7 * 2 and all(".lora_" in name for name in weights)
     assert all(".lora_" in name for name in stored if name.startswith("optimizer."))

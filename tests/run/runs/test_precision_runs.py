@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 
+from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
@@ -60,7 +60,7 @@ def _cut(config: RunConfig, folder: Path, **train: Any) -> RunConfig:
 def _dtypes(config: RunConfig) -> set[torch.dtype]:
     """What weights and moments of the newest checkpoint are held in."""
     newest = sorted((Path(config.run.dir) / "checkpoints").iterdir())[-1]
-    stored = FileSystemReader(newest).read_metadata().state_dict_metadata
+    stored = read_metadata(newest).state_dict_metadata
     return {
         value.properties.dtype
         for name, value in stored.items()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.checkpoint.checkpoint import StoredMoments
+from longspan.checkpoint.checkpoint import settings_by_parameter
 from longspan.errors import ConfigError
 from longspan.train.optim.optimizer import build_optimizer, has_weight_decay
 from tests.model.deep import deep
@@ -104,4 +104,4 @@ def test_rates_that_do_not_fit_the_model(rates: dict[str, float], message: str) 
 
 def test_what_a_scheduler_adds_is_no_setting_of_an_optimizer() -> None:
     names = ("param_groups.head.weight.lr", "param_groups.head.weight.initial_lr", "param_groups.head.weight.eps")
-    assert StoredMoments.of(names).settings == {"head.weight": {"lr", "eps"}}
+    assert settings_by_parameter(names) == {"head.weight": ["eps", "lr"]}
