@@ -115,12 +115,12 @@ def pages() -> dict[str, str]:
                 if id(value) in shown and not isinstance(value, (str, int, float, tuple)):
                     owner, path = shown[id(value)]
                     link = f"#{path}" if owner == page else f"{owner}.md#{path}"
-                    elsewhere.append(f"[`{name}`]({link})")
+                    elsewhere.append(f"- [`{name}`]({link}): {(inspect.getdoc(value) or '').partition(chr(10))[0]}")
                 else:
                     shown[id(value)] = (page, f"{namespace}.{name}")
                     entries.append(f"::: {namespace}.{name}\n")
             if elsewhere:
-                parts.append(f"`{namespace}` also has {', '.join(elsewhere)}.\n")
+                parts.append("\n".join([f"`{namespace}` also has:\n", *elsewhere, ""]))
             parts += entries
         texts[page] = "\n".join(parts)
     return texts | {"verbs": verbs_page()}

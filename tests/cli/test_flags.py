@@ -161,6 +161,7 @@ WRONG = [
     (["train", "--world", "3", *DEGREE], "context.context_parallel_size 2 does not divide 3 slots"),
     (["train", "--device=cpu", *DEGREE], "context.context_parallel_size 2 does not divide 1 slot"),
     (["train", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
+    (["train", "--model.path", "nowhere"], "model.path 'nowhere' does not exist; give a folder or file of this mac"),
     (["eval", "nowhere"], "there is no run nowhere"),
     (["eval", "runs/x/checkpoints/step-000007"], "there is no checkpoint runs/x/checkpoints/step-000007"),
 ]

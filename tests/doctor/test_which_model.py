@@ -26,6 +26,10 @@ class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
 
 
+class UnnamedForCausalLM(LlamaForCausalLM):
+    """A model outside transformers that has no configuration of its own."""
+
+
 def test_a_model_has_many_names(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "num_hidden_layers": 7}))
     names = ("qwen3", "Qwen3ForCausalLM", "Qwen3Config", "transformers.Qwen3ForCausalLM", str(tmp_path))
@@ -49,6 +53,11 @@ WRONG = [
     ("mistrall", ConfigError, "no folder, class of transformers or model_type 'mistrall'; did you mean mistral"),
     ("Qwen3ForCausal", ConfigError, "did you mean .*Qwen3ForCausalLM"),
     ("BertForMaskedLM", ConfigError, "which is BertLMHeadModel; use --model BertLMHeadModel"),
+    (
+        f"{__name__}.UnnamedForCausalLM",
+        ConfigError,
+        "give it a config_class of its own: a subclass of LlamaConfig with",
+    ),
     ("clip", ConfigError, "no causal language model for CLIPConfig"),
     ("no_such_package.Model", ConfigError, "no_such_package cannot be imported"),
     ("no/such/folder", ModelError, "there is no model folder no/such/folder"),

@@ -223,6 +223,14 @@ def test_the_fork_server_imports_ahead_and_ends_with_its_command(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_function_that_ranks_do_not_find_is_said(tmp_path: Path) -> None:
+    lines = ["from longspan.testing import run_ranks", 'if __name__ == "__main__":', "    def main(rank): pass"]
+    (tmp_path / "below.py").write_text("\n".join([*lines, "    run_ranks(main, 1)"]))
+    done = subprocess.run([sys.executable, tmp_path / "below.py"], check=False, capture_output=True, text=True)
+    assert "CommError: a rank does not find what it shall run (Can't get attribute 'main' on" in done.stderr
+    assert "; define it at the top of its module, and only call run_ranks under" in done.stderr
+
+
 SCRIPT = """
 import os, signal, sys, time
 from longspan.comm import run_local

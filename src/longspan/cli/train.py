@@ -53,10 +53,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
+    if not has_torchrun():  # whose ranks run already: they find a missing path themselves
+        check_data(config)
+        check_files(config)
     with processes.add_note_to_errors():
         check_config(config, ranks)
-    if not has_torchrun():
-        check_files(config)
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
     starts.end_part("command")
     args = (config, ranks, processes.backend, flags.json, starts)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STDLIB = "stdlib"  # as data.path
 TINY = "-tiny"  # how the names of the demo's presets end
 
-# The demo: a model with random weights that learns something in two minutes on CPUs.
+# The demo: a model with random weights that learns something in a few minutes on CPUs.
 _DEMO: dict[str, Any] = {
     "model.preset": "qwen3-tiny",
     "data.max_document_tokens": 2048,

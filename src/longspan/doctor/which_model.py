@@ -55,10 +55,10 @@ def find_configuration(name: str) -> PreTrainedConfig:
             f"text to text; {_suggest_names(name)}"
         )
     if architecture is not None and architecture not in classes:
-        raise ConfigError(
-            f"{name} is not the language model of {type(config).__name__}, which is {classes[0].__name__}; "
-            f"use --model {classes[0].__name__}"
-        )
+        kind, advice = type(config).__name__, f"use --model {classes[0].__name__}"
+        if "." in name:
+            advice = f"give it a config_class of its own: a subclass of {kind} with another model_type"
+        raise ConfigError(f"{name} is not the language model of {kind}, which is {classes[0].__name__}; {advice}")
     return config
 
 

@@ -201,7 +201,7 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
     disregard_signals(task.ignored)
     try:
         with unblock_signals():
-            fn, args = pickle.loads(task.payload)
+            fn, args = _read_call(task.payload)
             result = fn(rank, *args)
         message = Answer(True, pickle.dumps(result))
     except BaseException as error:
@@ -210,6 +210,16 @@ def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send_bytes(pickle.dumps(message))
+
+
+def _read_call(payload: bytes) -> tuple[Any, Any]:
+    try:
+        return pickle.loads(payload)
+    except AttributeError as error:
+        raise CommError(
+            f"a rank does not find what it shall run ({error}); define it at the top of its module, and only call "
+            'run_ranks under `if __name__ == "__main__":`'
+        ) from error
 
 
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
