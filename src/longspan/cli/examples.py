@@ -91,7 +91,6 @@ def first_sentence(path: Path) -> str:
 
 
 def _choose_examples(name: str, root: Path, paths: Sequence[Path]) -> list[Path]:
-    """Return the files that a name stands for; the examples' folder itself, such as ".", is refused: that is `all`."""
     name = name.removeprefix("examples/").rstrip("/")
     choice = [path for path in paths if name == ALL or (root / name) in (path, *path.parents)]
     if not name or not choice or (root / name) == root:

@@ -137,11 +137,7 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
 
 
 def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> tuple[Any, Sequence[str]]:
-    """Return a flag's value, and the words behind it that are not its value.
-
-    A flag of true or false alone is true. A list takes all words up to the next flag, or the one behind "="; lists of
-    numbers may be written 2,2 or [2, 2].
-    """
+    # A list takes all words up to the next flag, or the one behind "="; lists of numbers may be written 2,2 or [2, 2].
     if kind is bool and not joined and (not words or words[0] not in _BOOLEANS):
         return True, words
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)

@@ -91,7 +91,6 @@ def _flag_texts(kind: Any) -> dict[str, str]:
 
 
 def _value_text(kind: Any) -> str:
-    """Write what stands behind a flag: N, TEXT, a|b, N N …"""
     if get_origin(kind) is Literal:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
@@ -103,7 +102,6 @@ def _value_text(kind: Any) -> str:
 
 
 def _default_text(kind: Any, flag: str, text: str) -> str:
-    """Write a default, unless it is nothing or the text tells it."""
     name, _, key = flag[2:].partition(".")
     (field,) = (field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()

@@ -268,7 +268,6 @@ class CaseRun:
         )
 
     def _plan_case(self, case: Case) -> Plan:
-        """Plan a case. Raises what its step would, on every rank, before it communicates."""
         heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
         packed = {"lengths": self.documents.lengths, "targets": self.documents.targets} if case.encoder else {}
         plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)

@@ -206,10 +206,6 @@ class LocalRanks:
             self.failed.append(rank)
 
     def _error_to_raise(self, timeout: float | None) -> BaseException | None:
-        """Return the error to raise: of the rank to blame, or of late ranks if none failed; None if all have answered.
-
-        Notes of the error say what became of four other ranks at most that failed or are late.
-        """
         if not self.failed:
             running = [rank for rank in self.ranks if rank.waiting]
             return self._timeout_error(running, timeout) if running else None
@@ -242,7 +238,6 @@ class LocalRanks:
         return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
 
     def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
-        """Have the ranks that still run dump their stacks, and return an error with these after 3 seconds at most."""
         for rank in running:
             rank.process.join(0)
             if rank.process.exitcode is None and rank.process.pid is not None:

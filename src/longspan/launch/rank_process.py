@@ -128,7 +128,6 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
 def _run_rank(
     spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor, launcher: int | None
 ) -> NoReturn:
-    """Run a rank; `launcher` is a descriptor that becomes readable where its launcher has ended."""
     _set_up_process(spec, out, err, launcher)
     if spec.task is not None:
         if not pipe.poll():  # readable here means closed: the launcher was interrupted
@@ -152,7 +151,6 @@ def _cuda_is_unusable() -> bool:
 
 
 def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
-    """Become a new Python process, which imports everything itself, with the same process id and open files."""
     if spec.rank == 0:
         os.write(err.number, b"ranks take longer to start: a module that they import uses CUDA as it is imported\n")
     parent = multiprocessing.parent_process()
@@ -223,7 +221,6 @@ def _read_call(payload: bytes) -> tuple[Any, Any]:
 
 
 def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
-    """Make one call after another until the launcher closes the pipe; no call sees what an earlier one changed."""
     while True:
         try:
             task: Task = pickle.loads(pipe.recv_bytes())
