@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from longspan.model.activations.host_arena import ALIGNMENT, HostArena
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.state_parts import make_sharded_tensor
+from longspan.train.optim.offload_states import make_sharded_tensor
 
 PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once

@@ -2,21 +2,22 @@
 
 Each bucket's moments are copied to the device, updated there by the optimizer's own kernels, and copied back, so that
 parameters get the same bits as with moments on the device. On a GPU, two CUDA streams copy while it updates: the next
-bucket comes while the one before goes. No more than two buckets are on the device, of STATE_BUCKET_BYTES each, or of
-one parameter's moments where these are more and its optimizer takes no part of it. On a CPU the same code copies at
-once.
+bucket comes while the one before goes. No more than two buckets of STATE_BUCKET_BYTES are on the device, or the moments
+of two parameters whose memory cannot be cut. On a CPU the same code copies at once.
 
+Optimizers that update each number by itself can do so, for a large parameter is updated in parts; others are refused.
 Counts of steps and other single numbers stay on the device. Gradients and parameters are not moved.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
@@ -26,14 +27,18 @@ from longspan.model.activations.host_arena import HostArena, HostRange, check_ho
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.optim.state_parts import (
-    Bucket,
-    StateSizes,
-    check_separate_updates,
-    cut_buckets,
-    make_sharded_tensor,
-    waits_on_host,
-)
+
+CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
+ALIGNMENT = 256  # bytes of each state's place on the host, as by `HostArena.take`
+_Settings = Mapping[str, Any]
+# Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
+STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
+    **dict.fromkeys((OnePassAdamW, optim.Adam, optim.AdamW), lambda group: 2 + bool(group["amsgrad"])),
+    **dict.fromkeys((optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop), lambda _: 2),
+    **dict.fromkeys((optim.Adagrad, optim.ASGD), lambda _: 1),
+    optim.SGD: lambda group: int(group["momentum"] != 0),
+    optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
+}
 
 
 def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> "OffloadedStates":
@@ -46,16 +51,21 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
     checkpoints are the same files. The host's memory is taken now: on GPUs it is registered with CUDA, of exact size.
     On the device a step takes at most two buckets of `bucket_bytes` for moments (`device_bytes`).
 
-    Raises ConfigError on every rank for an optimizer without states, for one that does not update a few parameters at a
-    time as it does all, and for states that are no plain tensors; ModelError where a host lacks the bytes.
+    Raises ConfigError on every rank for an optimizer without states and for a class that is none of `STATES`, which may
+    update parameters together; ModelError where a host lacks the bytes.
     """
     if isinstance(optimizer, OffloadedStates):
         raise ConfigError("the states of this optimizer wait on the host already; call offload_states once")
 
     def measure_bytes() -> int:
-        """Return the bytes of this rank's states. Raises ConfigError for an optimizer whose states cannot be moved."""
-        check_separate_updates(optimizer)
-        return StateSizes(optimizer).total_bytes()
+        """Return the bytes of this rank's states. Raises ConfigError for another class of optimizer."""
+        if type(optimizer) not in STATES:
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not known to update each number by itself, as states on the host need; "
+                f"use adamw, sgd or another of {', '.join(kind.__name__ for kind in STATES)}, or keep its states on "
+                "the device (train.offload_states = false)"
+            )
+        return total_state_bytes(optimizer)
 
     size = run_on_every_rank(world, measure_bytes, ConfigError)
     if not world.control.reduce_object(size, max, "bytes of the optimizer's states"):
@@ -65,6 +75,100 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
         )
     check_host_room(size, world, "moments of the optimizer on the host (train.offload_states) take")
     return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes)
+
+
+def total_state_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes of the host that all states of this rank take: of its parameters that take a gradient."""
+    sizes = (
+        (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+    return sum(states * -(-max(local.nbytes, 1) // ALIGNMENT) * ALIGNMENT for states, local in sizes)
+
+
+# ---- parts of parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Numbers `start` to `stop` of a parameter's local tensor, or all of one that is not `flat`, in its own strides.
+
+    `last`: no part of this parameter follows.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    flat: bool
+    last: bool
+
+    def local_view(self, local: Tensor) -> Tensor:
+        """Return this part of the parameter's local tensor, its gradient's, or that of a state; a view."""
+        return local.view(-1)[self.start : self.stop] if self.flat else local
+
+    def make_stand_in(self) -> nn.Parameter:
+        """Return a plain parameter with the same memory, and gradient, which is updated in place of the part."""
+        assert self.parameter.grad is not None
+        stand_in = nn.Parameter(self.local_view(local_tensor(self.parameter.detach())))
+        stand_in.grad = self.local_view(local_tensor(self.parameter.grad))
+        return stand_in
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parts of parameters of one group that are updated together."""
+
+    group: dict[str, Any]
+    parts: tuple[Part, ...]
+    bytes: int
+
+
+def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False) -> Iterator[Bucket]:
+    """Cut the parameters with gradients, or `every` parameter, into buckets whose states take `bucket_bytes` at most.
+
+    Only a bucket of a single parameter that is not flat may take more.
+    """
+    for group in optimizer.param_groups:
+        parts, filled = list[Part](), 0
+        for parameter in group["params"]:
+            if parameter.grad is None and not every:
+                continue
+            number_bytes = STATES[type(optimizer)](group) * parameter.dtype.itemsize
+            for part in _split_parameter(parameter, max(bucket_bytes // max(number_bytes, 1) // CUT, 1) * CUT):
+                part_bytes = number_bytes * (part.stop - part.start)
+                if parts and filled + part_bytes > bucket_bytes:
+                    yield Bucket(group, tuple(parts), filled)
+                    parts, filled = [], 0
+                parts.append(part)
+                filled += part_bytes
+        if parts:
+            yield Bucket(group, tuple(parts), filled)
+
+
+def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[Part]:
+    # A rank that holds none of a parameter's numbers gets one empty part, whose update counts the step.
+    local = local_tensor(parameter.detach())
+    gradient = local if parameter.grad is None else local_tensor(parameter.grad)
+    flat = local.is_contiguous() and gradient.is_contiguous()
+    for start in range(0, max(local.numel(), 1), most if flat else max(local.numel(), 1)):
+        stop = min(local.numel(), start + most) if flat else local.numel()
+        yield Part(parameter, start, stop, flat, last=stop == local.numel())
+
+
+def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
+    """Make a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
+    if not isinstance(value, DTensor):
+        return local
+    spec = value._spec
+    assert spec.tensor_meta is not None
+    spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    # `from_local` would copy a tensor of the host to the mesh's device; FSDP2 places parameters on the host like this
+    return DTensor(local, spec, requires_grad=False)
+
+
+# ---- the optimizer
 
 
 class OffloadedStates(Optimizer):
@@ -80,8 +184,7 @@ class OffloadedStates(Optimizer):
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
         optimizer.param_groups = self.param_groups
-        self._sizes = StateSizes(optimizer)
-        self._copies, self._arena = _Copies(device), HostArena(device, self._sizes.total_bytes())
+        self._copies, self._arena = _Copies(device), HostArena(device, total_state_bytes(optimizer))
         self._places = dict[tuple[nn.Parameter, str], tuple[HostRange, Tensor]]()
         states, optimizer.state = optimizer.state, defaultdict(dict)
         for parameter in [p for group in self.param_groups for p in group["params"] if p in states]:
@@ -97,10 +200,9 @@ class OffloadedStates(Optimizer):
         """The most bytes of the device that states take during a step in which every parameter has a gradient.
 
         They are those of the two consecutive buckets with most bytes: one is fetched while the one before is updated.
-        Where an optimizer makes new tensors for states, those of one parameter come on top.
         """
-        sizes = [b.bytes for b in cut_buckets(self.inner, self._sizes, self._bucket_bytes, every=True)]
-        return int(max(map(sum, zip(sizes, [*sizes[1:], 0.0], strict=True)), default=0))
+        sizes = [bucket.bytes for bucket in cut_buckets(self.inner, self._bucket_bytes, every=True)]
+        return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -110,7 +212,7 @@ class OffloadedStates(Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        buckets = [*cut_buckets(self.inner, self._sizes, self._bucket_bytes)]
+        buckets = [*cut_buckets(self.inner, self._bucket_bytes)]
         before = {part.parameter: {**self.state.get(part.parameter, {})} for b in buckets for part in b.parts}
         try:
             self._update_buckets(buckets, before)
@@ -162,32 +264,29 @@ class OffloadedStates(Optimizer):
             self._copies.wait_for_fetch(fetched.arrived)
             device_states = self._store_bucket(bucket, self._update_bucket(bucket, fetched.states))
 
-    # ---- one bucket
-
     def _fetch_bucket(self, bucket: Bucket, before: Mapping[nn.Parameter, dict[str, Any]]) -> "_Fetched":
-        """Each part but the last counts steps in a copy: the count of a parameter moves on once."""
+        # Each part but the last counts steps in a copy: the count of a parameter moves on once.
         states, pairs = list[dict[str, Any]](), list[tuple[Tensor, Tensor]]()
         for part in bucket.parts:
             state = dict[str, Any]()
             for name, value in before[part.parameter].items():
                 if _has_numbers(value):
                     host = part.local_view(local_tensor(value))
-                    pairs.append((torch.empty_like(host, device=self._copies.device), host))
-                    state[name] = part.device_state(value, pairs[-1][0])
+                    state[name] = torch.empty_like(host, device=self._copies.device)
+                    pairs.append((state[name], host))
                 else:  # a count, which the update of every part moves on
                     state[name] = value.clone() if isinstance(value, Tensor) and not part.last else value
             states.append(state)
         return _Fetched(states, self._copies.fetch(pairs))
 
-    def _update_bucket(self, bucket: Bucket, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """`states` is emptied: an optimizer that makes new tensors need not keep all of the old ones meanwhile.
-        Settings that it changes in its group, such as counts, go back to the bucket's group.
-        """
+    def _update_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Plain tensors stand in for parts of DTensors, for which torch would not choose its foreach kernels."""
         inner, stand_ins = self.inner, [part.make_stand_in() for part in bucket.parts]
         group = {**bucket.group, "params": stand_ins}
+        if "foreach" in group and any(isinstance(parameter, DTensor) for parameter in bucket.group["params"]):
+            group["foreach"] = bool(group["foreach"])
         inner.param_groups = [group]
         inner.state = defaultdict(dict, {p: state for p, state in zip(stand_ins, states, strict=True) if state})
-        states.clear()
         places = {p: (part.parameter, part.start, part.last) for p, part in zip(stand_ins, bucket.parts, strict=True)}
         try:
             with inner.use_stand_ins(places) if isinstance(inner, OnePassAdamW) else nullcontext():
@@ -195,7 +294,6 @@ class OffloadedStates(Optimizer):
             return [inner.state.get(p, {}) for p in stand_ins]
         finally:
             inner.param_groups, inner.state = self.param_groups, defaultdict(dict)
-            bucket.group.update({key: value for key, value in group.items() if key != "params"})
 
     def _store_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
         """Begin to copy updated states to the host; returns the tensors to keep on the device until all are copied."""
@@ -203,9 +301,9 @@ class OffloadedStates(Optimizer):
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
             for name, value in new_state.items():
-                if waits_on_host(value, part.parameter):
-                    state[name] = host = self._host_tensor(part.parameter, name, value, whole=part.whole)
-                    pairs.append((part.local_view(local_tensor(host)), local_tensor(value)))
+                if _has_numbers(value):
+                    state[name] = host = self._host_tensor(part.parameter, name, value.dtype)
+                    pairs.append((part.local_view(local_tensor(host)), value))
                 else:
                     state[name] = value
         self._copies.store(pairs)
@@ -214,28 +312,22 @@ class OffloadedStates(Optimizer):
     # ---- the host's memory
 
     def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy the tensors with dims of a parameter's state to the host; returns the state with these copies."""
         values = dict(state)
         for name, value in state.items():
             if _has_numbers(value):
-                values[name] = host = self._host_tensor(parameter, name, value, whole=True)
+                values[name] = host = self._host_tensor(parameter, name, value.dtype)
                 local_tensor(host).copy_(local_tensor(value))
         return values
 
-    def _host_tensor(self, parameter: nn.Parameter, name: str, value: Tensor, *, whole: bool) -> Tensor:
-        """`whole`: `value` is the state of the whole parameter, and the host's tensor has its shape and type. Otherwise
-        `value` is the state of a part, and the host's tensor has the parameter's shape and the type of `value`.
-        """
-        like = value if whole else parameter.detach()
-        strided_like = local_tensor(parameter.detach())  # the host's tensor has its strides
-        if (shape := local_tensor(like).shape) != strided_like.shape:  # another shape, such as a sum of each row
-            strided_like = local_tensor(like)
+    def _host_tensor(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the host's tensor of a state, sharded as the parameter is; its place is taken once."""
+        local = local_tensor(parameter.detach())
         _, tensor = self._places.get((parameter, name), (None, None))
-        if tensor is None or (tensor.shape, tensor.dtype) != (shape, value.dtype):
-            place = self._arena.take(strided_like.numel() * value.dtype.itemsize)
-            tensor = place.view_like(torch.empty_like(strided_like, dtype=value.dtype, device="meta"))
+        if tensor is None or tensor.dtype != dtype:
+            place = self._arena.take(local.numel() * dtype.itemsize)
+            tensor = place.view_like(torch.empty_like(local, dtype=dtype, device="meta"))
             self._places[parameter, name] = place, tensor
-        return make_sharded_tensor(like, tensor)
+        return make_sharded_tensor(parameter.detach(), tensor)
 
 
 @dataclass(frozen=True)
