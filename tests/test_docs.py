@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -248,6 +249,20 @@ def test_the_program_of_the_page_on_memory_runs(run_here: Callable[..., str]) ->
     block = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs/memory.md").read_text(), flags=re.DOTALL))
     printed = run_here("memory", f"BLOCK = {block!r}\n{MEMORY}")
     assert "memory: 2 of 2 layers keep all" in printed and "bytes of the host, at most" in printed
+
+
+def test_the_architecture_names_the_rooms_and_files_that_there_are() -> None:
+    page, source = (ROOT / "docs/architecture.md").read_text(), ROOT / "src/longspan"
+    rows = re.findall(r"^\| `(\w+)/` \| [^|]+ \|(.*)\|$", page, flags=re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    layers = " | ".join(project["tool"]["importlinter"]["contracts"][0]["layers"]).split(" | ")
+    assert [room for room, _ in rows] == [name for name in layers if (source / name).is_dir()]
+    assert {room for room, _ in rows} == {path.parent.name for path in source.glob("*/__init__.py")}
+    named = [source / room / name for room, words in rows for name in re.findall(r"`([a-z_/]+(?:\.py)?)`", words)]
+    assert len(named) > 10 and all(path.exists() for path in named), named
+    below = page.split("Below all are")[1]
+    alone = {path.stem for path in source.glob("*.py") if not path.stem.startswith("__")}
+    assert alone <= set(re.findall(r"`(?:longspan\.)?(\w+)`", below))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""The pictures of docs/concepts: python docs/site/pictures.py [FOLDER], by default docs/pictures.
+"""The pictures of concepts and of the architecture: python docs/site/pictures.py [FOLDER], by default docs/pictures.
 
-slots.svg, types.svg and hierarchy.svg are drawn here, from layouts; plan.svg by `longspan plan --plot`, with the words
-of PLAN. Every picture has colours for light and for dark pages.
+slots.svg, types.svg and hierarchy.svg are drawn here, from layouts, rooms.svg from the layers of pyproject.toml, and
+plan.svg by `longspan plan --plot`, with the words of PLAN. Every picture has colours for light and for dark pages.
 """
 
 import sys
+import tomllib
 from html import escape
 from pathlib import Path
 
@@ -23,6 +24,13 @@ svg.drawn .arrow{stroke:var(--soft);stroke-width:1.6;fill:none;marker-end:url(#t
 svg.drawn .wide{stroke-width:4;marker-end:none}svg.drawn .tip{fill:var(--soft)}
 svg.drawn .dashed{fill:none;stroke:var(--soft);stroke-dasharray:5 4}"""
 COLORS = ("a", "b", "c", "d")
+STEP = {
+    "plan": "document lengths → Plan: micro-batches of groups, in integers",
+    "comm": "bind → SequenceShard: this rank's rows, positions and groups",
+    "train": "run_step: check, read, passes, reduce, clip, update",
+    "model": "transformers' model, prepared: its attention calls attend",
+    "attention": "attend: p2p, all_gather, a2a or a2a+p2p over a kernel",
+}
 
 
 class Picture:
@@ -167,10 +175,33 @@ def hierarchy() -> str:
     return picture.svg()
 
 
+def rooms() -> str:
+    """The layers of import-linter from top to bottom, and beside them what a step passes."""
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    layers = project["tool"]["importlinter"]["contracts"][0]["layers"]
+    picture = Picture(1000, 40 + 26 * len(layers), "The rooms of longspan, and the way of a step through them")
+    picture.text(20, 24, "Rooms: each imports from those below", "title")
+    picture.text(570, 24, "A step", "title")
+    for row, layer in enumerate(layers):
+        names = layer.split(" | ")
+        width = 524 / len(names)
+        for column, name in enumerate(names):
+            color = "a" if name in STEP else ""
+            picture.box(20 + column * width, 36 + row * 26, width - 4, 22, color, name)
+    for number, (room, words) in enumerate(STEP.items()):
+        top = 44 + number * 88
+        picture.box(570, top, 410, 56)
+        picture.text(584, top + 23, f"{number + 1}. {room}", "title")
+        picture.text(584, top + 43, words, "soft")
+        if number:
+            picture.arrow(f"M 775 {top - 32} L 775 {top}")
+    return picture.svg()
+
+
 def draw(folder: Path) -> None:
     """Write all pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    for drawing in (slots, types, hierarchy):
+    for drawing in (slots, types, hierarchy, rooms):
         (folder / f"{drawing.__name__}.svg").write_text(drawing(), encoding="utf-8")
     longspan([*PLAN.split(), "--plot", str(folder / "plan.svg")])
 
