@@ -267,7 +267,7 @@ def test_the_architecture_names_the_rooms_and_files_that_there_are() -> None:
 
 @pytest.mark.parametrize(
     ("page", "place", "prompt"),
-    [("gpu.md", "runs/mine/model", "def main("), ("tutorials/laptop.md", "exported", "The first")],
+    [("gpu.md", "runs/mine/model", "def main("), ("laptop.md", "exported", "The first")],
 )
 def test_a_page_generates_with_stock_transformers(
     page: str, place: str, prompt: str, tmp_path: Path, run_page: Callable[[str], str]

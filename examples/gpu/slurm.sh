@@ -1,7 +1,7 @@
 #!/bin/bash
 # Train on several nodes of a Slurm cluster, one task for each GPU, until the run is done:
 #   sbatch examples/gpu/slurm.sh examples/gpu/qwen3-8b-128k.toml --context.max_tokens_per_slot 16384
-# The run's folder, the model and the corpus are on storage that all nodes share. docs/gpu.md says what happens when.
+# The run's folder, the model and the corpus are on storage that all nodes share. docs/resume.md says what happens when.
 
 #SBATCH --job-name=longspan
 #SBATCH --nodes=2
