@@ -106,7 +106,14 @@ def write_run(
 
 
 ROW: dict[str, Any] = {"step": 4, "eval_loss": 3.25, "eval_perplexity": 25.79, "eval_token_accuracy": 0.125, "cp": 2}
-ROW |= {"eval_documents": 3, "eval_tokens": 261, "eval_targets": 258, "cp_comm_type": ["p2p"], "seconds": 0.5}
+ROW |= {
+    "planner": "fixed",
+    "eval_documents": 3,
+    "eval_tokens": 261,
+    "eval_targets": 258,
+    "cp_comm_type": ["p2p"],
+    "seconds": 0.5,
+}
 ROW |= {"by_length": [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]], "by_position": [[0, 127, 3.25, 258, 3]]}
 RECORD: dict[str, Any] = {"target": "runs/<b>", "kind": "run", "world": 2, "parallel": {"tp": 2, "pp": 1}}
 RECORD |= {"changes": [{"key": "parallel.tp", "before": 4, "now": 2, "why": "2 ranks"}], "evaluations": [ROW]}

@@ -38,14 +38,6 @@ def test_values_of_a_curve_that_are_not_finite_are_left_out() -> None:
     assert (drawn["x"], drawn["y"], drawn["color"]) == ([0, 3, 4], [1, 2, 0.1234568], 1)
 
 
-@bounded
-@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6), st.integers(2, 12))
-def test_ticks_are_inside_and_at_equal_distances(low: float, width: float, count: int) -> None:
-    values = ticks(low, low + width, count)
-    assert len(values) <= count + 1 and np.allclose(np.diff(values, 2), 0, atol=1e-6 * width)
-    assert all(low - 1e-6 * width <= t <= low + width + 1e-6 * width for t in values)
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -37,17 +37,13 @@ def test_sets_are_curves_and_rows_of_a_table(tmp_path: Path) -> None:
     value = report_of(run_with(tmp_path / "run", *rows))
     curves = {curve["name"]: curve for curve in charts_of(value)["Loss of each set"]["series"]}
     assert list(curves) == ["held out", "books", "code<>"] and curves["books"]["x"] == [20, 40, 60]
+    for title in ("Loss by position", "Loss by document length"):
+        books = charts_of(value)[title]["series"][1]
+        assert (books["x"], books["y"]) == ([0, 1, 2], [4, 4.5, 9])
+        assert charts_of(value)[title]["x_names"] == ["0", "128", "1K"]
     table = next(table for table in parts_of(value, "table") if table["names"][0] == "set")
     assert table["names"][4:] == ["accuracy", "bits per byte", "top_five", "documents", "tokens", "cp"]
     assert table["rows"][2] == ["code<>", "60", "5.000000", "148.413", "25.00%", "1.5", "–", "7", "900", "dynamic"]
-
-
-def test_loss_by_position_and_length_shows_where_a_model_fails(tmp_path: Path) -> None:
-    charts = charts_of(report_of(run_with(tmp_path / "run", row_of(61, 4.0), row_of(61, 5.0, "books"))))
-    for title in ("Loss by position", "Loss by document length"):
-        held_out, books = charts[title]["series"]
-        assert (held_out["x"], held_out["y"]) == ([0, 1, 2], [4, 4.5, 9]) and books["y"] == [5, 5.5, 9]
-        assert charts[title]["x_names"] == ["0", "128", "1K"]
 
 
 def test_a_single_set_shows_how_far_it_came(tmp_path: Path) -> None:
@@ -55,14 +51,6 @@ def test_a_single_set_shows_how_far_it_came(tmp_path: Path) -> None:
     curves = charts_of(value)["Loss by position"]["series"]
     assert [(curve["name"], curve["y"][0]) for curve in curves] == [("after step 61", 4), ("after step 30", 6)]
     assert "Evaluation sets" not in words_of(value)
-
-
-def test_what_an_evaluation_added_to_memory_is_in_the_table_of_degrees(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run")
-    rows = [row_of(60, 4.0, cp=cp, eval_activation_bytes=(8 << 30) // cp) for cp in (1, 2)]
-    (run / "summary.json").write_text(json.dumps({"eval_at_degrees": rows}))
-    (table,) = parts_of(report_of(run), "table")
-    assert table["names"][4] == "added memory of a GPU" and [row[4] for row in table["rows"]] == ["8 GiB", "4 GiB"]
 
 
 def test_a_row_is_an_evaluation_or_none_or_is_refused_by_name() -> None:
@@ -85,8 +73,11 @@ def test_the_last_evaluations_are_of_one_step(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", row_of(30, 6.0), row_of(70, 4.0, "books"), row_of(65, 5.0, cp=1), row_of(65, 5.0))
     folder = RunFolder.read(run)
     assert [row.cp for row in folder.degrees] == [1, 2] and [row.step for row in folder.held_out] == [30, 60, 65, 65]
-    steps = {name: [row.step for row in rows] for name, rows in evaluations_by_set(folder).items()}
-    assert steps == {"": [30, 60, 65], "books": [70]}
+    assert [row.step for row in evaluations_by_set(folder)["books"]] == [70]
+    rows = [row_of(65, 4.0, cp=cp, eval_activation_bytes=(8 << 30) // cp) for cp in (1, 2)]
+    (run / "summary.json").write_text(json.dumps({"eval_at_degrees": rows}))
+    table = parts_of(report_of(run), "table")[0]
+    assert table["names"][4] == "added memory of a GPU" and [row[4] for row in table["rows"]] == ["8 GiB", "4 GiB"]
 
 
 def test_samples_stand_with_their_images_and_what_is_damaged_is_left_out(tmp_path: Path) -> None:
@@ -114,17 +105,13 @@ def test_the_page_of_an_evaluation() -> None:
     page = eval_page(RECORD)
     value, words = value_of(page), words_of(value_of(page))
     assert value["head"]["title"] == "runs/<b>" and "<b>runs" not in page and "runs/&lt;b&gt;" in page
-    for part in ("run, step 4 · 2 ranks · tp 2", "parallel.tp 4 became 2 (2 ranks)", "token accuracy", "500 ms"):
+    for part in ("run, step 4 · 2 ranks · tp 2", "parallel.tp 4 became 2 (2 ranks)", "accuracy", "500 ms"):
         assert part in words
     (table,) = parts_of(value, "table")
-    assert table["rows"] == [
-        ["runs/<b>", "held out", "p2p", "2", "3.250000", "25.790000", "0.125000", "3", "261", "258", "500 ms"]
-    ]
+    cells = ["runs/<b>", "held out", "p2p", "500 ms", "258", "3.250000", "25.790", "12.50%", "3", "261", "2"]
+    assert table["rows"] == [cells] and table["names"][:5] == ["weights", "set", "type", "seconds", "targets"]
     (chart,) = charts_of(value).values()  # of one bucket there is no curve
     assert chart["title"] == "Loss by document length" and chart["series"][0]["y"] == [3.5, 3.0]
-
-
-def test_the_page_of_a_comparison() -> None:
     other = {**RECORD, "target": "base", "kind": "folder", "differences": [DIFFERENCE]}
     words = words_of(value_of(eval_page({**RECORD, "compare": other})))
     assert "loss of base minus that of runs/<b>: -0.250000; 2 of 3 documents have a lower value." in words

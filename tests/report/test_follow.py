@@ -75,6 +75,7 @@ def test_states_of_a_run_from_nothing_to_its_end(tmp_path: Path) -> None:
         assert title == "2/300 trains · run · longspan" and value["head"]["progress"] == (2, 300)
         assert value["head"]["story"] == "step 2 of 300 · about 89.4 s of steps left"
         assert "5.500000000" in words_of(value)
+    assert lock_holder(run) == ""  # asking for the lock did not take it; the text of a killed process stays in the file
     live = LiveRun.read(run)
     assert live.state == "broken" and is_over(live, has_begun=True) and not is_over(live, has_begun=False)
     for stopped, steps, state in (("SIGTERM", 300, "stopped"), ("", 2, "done"), ("", 300, "broken")):
@@ -90,15 +91,6 @@ def test_a_step_that_is_late_is_said(tmp_path: Path) -> None:
         os.utime(tmp_path / "run" / "metrics.jsonl", (0, time.time() - 60))
         story = live_page(LiveRun.read(tmp_path / "run"))[1]["head"]["story"]
     assert "no step for 60 s, where one takes 300 ms" in story
-
-
-def test_asking_for_the_lock_does_not_take_it(tmp_path: Path) -> None:
-    assert lock_holder(tmp_path) == ""
-    with at_work(tmp_path):
-        assert lock_holder(tmp_path) == "process 7 on node-a"
-    assert lock_holder(tmp_path) == ""  # the text of a killed process stays in the file
-    with at_work(tmp_path):
-        pass
 
 
 def test_a_resumed_run_goes_on_from_its_step(tmp_path: Path) -> None:

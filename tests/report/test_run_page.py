@@ -11,10 +11,8 @@ import pytest
 
 from longspan.errors import ConfigError
 from longspan.plan import Plan
-from longspan.plan.memory.memory_plan import measures_text
 from longspan.plan.plan_rows import plan_row
 from longspan.report import RunFolder, write_report
-from longspan.report.run_page import peaks
 from tests.report.pages import charts_of, parts_of, report_of, words_of
 from tests.report.runs import FACTS, VOCABULARY, evaluation_row, train_row, write_run
 
@@ -55,6 +53,7 @@ def test_long_runs_stay_small_and_spikes_survive(tmp_path: Path) -> None:
     assert (run / "report.html").stat().st_size < 500_000
 
 
+NO_MEMORY = ({}, {"device": {}}, {"device": {"total": "much"}, "measures": 3})
 SHARES = {"tflops": 420.0, "mfu": 0.4247, "bound_share": 0.88, "predicted_seconds": 0.3}
 ENCODER = {"encoder_share": 0.2, "predicted_encoder_share": 0.21, "encoder_balance": 1.1}
 ENCODER |= {"predicted_encoder_balance": 1.0}
@@ -76,7 +75,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"run.json": FACTS, **SHARES}, "median: the plan's lower bound, priced for the model on H200s, over the time"),
     ({"run.json": {"model": "of another release"}}, "Loss but not The run"),
     ({"tflops": 0.0161}, "16.1 GFLOP/s | Model FLOPs but not utilisation"),
-    (ENCODER, "Encoder | 20% | 21% predicted; busiest rank 1.10 of the mean, 1.00 predicted"),
+    (ENCODER, "Encoder | 20% | of the step, median; busiest rank 1.10 of the mean but not \npredicted | 21%"),
+    (ENCODER | SHARES, "busiest rank 1.10 of the mean; predicted 21% and 1.00 | measured | \npredicted"),
     ({"router_balance_loss": 1.0, "router_z_loss": 2.0}, "Router balance loss | Router z-loss"),
     ({"summary.json": STOPPED}, "stopped by SIGTERM after step 60 of 300"),
     ({"summary.json": DIFFERING}, "4 on documents that it never saw, different at degrees 1, 2 to 2.5e-02."),
@@ -84,11 +84,13 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"rows": DYNAMIC, "summary.json": {}}, "evaluation, dynamic plans | after step 60; degrees 4, dynamic differ by"),
     ({"rows": OLDER}, "is left out: it has no planner, eval_documents"),
     (SAVES, "Saves | 1 GiB | 2 s | 250 ms"),
+    ({"run.json": FACTS | {"memory": MEMORY}}, "2 of 5 layers keep their input and attention's output in host memory"),
     ({"run.json": FACTS | {"memory": MEMORY}}, "total\n53 GiB\n3 GiB | total without communicators\n52 GiB"),
     (
         {"run.json": FACTS | {"memory": MEMORY}},
         "measured peak\n572.2 MiB | planned 52 GiB | 3 keep all. but not logits:",
     ),
+    *(({"run.json": FACTS | {"memory": memory}}, "572.2 MiB but not Memory") for memory in NO_MEMORY),
     ({"run.json": FACTS | {"sessions": [[0, 4], [3, 4], [7, 2]]}}, "3\nresumed | 7\nresumed on 2 ranks"),
 ]
 
@@ -106,19 +108,6 @@ def test_what_the_page_says(changes: dict[str, Any], expected: str, tmp_path: Pa
     words = words_of(report_of(run))
     assert [part for part in present.split(" | ") if part not in words] == []
     assert [part for part in absent.split(" | ") if part and part in words] == []
-
-
-@pytest.mark.parametrize("memory", [{}, {"device": {}}, {"device": {"total": "much"}, "measures": 3}])
-def test_a_run_without_a_plan_of_memory_has_no_such_section(memory: object, tmp_path: Path) -> None:
-    run = write_run(tmp_path, steps=8)
-    write_json(run / "run.json", FACTS | {"memory": memory})
-    assert peaks(RunFolder.read(run)) == (600_000_000, 0)
-    assert "Memory" not in [section["title"] for section in report_of(run)["sections"]]
-
-
-def test_measures_in_words() -> None:
-    assert measures_text(["none"] * 4) == "4 of 4 layers keep all"
-    assert measures_text(["full", "none", "none"]) == "1 of 3 layers keep their input, 2 keep all"
 
 
 def test_an_interrupted_run(tmp_path: Path) -> None:
@@ -156,14 +145,11 @@ def test_a_metric_may_be_missing_or_not_finite(name: str, tmp_path: Path) -> Non
     assert charts_of(report_of(run)).keys() == every - {COLUMNS[name]}
 
 
-def test_evaluation_alone(tmp_path: Path) -> None:
-    words = words_of(report_of(write_run(tmp_path, rows=[], finished=False, plans=False)))
+def test_evaluation_alone_and_steps_that_were_repeated(tmp_path: Path) -> None:
+    words = words_of(report_of(write_run(tmp_path / "a", rows=[], finished=False, plans=False)))
     assert "no training step" in words and "4.6000" in words
-
-
-def test_a_resumed_run_counts_the_last_row_of_a_step(tmp_path: Path) -> None:
     rows = [train_row(1, loss=5.0), train_row(2, loss=6.0), train_row(2, loss=4.0), train_row(3, loss=3.0)]
-    run = RunFolder.read(write_run(tmp_path, rows=rows))
+    run = RunFolder.read(write_run(tmp_path / "b", rows=rows))
     assert run.step.tolist() == [1, 2, 3] and run.train["loss"].tolist() == [5.0, 4.0, 3.0]
 
 
@@ -203,8 +189,8 @@ def test_only_a_measured_machine_predicts(source: str, predicts: bool, tmp_path:
 def test_the_plan_of_the_median_step_shows_first(tmp_path: Path) -> None:
     rows = [train_row(step, seconds=1.0 + (step * 7 % 11)) for step in range(1, 12)]
     run = write_run(tmp_path / "run", rows=rows)
-    plan = Plan.from_json((run / "plans" / "step-000001.json").read_bytes())
-    (run / "plans.jsonl").write_text("".join(plan_row(step, plan) + "\n" for step in range(1, 12)))
+    priced = Plan.from_json((run / "plans" / "step-000001.json").read_bytes())
+    (run / "plans.jsonl").write_text("".join(plan_row(step, priced) + "\n" for step in range(1, 12)))
     (plans,) = parts_of(report_of(run), "plans")
     median = next(row["step"] for row in rows if row["seconds"] == 6.0)
     shown = plans["plans"][plans["first"]]
@@ -212,12 +198,8 @@ def test_the_plan_of_the_median_step_shows_first(tmp_path: Path) -> None:
     write_run(run, rows=[train_row(step, seconds=None) for step in range(1, 12)])
     (plans,) = parts_of(report_of(run), "plans")
     assert [plan["name"] for plan in plans["plans"]] == ["step 1", "step 60", "evaluation-cp4"] and plans["first"] == 1
-
-
-def test_many_plans_are_sampled(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    plan = (path / "plans" / "step-000001.json").read_text()
+    plan = (run / "plans" / "step-000001.json").read_text()
     for step in range(2, 40):
-        (path / "plans" / f"step-{step:06d}.json").write_text(plan)
-    names = [name for name, _ in RunFolder.read(path).plans]
+        (run / "plans" / f"step-{step:06d}.json").write_text(plan)
+    names = [name for name, _ in RunFolder.read(run).plans]
     assert len(names) == 8 and names[0] == "step 1" and names[-1] == "evaluation-cp4"

@@ -13,7 +13,6 @@ from longspan.report.run_folder import EvalRow, RunFolder
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
 NATS = "nats per predicted token"
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
-_COLUMNS, _COUNTS = ("eval_loss", "eval_perplexity"), ("eval_documents", "eval_tokens", "eval_targets")
 
 
 def degree_sections(run: RunFolder) -> Iterator[Part]:
@@ -50,7 +49,8 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
             for color, (name, rows) in enumerate(sets.items())
         )
         losses = chart("Loss of each set", NATS, *curves, format="loss", tall=True)
-        yield section("Evaluation sets", {"charts": [losses]}, _sets_table(last))
+        rows = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last.items()]
+        yield section("Evaluation sets", {"charts": [losses]}, evaluation_table(rows))
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
         last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
     positions, lengths = ({n: getattr(row, key) for n, row in last.items()} for key in ("by_position", "by_length"))
@@ -74,18 +74,20 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
     return {name: list(rows.values()) for name, rows in sets.items()}
 
 
-def _sets_table(last: Mapping[str, EvalRow]) -> Part:
-    metrics = list(dict.fromkeys(name for row in last.values() for name, _ in row.metrics))
-    names = ["set", "step", "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
+def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
+    """Return a table of evaluations, each with cells of its own by the names of their columns, which come first."""
+    metrics = list(dict.fromkeys(name for row, _ in rows for name, _ in row.metrics))
+    own_names = [name for _, own in rows[:1] for name in own]
+    names = [*own_names, "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
     cells = list[list[str]]()
-    for set_name, row in last.items():
+    for row, own in rows:
         values = [(name, dict(row.metrics).get(name)) for name in metrics]
         words = [
             "–" if v is None else f"{100 * v:.2f}%" if name == "token_accuracy" else number_text(v, 5)
             for name, v in values
         ]
         counts = [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]
-        cells.append([set_name, f"{row.step:,}", f"{row.loss:.6f}", row.perplexity, *words, *counts])
+        cells.append([*own.values(), f"{row.loss:.6f}", row.perplexity, *words, *counts])
     return table([*names, "documents", "tokens", "cp"], cells)
 
 
@@ -165,38 +167,26 @@ def eval_page(record: Mapping[str, Any]) -> str:
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
     changes = [f"{row['key']} {row['before']} became {row['now']} ({row['why']})" for row in record["changes"]]
     layout = " · ".join([kind, plural(record["world"], "rank"), *degrees])
-    by_position, by_length = dict[str, Any](), dict[str, Any]()
+    by_position, by_length, rows = dict[str, Any](), dict[str, Any](), list[tuple[EvalRow, dict[str, str]]]()
     for model in models:
-        for row in model["evaluations"]:
-            name = _set_label(row) if len(models) == 1 else f"{model['target']}, {_set_label(row)}"
-            by_position.setdefault(name, row["by_position"])  # degrees of one set have the same loss
-            by_length.setdefault(name, row["by_length"])
-    sections = [section("Evaluations", _evaluations_table(models))]
+        for values in model["evaluations"]:
+            if (row := EvalRow.from_row(values)) is None:  # of no targets
+                continue
+            set_name = row.name or HELD_OUT
+            name = set_name if len(models) == 1 else f"{model['target']}, {set_name}"
+            by_position.setdefault(name, row.by_position)  # degrees of one set have the same loss
+            by_length.setdefault(name, row.by_length)
+            cells = {"weights": str(model["target"]), "set": set_name, "type": ", ".join(values["cp_comm_type"]) or "-"}
+            rows.append(
+                (row, cells | {"seconds": seconds_text(values["seconds"]), "targets": f"{values['eval_targets']:,}"})
+            )
+    sections = [section("Evaluations", evaluation_table(rows))]
     differences = record.get("compare", {}).get("differences", ())
     sections += [_difference_section(difference, names) for difference in differences]
     if charts := [*bucket_charts(by_position, by_length)]:
         sections.append(section("Where the loss is", {"charts": charts}))
     title = head(names[0], written_line(), layout, *changes)
     return page(f"{names[0]} · longspan", {"head": title, "sections": sections})
-
-
-def _evaluations_table(models: Sequence[Mapping[str, Any]]) -> Part:
-    """Columns are those of every evaluation, then the metrics of any evaluation, then counts. A metric that is no
-    number in some row is left out; where a row lacks it, its cell is "-".
-    """
-    rows = [(str(model["target"]), row) for model in models for row in model["evaluations"]]
-    no_metrics = {"eval_name", "eval_activation_bytes", *_COLUMNS, *_COUNTS}
-    others = dict.fromkeys(key for _, row in rows for key in row if key.startswith("eval_") and key not in no_metrics)
-    metrics = [key for key in others if all(isinstance(row.get(key, 0.0), int | float | None) for _, row in rows)]
-    keys = (*_COLUMNS, *metrics, *_COUNTS)
-    names = ["weights", "set", "type", "cp", *(key.removeprefix("eval_").replace("_", " ") for key in keys), "seconds"]
-    cells = (
-        [target, _set_label(row), ", ".join(row["cp_comm_type"]) or "-", str(row["cp"])]
-        + [_number_cell(row.get(key)) for key in keys]
-        + [seconds_text(row["seconds"])]
-        for target, row in rows
-    )
-    return table(names, cells)
 
 
 def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> Part:
@@ -209,16 +199,6 @@ def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> 
     )
     rows = [("all", difference["first"], difference["other"], difference["documents"])]
     rows += [(f"{start:,} to {last:,}", a, b, documents) for start, last, a, b, documents in difference["by_length"]]
-    cells = ([name, _number_cell(a), _number_cell(b), f"{b - a:+.6f}", f"{count:,}"] for name, a, b, count in rows)
+    cells = ([name, f"{a:,.6f}", f"{b:,.6f}", f"{b - a:+.6f}", f"{count:,}"] for name, a, b, count in rows)
     rows_by_length = table(["tokens of the document", *names, "difference", "documents"], cells)
     return section(f"Difference, {difference['name'] or HELD_OUT}", {"note": words}, rows_by_length)
-
-
-def _set_label(row: Mapping[str, Any]) -> str:
-    return row.get("eval_name") or HELD_OUT
-
-
-def _number_cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6f}"

@@ -56,7 +56,7 @@ def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
         for make in RUN_SECTIONS:
             try:
                 sections += make(run)
-            except (OSError, *BAD_RECORD) as error:
+            except BAD_RECORD as error:
                 name = make.__name__.replace("_", " ")
                 words = f"{name}: records hold values that no run writes ({type(error).__name__}: {error})"
                 sections.append(section("", {"note": words[:500]}, key=name))

@@ -66,7 +66,7 @@ def content_policy(*, live: bool) -> str:
     """Return what a page allows a browser: its one script, known by its hash, and no request but one to its server."""
     digest = base64.b64encode(sha256(room_text("page.js").encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; "
-    return f"{policy}base-uri 'none'; form-action 'none'{'; connect-src ' + repr('self') if live else ''}"
+    return f"{policy}base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
 
 
 def tag(element: str, *content: str, **attributes: object) -> str:

@@ -21,7 +21,7 @@ from longspan.report.page import Part, head, page, section, table, written_line
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 # What building a page raises for records that hold values which no run writes.
-BAD_RECORD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
+BAD_RECORD = (OSError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, MemoryError)
 LAST, RECENT = 10, 20  # steps, whose mean is the training loss, and whose medians are the figures of a live run
 SHOWN, MOST_TEXT = 8, 1 << 16  # profiled steps and saves, the last ones; characters of a profile's table
 MEMORY_KINDS = {
@@ -163,8 +163,9 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
     if len(ratios := finite(train["seconds"][predicted] / train["predicted_seconds"][predicted])[-recent:]):
         yield "measured / predicted", f"{np.median(ratios):.2f}", f"seconds, {of_steps}"
     if "encoder_share" in recorded:
-        words = f"of the step, {of_steps}; {100 * medians['predicted_encoder_share']:.0f}% predicted; busiest rank "
-        words += f"{medians['encoder_balance']:.2f} of the mean, {medians['predicted_encoder_balance']:.2f} predicted"
+        share, balance = (medians[f"predicted_encoder_{name}"] for name in ("share", "balance"))
+        words = f"of the step, {of_steps}; busiest rank {medians['encoder_balance']:.2f} of the mean"
+        words += f"; predicted {100 * share:.0f}% and {balance:.2f}" if len(ratios) else ""
         yield "encoder", f"{100 * medians['encoder_share']:.0f}%", words
     if len(seconds):
         tokens, targets = (number_text(finite(train[name]).sum()) for name in ("tokens", "targets"))
@@ -196,10 +197,11 @@ def resume_events(run: RunFolder) -> list[tuple[int, str]]:
     """Return where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
     sessions = run.facts.sessions if run.facts is not None else ()
     pairs = zip(sessions, (0, *(ranks for _, ranks in sessions)), strict=False)  # a session, and the ranks before it
-    words = [
-        (step, "resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}") for (step, ranks), old in pairs
+    return [
+        (step, "resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}")
+        for (step, ranks), old in pairs
+        if step
     ]
-    return [event for event in words if event[0]]
 
 
 def step_sections(run: RunFolder) -> Iterator[Part]:
@@ -223,7 +225,8 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
         if averaged:
             curves.append(curve(f"averaged over {window} steps", run.step, smooth(run.train[name], window), color))
         charts.append(chart(title, unit, *curves, events=events, log=spiky and name == "grad_norm", **options))
-    shares = {"encoder_share": "measured", "predicted_encoder_share": "predicted"} if "encoder_share" in shown else {}
+    shares = {"encoder_share": "measured"} if "encoder_share" in shown else {}
+    shares |= {"predicted_encoder_share": "predicted"} if shares and "predicted_seconds" in shown else {}
     depths = {name: f"depth {name.removeprefix(MTP_LOSS)}" for name in run.train if name.startswith(MTP_LOSS)}
     wholes = ("Encoder", "share of the step", shares, "percent"), ("Multi-token prediction", NATS, depths, "loss")
     for title, unit, names, written in wholes:
@@ -279,9 +282,8 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
 def peaks(run: RunFolder) -> tuple[float, float]:
     """Return the most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
     device = _planned_bytes(run, "device")
-    return float(finite(run.train["memory_bytes"]).max(initial=0.0)), device.get("total", 0.0) - device.get(
-        "communicators", 0.0
-    )
+    planned = device.get("total", 0.0) - device.get("communicators", 0.0)
+    return float(finite(run.train["memory_bytes"]).max(initial=0.0)), planned
 
 
 def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
@@ -311,11 +313,8 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
     """
     if not run.plans:
         return
-    names, predicts, parts = (
-        [name for name, _ in run.plans],
-        len(finite(run.train["predicted_seconds"])) > 0,
-        list[Part](),
-    )
+    names, parts = [name for name, _ in run.plans], list[Part]()
+    predicts = len(finite(run.train["predicted_seconds"])) > 0
     first = names.index(run.median) if run.median in names else sum(name.startswith("step ") for name in names) // 2
     for name, plan in run.plans:
         is_measured = run.step_value(name, "predicted_seconds") is not None if name.startswith("step ") else predicts
