@@ -77,17 +77,17 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
 def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
     """Return a table of evaluations, each with cells of its own by the names of their columns, which come first."""
     metrics = list(dict.fromkeys(name for row, _ in rows for name, _ in row.metrics))
-    own_names = [name for _, own in rows[:1] for name in own]
-    names = [*own_names, "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
+    first_names = [name for _, first_cells in rows[:1] for name in first_cells]
+    names = [*first_names, "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
     cells = list[list[str]]()
-    for row, own in rows:
+    for row, first_cells in rows:
         values = [(name, dict(row.metrics).get(name)) for name in metrics]
         words = [
             "–" if v is None else f"{100 * v:.2f}%" if name == "token_accuracy" else number_text(v, 5)
             for name, v in values
         ]
         counts = [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]
-        cells.append([*own.values(), f"{row.loss:.6f}", row.perplexity, *words, *counts])
+        cells.append([*first_cells.values(), f"{row.loss:.6f}", row.perplexity, *words, *counts])
     return table([*names, "documents", "tokens", "cp"], cells)
 
 
