@@ -110,19 +110,12 @@ def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, mes
     good, bad, said = file_checkpoint(tmp_path, 5), file_checkpoint(tmp_path, 10), list[str]()
     assert latest_checkpoint(tmp_path, said.append) == bad and not said
     damage(bad / name)
-    with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000010: {message}"):
-        check_files(bad)
+    assert read_state(good) == {"step": 5}
+    for read in (check_files, read_state) if message.startswith("it ") else (check_files,):
+        with pytest.raises(CheckpointError, match=rf"checkpoint .*step-000010: {message}"):
+            read(bad)
     assert latest_checkpoint(tmp_path, said.append) == good
     assert len(said) == 1 and "step-000010" in said[0]
-
-
-@pytest.mark.parametrize(("version", "message"), [(None, r"written before longspan 0.1 .*export it"), (3, "format 3")])
-def test_a_checkpoint_of_another_format_is_not_read(tmp_path: Path, version: int | None, message: str) -> None:
-    path = file_checkpoint(tmp_path, 5)
-    assert read_state(path) == {"step": 5}
-    with_format(path / "manifest.json", version)
-    with pytest.raises(CheckpointError, match=rf"step-000005: it .*{message}"):
-        read_state(path)
 
 
 def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:

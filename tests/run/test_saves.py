@@ -31,11 +31,8 @@ class FakeSaver:
         if self.refusal is not None:
             raise self.refusal
 
-    def wait_here(self, seconds: float) -> None:
-        self.left = f"waited at most {seconds:g} s"
-
-    def give_up(self) -> None:
-        self.left = "given up"
+    def give_up(self, seconds: float = 0.0) -> None:
+        self.left = f"waited at most {seconds:g} s" if seconds else "given up"
 
 
 @pytest.fixture

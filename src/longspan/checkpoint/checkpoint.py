@@ -128,9 +128,8 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     """
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
-    newest, damage = newest_good_checkpoint(
-        paths, partial(check_checkpoint, world=world), log if is_first_rank(world) else _log_nothing
-    )
+    check, local_log = partial(check_checkpoint, world=world), log if is_first_rank(world) else lambda _: None
+    newest, damage = newest_good_checkpoint(paths, check, local_log)
     if note:
         run_on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
     return newest
@@ -356,9 +355,7 @@ def _names_under(prefix: str, metadata: Metadata) -> set[str]:
 
 
 def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
-    """torch refuses weights that the checkpoint lacks, and passes over those that the model lacks. `weights` are those
-    of all ranks.
-    """
+    """torch passes over weights that the model lacks. `weights` are those of all ranks."""
     if weights and not saved:
         raise CheckpointError(
             f"checkpoint {path} holds an optimizer without weights (save_checkpoint(…, weights=False)): read weights "
@@ -371,7 +368,3 @@ def _check_weight_names(path: Path, saved: set[str], weights: set[str]) -> None:
             f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} that this model has not "
             f"({', '.join(extra[:2]) or 'none'}); load it with the model that it was saved from"
         )
-
-
-def _log_nothing(_: str) -> None:
-    pass

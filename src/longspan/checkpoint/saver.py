@@ -233,7 +233,7 @@ class CheckpointSaver:
         self.best: int = 0
         self.timeout: float = float(timeout)
         self.figures: SaveFigures | None = None  # of the last save that was published
-        self._world, self._log = world, log if is_first_rank(world) else _log_nothing
+        self._world, self._log = world, log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
         self._stage, self._planner = Stage(world.device), CachedPlanner()
@@ -259,9 +259,8 @@ class CheckpointSaver:
         if not self._background or self._preparing is not None:
             return
         tensors, _ = contents_to_save(model, optimizer, self._world)
-        if not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
-            return
-        self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
+        if self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
+            self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None
@@ -372,22 +371,17 @@ class CheckpointSaver:
         return figures
 
     def activity(self) -> str:
-        """Say what the save in progress is doing, for reports of a failure; "" if there is none."""
+        """What the save in progress is doing, for reports of a failure; "" if there is none."""
         save = self._running
         if save is None or save.ended.is_set():
             return ""
         return f"writing of checkpoint {save.path.name} ({save.phase}) for {time.monotonic() - save.started:.1f} s"
 
-    def wait_here(self, seconds: float) -> None:
-        """Wait at most `seconds` for the save in progress, on a rank that is about to leave with its own error."""
+    def give_up(self, seconds: float = 0.0) -> None:
+        """Leave the save in progress to itself: where a rank is lost, or after `seconds` where this one will leave."""
         if self._running is not None:
             self._running.ended.wait(seconds)
-            self._running = None
-
-    def give_up(self) -> None:
-        """Leave the save in progress to itself, where a rank is lost: it cannot be published."""
-        if self._running is not None:
-            self._running.given_up, self._running = True, None
+            self._running.given_up, self._running = not seconds, None
 
     def close(self) -> None:
         """Wait for the save in progress and give the memory back; at the latest when the world is left."""
@@ -402,10 +396,7 @@ class CheckpointSaver:
     # ---- inside
 
     def _check_room_on_hosts(self, size: int) -> bool:
-        """Return whether every host has memory for the copies of its ranks, `size` bytes for this one.
-
-        If not, training waits for this and all later saves. Entered by all ranks.
-        """
+        """`size` bytes are for this rank. Without room training waits for this and all later saves."""
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
             total = sum(needed for name, needed, _ in reports if name == host)
@@ -420,14 +411,13 @@ class CheckpointSaver:
         return True
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
-        """Run `work` in a thread that does not keep the process alive, on this rank's device."""
+        device = self._world.device
 
         def run() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             work()
 
-        device = self._world.device
         thread = threading.Thread(target=run, name="longspan save", daemon=True)
         thread.start()
         return thread
@@ -436,7 +426,7 @@ class CheckpointSaver:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
     def _phases_text(self, reports: list[Any]) -> str:
-        """Return which ranks are in which phase, likely causes first: ranks still writing, then phases of few ranks."""
+        """Likely causes come first: ranks still writing, then phases of few ranks."""
         ranks_in: dict[str, list[int]] = {}
         for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
             ranks_in.setdefault(phase, []).append(rank)
@@ -447,7 +437,3 @@ class CheckpointSaver:
         if not save.noted:
             save.noted = True
             self.figures = SaveFigures(save.state["step"], save.shown, save.seconds, save.bytes)
-
-
-def _log_nothing(_: str) -> None:
-    pass

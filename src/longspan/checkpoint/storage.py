@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import struct
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -99,7 +98,7 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     sha256, size = hashlib.sha256(), 0
     try:
         with name_file_in_errors(path), path.open("wb") as file:
-            for data in chain([struct.pack("<Q", len(text)) + text], (_bytes_of(read(chunk)) for chunk in ordered)):
+            for data in chain([len(text).to_bytes(8, "little") + text], (_bytes_of(read(chunk)) for chunk in ordered)):
                 file.write(data)
                 sha256.update(data)
                 size += len(data)
@@ -132,12 +131,8 @@ def read_metadata(path: Path) -> Metadata:
     for place in chain.from_iterable(headers):
         name, dtype, offsets, sizes = place.chunk
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        entry = entries.setdefault(
-            name, TensorStorageMetadata(TensorProperties(dtype), torch.Size([0] * len(sizes)), [])
-        )
-        if len(entry.size) != len(sizes):
-            raise CheckpointError(f"checkpoint {path}: parts of {name} have different dimensions; {_AGAIN}")
-        entry.size = torch.Size(max(s, first + n) for s, first, n in zip(entry.size, offsets, sizes, strict=True))
+        entry = entries.setdefault(name, TensorStorageMetadata(TensorProperties(dtype), chunk.sizes, []))
+        entry.size = torch.Size(max(s, first + n) for s, first, n in zip(entry.size, offsets, sizes, strict=False))
         entry.chunks.append(chunk)
         places[MetadataIndex(name, chunk.offsets)] = place
     for name, entry in entries.items():
@@ -229,10 +224,9 @@ def _read_header(file: Path) -> list[StoredChunk]:
     """Raises CheckpointError where the header of a file does not describe the file."""
     try:
         with name_file_in_errors(file), file.open("rb") as stream:
-            start = stream.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            length = int.from_bytes(stream.read(8), "little")
             data = file.stat().st_size - 8 - length
-            if not 0 < length <= _MOST_HEADER or data < 0:
+            if length > _MOST_HEADER or data < 0:
                 raise ValueError(f"a header of {length} bytes in a file of {file.stat().st_size}")
             header = parse_json(stream.read(length))
         metadata = header.pop("__metadata__", {})

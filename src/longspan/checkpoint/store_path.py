@@ -75,10 +75,6 @@ class StorePath:
         """The place without the last part."""
         return StorePath(self._store, posixpath.dirname(self._path))
 
-    def with_name(self, name: str) -> "StorePath":
-        """The neighbour of this name."""
-        return self.parent / name
-
     def exists(self) -> bool:
         """Whether something is there."""
         return self._store.exists(self._path)
@@ -117,10 +113,6 @@ class StorePath:
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         """Write a file that has this text, in one call."""
         self._store.pipe_file(self._path, text.encode(encoding))
-
-    def rename(self, other: "StorePath") -> None:
-        """Give a file another name."""
-        self._store.mv(self._path, other._path)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove a file."""

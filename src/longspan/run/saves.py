@@ -159,14 +159,14 @@ class Saves:
             yield
         except Exception as error:
             if not isinstance(error, LongspanError):  # an error of this rank alone, as far as anyone knows
-                self.saver.wait_here(self._run.world.timeout / 4)
+                self.saver.give_up(self._run.world.timeout / 4)
                 raise
             save_failed = isinstance(error, CheckpointError)
             weights_are_bad = isinstance(error, NonFiniteError) and not error.weights_are_finite
             if isinstance(error, RankLostError):
                 self.saver.give_up()
             elif not error.on_all_ranks:
-                self.saver.wait_here(self._run.world.timeout / 4)
+                self.saver.give_up(self._run.world.timeout / 4)
             elif self.done > self._saved and not save_failed and not weights_are_bad:
                 error.add_note(self._try_to_save())
             else:
