@@ -43,36 +43,16 @@ PAGES = {
         ("longspan.train", "longspan.mtp", "longspan.lm_eval"),
     ),
     "model": (
-        "Models",
-        "how a Hugging Face model comes under a home, and how its weights are saved",
-        ("longspan.model",),
+        "Models, encoders and layers",
+        "how a Hugging Face model comes under a home, models of several modules, and exact attention and scans for "
+        "models of your own",
+        ("longspan.model", "longspan.multimodal", "longspan.bridge", "longspan.attention", "longspan.ssm"),
     ),
-    "multimodal": (
-        "Images, videos and encoders",
-        "models of several modules: encoders, items, and the bridge between layouts",
-        ("longspan.multimodal", "longspan.bridge"),
-    ),
-    "layers": (
-        "Attention and state-space layers",
-        "exact attention and scans over sequences that several ranks share, for models of your own",
-        ("longspan.attention", "longspan.ssm"),
-    ),
-    "trainers": ("transformers' Trainer and TRL", "Trainers whose processes share long documents", ("longspan.hf",)),
-    "tools": (
-        "Corpora, proofs and local ranks",
-        "rows and tokenizers, the proof that a model is exact here, and ranks for tests",
-        ("longspan.corpus", "longspan.doctor", "longspan.testing"),
-    ),
-    "world": (
-        "The package longspan",
-        "the names that can be imported from `longspan` itself. Most are shown on the page of their subject",
-        ("longspan",),
-    ),
-    "errors": (
-        "Errors",
-        "every error that longspan raises for a caller's mistake or a failed run. Messages are in "
-        "[what is refused](../limits.md) and in [troubleshooting](../troubleshooting.md)",
-        ("longspan.errors",),
+    "package": (
+        "The package, Trainers, tools and errors",
+        "the names that can be imported from `longspan` itself, of Trainers, corpora, the doctor and tests, and of "
+        "errors. Messages are in [what is refused](../limits.md) and in [troubleshooting](../troubleshooting.md)",
+        ("longspan", "longspan.hf", "longspan.corpus", "longspan.doctor", "longspan.testing", "longspan.errors"),
     ),
 }
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
