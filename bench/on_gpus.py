@@ -40,7 +40,6 @@ ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,
 SHORT = ATTENTION.replace(",a2a", "")
 NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at all times; without a rate it varies
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
-GRPO = "{torchrun} bench/training/grpo_update.py --preset qwen3-8b --layers 6 --out {out}"
 YARN = "--model.rope_scaling yarn"
 LONG = "--sequences 32768 --warmup 1 --repeats 2"
 PYTEST = "{python} -m pytest -q --tb=short --resume {folder}/{name}.jsonl"  # which has the reasons of what failed
@@ -81,7 +80,6 @@ HYBRID = (
     f"{PRICED} --model.config examples/gpu/qwen3-next-8-layers --model.dtype bfloat16 --context.partition contiguous "
     "--planners fixed"
 )
-IMAGES = "{python} bench/vision/vision_step.py --cases 4,16 --repeats 2 --timeout 170 --out {out}"
 CHATS = "{python} bench/data/made_chats.py {folder}/chats --chats 64"
 ADAPTERS = (
     '{python} -m longspan train examples/gpu/sft.toml --world 1 --model.path "" --model.preset qwen3-8b '
@@ -200,14 +198,11 @@ RUNS = (
     GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
     GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
     GpuRun("trainer-trl", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
-    GpuRun("grpo-dynamic", 110, f"{GRPO} --planners dynamic"),
-    GpuRun("grpo-fixed", 105, f"{GRPO} --planners 2"),
     GpuRun(
         "evaluation",
         140,
         "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --profile --out {out}",
     ),
-    GpuRun("optimizer", 25, "{python} bench/training/optimizer_time.py --millions 2000 --out {out}", gpus=1),
     GpuRun(
         "saves",
         240,
@@ -275,8 +270,6 @@ RUNS = (
         "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
         "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",
     ),
-    GpuRun("price-images", 120, f"{IMAGES} --ranks 1", gpus=1),
-    GpuRun("price-images-2", 120, f"{IMAGES} --ranks 2"),
     GpuRun("price-adapters", 150, f"sh -c '{CHATS} && {ADAPTERS}'", gpus=1),
     *(
         GpuRun(f"price-{name}" if gpus == 1 else f"price-{name}-{gpus}", seconds, f"{command} --world {gpus}", gpus)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 230  # about 3.7 s a test with messages on 4 H200, some twelve minutes (bench/records/tests-nccl-4xH200.md)
+MOST = 230  # about 3.7 s a test with messages on 4 H200, some twelve minutes
 PARTS: dict[str, tuple[str, ...]] = {
     "comm": (
         "bridge/test_bridge.py::test_an_encoder_through_a_bridge_equals_the_dense_computation",

@@ -203,7 +203,7 @@ def test_examples_of_losses_learn() -> None:
 
 
 def test_the_picture_of_the_bridge_is_drawn_by_its_command(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench/bridge/bridge_picture.py"), "--plot", str(tmp_path / "drawn.svg")]
+    command = [sys.executable, str(ROOT / "bench/plans/bridge_picture.py"), "--plot", str(tmp_path / "drawn.svg")]
     subprocess.run(command, check=True)
     assert (tmp_path / "drawn.svg").read_text() == (ROOT / "docs/bridge.svg").read_text()
 

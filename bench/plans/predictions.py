@@ -7,7 +7,8 @@ The bar is what prices decide: of recorded plans, degrees and types of the same 
 seconds takes at most 3 % longer than the best measured one; seconds are within 15 %; planned bytes are within 10 % of
 measured peaks. One machine, `Machine.known("H200")`, predicts all rows of H200s, by the path that a run takes
 (`measured.py`), `Machine.known("H100")` those of H100s. Rows that were measured before the code they run was changed
-stand apart with the reason and the command that makes them again, and do not count.
+stand apart with the reason, and do not count. A step that is measured anew (`bench/on_gpus.py`) becomes a row of
+bench/records/measured.json.
 """
 
 import argparse
@@ -19,14 +20,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from measured import HERE, RECORDS, Measured, measured_rows, record_command
+from measured import RECORDS, Measured, Peak, measured_peaks, measured_rows
 
 from longspan.plain_text import markdown_table
 from longspan.plan import Machine
+from longspan.plan.memory.bytes import Bytes, gib_text
 
 REGRET, SECONDS, BYTES = 0.03, 0.15, 0.10
 PLANS = re.compile(r"(fixed|dynamic|padded|degree \d+|at degree \d+)")  # words of settings that name a plan
 COLUMNS = ("record", "model", "slots", "rows", "type", "settings", "measured s", "predicted s", "ratio", "")
+PARTS = ("weights", "gradients", "states", "gathered", "kept", "work", "logits")  # of planned bytes
 
 
 class Prediction(NamedTuple):
@@ -91,15 +94,17 @@ def choices(predictions: Sequence[Prediction]) -> list[Choice]:
     return found
 
 
-def memory_peaks() -> list[Any]:
-    """Measured peaks of memory and what the plan of memory says (`bench/training/memory_peaks.py`)."""
-    sys.path.insert(0, str(HERE / "training"))
-    from memory_peaks import all_peaks  # pyright: ignore[reportMissingImports]
-
-    return [peak for peak in all_peaks() if not peak.older]
+def predict_peaks() -> list[tuple[Peak, Bytes]]:
+    """All peaks of memory, and the planned bytes."""
+    return [(peak, peak.moment()) for peak in measured_peaks()]
 
 
-def text_of(predictions: Sequence[Prediction], peaks: Sequence[Any]) -> Iterator[str]:
+def peak_error(peak: Peak, moment: Bytes) -> float:
+    """By how much of the measured bytes the plan is off."""
+    return (moment.total - moment.communicators) / peak.measured - 1
+
+
+def text_of(predictions: Sequence[Prediction], peaks: Sequence[tuple[Peak, Bytes]]) -> Iterator[str]:
     """The record."""
     current, chosen = [p for p in predictions if not p.row.older], choices(predictions)
     errors = [abs(p.ratio - 1) for p in current]
@@ -109,7 +114,7 @@ def text_of(predictions: Sequence[Prediction], peaks: Sequence[Any]) -> Iterator
         [
             _summary("chosen over best measured", REGRET, [choice.regret for choice in chosen]),
             _summary("seconds", SECONDS, errors),
-            _summary("planned bytes", BYTES, [abs(peak.error) for peak in peaks]),
+            _summary("planned bytes", BYTES, [abs(peak_error(*pair)) for pair in peaks if not pair[0].older]),
         ],
     )
     yield from ("", "## Choices", "")
@@ -126,12 +131,21 @@ def text_of(predictions: Sequence[Prediction], peaks: Sequence[Any]) -> Iterator
     yield ""
     yield from _table(current)
     yield from ("", "Older code, which does not count:", "")
-    older = [p for p in predictions if p.row.older]
-    yield from _table(older)
-    yield from ("", "Commands that make older rows again, where their record names one:", "")
-    for name in dict.fromkeys(p.row.record for p in older):
-        if command := record_command(name):
-            yield f"- {name}: `{command}`"
+    yield from _table([p for p in predictions if p.row.older])
+    yield from ("", "## Peaks of memory", "")
+    yield "GiB of torch's allocator, without context and communicators; the parts are those of the prediction."
+    yield ""
+    yield markdown_table(
+        ("record", "row", "measured", "predicted", "off", *PARTS, ""), [_peak_row(*pair) for pair in peaks]
+    )
+
+
+def _peak_row(peak: Peak, moment: Bytes) -> tuple[str, ...]:
+    error = peak_error(peak, moment)
+    parts = (gib_text(getattr(moment, name)).removesuffix(" GiB") for name in PARTS)
+    sizes = (f"{size / 2**30:.1f}" for size in (peak.measured, moment.total - moment.communicators))
+    note = peak.older or "**off**" * (abs(error) > BYTES)
+    return (peak.record, peak.name, *sizes, f"{100 * error:+.1f} %", *parts, note)
 
 
 def _summary(name: str, bar: float, errors: Sequence[float]) -> tuple[str, ...]:
@@ -165,11 +179,12 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--out", type=Path, default=RECORDS / "predictions.md")
     out = flags.parse_args().out
-    predictions, peaks = predict_all(Machine.known("H200")), memory_peaks()
+    predictions, peaks = predict_all(Machine.known("H200")), predict_peaks()
     text = "\n".join(text_of(predictions, peaks)) + "\n"
     print(text, end="")
     out.write_text(text)
-    off = any(x.is_off for x in (*predictions, *choices(predictions))) or any(abs(p.error) > BYTES for p in peaks)
+    off = any(x.is_off for x in (*predictions, *choices(predictions)))
+    off = off or any(abs(peak_error(*pair)) > BYTES for pair in peaks if not pair[0].older)
     return int(off)
 
 

@@ -5,20 +5,16 @@ nodes. With a `NodeNetwork` each node has a network of its own, and a slow link 
 """
 
 import ctypes
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 from uuid import uuid4
 
 from bench.processes.end_processes import end_with_workers
@@ -133,31 +129,6 @@ class EmulatedNodes:
         environment = {"NCCL_NET": "Socket", "OMP_NUM_THREADS": "1"} | quiet | os.environ | {MARK: self._mark}
         environment |= {"NCCL_HOSTID": f"node{node}", "NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
         return environment | {"CUDA_VISIBLE_DEVICES": ",".join(self.nodes.gpus[node]) if self.nodes.gpus else ""}
-
-
-def run_on_nodes(nodes: int, ranks: int, timeout: float, *, cpu: bool = False) -> dict[str, Any]:
-    """What the first rank writes to the file of `--results`, a flag that is added to the command line of this script.
-
-    Exits with the output of the nodes where nothing is written in that many seconds.
-    """
-    if ranks % nodes or ranks < 2 * nodes:
-        sys.exit(f"--ranks is {ranks}; give a multiple of {nodes}, at least {2 * nodes}")
-    try:
-        both = Nodes.on_this_machine(nodes, ranks // nodes, cpu=cpu)
-    except ValueError as error:
-        sys.exit(str(error))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the nodes end too
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results.json"
-        logs = [Path(folder) / f"node{node}.txt" for node in range(nodes)]
-        words = [*sys.argv, "--results", str(results)]
-        with EmulatedNodes(both, words, logs) as emulated:
-            end = time.monotonic() + timeout
-            while emulated.running() and not emulated.failed() and time.monotonic() < end:
-                time.sleep(0.1)
-        if not results.exists():
-            sys.exit("\n".join(f"{log.stem}:\n{log.read_text(errors='replace')[-4000:]}" for log in logs))
-        return json.loads(results.read_text())
 
 
 def free_port() -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from bench.training.stream_pools import PAGE, Device, measure
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from longspan.comm import World
@@ -60,26 +59,6 @@ def test_a_message_after_an_error_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> 
     streams.allocate(comm, 6, "computing")
     streams.allocate(comm, 3, "sums")
     assert streams.made == [("computing", 8, []), ("computing", 6, []), ("computing", 3, ["sums"])]
-
-
-def test_simulated_memory_is_given_back_only_to_another_stream() -> None:
-    device = Device(room=10 * PAGE)
-    first, second = device.take("compute", 80.0), device.take("compute", 60.0)
-    assert device.mapped == 7 * PAGE and device.in_use == first.size + second.size
-    device.free(first)
-    again = device.take("compute", 70.0)  # in the block that was freed
-    assert (device.retries, device.mapped) == (0, 7 * PAGE)
-    device.free(again)
-    device.take("sums", 100.0)  # needs 5 pages, where 3 are left: those of the first block go
-    assert device.retries == 1 and device.mapped <= device.room
-
-
-def test_only_a_full_step_of_one_micro_batch_takes_its_memory_again() -> None:
-    room = int(91.4 * 2**30)
-    retries = {
-        case: float(measure(*case, room, 1)[3]) for case in ((34, 1, "sums"), (34, 1, "compute"), (28, 2, "sums"))
-    }
-    assert retries == {(34, 1, "sums"): 2.0, (34, 1, "compute"): 0.0, (28, 2, "sums"): 0.0}
 
 
 class Recorded(DefaultReduceScatter):

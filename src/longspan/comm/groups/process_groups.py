@@ -25,8 +25,7 @@ from longspan.errors import CommError
 ParentName = Literal["plane", "everyone", "pipeline", "tp", "control"]
 
 # Kinds whose messages travel while kernels of the same layer run. Their NCCL kernels go before blocks of a running
-# kernel that wait for a place on the device: behind them, a message that is sent ahead starts when the kernel is nearly
-# done (bench/attention/attention_choices.py --choice streams).
+# kernel that wait for a place on the device: behind them, a message that is sent ahead starts late.
 AHEAD = frozenset({"parent", "everyone", "communicator"})
 
 

@@ -140,8 +140,7 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
     """Return this member's rows of the target, from x, its rows of the source; entered by all that send or receive.
 
     With `folds`, copies of a row in x are first summed into one. The rows go in one message for each pair of members.
-    Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink
-    (bench/records/bridge-parts-4xH200.md).
+    Several smaller messages, packed and unpacked while others travel, take longer on H200s over NVLink.
     """
     dtype, x = x.dtype, _fold_repeats(x, moves)
     packed, arriving = x[moves.leaves], sum(moves.receives)

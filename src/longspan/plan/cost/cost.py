@@ -29,10 +29,10 @@ _DIVIDED_BY_TP = (
 )
 
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
-EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer (bench/records/attention-slices-4xH200.md)
+EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
-PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders (attention-time-packed)
+PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 # What forward takes of both passes: 2 of 6 FLOPs for each weight; of three turns of keys and values one, in one of two

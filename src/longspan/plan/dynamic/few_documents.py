@@ -2,7 +2,6 @@
 
 `lockstep.py` fills gaps with short documents and needs some to be good. With few documents, every way to
 group those of a micro-batch by work can be tried, and for each the widths that let the slowest group end earliest.
-Without it half of the steps on 8 and 16 slots are slower, by up to 7 % (bench/records/planner-parts.md).
 """
 
 from collections.abc import Iterator

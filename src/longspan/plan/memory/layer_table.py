@@ -29,7 +29,7 @@ HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of ea
 POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too
 WIDE, INDEX = 4, 8  # bytes of a number of float32, and of int64
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
-# and of peaks in bench/records/memory-measured-H200.json).
+# and of peaks in bench/records/measured.json).
 TORCH_SCANS = {False: 18, True: 26}
 
 

@@ -16,8 +16,8 @@ from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Measure, MemorySet
 from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import LayerKind
 
-CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels (bench/records/memory-measured-H200.json)
-COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group (bench/records/communicators-4xH200.md)
+CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels, as measured on an H200
+COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group, as measured on H200s
 # Rows that a depth of multi-token prediction keeps around its layer: the embedded tokens, these joined with the hidden
 # states (twice as wide), and the layer's output before and after its norm.
 OF_A_DEPTH = 5

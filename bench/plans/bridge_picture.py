@@ -1,6 +1,6 @@
 """Draws the picture of docs/bridge.md from a plan: who encodes which images, who owns their positions, what travels.
 
-python bench/bridge/bridge_picture.py --plot docs/bridge.svg
+python bench/plans/bridge_picture.py --plot docs/bridge.svg
 """
 
 import argparse
