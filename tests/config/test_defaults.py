@@ -78,7 +78,7 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
         ["fixed", 1, "auto", "zigzag", 64, 0],
     ),
     "what is given": (
-        {"eval_planner": "dynamic", "eval_cp_comm_type": "a2a", "eval_partition": "contiguous"}
+        {"eval_planner": "dynamic", "eval_cp_comm_type": "a2a", "partition": "contiguous"}
         | {"eval_max_tokens_per_slot": 7, f"eval_{SIZES}": 2, "eval_context_parallel_size": 2},
         ["dynamic", 2, "a2a", "contiguous", 7, 2],
     ),

@@ -141,11 +141,14 @@ def test_evaluations_that_are_broken_off_leave_no_trace(
     straight: tuple[RunConfig, str, TrainResult], tmp_path: Path
 ) -> None:
     config, *_ = straight
-    impatient = tuple(replace(entry, max_seconds=1e-9) for entry in config.eval)
-    again = replace(config, eval=impatient, run=replace(config.run, dir=str(tmp_path / "run"), loggers=()))
+    again = replace(
+        config,
+        train=replace(config.train, eval_seconds=1e-9),
+        run=replace(config.run, dir=str(tmp_path / "run"), loggers=()),
+    )
     text, result = run(again)
     assert "the evaluation of books after step 3 was stopped after 0 of " in text and "limit of 1e-09 s is over" in text
-    assert result.stopped == "" and result.named == () and not rows_of(again, "books") and rows_of(again)
+    assert result.stopped == "" and result.named == () and not rows_of(again, "books") and not rows_of(again)
     steps, same = (
         [without_times(row) for row in read_metrics(Path(c.run.dir) / "metrics.jsonl") if "loss" in row]
         for c in (config, again)

@@ -59,8 +59,8 @@ def test_what_the_user_says_is_kept(given: dict[str, Any], expected: tuple[Any, 
 
 
 def test_evaluations_follow_unless_they_say_otherwise() -> None:
-    context, _ = chosen(eval_context_parallel_size=4, eval_partition="zigzag", eval_cp_comm_type="all_gather")
-    assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("zigzag", "all_gather")
+    context, _ = chosen(eval_context_parallel_size=4, eval_cp_comm_type="all_gather")
+    assert (context.evaluation.partition, context.evaluation.cp_comm_type) == (context.partition, "all_gather")
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
     assert (wide.cp_comm_type, wide.evaluation.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
@@ -83,7 +83,7 @@ def test_plans_of_a_choice_are_priced_as_they_run() -> None:
 def test_other_models_stay_as_they_are() -> None:
     for preset in ("qwen3-tiny", "qwen3-moe-tiny", "gpt-oss-tiny"):
         assert not is_hybrid(ModelConfig(preset=preset))
-        for given in ({}, {"context.partition": "auto"}, {"context.eval_partition": "auto"}):
+        for given in ({}, {"context.partition": "auto"}):
             context = load_config(None, {"model.preset": preset} | given).context
             assert (context.partition, context.cp_comm_type) == ("zigzag", "p2p")
             assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("zigzag", "p2p")

@@ -256,8 +256,7 @@ def test_contiguous_rows_have_the_losses_of_zigzag_rows(tmp_path: Path) -> None:
     rows: dict[str, list[dict[str, object]]] = {}
     both = {"context__cp_comm_type": "a2a", "context__eval_cp_comm_type": "a2a", "model__dtype": "float64"}
     for partition in ("zigzag", "contiguous"):
-        dealt = {"context__partition": partition, "context__eval_partition": partition}
-        config = small_config(tmp_path / partition, train__steps=3, **both, **dealt)
+        config = small_config(tmp_path / partition, train__steps=3, **both, context__partition=partition)
         run(config, 2)
         rows[partition] = rows_of(config)
         plans = [Plan.from_json(path.read_text()) for path in (Path(config.run.dir) / "plans").glob("*.json")]

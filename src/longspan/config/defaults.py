@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
-from longspan.config.plan_section import AnyPlan, EvalConfig, inherit_keys
+from longspan.config.plan_section import EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
 from longspan.hub import find_local
@@ -34,7 +34,6 @@ _DEMO: dict[str, Any] = {
     "context.partition": "zigzag",
     "context.eval_planner": "fixed",
     "context.eval_cp_comm_type": "p2p",
-    "context.eval_partition": "zigzag",
     "context.eval_max_tokens_per_slot": 2048,
     "train.tokens_per_step": 4096,
     "train.lr": 6e-3,
@@ -150,20 +149,13 @@ def _set_partitions(config: RunConfig) -> RunConfig:
     partition is given as zigzag. A hybrid's evaluation has training's partition and type.
     """
     if not is_hybrid(config.model):
-        context = _set_zigzag(replace(config.context, evaluation=_set_zigzag(config.context.evaluation)))
-        return replace(config, context=context, eval=tuple(map(_set_zigzag, config.eval)))
+        partition = "zigzag" if config.context.partition == AUTO else config.context.partition
+        return replace(config, context=replace(config.context, partition=partition))
     config = _set_defaults(config, {"context.partition": AUTO})
     if config.context.partition != "zigzag":
         config = _set_defaults(config, {"context.cp_comm_type": AUTO})
     config = _set_defaults(config, {"context.cp_comm_type": "p2p"})
-    context = config.context
-    return _set_defaults(
-        config, {"context.eval_partition": context.partition, "context.eval_cp_comm_type": context.cp_comm_type}
-    )
-
-
-def _set_zigzag(section: AnyPlan) -> AnyPlan:
-    return replace(section, partition="zigzag") if section.partition == AUTO else section
+    return _set_defaults(config, {"context.eval_cp_comm_type": config.context.cp_comm_type})
 
 
 def set_steps(config: RunConfig, steps: int) -> RunConfig:
@@ -187,7 +179,7 @@ def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     Keys of `config` itself have their values already.
     """
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
-    keys = ("max_document_tokens", "every", "metrics", "max_seconds")
+    keys = ("max_document_tokens", "every", "metrics")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 

@@ -158,8 +158,8 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
             raise ConfigError(f"unknown key {label}.{key} in {source}: {_key_hint(section, label, key, types)}")
         return _convert_value(f"{label}.{key}", values[key], types[key], source)
 
-    gone = GONE_VALUES.items()
-    keys = [key for key, value in values.items() if (f"{label.partition('.')[0]}.{key}", value) not in gone]
+    table = label.partition(".")[0]
+    keys = [key for key, value in values.items() if value not in GONE_VALUES.get(f"{table}.{key}", ())]
     changes = dict(zip(keys, _values_or_errors(partial(read, key) for key in keys), strict=True))
     return set_key_values(section, changes)
 

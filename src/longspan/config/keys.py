@@ -18,25 +18,28 @@ Section = TypeVar("Section", bound=Any)
 AUTO = "auto"  # a value that the run chooses
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
 # Values of keys that are gone, which every run of version 0.2 has in its config.toml; they are read over.
-GONE_VALUES: dict[str, object] = {
-    "context.mixer_kernels": [],
-    "context.plan_ahead": 2,
-    "train.memory_history": 0,
-    "train.recompute_layers": 0,
-    "train.segment_layers": 0,
-    "context.eval_attention_kernel": "",
-    "context.eval_min_dynamic_context_parallel_size": 1,
-    "context.eval_max_dynamic_context_parallel_size": 0,
-    "data.check_images": "headers",
-    "data.date_string": "26 Jul 2024",
-    "eval.attention_kernel": "",
-    "eval.min_dynamic_context_parallel_size": 1,
-    "eval.max_dynamic_context_parallel_size": 0,
-    "run.refine": "auto",
-    "run.timeout_seconds": "auto",
-    "eval.passkey_lengths": [],
-    "eval.passkey_depths": [0.0, 0.25, 0.5, 0.75, 1.0],
-    "eval.passkey_samples": 4,
+GONE_VALUES: dict[str, tuple[object, ...]] = {
+    "context.mixer_kernels": ([],),
+    "context.plan_ahead": (2,),
+    "train.memory_history": (0,),
+    "train.recompute_layers": (0,),
+    "train.segment_layers": (0,),
+    "context.eval_attention_kernel": ("",),
+    "context.eval_min_dynamic_context_parallel_size": (1,),
+    "context.eval_max_dynamic_context_parallel_size": (0,),
+    "context.eval_partition": ("auto", "zigzag", "contiguous"),
+    "data.check_images": ("headers",),
+    "data.date_string": ("26 Jul 2024",),
+    "eval.attention_kernel": ("",),
+    "eval.min_dynamic_context_parallel_size": (1,),
+    "eval.max_dynamic_context_parallel_size": (0,),
+    "run.refine": ("auto",),
+    "run.timeout_seconds": ("auto",),
+    "eval.max_seconds": (0.0,),
+    "eval.partition": ("auto", "zigzag", "contiguous"),
+    "eval.passkey_lengths": ([],),
+    "eval.passkey_depths": ([0.0, 0.25, 0.5, 0.75, 1.0],),
+    "eval.passkey_samples": (4,),
 }
 FIRST = ("name", "path")  # keys that begin a table
 AS_IN_TRAINING = {"key": False}  # of a field of plans of evaluation that is no key

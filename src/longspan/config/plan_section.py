@@ -14,7 +14,6 @@ from longspan.config.keys import (
     AUTO,
     NOT_GIVEN,
     AtLeast,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Texts,
@@ -74,16 +73,6 @@ class PlanSection:
     """How they share it: p2p, all_gather, a2a, a2a+p2p, auto or the dotted name of your own (docs/attention.md); one,
     or one for each layer. Default: auto; hybrid models: chosen together with partition; tiny
     presets: p2p, hybrids the same."""
-    partition: Annotated[
-        Literal["", "auto", "zigzag", "contiguous"],
-        Texts(
-            "As partition, in evaluation; auto: what training has. Default: as in training; tiny presets: zigzag, of "
-            "hybrids auto.",
-            "As context.eval_partition. Default: the same.",
-        ),
-    ] = ""
-    """How rows of a document are split: zigzag (equal causal work), contiguous (one run a slot, faster under a2a), or
-    auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny presets: the same."""
     hierarchical_context_parallel_sizes: Annotated[
         int | tuple[int, ...],
         Texts(
@@ -92,6 +81,7 @@ class PlanSection:
         ),
     ] = NOT_GIVEN
     """Sizes (a2a, p2p) of a2a+p2p; 0: the best ones of each group. Read with that type only."""
+    partition: str = field(default="", metadata=AS_IN_TRAINING)
     min_dynamic_context_parallel_size: int = field(default=NOT_GIVEN, metadata=AS_IN_TRAINING)
     max_dynamic_context_parallel_size: int = field(default=NOT_GIVEN, metadata=AS_IN_TRAINING)
 
@@ -112,6 +102,10 @@ class ContextConfig(PlanSection):
     max_dynamic_context_parallel_size: NonNegativeInt = 0
     """Largest degree that the dynamic planner may choose, in evaluation too; 0: no limit."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
+    partition: Literal["", "auto", "zigzag", "contiguous"] = ""
+    """How rows of a document are split, in evaluation too: zigzag (equal causal work), contiguous (one run a slot,
+    faster under a2a), or auto: of hybrids what the cost chooses (docs/hybrid.md), otherwise zigzag. Default: auto; tiny
+    presets: the same."""
     attention_kernel: str = ""
     """Attention kernel (docs/attention.md), or the dotted name of your own; empty: the first that can."""
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
@@ -150,8 +144,6 @@ class EvalConfig(PlanSection):
     """Steps between evaluations; 0: only after the last step. Default: train.eval_every."""
     metrics: tuple[str, ...] = ()
     """Metrics of your own, as train.eval_metrics. Default: the same."""
-    max_seconds: NonNegativeFloat = NOT_GIVEN
-    """As train.eval_seconds, of this set; 0: no limit. Default: the same."""
 
     @property
     def prefix(self) -> str:

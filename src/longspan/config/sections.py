@@ -463,7 +463,6 @@ def held_out_set(config: RunConfig) -> EvalConfig:
         max_document_tokens=config.data.max_document_tokens,
         every=train.eval_every,
         metrics=train.eval_metrics,
-        max_seconds=train.eval_seconds,
         **config.context.evaluation.plan_keys,
     )
 

@@ -109,7 +109,7 @@ class _CorpusOfRun:
         for key in recorded.asked.keys() | values.keys():
             old_value, new_value = (
                 recorded.asked.get(key, defaults.get(key)),
-                values.get(key, GONE_VALUES.get(f"data.{key}")),
+                values.get(key, *GONE_VALUES.get(f"data.{key}", ())),
             )
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."

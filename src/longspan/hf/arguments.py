@@ -51,7 +51,6 @@ class LongspanArguments:
     eval_context_parallel_size: str = _key("", "ranks that share a document in evaluation; auto: the fastest")
     eval_max_tokens_per_slot: str = _key("", "rows of a micro-batch on a slot in evaluation")
     eval_cp_comm_type: str = _key("", "communication type of evaluation")
-    eval_partition: str = _key("", "partition of evaluation")
     eval_hierarchical_context_parallel_sizes: list[int] = field(
         default_factory=list, metadata={"help": "as training's"}
     )

@@ -224,7 +224,7 @@ class Evaluations:
             loss_chunk_rows=self.run.config.train.loss_chunk_rows,
             metrics=entry.metrics,
             token_bytes=entry.token_bytes,
-            seconds=entry.config.max_seconds or None,
+            seconds=self.run.config.train.eval_seconds or None,
             stopped=self.stop.reason,
             progress=partial(self.display.show_eval_progress, entry.name),
         )

@@ -5,12 +5,12 @@ What the user gives by flag is never changed: `check_config` refuses it if it do
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AUTO, NOT_GIVEN
+from longspan.config.keys import AS_IN_TRAINING, AUTO, NOT_GIVEN
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import CheckpointError, ConfigError, plural
@@ -260,7 +260,12 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
     if flags.get("context_parallel_size") == 0:
         flags["context_parallel_size"] = config.context.context_parallel_size
     filled_keys = take_keys(PlanSection(**flags), entry).plan_keys
-    return replace(entry, **filled_keys | flags)  # a flag that sets "" has been filled, and is put back
+    of_training = {
+        field.name: getattr(config.context, field.name)  # which flags may have set
+        for field in fields(PlanSection)
+        if field.metadata == AS_IN_TRAINING
+    }
+    return replace(entry, **filled_keys | flags | of_training)  # a flag that sets "" has been filled, and is put back
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
