@@ -192,7 +192,8 @@ class RunOnGpus:
             return
         text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
         if scaling:
-            yield f"{text}: model.rope_scaling = {scaling!r} stretches them {longest / limit:,.3g} times"
+            times = f"{longest / limit:,.1f}".removesuffix(".0")
+            yield f"{text}: model.rope_scaling = {scaling!r} stretches them {times} times"
         else:
             yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"
 
