@@ -98,7 +98,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _count_run_ranks(target: str) -> int:
-    """Count the processes that the run of these weights had on CPUs; 1 of one on GPUs, and of a folder."""
     run_dir = saved_weights(target).run_dir
     values: Any = None
     with suppress(OSError, ValueError):

@@ -68,7 +68,6 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
 
 
 def _figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
-    """Yield figures of a run up to a step, as far as its records can be read: steps, losses and documents."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
         trained = [row for row in rows if "loss" in row]

@@ -65,7 +65,7 @@ def _mark_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> st
 
 
 def _token_texts(ids: Sequence[int], targets: Sequence[bool], engine: Tokenizer) -> Iterator[tuple[bool, str]]:
-    """Yield whether a token is a target, and its text; tokens that are parts of one character are one text."""
+    # Tokens that are parts of one character are one text.
     half, stream = _SHOWN_TOKENS // 2, DecodeStream(skip_special_tokens=False)
     hidden = range(half, len(ids) - half)
     for i, (token, is_target) in enumerate(zip(ids, targets, strict=True)):

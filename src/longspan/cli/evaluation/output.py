@@ -146,7 +146,8 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
         f"{difference.name or HELD_OUT}: {unit} of {other.weights.title} beside {first.weights.title}",
         f"difference {difference.difference:+.6f}{_spread_text(difference.standard_error)}; of documents, each counted "
         f"once, {difference.document_difference:+.6f}{_spread_text(difference.document_standard_error)}",
-        f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value",
+        f"{difference.lower:,} of {plural(difference.documents, 'document')} have a lower value under "
+        f"{other.weights.title}",
     ]
     if difference.unit == "bits_per_byte":
         lines.append("the tokenizers differ: losses per token and perplexities cannot be compared, bits per byte can")
