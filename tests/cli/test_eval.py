@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from longspan.checkpoint.files import PARTIAL
-from longspan.cli.evaluation.output import result_tables
+from longspan.cli.evaluation.output import _bucket_tables, result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
+from longspan.evaluation.metrics import Bucket, Mean
 from longspan.run.loggers.metrics_log import read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.saved.test_comparison import result
@@ -99,6 +100,15 @@ def test_a_perplexity_that_nobody_can_read_is_not_written_out() -> None:
     names, row = result_tables([result(np.full(5, 50.0))], 1).splitlines()[1:3]
     assert names.startswith("set       type  cp          loss  perplexity")
     assert row.startswith("held out  -      1  50.000000000   over 1e21")
+
+
+def test_a_bucket_without_targets_has_no_loss() -> None:
+    buckets = [Bucket(0, 127, Mean(8.0, 4), 2), Bucket(128, 255, Mean(0.0, 0), 1), Bucket(256, 511, Mean(9.0, 3), 1)]
+    (table,) = _bucket_tables("chats", [], buckets)
+    assert [line.split()[:4] for line in table.splitlines()[2:]] == [
+        ["0", "to", "127", "2.000000"],
+        ["256", "to", "511", "3.000000"],
+    ]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -120,11 +120,12 @@ def _evaluation_table(result: SubjectResult) -> str:
 
 def _bucket_tables(name: str, lengths: "Sequence[Bucket]", positions: "Sequence[Bucket]") -> Iterator[str]:
     for title, unit, buckets in (("document length", "tokens", lengths), ("position", "position", positions)):
-        if len(buckets) > 1:
-            rows = [
-                [_range_text(b.first, b.last), f"{b.loss.value or 0:.6f}", f"{b.documents:,}", f"{int(b.loss.count):,}"]
-                for b in buckets
-            ]
+        rows = [
+            [_range_text(b.first, b.last), f"{b.loss.value:.6f}", f"{b.documents:,}", f"{int(b.loss.count):,}"]
+            for b in buckets
+            if b.loss.value is not None
+        ]
+        if len(rows) > 1:
             yield f"{name or HELD_OUT}, loss by {title}\n" + text_table((unit, "loss", "documents", "targets"), rows)
 
 
