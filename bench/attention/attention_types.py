@@ -7,23 +7,403 @@ Before anything is timed, output and gradients are compared with dense attention
 of longspan's is wrong. `--help` shows the flags.
 """
 
+import math
+import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.attention.type_cases import AttentionSettings
-from bench.attention.type_ranks import attention_ranks
+import torch
+from bench.begun import missing_row
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from longspan.attention import AttendCall, Mask, attend, choose_kernel
 from longspan.bench.benches import BenchFlags
-from longspan.bench.record import origin_text, show_record
+from longspan.bench.record import origin_text, show_record, write_unfinished
 from longspan.cli.flags import parse_flags
+from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
+from longspan.comm import World, bind
 from longspan.errors import ConfigError, plural
+from longspan.layout import Layout
 from longspan.plain_text import bytes_text, markdown_table, text_table
+from longspan.plan import PartitionKind, Plan, plan_fixed
+from longspan.versions import versions
+
+PEERS = ("cuDNN", "flash")
+_BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+Prepared = tuple[tuple[Tensor, Tensor, Tensor], Tensor, Callable[[], Tensor], Callable[[Tensor], Tensor]]
+
+
+@contextmanager
+def torch_attention(peer: str, qkv: tuple[Tensor, ...], world: World, documents: int) -> Iterator[Prepared]:
+    """Local inputs (1, heads, T, H), the gradient of the output, the call, and local rows to whole ones (S, heads, H).
+
+    Raises whatever torch raises, and ValueError for what it does not offer.
+    """
+    if world.device.type != "cuda":
+        raise ValueError("its attention kernels run on CUDA only")
+    if documents > 1:
+        raise ValueError("it has no packed documents")
+    if qkv[0].shape[0] % (2 * len(world.plane)):
+        raise ValueError(f"{qkv[0].shape[0]} rows do not divide by 2 x {len(world.plane)} ranks")
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import context_parallel_unshard, set_rotate_method
+
+    set_rotate_method("allgather")
+    mesh = init_device_mesh("cuda", (len(world.plane),))
+    buffers = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in qkv]  # (1, heads, S, H), cut in place
+    dims = [2] * len(buffers)
+    with (
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(buffers)),
+        sdpa_kernel(_BACKENDS[peer]),
+    ):
+        q, k, v, gradient = buffers
+        inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+
+        def whole(x: Tensor) -> Tensor:
+            return context_parallel_unshard(mesh, [x], [2])[0].squeeze(0).transpose(0, 1)
+
+        yield inputs, gradient, forward, whole
+
+
+Gradients = tuple[Tensor, ...]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What to measure."""
+
+    types: tuple[str, ...]
+    lengths: tuple[int, ...]
+    documents: int
+    window: int  # 0: none
+    sinks: bool
+    kernel: str  # "": the first that can
+    hierarchical: tuple[int, int]
+    heads: int
+    key_value_heads: int
+    head_size: int
+    dtype: str
+    warmup: int
+    repeats: int
+    peers: bool
+    ranks: int
+    backend: str
+    timeout_seconds: float
+    command: str
+    out: str = ""  # the first rank keeps what it has so far in this file
+    partition: PartitionKind = "zigzag"
+    warm_seconds: float = 0.0  # on GPUs, of runs before the timed ones
+    cuda_graph: bool = False  # every type a second time, captured and replayed
+
+
+@dataclass(frozen=True)
+class Run:
+    """Attention that is ready to run: local inputs, the gradient of the output, and the call."""
+
+    inputs: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor
+    forward: Callable[[], Tensor]
+    whole: Callable[[Tensor], Tensor]  # local rows to the whole sequence (S, heads, H), entered by all ranks
+    replayed: Callable[[], Gradients] | None = None  # backward of what `forward` gave last, where it is not autograd's
+
+    def backward(self, out: Tensor) -> Gradients:
+        """Gradients of the inputs."""
+        return torch.autograd.grad(out, self.inputs, self.gradient) if self.replayed is None else self.replayed()
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """What is measured: longspan with one communication type, or a peer, which may fail without ending the bench."""
+
+    name: str
+    peer: bool
+    prepare: Callable[[AttentionSettings, tuple[Tensor, ...], World], AbstractContextManager[Run]]
+
+
+def own_cases(settings: AttentionSettings) -> Iterator[AttentionCase]:
+    """longspan with each communication type, and again in a CUDA graph where that is asked for."""
+    for kind in settings.types:
+        yield AttentionCase(f"longspan {kind}", False, partial(_own_run, kind=kind))
+        if settings.cuda_graph:
+            yield AttentionCase(f"longspan {kind}, CUDA graph", False, partial(_graph_run, kind=kind))
+
+
+def peer_cases() -> Iterator[AttentionCase]:
+    """torch's `context_parallel` with each of its kernels."""
+    for peer in PEERS:
+        yield AttentionCase(f"torch context_parallel, {peer}", True, partial(_peer_run, peer=peer))
+
+
+@contextmanager
+def _own_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+    plan = _plan(settings, qkv[0].shape[0], world, kind)
+    world.prepare(plan)
+    shard = bind(plan.micro_batches[0], world)
+    q, k, v, gradient = (shard.scatter(x).contiguous() for x in qkv)
+    inputs = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+    options = {"window": settings.window or None, "sinks": sinks_of(settings, world.device, learnt=True)}
+    call = partial(attend, *inputs, shard, kernel=settings.kernel or None, **options)
+    yield Run(inputs, gradient, call, shard.gather)
+
+
+@contextmanager
+def _graph_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, kind: str) -> Iterator[Run]:
+    """The same, captured as two CUDA graphs, forward and backward, and replayed."""
+    with _own_run(settings, qkv, world, kind=kind) as run:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # index tensors, compiled kernels and communicators are made outside a capture
+                run.backward(run.forward())
+        torch.cuda.current_stream().wait_stream(side)
+        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[0], capture_error_mode="thread_local"):
+            out = run.forward()
+        with torch.cuda.graph(graphs[1], pool=graphs[0].pool(), capture_error_mode="thread_local"):
+            gradients = run.backward(out)
+        yield replace(run, forward=partial(_replay, graphs[0], out), replayed=partial(_replay, graphs[1], gradients))
+        torch.cuda.synchronize()
+        for graph in graphs:
+            graph.reset()
+
+
+def _replay(graph: Any, result: Result) -> Result:
+    """The tensors that the graph fills, after it has been started."""
+    graph.replay()
+    return result
+
+
+def sinks_of(settings: AttentionSettings, device: torch.device, *, learnt: bool = False) -> Tensor | None:
+    """A sink logit for each query head, from next to no weight to that of some 200 keys; None without sinks."""
+    logits = torch.linspace(-2.0, 6.0, settings.heads, device=device, requires_grad=learnt)
+    return logits if settings.sinks else None
+
+
+def _plan(settings: AttentionSettings, length: int, world: World, kind: str) -> Plan:
+    sizes = settings.hierarchical if kind == "a2a+p2p" else None
+    return plan_fixed(
+        lengths_of(settings, length),
+        world.home,
+        settings.ranks,
+        cp_comm_type=kind,
+        hierarchical_context_parallel_sizes=sizes,
+        partition=settings.partition,
+    )
+
+
+def lengths_of(settings: AttentionSettings, length: int) -> list[int]:
+    """The documents that share so many rows."""
+    base, remainder = divmod(length, settings.documents)
+    return [base + (d < remainder) for d in range(settings.documents)]
+
+
+@contextmanager
+def _peer_run(settings: AttentionSettings, qkv: tuple[Tensor, ...], world: World, *, peer: str) -> Iterator[Run]:
+    if settings.window or settings.sinks:
+        raise ValueError(f"it has no {'window' if settings.window else 'sinks'}")
+    with torch_attention(peer, qkv, world, settings.documents) as (inputs, gradient, forward, whole):
+        yield Run(inputs, gradient, forward, whole)
+
+
+def tensors_of(settings: AttentionSettings, length: int, world: World) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of the output (S, heads, H), the same on every rank."""
+    generator = torch.Generator(device=world.device).manual_seed(length)
+    heads = (settings.heads, settings.key_value_heads, settings.key_value_heads, settings.heads)
+    shapes = [(length, n, settings.head_size) for n in heads]
+    dtype = getattr(torch, settings.dtype)
+    return tuple(torch.randn(s, generator=generator, device=world.device).to(dtype) for s in shapes)
+
+
+CHECK_ROWS = 256  # of each rank, in the comparison with dense attention
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative, of the 2-norm
+
+
+def attention_ranks(rank: int, settings: AttentionSettings) -> dict[str, Any]:
+    """Open a world, check and time everything; the record, equal on every rank."""
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
+        if world.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False
+        record = _empty_record(settings, world)
+        cases = [*own_cases(settings), *(peer_cases() if settings.peers else [])]
+        for case in cases:
+            record["checks"].append({"name": case.name} | _or_missing(case, _check, settings, case, world))
+        for case in cases:
+            for length in settings.lengths:
+                row = _or_missing(case, _measure, settings, case, length, world)
+                record["rows"].append({"name": case.name, "length": length} | row)
+                _keep(record, settings, rank)
+    return record
+
+
+def _empty_record(settings: AttentionSettings, world: World) -> dict[str, Any]:
+    sizes = ("documents", "partition", "window", "sinks", "heads", "key_value_heads", "head_size", "dtype")
+    return {
+        "bench": "attention",
+        **{name: getattr(settings, name) for name in (*sizes, "warmup", "warm_seconds", "repeats", "ranks", "command")},
+        "kernel": _kernel(settings, world),
+        "backend": world.backend,
+        "check_length": CHECK_ROWS * settings.ranks,
+        "machine": machine_facts(),
+        "versions": versions(),
+        "checks": [],
+        "rows": [],
+    }
+
+
+def _kernel(settings: AttentionSettings, world: World) -> str:
+    sizes = (settings.heads, settings.key_value_heads, settings.head_size, settings.head_size)
+    mask = Mask(window=settings.window or None)
+    call = AttendCall(*sizes, getattr(torch, settings.dtype), world.device, mask)
+    return choose_kernel(call, settings.kernel or None).name
+
+
+def _keep(record: dict[str, Any], settings: AttentionSettings, rank: int) -> None:
+    """Rows that are finished stay where a bench is interrupted; a terminal is told as they come."""
+    if rank:
+        return
+    write_unfinished(record, settings.out)
+    if sys.stderr.isatty():
+        row = record["rows"][-1]
+        print(f"{row['name']}, {row['length']} rows: {row.get('missing') or row['seconds']}", file=sys.stderr)
+
+
+def _or_missing(case: AttentionCase, measure: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """The result of `measure`, or why a peer did not run."""
+    try:
+        return measure(*args)
+    except Exception as error:
+        if not case.peer:
+            raise
+        return missing_row(error)
+
+
+def _check(settings: AttentionSettings, case: AttentionCase, world: World) -> dict[str, Any]:
+    """Errors of output and gradients against dense attention in float32 (2-norms, relative)."""
+    qkv = tensors_of(settings, CHECK_ROWS * settings.ranks, world)
+    with case.prepare(settings, qkv, world) as run:
+        out = run.forward()
+        gradients = run.backward(out)
+        with torch.no_grad():
+            results = [run.whole(x.detach()) for x in (out, *gradients)]
+    exact = _dense(settings, qkv)
+    pairs = zip(("output", "dq", "dk", "dv"), results, exact, strict=True)
+    errors = {name: _distance(a, b) for name, a, b in pairs}
+    tolerance = TOLERANCE[getattr(torch, settings.dtype)]
+    return {"errors": errors, "tolerance": tolerance, "good": all(e <= tolerance for e in errors.values())}
+
+
+def _dense(settings: AttentionSettings, qkv: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output and gradients of causal attention on whole documents, in float32."""
+    q, k, v, gradient = (x.float() for x in qkv)
+    q, k, v = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    repeat = settings.heads // settings.key_value_heads
+    sizes = lengths_of(settings, len(q))
+    outs = []
+    for a, b, c in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        b, c = b.repeat_interleave(repeat, 1), c.repeat_interleave(repeat, 1)
+        scores = torch.einsum("snh,tnh->nst", a, b) * settings.head_size**-0.5
+        seen = torch.ones(len(a), len(a), dtype=torch.bool, device=a.device).tril()
+        if settings.window:
+            seen = seen.triu(1 - settings.window)
+        scores, sinks = scores.masked_fill(~seen, float("-inf")), sinks_of(settings, a.device)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(a), 1)], 2)
+        outs.append(torch.einsum("nst,tnh->snh", scores.softmax(-1)[:, :, : len(a)], c))
+    out = torch.cat(outs)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), gradient)]
+
+
+def _distance(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+def _measure(settings: AttentionSettings, case: AttentionCase, length: int, world: World) -> dict[str, Any]:
+    """Medians of forward, and of forward and backward, on the slowest rank."""
+    cuda = world.device.type == "cuda"
+    qkv = tensors_of(settings, length, world)
+    if cuda:
+        torch.cuda.empty_cache()
+    with case.prepare(settings, qkv, world) as run:
+        del qkv
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        times = _times(run, settings, world)
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+    of_ranks = world.control.gather_objects(
+        (statistics.median(t[0] for t in times), statistics.median(t[1] for t in times), peak)
+    )
+    forward, both, peak = (max(x[i] for x in of_ranks) for i in range(3))
+    return {
+        "forward_seconds": forward,
+        "seconds": both,
+        "tflops_per_device": 3.5 * forward_flops(settings, length) / both / settings.ranks / 1e12,
+        "peak_bytes": peak,
+    }
+
+
+def forward_flops(settings: AttentionSettings, length: int) -> float:
+    """FLOPs of two matrix products over the lower half of each document's square, or over the window's band in it."""
+    pairs = 0.0
+    for n in lengths_of(settings, length):
+        window = min(settings.window or n, n)
+        pairs += n * window - window * window / 2
+    return 4 * pairs * settings.heads * settings.head_size
+
+
+def _times(run: Run, settings: AttentionSettings, world: World) -> Sequence[tuple[float, float]]:
+    """Seconds of forward, and of both passes, of each timed run.
+
+    A GPU that has rested has higher clocks than one in training, for some tenths of a second: warm-up runs go on until
+    `warm_seconds` are over, as many on every rank.
+    """
+    cuda = world.device.type == "cuda"
+    warm = _passes(run, settings.warmup, cuda)
+    slowest = max(world.control.gather_objects(warm[-1][1] if warm else 0.0))
+    more = math.ceil(settings.warm_seconds / slowest) if cuda and slowest else 0
+    return _passes(run, more + settings.repeats, cuda)[more:]
+
+
+def _passes(run: Run, count: int, cuda: bool) -> list[tuple[float, float]]:
+    marks: list[tuple[Any, Any, Any]] = []
+    for _ in range(count):
+        start = _mark(cuda)
+        out = run.forward()
+        middle = _mark(cuda)
+        run.backward(out)
+        marks.append((start, middle, _mark(cuda)))
+    if cuda:
+        torch.cuda.synchronize()
+    return [(_between(a, b), _between(a, c)) for a, b, c in marks]
+
+
+def _mark(cuda: bool) -> Any:
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, stop: Any) -> float:
+    return stop - start if isinstance(start, float) else start.elapsed_time(stop) * 1e-3
+
 
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 CPU_RANKS = 4

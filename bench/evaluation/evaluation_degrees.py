@@ -6,20 +6,343 @@
 The exit code is 1 if the losses at two degrees differ by more than rounding explains. `--help` shows the flags.
 """
 
+import gc
+import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench.evaluation.degree_cases import DEGREES, KNOWN_DOCUMENTS, KNOWN_RANKS, EvalBenchFlags, make_settings
-from bench.evaluation.degree_ranks import eval_ranks
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from longspan.bench.record import origin_text, show_record
-from longspan.cli.flags import parse_flags
+from longspan.bench.benches import BenchFlags
+from longspan.bench.record import origin_text, show_record, write_unfinished
+from longspan.bench.timing import time_run
+from longspan.cli.flags import check_least, parse_flags
+from longspan.cli.machine import machine_facts
 from longspan.cli.processes import print_note, run_on_ranks
+from longspan.comm import World
+from longspan.data.document import synthetic_documents
+from longspan.errors import ConfigError
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.result import Evaluation
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
 from longspan.plain_text import bytes_text, markdown_table, text_table
+from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
+from longspan.run.profile import longest_kernels, read_events, record_profile, seconds_by_part
+from longspan.train.optim.optimizer import build_optimizer
+from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.step import run_step
+from longspan.versions import versions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+DEGREES = (1, 2)
+KNOWN_DOCUMENTS, KNOWN_RANKS = 4, 8  # of the published figures, on 8 × H100
+VOCABULARY = 10240  # of the published figures: a tokenizer of 10,000 ids, an untied head
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationCase:
+    """Equal documents through a model of a preset with so many layers, on `tp` x `pp` ranks a slot.
+
+    `known` are milliseconds at degrees 1 and 2 that were published for KNOWN_DOCUMENTS on KNOWN_RANKS.
+    """
+
+    name: str
+    tokens: int
+    layers: int
+    tp: int = 1
+    pp: int = 1
+    preset: str = "qwen3-4b"
+    known: tuple[float, float] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """The fewest ranks that it runs on, one slot; more must be a multiple, and of two slots for degree 2."""
+        return self.tp * self.pp
+
+    def runs_on(self, ranks: int) -> bool:
+        """Whether so many ranks are whole slots of this case."""
+        return ranks % self.ranks == 0
+
+    def degrees(self, ranks: int) -> tuple[int, ...]:
+        """The degrees that divide the slots of so many ranks."""
+        return tuple(degree for degree in DEGREES if ranks // self.ranks % degree == 0)
+
+    def home(self, ranks: int) -> Layout:
+        """The home of its model on so many ranks."""
+        return Layout(ranks, tp=self.tp, pp=self.pp)
+
+    def configuration(self, vocabulary: int) -> "PreTrainedConfig":
+        """The model's configuration, with an untied head. Raises ModelError for an unknown preset."""
+        from longspan.bench.layers import change_layer_count
+        from longspan.model.presets import preset_config
+
+        configuration = change_layer_count(preset_config(self.preset, vocab_size=vocabulary), self.layers)
+        configuration.vocab_size, configuration.tie_word_embeddings = vocabulary, False
+        return configuration
+
+
+CASES = (
+    EvaluationCase(name="1k-tp2", tokens=1024, layers=4, tp=2, known=(8.9, 12.4)),
+    EvaluationCase(name="8k-tp2", tokens=8192, layers=8, tp=2, known=(26.3, 21.3)),
+    EvaluationCase(name="1k-tp1", tokens=1024, layers=4),
+    EvaluationCase(name="8k-tp1", tokens=8192, layers=8),
+    EvaluationCase(name="8k-pp2", tokens=8192, layers=8, pp=2),
+    EvaluationCase(name="16k-pp2", tokens=16384, layers=8, pp=2),
+    EvaluationCase(name="8k-tp2-pp2", tokens=8192, layers=8, tp=2, pp=2, known=(39.5, 32.2)),
+    EvaluationCase(name="8k-pp4", tokens=8192, layers=8, pp=4, known=(53.1, 32.3)),
+    EvaluationCase(name="16k-tp2-pp2", tokens=16384, layers=8, tp=2, pp=2, known=(82.5, 46.5)),
+    EvaluationCase(name="16k-pp4", tokens=16384, layers=8, pp=4, known=(117.7, 62.8)),
+)
+TINY_CASES = (
+    EvaluationCase(name="tiny-tp2", tokens=48, layers=2, tp=2, preset="qwen3-tiny"),
+    EvaluationCase(name="tiny-pp2", tokens=48, layers=2, pp=2, preset="qwen3-tiny"),
+)
+
+
+def cases_of(
+    names: str, *, gpu: bool, preset: str = "", layers: int = 0, tokens: int = 0
+) -> tuple[EvaluationCase, ...]:
+    """The cases with these names (commas between; "": all of a GPU, or the tiny ones), with these changes.
+
+    Published figures belong only to unchanged cases. Raises ConfigError for a name that is not there.
+    """
+    by_name = {case.name: case for case in (*CASES, *TINY_CASES)}
+    default = CASES if gpu else TINY_CASES
+    chosen = [word.strip() for word in names.split(",") if word.strip()] or [case.name for case in default]
+    if unknown := [name for name in chosen if name not in by_name]:
+        raise ConfigError(f"--cases has {', '.join(unknown)}; cases are {', '.join(by_name)}")
+    settings = {"preset": preset, "layers": layers, "tokens": tokens}
+    changes: dict[str, Any] = {name: value for name, value in settings.items() if value}
+    if changes:
+        changes["known"] = None
+    return tuple(replace(by_name[name], **changes) for name in chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalBenchFlags(BenchFlags):
+    """Time the evaluation of four documents at degrees 1 and 2, and under a plan that chooses, on the same weights.
+
+    A case is a number of tokens of each document, a number of layers of a Qwen3-4B shape, and degrees of tensor and
+    pipeline parallelism. Its model is prepared as for training, with FSDP2. A training step at degree 1 goes before
+    evaluations at 1 and at 2, and one at degree 2 before evaluations at 2 and at 1. At a fixed degree each group of
+    slots has one document in a micro-batch, as published figures count; the planned evaluation is longspan's own
+    choice. Every evaluation holds each document once. Cases that need another number of GPUs are left out by name.
+
+    Runs one process for each GPU of this machine, or torchrun's, or --world local processes.
+    """
+
+    cases: str = ""
+    """Names of cases, with commas between; empty: all on GPUs, tiny ones on CPUs."""
+    documents: int = KNOWN_DOCUMENTS
+    """Documents of an evaluation."""
+    layers: int = 0
+    """Number of layers in place of the cases'; 0: theirs."""
+    tokens: int = 0
+    """Tokens of each document in place of the cases'; 0: theirs."""
+    preset: str = ""
+    """Preset that gives the model its shape, in place of qwen3-4b."""
+    vocabulary: int = VOCABULARY
+    """Rows of the embedding and of the head."""
+    cp_comm_type: str = "auto"
+    """How the slots of a group share attention."""
+    compiled: str = "auto"
+    """Whether layers are compiled, as `train.compiled`; auto: as a run of `longspan train` has them."""
+    profile: bool = False
+    """Profile one more evaluation at each degree: the parts of its time are in the record."""
+    warmup: int = 3
+    """Evaluations before the timed ones."""
+    repeats: int = 10
+    """Timed evaluations."""
+    timeout_seconds: float = 300.0
+    """How long a rank waits for the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings:
+    """What the ranks measure."""
+
+    flags: EvalBenchFlags
+    cases: tuple[EvaluationCase, ...]  # that these ranks can run
+    left_out: tuple[EvaluationCase, ...]
+    ranks: int
+    backend: str
+    command: str
+
+    @property
+    def gpu(self) -> bool:
+        """Whether each rank has a GPU."""
+        return self.backend != "gloo"
+
+    @property
+    def out(self) -> str:
+        """Where the first rank keeps what it has so far; "": nowhere."""
+        return str(Path(self.flags.out).resolve()) if self.flags.out else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """What a record contains of them."""
+        names = ("documents", "vocabulary", "cp_comm_type", "compiled", "warmup", "repeats")
+        return {
+            **{name: getattr(self.flags, name) for name in names},
+            "ranks": self.ranks,
+            "command": self.command,
+            "left_out": [case.name for case in self.left_out],
+        }
+
+
+def make_settings(flags: EvalBenchFlags, ranks: int, backend: str, command: Sequence[str]) -> EvaluationSettings:
+    """The settings that the ranks receive. Raises ConfigError for an unknown case, and if no case can run."""
+    flags.check_flags()
+    check_least(flags, documents=1, layers=0, tokens=0, vocabulary=8)
+    changes = {"preset": flags.preset, "layers": flags.layers, "tokens": flags.tokens}
+    cases = cases_of(flags.cases, gpu=backend != "gloo", **changes)
+    run = tuple(case for case in cases if case.runs_on(ranks))
+    if not run:
+        need = ", ".join(f"{case.name} {case.ranks}" for case in cases)
+        raise ConfigError(f"none of the cases runs on {ranks} ranks; they need multiples of: {need}")
+    left_out = tuple(case for case in cases if case not in run)
+    command = " ".join(command)
+    return EvaluationSettings(flags=flags, cases=run, left_out=left_out, ranks=ranks, backend=backend, command=command)
+
+
+BOUND = {torch.bfloat16: 5e-3, torch.float32: 1e-5}  # of the difference of two losses, by what computes them
+
+
+def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
+    """Run every case in a world of its own; the record, equal on every rank."""
+    about = {"backend": settings.backend, "machine": machine_facts(), "versions": versions()}
+    record: dict[str, Any] = {"bench": "eval", **settings.to_json(), **about, "rows": []}
+    backend = "gloo" if not settings.gpu else None
+    for case in settings.cases:
+        with World(case.home(settings.ranks), backend=backend, timeout=settings.flags.timeout_seconds) as world:
+            record["rows"].append(_measure_case(case, settings, world))
+        gc.collect()
+        if settings.gpu:
+            torch.cuda.empty_cache()
+        if not rank:
+            write_unfinished(record, settings.out)
+            print(f"{case.name}: {_line(record['rows'][-1])}", file=sys.stderr, flush=True)
+    return record
+
+
+def _line(row: dict[str, Any]) -> str:
+    times = ", ".join(f"{run['name']} {1e3 * run['mean']:.1f} ms" for run in row["runs"])
+    return f"{times}; losses differ by {row['difference']:.1e}"
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """A case's model and documents, under training."""
+
+    settings: EvaluationSettings
+    world: World
+    model: nn.Module
+    optimizer: Optimizer
+    documents: Sequence[np.ndarray]
+    options: PlanOptions  # of all plans, without a cap
+
+    def at_fixed_degree(self, degree: int) -> Plan:
+        """One document for each group of slots in a micro-batch, as published figures count."""
+        lengths, multiple = [len(document) for document in self.documents], self.options.row_multiple
+        rows = -(-max(lengths) // degree)
+        cap = -(-rows // multiple) * multiple
+        return plan_fixed(lengths, self.world.home, degree, options=self.options, max_tokens_per_slot=cap)
+
+    def train_step(self, plan: Plan) -> None:
+        """One optimizer step on the same documents."""
+        self.world.prepare(plan)
+        run_step(self.model, plan, self.documents, self.world, optimizer=self.optimizer)
+
+
+def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> _Bench:
+    flags, configuration = settings.flags, case.configuration(settings.flags.vocabulary)
+    loaded = load_model(config=configuration, sharded=True)
+    split = case.tp > 1
+    compute = torch.bfloat16 if settings.gpu else None
+    model = prepare(loaded, world, sequence_parallel=split, compute_dtype=compute, compiled=flags.compiled)
+    lengths = [case.tokens] * flags.documents
+    documents = [d[np.arange(len(d))] for d in synthetic_documents(lengths, flags.vocabulary)]
+    options = PlanOptions(
+        cp_comm_type=flags.cp_comm_type,
+        cost=(Machine.known("H200") if settings.gpu else Machine.cpus()).cost(configuration),
+        node_size=world.node_size,
+        row_multiple=case.tp if split else 1,
+        heads=query_heads(configuration),
+    )
+    return _Bench(settings, world, model, build_optimizer(model, lr=1e-5), documents, options)
+
+
+def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: World) -> dict[str, Any]:
+    bench = _bench(case, settings, world)
+    degrees = case.degrees(settings.ranks)
+    plans = {degree: bench.at_fixed_degree(degree) for degree in degrees}
+    runs: list[dict[str, Any]] = []
+    for trained in degrees:
+        bench.train_step(plans[trained])
+        for degree in sorted(degrees, key=trained.__ne__):  # first that of training
+            named = {"name": f"train {trained}, eval {degree}", "trained": trained, "degree": degree}
+            runs.append(named | _measure(bench, plans[degree]))
+    dynamic: dict[str, Any] = vars(bench.options)  # with any number of rows on a slot
+    runs.append({"name": "planned"} | _measure(bench, PlanChoice.dynamic(**dynamic)))
+    losses = [[run["loss"] for run in runs if run.get("trained") == trained] for trained in degrees]
+    difference = max(max(values) - min(values) for values in losses)
+    kind = torch.bfloat16 if settings.gpu else torch.float32
+    row: dict[str, Any] = {name: getattr(case, name) for name in ("name", "tokens", "layers", "tp", "pp", "preset")}
+    row |= {"known": case.known, "runs": runs, "difference": difference, "good": difference <= BOUND[kind]}
+    if settings.flags.profile:
+        row["parts"] = {str(degree): _profiled_parts(bench, plans[degree]) for degree in degrees}
+    return row
+
+
+def _measure(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
+    """Seconds of whole evaluations, each of the slowest rank; the most memory of a rank, and the result."""
+    settings, world = bench.settings, bench.world
+    results: list[Evaluation] = []
+    times, peak = list[float](), 0
+
+    def run() -> None:
+        results.append(evaluate(bench.model, bench.documents, choice, world))
+
+    for _ in range(settings.flags.warmup):
+        run()
+    for _ in range(settings.flags.repeats):
+        times.append(time_run(run, world))
+        peak = max(peak, torch.cuda.max_memory_allocated() if settings.gpu else 0)
+    of_ranks = world.control.gather_objects((times, peak))
+    slowest = [max(seconds) for seconds in zip(*(times for times, _ in of_ranks), strict=True)]
+    return {
+        "seconds": slowest,
+        "mean": statistics.mean(slowest),
+        "median": statistics.median(slowest),
+        "deviation": statistics.stdev(slowest) if len(slowest) > 1 else 0.0,
+        "peak_bytes": max(peak for _, peak in of_ranks),
+        "activation_bytes": results[-1].activation_bytes,
+        "loss": results[-1].loss,
+        "tokens": results[-1].tokens,
+        "micro_batches": len(results[-1].plan.micro_batches),
+        "widest": results[-1].cp,
+    }
+
+
+def _profiled_parts(bench: _Bench, plan: Plan) -> dict[str, Any]:
+    """Seconds by part and by kernel of one more evaluation, on the first rank."""
+    world = bench.world
+    with record_profile(world) as (recorded, _):
+        seconds = time_run(lambda: evaluate(bench.model, bench.documents, plan, world), world)
+    events = read_events(recorded, cuda=world.device.type == "cuda")
+    parts, kernels = seconds_by_part(events, seconds), longest_kernels(events)
+    return world.control.broadcast_object({"seconds": parts | {"evaluation": seconds}, "kernels": kernels})
+
 
 _SUMMARY = (
     "case",

@@ -24,8 +24,7 @@ from typing import Any, Literal
 
 from sensitivity import plan_sensitivity, rows_by_way, slower_link
 from worth_cases import LONGEST, MODELS, PUBLISHED, WEIGHTS_OF_EXPERTS, Case, cases, cost_of
-from worth_page import markdown, tables_of_pages
-from worth_picture import picture
+from worth_page import markdown, picture, tables_of_pages
 
 from longspan import Layout, plan_dynamic, plan_fixed
 from longspan.plan import AttentionCall, Cost, Group, Machine, Plan, PlanOptions

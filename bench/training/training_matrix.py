@@ -12,6 +12,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import argparse
 import random
 import sys
 import time
@@ -21,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.begun import open_record
-from bench.matrix_flags import matrix_flags
 
 from longspan.bench.record import origin_text, write_record
 from longspan.comm import run_local
@@ -33,7 +33,13 @@ AT_ONCE = 16  # combinations of one call: what a broken run loses
 
 
 def main() -> None:
-    options = matrix_flags(__doc__, lambda parser: parser.add_argument("--ranks", default=",".join(map(str, RANKS))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    parser.add_argument("--backend", default="gloo", choices=("gloo", "nccl"))
+    parser.add_argument("--most", type=int, default=1 << 30, help="so many of each part, drawn once")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    os.environ["LONGSPAN_TEST_BACKEND"] = options.backend  # in which functions of tests open their worlds
     record = open_record("training matrix", options.out, options.backend, ROOT)
     record.setdefault("ranks", {})
     for ranks in map(int, options.ranks.split(",")):

@@ -1,7 +1,4 @@
-"""Configurations at the size of models, on GPUs: pytest --backend nccl tests/attention/test_full_size.py.
-
-`bench/attention/attention_full_size.py` writes a record of the same.
-"""
+"""Configurations at the size of models, on GPUs: pytest --backend nccl tests/attention/test_full_size.py."""
 
 import pytest
 import torch

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 from bench.attention import attention_types
-from bench.attention.attention_types import AttentionFlags
-from bench.attention.type_cases import AttentionSettings
-from bench.attention.type_ranks import forward_flops
+from bench.attention.attention_types import AttentionFlags, AttentionSettings, forward_flops
 from bench.evaluation import evaluation_degrees
-from bench.evaluation.degree_cases import CASES, EvalBenchFlags, cases_of, make_settings
+from bench.evaluation.evaluation_degrees import CASES, EvalBenchFlags, cases_of, make_settings
 
 from longspan.errors import ConfigError
 

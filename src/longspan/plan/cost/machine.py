@@ -46,7 +46,7 @@ FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluat
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
 # Features from which "auto" compiles: at 1,024 a layer's kernels take less than the host, and compiled layers are no
-# faster (bench/records/first-steps-2xH200).
+# faster (bench/records/first-steps-2xH200.md).
 _COMPILED_WIDTH = 2048
 
 
@@ -104,8 +104,8 @@ class Machine:
     'a2a'
 
     `product_flops_per_second`: of products with weights; `expert_flops_per_second`: of those of experts, with the moves
-    of rows to them (bench/records/experts-H200.md). `attention_flops_per_second`: of a kernel on long pieces; on pieces
-    of `half_speed_rows` it reaches half (bench/records/attention-pieces-H200.md). All else that a device computes goes
+    of rows to them. `attention_flops_per_second`: of a kernel on long pieces; on pieces
+    of `half_speed_rows` it reaches half. All else that a device computes goes
     by `memory_bytes_per_second`. `step_seconds` is what a batch of messages takes with the launches around it, however
     well it hides; `micro_batch_seconds` what a micro-batch adds, and the end of a step.
 
