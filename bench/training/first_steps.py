@@ -12,6 +12,7 @@ Among --runs, `bench` is `longspan bench step` on the documents of the first ste
 
 import argparse
 import json
+import os
 import re
 import signal
 import statistics
@@ -127,7 +128,6 @@ def command_of(options: argparse.Namespace, data: Path, run: Path, tokens: int) 
         "train.lr": 1e-5,
         "train.seed": SEED,
         "run.dir": run,
-        "run.compile_cache": options.cache or data / "cache",
     }
     return _longspan(options, ["train"], plan_flags(options) | flags, options.flags)
 
@@ -164,7 +164,8 @@ def timed(words: list[str], options: argparse.Namespace, run: Path) -> dict[str,
     """Run until so many steps are in the metrics, and end it; what they took."""
     started, lines = time.time(), run.with_suffix(".txt")
     with lines.open("w") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        cache = os.environ | {"XDG_CACHE_HOME": str(options.cache or run.parent / "cache")}  # of kernels
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=cache)
         try:
             rows, line, first, last = _watched(process, run / "metrics.jsonl", lines, options, started)
         finally:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import machine as gpu_environment
-from longspan.cli.machine import NO_GPUS, LocalGpus, kernel_cache_folder, set_gpu_environment
+from longspan.cli.machine import NO_GPUS, LocalGpus, set_gpu_environment
 from longspan.errors import ConfigError
 
 NAMES = (
@@ -26,7 +26,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_kernels_are_kept_in_the_users_cache(gpu: Path) -> None:
     set_gpu_environment()
-    assert gpu.is_dir() and kernel_cache_folder() == gpu
+    assert gpu.is_dir()
     assert {name: os.environ.get(name) for name in NAMES} == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_CUDA_ALLOC_CONF": None,
@@ -37,19 +37,19 @@ def test_kernels_are_kept_in_the_users_cache(gpu: Path) -> None:
     }
 
 
-def test_what_the_user_has_set_stands(gpu: Path, tmp_path: Path) -> None:
+def test_what_the_user_has_set_stands(gpu: Path) -> None:
     os.environ |= {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64", "TRITON_CACHE_DIR": "/mine"}
     os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "0"
-    set_gpu_environment(str(tmp_path / "kept"))
+    set_gpu_environment()
     assert "PYTORCH_ALLOC_CONF" not in os.environ and os.environ["TRITON_CACHE_DIR"] == "/mine"
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kept" / "inductor") and not gpu.exists()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(gpu / "inductor")
 
 
-def test_a_folder_that_cannot_be_written(gpu: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be kept in .*/file/inside: Not a directory; name another folder"):
-        set_gpu_environment(str(tmp_path / "file" / "inside"))
+def test_a_folder_that_cannot_be_written(gpu: Path) -> None:
+    gpu.parent.parent.joinpath("longspan").write_text("")
+    with pytest.raises(ConfigError, match=r"kept in .*/longspan/kernels: Not a directory; set XDG_CACHE_HOME"):
+        set_gpu_environment()
 
 
 def test_nothing_is_set_without_gpus(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

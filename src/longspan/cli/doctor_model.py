@@ -129,7 +129,7 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
-    set_gpu_environment("")
+    set_gpu_environment()
     show = is_reporting() and sys.stderr.isatty()
     launch = _run_torchrun_cases if has_torchrun() else None
     return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))

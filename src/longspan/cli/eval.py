@@ -82,9 +82,7 @@ def main(argv: Sequence[str]) -> int:
     args = (request, processes.ranks, processes.backend, starts)
     config = request.subjects[0].config  # kernels that only a second subject calls are compiled when it is evaluated
     with compile_attention_ahead(config, processes, backward=False):
-        results: tuple[SubjectResult, ...] = run_on_ranks(
-            eval_rank, args, processes.ranks, compile_cache=config.run.compile_cache
-        )
+        results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks)
     if is_reporting():
         record = results_record(results, processes.ranks)
         if flags.documents:

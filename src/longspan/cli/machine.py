@@ -96,26 +96,27 @@ def allocator_environment() -> dict[str, str]:
     return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
 
-def set_gpu_environment(compile_cache: str = "") -> None:
+def set_gpu_environment() -> None:
     """Set the variables that keep compiled kernels across runs and let segments of GPU memory grow; none without GPUs.
 
-    `compile_cache` is the folder of kernels, "" the user's cache. In growing segments micro-batches of different sizes
-    leave no gaps; gaps would make the allocator free memory and ask for it again. Raises ConfigError if nothing can be
-    written in the folder.
+    Kernels are kept in longspan/kernels of the user's cache (XDG_CACHE_HOME). In growing segments micro-batches of
+    different sizes leave no gaps; gaps would make the allocator free memory and ask for it again. Raises ConfigError if
+    nothing can be written in the folder.
     """
     gpus = find_gpus()
     if not gpus.count:
         return
     os.environ.update(allocator_environment())
-    folder = kernel_cache_folder(compile_cache)
-    instead, reason = "name another folder with run.compile_cache, or set XDG_CACHE_HOME", ""
+    folder, reason = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels", ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = "" if os.access(folder, os.W_OK) else "it is not writable for this user"
     except OSError as error:
         reason = str(error.strerror)
     if reason:
-        raise ConfigError(f"compiled kernels cannot be kept in {folder}: {reason}; {instead}")
+        raise ConfigError(
+            f"compiled kernels cannot be kept in {folder}: {reason}; set XDG_CACHE_HOME to another folder"
+        )
     major, minor = gpus.capability
     folders = {
         "TRITON_CACHE_DIR": folder / "triton",
@@ -126,13 +127,6 @@ def set_gpu_environment(compile_cache: str = "") -> None:
     for name, path in folders.items():
         os.environ.setdefault(name, str(path))
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-
-
-def kernel_cache_folder(compile_cache: str = "") -> Path:
-    """Return the folder of compiled kernels: `compile_cache`, or longspan/kernels in the user's cache."""
-    if compile_cache:
-        return Path(compile_cache).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "longspan" / "kernels"
 
 
 def machine_facts() -> dict[str, Any]:

@@ -128,16 +128,14 @@ def run_on_ranks(
     ranks: int,
     timeout: float | None = None,
     *,
-    compile_cache: str = "",
     ignored: Sequence[int] = (),
 ) -> Any:
     """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result.
 
-    `timeout`: seconds that local ranks may take, None for no limit. `compile_cache` is the folder in which GPUs'
-    compiled kernels are kept ("": the user's). Signals that are `ignored` do nothing in local ranks until `fn` handles
-    them.
+    `timeout`: seconds that local ranks may take, None for no limit. Signals that are `ignored` do
+    nothing in local ranks until `fn` handles them.
     """
-    set_gpu_environment(compile_cache)
+    set_gpu_environment()
     if has_torchrun():
         stop_without_torchrun()
         return fn(int(os.environ["RANK"]), *args)
@@ -155,7 +153,7 @@ def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward
         return
     from longspan.train.kernels_ahead import compile_ahead
 
-    set_gpu_environment(config.run.compile_cache)
+    set_gpu_environment()
     gpus, slots = find_gpus(), home_of(config.parallel, processes.ranks).slots
     with compile_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):
         yield

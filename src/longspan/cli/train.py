@@ -63,9 +63,7 @@ def main(argv: Sequence[str]) -> int:
     args = (config, ranks, processes.backend, flags.json, starts)
     try:
         with compile_attention_ahead(config, processes, backward=True):
-            result: TrainResult = run_on_ranks(
-                train_rank, args, ranks, compile_cache=config.run.compile_cache, ignored=save_on
-            )
+            result: TrainResult = run_on_ranks(train_rank, args, ranks, ignored=save_on)
     except Interrupted as interrupted:  # by a signal before the run heeds signals, or by a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise

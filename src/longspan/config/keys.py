@@ -33,6 +33,7 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "eval.attention_kernel": ("",),
     "eval.min_dynamic_context_parallel_size": (1,),
     "eval.max_dynamic_context_parallel_size": (0,),
+    "run.compile_cache": ("",),
     "run.refine": ("auto",),
     "run.timeout_seconds": ("auto",),
     "eval.max_seconds": (0.0,),

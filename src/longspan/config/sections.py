@@ -402,8 +402,6 @@ class RunSection(MachineSection):
     stores); empty: the folder checkpoints of run.dir."""
     save_timeout_seconds: PositiveFloat = 1800.0
     """How long the writing of one checkpoint may take while training goes on, before the run ends with an error."""
-    compile_cache: str = ""
-    """Folder where kernels compiled for GPUs are kept for later runs; empty: longspan/kernels in the user's cache."""
     loggers: tuple[str, ...] = ()
     """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
     log_every: PositiveInt = 10

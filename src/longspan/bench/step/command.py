@@ -145,7 +145,7 @@ def main(argv: Sequence[str], peers: Peers | None = None) -> int:
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])
     if not (settings.planners or peers):
         raise ConfigError(f"--planners is none: nothing to time; name some of {', '.join(PLANNERS)}")
-    record = run_on_ranks(measure_step_on_rank, (settings, peers), ranks, compile_cache=config.run.compile_cache)
+    record = run_on_ranks(measure_step_on_rank, (settings, peers), ranks)
     show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
     return 0
 
