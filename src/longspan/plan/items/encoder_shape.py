@@ -24,9 +24,8 @@ _MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have
 _WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
 _GEMMA_ROWS = 256  # of an image, if a configuration has no number
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
-ENCODER_SPEED = (
-    240 / 700
-)  # of narrow products and rotary angles in float32, over a decoder's (bench/records/measured.json)
+# Of narrow products and rotary angles in float32, over a decoder's; both from vision-step-4xH200 in measured.json.
+ENCODER_SPEED = 240 / 700
 WAVE_SECONDS = 2e-3  # of the launches of a wave on GPUs
 _GATED = ("qwen2_5_vl",)  # whose MLPs have three products
 
