@@ -169,6 +169,7 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     that the model computes, and what transformers leaves out too. Raises ModelError for tensors that nothing takes, for
     weights that are missing, of another shape, quantized or in the files twice, and for two unequal tied matrices.
     """
+    _refuse_own_class(folder, model)
     source = FolderWeights(folder, model)
     source.check_complete()
     unread = source.unread
@@ -178,15 +179,10 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     if unknown := sorted(unread.keys() - known):
         known |= _names_of_towers(unknown, folder)
     if unknown := sorted(unread.keys() - known):
-        own_class = next((name for name in model.config.architectures or () if not hasattr(transformers, name)), "")
-        if own_class:
-            advice = f"they are of {own_class}, which transformers does not have: read the folder with "
-            advice += f"{own_class}.from_pretrained, or register the class under a model_type of its own"
-        else:
-            advice = "use the config.json that belongs to the weights, or take these tensors out of the files"
         raise ModelError(
             f"the files of {folder} hold {plural(len(unknown), 'tensor')} that a {type(model).__name__} of its "
-            f"config.json does not take: {items_text(unknown)}; {advice}"
+            f"config.json does not take: {items_text(unknown)}; use the config.json that belongs to the weights, or "
+            "take these tensors out of the files"
         )
     if unread:
         warnings.warn(
@@ -195,6 +191,17 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
             stacklevel=2,
         )
     return source
+
+
+def _refuse_own_class(folder: Path, model: PreTrainedModel) -> None:
+    """Its names may all be a stock class's, which transformers would load, and compute something else."""
+    names, stock = model.config.architectures or [], type(model).__name__
+    if names and not any(name.lower() == stock.lower() or hasattr(transformers, name) for name in names):
+        raise ModelError(
+            f"the weights of {folder} are of {names[0]}, which transformers does not have, and would be read as those "
+            f"of a {stock}: read the folder with {names[0]}.from_pretrained, register the class under a model_type of "
+            f'its own, or write "architectures": ["{stock}"] into its config.json if it is one'
+        )
 
 
 def _names_of_towers(unknown: list[str], folder: Path) -> set[str]:
