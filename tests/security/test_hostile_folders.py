@@ -162,11 +162,11 @@ def test_export_and_report_import_nothing_that_a_run_names(place: Path, capfd: p
 
 def metadata_is_a_program(run: Path) -> None:
     (checkpoint,) = (run / "checkpoints").glob("step-??????")
-    (checkpoint / "metadata.json").unlink()
+    (checkpoint / "optimizer.json").unlink()
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile(run.parent / "trap", "system")))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"].pop("metadata.json", None)
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    manifest["files"].pop("optimizer.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
 
 
 def configuration_has_code(run: Path) -> None:

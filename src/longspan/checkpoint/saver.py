@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -54,25 +53,29 @@ from longspan.layout.layout import excerpt
 from longspan.plain_text import bytes_text
 
 
-@dataclass(eq=False)
 class RunningSave:
     """A save in progress. Its thread sets what the main thread reads: `phase`, `failure`, `staged` and `ended`."""
 
-    path: Path
-    state: dict[str, Any]
-    values: OptimizerValues
-    keep: int
-    staging: StagedTensors
-    started: float
-    phase: str = "copying to the host"
-    failure: BaseException | None = None
-    shown: float = 0.0  # seconds that training paused for it
-    seconds: float = 0.0  # until it ended
-    bytes: int = 0  # of all ranks' files
-    given_up: bool = False  # nobody waits for it any more, and it is not published
-    noted: bool = False  # its figures are in the metrics, or about to be
-    staged: threading.Event = field(default_factory=threading.Event)
-    ended: threading.Event = field(default_factory=threading.Event)
+    def __init__(
+        self,
+        path: Path,
+        state: dict[str, Any],
+        values: OptimizerValues,
+        keep: int,
+        staging: StagedTensors,
+        started: float,
+    ) -> None:
+        """Begin a save whose copies are being taken since `started`, of time.monotonic."""
+        self.path, self.state, self.values, self.keep = path, state, values, keep
+        self.staging, self.started = staging, started
+        self.phase: str = "copying to the host"
+        self.failure: BaseException | None = None
+        self.shown: float = 0.0  # seconds that training paused for it
+        self.seconds: float = 0.0  # until it ended
+        self.bytes: int = 0  # of all ranks' files
+        self.given_up: bool = False  # nobody waits for it any more, and it is not published
+        self.noted: bool = False  # its figures are in the metrics, or about to be
+        self.staged, self.ended = threading.Event(), threading.Event()
 
     @property
     def failure_text(self) -> str:

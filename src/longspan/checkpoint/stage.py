@@ -22,7 +22,7 @@ SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class StagedTensors:
     """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
 
