@@ -56,10 +56,8 @@ def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
     of_any_model = replace(given.encoder, train="all")
-    of_training = {"min_dynamic_context_parallel_size": 1, "max_dynamic_context_parallel_size": 0}
-    context = given.context.set_evaluation(partition="zigzag", **of_training)
     model = replace(given.model, path="folder")
-    assert replace(given, model=model, encoder=of_any_model, context=context) == load_config(
+    assert replace(given, model=model, encoder=of_any_model) == load_config(
         EXAMPLES / "first.toml", {"model.path": "folder"}
     ), "every key of the demo is in the file"
 

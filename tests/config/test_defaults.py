@@ -50,7 +50,7 @@ def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> Non
     assert check_config(config, 4).slots == 4
 
 
-EVAL = ("planner", "context_parallel_size", "cp_comm_type", "partition", "max_tokens_per_slot")
+EVAL = ("eval_planner", "eval_context_parallel_size", "eval_cp_comm_type", "partition", "eval_max_tokens_per_slot")
 SIZES = "hierarchical_context_parallel_sizes"
 FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "training": ({"context_parallel_size": 4}, ["fixed", 4, "auto", "zigzag", "auto", 0]),
@@ -89,12 +89,12 @@ FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 def test_evaluation_follows_training(case: str) -> None:
     given, expected = FOLLOWS[case]
     config = load_config(None, OWN | {f"context.{key}": value for key, value in given.items()})
-    assert [value_of(config, f"context.eval_{key}") for key in (*EVAL, SIZES)] == expected
+    assert [value_of(config, f"context.{key}") for key in (*EVAL, f"eval_{SIZES}")] == expected
 
 
 def test_the_demo_evaluates_as_it_does() -> None:
     config = load_config(None, {"context.planner": "dynamic", "context.cp_comm_type": "a2a"})
-    assert [value_of(config, f"context.eval_{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
+    assert [value_of(config, f"context.{key}") for key in EVAL] == ["fixed", 4, "p2p", "zigzag", 2048]
     assert load_config(None, {"context.eval_context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
 
 

@@ -33,7 +33,6 @@ def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
 def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
     changes = {"context__eval_cp_comm_type": "a2a", "context__eval_max_tokens_per_slot": 99, "train__eval_every": 7}
     changes |= {"train__eval_metrics": ("a.b",)}
-    changes |= {"context__max_dynamic_context_parallel_size": 8, "context__min_dynamic_context_parallel_size": 2}
     inherited = entry({}, **changes, data__max_document_tokens=77)
     assert inherited == EvalConfig(
         name="books",
@@ -43,10 +42,7 @@ def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
         metrics=("a.b",),
         planner="fixed",
         context_parallel_size=4,
-        min_dynamic_context_parallel_size=2,
-        max_dynamic_context_parallel_size=8,
         cp_comm_type="a2a",
-        partition="zigzag",
         max_tokens_per_slot=99,
         hierarchical_context_parallel_sizes=0,
     )

@@ -19,7 +19,6 @@ VALUES: dict[str, Any] = {
     "planner": st.sampled_from(["fixed", "padded", "dynamic"]),
     "max_tokens_per_slot": st.sampled_from([0, 64, 600, AUTO]),
     "cp_comm_type": st.sampled_from(["p2p", "a2a", "a2a+p2p", ("p2p", "a2a")]),
-    "partition": st.sampled_from(["zigzag", "contiguous"]),
     "hierarchical_context_parallel_sizes": SIZES,
 }
 DEGREES = st.sampled_from([1, 2, 4, 8])

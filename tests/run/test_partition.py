@@ -30,7 +30,7 @@ def chosen(cost: Cost = COST, heads: int = 8, **given: Any) -> tuple[ContextConf
 def test_a_hybrid_has_contiguous_rows_and_exchanges_heads(planner: str) -> None:
     context, reason = chosen(planner=planner, context_parallel_size=4)
     assert (context.partition, context.cp_comm_type) == ("contiguous", "a2a")
-    assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("contiguous", "a2a")
+    assert context.evaluation.cp_comm_type == "a2a"
     assert reason.startswith("contiguous under a2a, by cost; ") and "zigzag under p2p" in reason
 
 
@@ -60,11 +60,11 @@ def test_what_the_user_says_is_kept(given: dict[str, Any], expected: tuple[Any, 
 
 def test_evaluations_follow_unless_they_say_otherwise() -> None:
     context, _ = chosen(eval_context_parallel_size=4, eval_cp_comm_type="all_gather")
-    assert (context.evaluation.partition, context.evaluation.cp_comm_type) == (context.partition, "all_gather")
+    assert context.evaluation.cp_comm_type == "all_gather"
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
-    assert (wide.cp_comm_type, wide.evaluation.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
+    assert (wide.cp_comm_type, wide.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
-    assert set_usual_partition(of_set).context.evaluation.partition == "contiguous"
+    assert set_usual_partition(of_set).context.partition == "contiguous"
 
 
 def test_a_cost_without_states_leaves_contiguous_rows() -> None:
@@ -86,6 +86,6 @@ def test_other_models_stay_as_they_are() -> None:
         for given in ({}, {"context.partition": "auto"}):
             context = load_config(None, {"model.preset": preset} | given).context
             assert (context.partition, context.cp_comm_type) == ("zigzag", "p2p")
-            assert (context.evaluation.partition, context.evaluation.cp_comm_type) == ("zigzag", "p2p")
+            assert context.evaluation.cp_comm_type == "p2p"
     assert not is_hybrid(ModelConfig(path="no/such/folder")) and is_hybrid(ModelConfig(preset="bamba-tiny"))
     assert 'partition = "auto"' in to_toml(load_config(None, {"model.preset": "bamba-tiny"}))

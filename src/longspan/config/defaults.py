@@ -202,9 +202,9 @@ def settings_text(config: RunConfig) -> str:
         parts.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
     context = config.context
     differing = [
-        f"eval_{key} = {_value_text(getattr(context.evaluation, key))}"
-        for key in _SHOWN["context"]
-        if getattr(context, key) != getattr(context.evaluation, key)
+        f"eval_{key} = {_value_text(value)}"
+        for key, value in context.evaluation.plan_keys.items()
+        if key in _SHOWN["context"] and value != getattr(context, key)
     ]
     return "\n".join([*parts, f"evaluation: {', '.join(differing) or 'as in training'}"])
 

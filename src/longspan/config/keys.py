@@ -43,7 +43,6 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "eval.passkey_samples": (4,),
 }
 FIRST = ("name", "path")  # keys that begin a table
-AS_IN_TRAINING = {"key": False}  # of a field of plans of evaluation that is no key
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,6 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
     kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
     keys: list[Key] = []
     for field in fields(kind):
-        if field.metadata == AS_IN_TRAINING:
-            continue
         marks = getattr(marked[field.name], "__metadata__", ())
         if is_dataclass(kinds[field.name]):
             inner, prefix = kinds[field.name], key_prefix(field.name)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from longspan.config.keys import (
-    AS_IN_TRAINING,
     AUTO,
     NOT_GIVEN,
     AtLeast,
@@ -81,9 +80,6 @@ class PlanSection:
         ),
     ] = NOT_GIVEN
     """Sizes (a2a, p2p) of a2a+p2p; 0: the best ones of each group. Read with that type only."""
-    partition: str = field(default="", metadata=AS_IN_TRAINING)
-    min_dynamic_context_parallel_size: int = field(default=NOT_GIVEN, metadata=AS_IN_TRAINING)
-    max_dynamic_context_parallel_size: int = field(default=NOT_GIVEN, metadata=AS_IN_TRAINING)
 
     @property
     def plan_keys(self) -> dict[str, Any]:

@@ -127,13 +127,10 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
 
 def test_flags_of_what_evaluation_has_from_training_count() -> None:
     config = load_config(None, BASE)
-    degrees = {
-        "partition": "contiguous",
-        "min_dynamic_context_parallel_size": 2,
-        "max_dynamic_context_parallel_size": 4,
-    }
-    entry = find_set(replace(config, context=replace(config.context, **degrees)), "", ())
-    assert {key: getattr(entry, key) for key in degrees} == degrees
+    degrees = {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 4}
+    flagged = replace(config, context=replace(config.context, partition="contiguous", **degrees))
+    choice = PlanChoice.evaluation(flagged, find_set(flagged, "", ()))
+    assert (choice.options.partition, choice.min_degree, choice.max_degree) == ("contiguous", 2, 4)
 
 
 def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
@@ -144,9 +141,10 @@ def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
     )
     choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
     assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(4, 4)] * 3
-    entry, changes = entry_at(config, 2, longest=1001)
-    assert (entry.min_dynamic_context_parallel_size, entry.max_tokens_per_slot) == (2, 501)
-    assert "context.min_dynamic_context_parallel_size 4 -> 2 (2 slots)" in changes
+    fitted, changes = fit_home(config, 2, ())
+    entry, _ = entry_at(fitted, 2, longest=1001)
+    assert (PlanChoice.evaluation(fitted, entry).min_degree, entry.max_tokens_per_slot) == (2, 501)
+    assert "context.min_dynamic_context_parallel_size 4 -> 2 (2 slots)" in changes_line(changes, 2)
     with pytest.raises(ConfigError, match=r"context\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(config, config.eval[0], Layout(16), 8 * 2048 + 1, "a file")
 

@@ -5,12 +5,12 @@ What the user gives by flag is never changed: `check_config` refuses it if it do
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AS_IN_TRAINING, AUTO, NOT_GIVEN
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import CheckpointError, ConfigError, plural
@@ -168,7 +168,8 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks, of equal ones that with the
-    larger tp. Degrees that do not fit stay, and `check_config` refuses them.
+    larger tp. Degrees that do not fit stay, and `check_config` refuses them. The least degree of dynamic evaluations is
+    at most the slots.
     """
     parallel, on_ranks = config.parallel, plural(ranks, "rank")
     home = _FittedSection(parallel, "parallel.", flag_keys)
@@ -191,9 +192,14 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
         width, remainder = divmod(slots, home.section.dp_replicate)
         ep = parallel.ep if remainder else math.gcd(parallel.ep, width)
         home.change_key("ep", ep, f"{plural(width, 'slot')} of each copy of the weights")
+    context = _FittedSection(config.context, "context.", flag_keys)
+    if not remainder and any(entry.planner == "dynamic" for entry in config.evaluations):
+        least = min(config.context.min_dynamic_context_parallel_size, slots)
+        context.change_key("min_dynamic_context_parallel_size", least, plural(slots, "slot"))
     encoder = _FittedSection(config.encoder, "encoder.", flag_keys)
     encoder.change_key("tp", math.gcd(config.encoder.tp, ranks), on_ranks)  # a divisor shares its heads evenly
-    return replace(config, parallel=home.section, encoder=encoder.section), (*home.changes, *encoder.changes)
+    config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
+    return config, (*home.changes, *context.changes, *encoder.changes)
 
 
 def fit_node_size(
@@ -212,10 +218,10 @@ def fit_set(
     """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     A planner of one degree gets the largest that divides the slots, that a2a can deal the query heads to, and that is
-    no larger than the run's, unless a flag gives the degree. A dynamic planner keeps training's range, whose lower
-    end is at most the slots. An "auto" degree is chosen later, under a cap that holds the document at the largest
-    degree. Rows are rounded up to a multiple that plans need. A max_tokens_per_slot of "auto" becomes ROWS, or more if
-    the document needs more, and does not count as a change. `heads` is None while the query heads are not known.
+    no larger than the run's, unless a flag gives the degree. An "auto" degree is chosen later, under a cap that holds
+    the document at the largest degree. Rows are rounded up to a multiple that plans need. A max_tokens_per_slot of
+    "auto" becomes ROWS, or more if the document needs more, and does not count as a change. `heads` is None while the
+    query heads are not known.
     """
     fit = _FittedSection(entry, entry.prefix, flag_keys, "context.eval_")
     choice, slots = PlanChoice.evaluation(config, entry), plural(home.slots, "slot")
@@ -231,11 +237,6 @@ def fit_set(
         fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
             fit.change_key("hierarchical_context_parallel_sizes", level_sizes(sizes, degree), f"cp {degree}")
-    elif entry.planner == "dynamic":
-        fit.prefix = "context."  # training's range is that of evaluation
-        least = entry.min_dynamic_context_parallel_size
-        fit.change_key("min_dynamic_context_parallel_size", min(least, home.slots), slots)
-        fit.prefix = entry.prefix
     multiple = plan_row_multiple(config.parallel)
     rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
     if cap == AUTO:
@@ -260,12 +261,7 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
     if flags.get("context_parallel_size") == 0:
         flags["context_parallel_size"] = config.context.context_parallel_size
     filled_keys = take_keys(PlanSection(**flags), entry).plan_keys
-    of_training = {
-        field.name: getattr(config.context, field.name)  # which flags may have set
-        for field in fields(PlanSection)
-        if field.metadata == AS_IN_TRAINING
-    }
-    return replace(entry, **filled_keys | flags | of_training)  # a flag that sets "" has been filled, and is put back
+    return replace(entry, **filled_keys | flags)  # a flag that sets "" has been filled, and is put back
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:

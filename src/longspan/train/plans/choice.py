@@ -102,7 +102,7 @@ class PlanChoice:
         """
         options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
-        return cls._from_section(config.context, options, "context.", weights, weight_bytes)
+        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
@@ -115,20 +115,20 @@ class PlanChoice:
     ) -> "PlanChoice":
         """Choose how evaluations are planned: those of a named set, or else of the documents that are held out.
 
-        They are priced for forward passes only, with rows in their own partition. Plans of a degree "auto" that is not
+        They are priced for forward passes only, with training's partition. Plans of a degree "auto" that is not
         chosen yet (`resolve.py`) have the smallest that holds their documents.
         """
         entry = entry or held_out_set(config)
         cost = (cost or read_cost(config)).forward_only()
-        section = replace(entry, partition=entry.partition or config.context.partition)
-        options = _section_options(section, config, cost, heads)
+        options = _section_options(entry, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, options, entry.prefix)
+        return cls._from_section(entry, config, options, entry.prefix)
 
     @classmethod
     def _from_section(
         cls,
         section: PlanSection,
+        config: RunConfig,
         options: PlanOptions,
         prefix: str,
         weights: int = 0,
@@ -136,7 +136,8 @@ class PlanChoice:
     ) -> "PlanChoice":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
-        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
+        context = config.context
+        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
         return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
 
     @property
@@ -289,7 +290,7 @@ def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads:
         cost=replace(cost, chunks=parallel.vpp if parallel.pipeline_schedule == "1f1b" else 1),
         node_size=PlanOptions.node_size if isinstance(node_size, str) else node_size,
         row_multiple=plan_row_multiple(config.parallel),
-        partition="contiguous" if section.partition == "contiguous" else "zigzag",
+        partition="contiguous" if config.context.partition == "contiguous" else "zigzag",
         heads=heads,
     )
 

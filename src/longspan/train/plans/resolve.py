@@ -63,14 +63,14 @@ def choose_partition(
     if context.cp_comm_type == AUTO:
         context = replace(context, cp_comm_type=options.cp_comm_type)
     config = replace(config, context=replace(context, partition=options.partition))
-    return _set_evaluation_partitions(config, home, heads), fastest.reason
+    return _set_evaluation_types(config, home, heads), fastest.reason
 
 
 def set_usual_partition(config: RunConfig) -> RunConfig:
     """Set contiguous rows in place of "auto", in training and evaluations; communication types stay as they are."""
     if config.context.partition == AUTO:
         config = replace(config, context=replace(config.context, partition="contiguous"))
-    return _set_evaluation_partitions(config, None, None)
+    return config
 
 
 def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int]], home: Layout) -> PartitionChoice:
@@ -85,29 +85,18 @@ def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int
     return which_partition(predict_seconds, choice.options)
 
 
-def _set_evaluation_partitions(config: RunConfig, home: Layout | None, heads: int | None) -> RunConfig:
-    """Without a home no evaluation takes training's type."""
-
-    def set_partition(entry: EvalConfig) -> EvalConfig:
-        if entry.partition != AUTO:
-            return entry
-        entry = replace(entry, partition=config.context.partition)
-        same_type = _allows_training_type(config, entry, home, heads)
-        return replace(entry, cp_comm_type=config.context.cp_comm_type) if same_type else entry
-
-    return set_evaluations(config, map(set_partition, config.evaluations))
-
-
-def _allows_training_type(config: RunConfig, entry: EvalConfig, home: Layout | None, heads: int | None) -> bool:
-    """Return whether an evaluation of type "auto" can have training's type at its degree.
-
-    It cannot before the home is known or its degree is chosen, nor with groups of several degrees.
-    """
-    choice = PlanChoice.evaluation(config, entry, heads=heads)
-    if home is None or choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
-        return False
+def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
+    """An evaluation of type "auto" takes training's, unless its degree is chosen later, or is not one alone."""
     trained = PlanChoice.training(config, heads=heads)
-    return trained.allows(choice.degree, home)
+
+    def set_type(entry: EvalConfig) -> EvalConfig:
+        choice = PlanChoice.evaluation(config, entry, heads=heads)
+        if choice.options.cp_comm_type != AUTO or not choice.degree or not choice.has_one_degree:
+            return entry
+        allowed = trained.allows(choice.degree, home)
+        return replace(entry, cp_comm_type=config.context.cp_comm_type) if allowed else entry
+
+    return set_evaluations(config, map(set_type, config.evaluations))
 
 
 def choose_degree(
