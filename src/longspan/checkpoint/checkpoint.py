@@ -178,8 +178,8 @@ def load_checkpoint(
         others = {name: x for name, x in tensors["optimizer"].items() if not isinstance(x, Tensor)}
         tensors["optimizer"] = {name: x for name, x in tensors["optimizer"].items() if name not in others}
         numbers = OptimizerValues.of(others).numbers
-        lacking = [name for name in numbers if name not in stored.numbers]
-        text = f"checkpoint {path} has no number {lacking[:1]}: it was saved with another optimizer; use that one"
+        lacking = next((name for name in numbers if name not in stored.numbers), "")
+        text = f"checkpoint {path} has no number {lacking}: it was saved with another optimizer; use that one"
         raise_first_error(world, CheckpointError(text) if lacking else None)
         others |= {name: stored.numbers[name] for name in numbers}
     try:
