@@ -1,8 +1,8 @@
 """The tensors of a checkpoint: a safetensors file from each rank, as torch's distributed checkpoint lays them out.
 
-torch's HuggingFaceStorageWriter (2.11 to 2.15) makes the file of a rank in memory first, with Python's lock: for 2 GB,
-2 GB more and 3.4 s in which nothing trains. Its reader takes paths of the disk alone. Here a tensor at a time is
-written, hashed and read, on a disk or in a store. torch's reader reads these files, and torch's files are read here.
+torch's HuggingFaceStorageWriter (2.11 to 2.14) makes the whole file of a rank in memory first, and holds Python's lock
+meanwhile, so that nothing trains. Its reader takes paths of the disk alone. Here a tensor at a time is written, hashed
+and read, on a disk or in a store. torch's reader reads these files, and torch's files are read here.
 """
 
 import hashlib
