@@ -188,7 +188,7 @@ def answer_of(name: str, folder: Path, gpu: str, count: int) -> dict[str, Any]:
     make_model(folder / model.group(1))
     chats = make_chats(folder, name.rpartition("-")[2], images="-vl-" in name)
     words = ["train", str(recipe), "--dry-run", "--json", "--world", str(count), "--device", "cpu"]
-    words += ["--run.machine", gpu, "--data.path", str(chats), "--data.workers", "1"]
+    words += ["--run.machine", gpu, "--data.path", str(chats)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = longspan(words)

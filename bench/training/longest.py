@@ -39,8 +39,8 @@ from longspan.model.layers import decoder_layers
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
-from longspan.train.memory.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.plans import PlanChoice, home_of, query_heads
+from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
 

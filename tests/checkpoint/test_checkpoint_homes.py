@@ -24,7 +24,7 @@ from longspan.checkpoint.storage import SafetensorsReader, read_metadata
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import CheckpointError
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import training as run_module
 from tests.model.stock import SIZES, worst

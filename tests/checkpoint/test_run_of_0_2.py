@@ -17,7 +17,7 @@ from longspan.checkpoint.format_1 import main
 from longspan.config.file import load_config
 from longspan.config.keys import AUTO, GONE_VALUES
 from longspan.config.sections import RunConfig
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import train_rank
 

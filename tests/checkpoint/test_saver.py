@@ -25,8 +25,7 @@ from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import offload_states
-from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.stochastic_rounding import StochasticRounding
+from longspan.train.optim.optimizer import OptimizerChoice, StochasticRounding
 from tests.checkpoint.test_checkpoint import contents, opened, update
 
 

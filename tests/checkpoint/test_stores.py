@@ -16,7 +16,7 @@ from longspan.checkpoint.storage import shard_name
 from longspan.checkpoint.store_path import StorePath, as_root, checkpoints_root
 from longspan.cli.main import main
 from longspan.errors import CheckpointError
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from tests.checkpoint.test_checkpoint import contents, file_checkpoint, opened, update
 from tests.train.small import small_config, train_rank, without_times

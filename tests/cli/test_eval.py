@@ -11,7 +11,7 @@ from longspan.cli.evaluation.output import _bucket_tables, result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.evaluation.metrics import Bucket, Mean
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.saved.test_comparison import result
 from tests.train.small import small_config, train_rank, write_texts

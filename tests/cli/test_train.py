@@ -18,7 +18,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError, RankLostError
 from longspan.launch.stop_signals import Interrupted
 from longspan.run.checks import check_config
-from longspan.run.result import TrainResult
+from longspan.run.facts import TrainResult
 from tests.report.pages import value_of, words_of
 from tests.train.small import small_config
 

@@ -14,7 +14,7 @@ from longspan.cli.plans.gpu_run import can_scale, position_limit
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.model.seams import rope
-from longspan.train.memory.memory_settings import run_memory_settings
+from longspan.train.plans.run_cost import run_memory_settings
 from tests.run.runs.test_images_run import model_folder, rows_with_images
 
 CONFIG = """
@@ -119,7 +119,7 @@ def test_a_gpu_that_is_here_has_its_own_bytes(
         {"model.dtype": "float64", "train.optimizer": "sgd", "train.fused_norms": "off"},
         {"train.optimizer": "sgd", "train.optimizer_arguments": ["momentum=0.9"], "context.mode": "free"},
         {"train.optimizer": "torch.optim.Adagrad", "train.offload_states": True, "mtp.depths": 2},
-        {"parallel.pp": 2, "parallel.vpp": 2, "parallel.reshard_after_forward": False, "train.loss_chunk_rows": 7},
+        {"parallel.pp": 2, "parallel.vpp": 2, "parallel.reshard_after_forward": False},
         {"model.compute_dtype": "float32", "encoder.train": "projector", "encoder.recompute": True},
     ],
 )

@@ -17,8 +17,8 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.run.checks import check_config, check_longest
-from longspan.train.memory.run_memory import full_plan
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
+from longspan.train.run_memory import full_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -21,7 +21,7 @@ from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
 from longspan.errors import DataError
-from longspan.train.reading.read_rows import read_inputs_and_labels
+from longspan.train.read_rows import read_inputs_and_labels
 from tests.train.small import write_texts
 
 

@@ -24,10 +24,10 @@ from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.plan.items import Item
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train.plans.order import make_step_order
-from longspan.train.reading.step_inputs import count_pack_targets
+from longspan.train.step_inputs import count_pack_targets
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.train.small import small_config, train_rank
 

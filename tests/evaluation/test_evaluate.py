@@ -15,9 +15,8 @@ from longspan import Layout, World, evaluate, prepare
 from longspan.comm.watch import Watch
 from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
 from longspan.evaluation import evaluate as portions
-from longspan.evaluation.metrics import Mean, copy_metric
+from longspan.evaluation.metrics import Mean, bucket_edges, copy_metric
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.row_sums import bucket_edges
 from longspan.testing import backend, run_ranks
 from longspan.train import EvaluationOptions, PlanChoice, TargetRows
 from tests.model.deep import deep

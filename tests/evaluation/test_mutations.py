@@ -25,7 +25,7 @@ from tests.model.stock import texts
 from tests.mutation import mutated
 
 LAYOUT, TRAINING, HELD_OUT = Layout(ranks=4, tp=2), texts((13, 7, 18)), texts((31, 2, 40, 9), 5)
-SUMS = "evaluation.row_sums"
+SUMS = "evaluation.metrics"
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and how it is noticed
     "nothing": (None, ""),
     "a document dropped": ((SUMS, "self._losses, measured.documents, losses)",
@@ -41,7 +41,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "losses not reduced": ((SUMS, 'flat = world.control.sum_of_arrays(flat, "sums of an evaluation")', "pass"),
                            "PlanError"),
     "modes not restored": (("model.parts", "vars(module)[\"training\"] = training", "pass"), "/modes"),
-    "reshard skipped": (("evaluation.gather_once", "recurse=False)\n        free_groups(modules)", "recurse=False)"),
+    "reshard skipped": (("evaluation.evaluate", "recurse=False)\n        free_groups(modules)", "recurse=False)"),
                         "/gathered"),
     "the world's step changed": (("evaluation.evaluate", "    portions = Portions(inputs, options, started)",
                                   "    world.step = options.step; portions = Portions(inputs, options, started)"),

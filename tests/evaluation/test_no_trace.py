@@ -17,7 +17,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train.plans import PlanChoice

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from longspan.config.file import to_toml
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from tests.faults.live_run import TORCHRUN, ranks_of, saved_steps, started, to_rank, wait_for
 from tests.train.small import small_config
 

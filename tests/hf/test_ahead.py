@@ -14,7 +14,7 @@ from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documen
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossRows
-from longspan.train.terms.distribution import Distributions
+from longspan.train.terms.token_loss import Distributions
 
 
 def counted(until: int, error: bool = False) -> Iterator[str]:

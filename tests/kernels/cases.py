@@ -10,7 +10,7 @@ from longspan.model.experts.experts import gate_in_one_pass
 from longspan.model.experts.rows import Visits, spread_rows, sum_visits
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.train.loss import row_softmax
-from longspan.train.terms.distribution import kernel_distributions
+from longspan.train.terms.token_loss import kernel_distributions
 from tests.reference import relative_error
 
 Errors = dict[str, float]

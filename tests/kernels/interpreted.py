@@ -14,7 +14,7 @@ import torch
 from longspan.model.experts import experts, rows
 from longspan.model.seams.forwards import norm_formula
 from longspan.train import loss
-from longspan.train.terms import distribution
+from longspan.train.terms import token_loss
 from tests.kernels import cases
 from tests.kernels.test_on_gpus import EVERY
 from tests.ssm.interpreted import on_a_cpu
@@ -24,7 +24,7 @@ def _take_cpus() -> None:
     """Let kernels be launched with tensors of a CPU."""
     experts.find_kernels = rows.find_kernels = lambda *tensors: rows.kernel_module()  # pyright: ignore
     norm_formula.are_on_gpus = lambda tensors: True
-    loss.uses_kernels = distribution.uses_kernels = lambda dtype, device: dtype != torch.float64
+    loss.uses_kernels = token_loss.uses_kernels = lambda dtype, device: dtype != torch.float64
 
 
 if __name__ == "__main__":

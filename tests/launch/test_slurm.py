@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longspan.config.file import to_toml
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from tests.train.small import small_config
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from longspan.plan import plan_fixed
 from longspan.plan.plan_rows import find_plan, plan_row, read_plans
 from longspan.report.follow import Follower, is_over, live_page
 from longspan.report.live_run import LiveRun, lock_holder
-from longspan.run.loggers.metrics_log import MetricsLog
+from longspan.run.loggers import MetricsLog
 from longspan.run.records import PlanLog
 from tests.report.pages import parts_of, value_of, words_of
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run

@@ -19,18 +19,17 @@ from longspan.config.sections import ModelConfig, RunConfig
 from longspan.corpus.build import build_shared_corpus
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError, DataError, LongspanError
-from longspan.evaluation.sets import open_set
 from longspan.model.presets import preset_config
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.loggers.run_loggers import scalars
+from longspan.run.facts import TrainResult
+from longspan.run.loggers import read_metrics, scalars
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
-from longspan.run.result import TrainResult
+from longspan.run.run_data import open_set
 from longspan.testing import backend, run_ranks
-from longspan.train.long_documents import check_set_length
+from longspan.train.training import check_set_length
 from tests.corpus.rows.families import write_folder
-from tests.train.small import small_config, train_rank, without_times, write_texts
+from tests.train.small import small_config, train_rank, write_texts
 
 HERE = "tests.run.eval_metrics"
 
@@ -64,7 +63,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, 
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
         | {"planner": "dynamic", "max_tokens_per_slot": 128},
         {"name": "some", "documents": 3, "context_parallel_size": 1},
-        train__eval_document_losses=True,
         run__loggers=["tests.run.loggers.fake_loggers.FileLogger"],
     )
     return config, *run(config)
@@ -88,12 +86,9 @@ def stock_losses(config: RunConfig, name: str) -> list[tuple[int, float, int]]:
 
 def test_each_document_of_a_set_counts_once_as_in_the_stock_model(straight: tuple[RunConfig, str, TrainResult]) -> None:
     config, _, result = straight
-    folder, stock = Path(config.run.dir), stock_losses(config, "books")
-    lines = [json.loads(line) for line in (folder / "evaluations" / "books-step-000006.jsonl").read_text().splitlines()]
-    assert [(line["name"], line["tokens"]) for line in lines] == [
-        (f"file{i:02}.py", n) for i, (n, *_) in enumerate(stock)
-    ]
-    assert [line["loss"] for line in lines] == pytest.approx([loss for _, loss, _ in stock], rel=1e-6)
+    stock = stock_losses(config, "books")
+    books = next(e for e in result.named if e.name == "books")
+    assert [loss.value for loss in books.document_losses] == pytest.approx([loss for _, loss, _ in stock], rel=1e-6)
     targets = sum(tokens - 1 for tokens, *_ in stock)
     row = rows_of(config, "books")[-1]
     assert (row["eval_documents"], row["eval_tokens"], row["eval_targets"]) == (7, targets + 7, targets)
@@ -102,8 +97,7 @@ def test_each_document_of_a_set_counts_once_as_in_the_stock_model(straight: tupl
     assert row["eval_top_five"] == sum(hits for *_, hits in stock) / targets
     assert row["eval_token_accuracy"] <= row["eval_top_five"] and 0 < row["eval_bits_per_byte"] < 8
     assert [e.name for e in result.named] == ["books", "some"] and "books  " in result.text()
-    some = [json.loads(line) for line in (folder / "evaluations" / "some-step-000006.jsonl").read_text().splitlines()]
-    assert len(some) == 3 and {line["name"] for line in some} <= {line["name"] for line in lines}
+    assert len(next(e for e in result.named if e.name == "some").document_losses) == 3
 
 
 def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: tuple[RunConfig, str, TrainResult]) -> None:
@@ -119,41 +113,12 @@ def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: tuple[Run
     assert "step 3/6  evaluation of books: loss " in text and "step 2/6  evaluation loss " in text
 
 
-def test_groups_of_training_and_of_every_evaluation_are_logged(straight: tuple[RunConfig, str, TrainResult]) -> None:
-    rows = [json.loads(line) for line in (Path(straight[0].run.dir) / "groups.jsonl").read_text().splitlines()]
-    axes = {row["kind"]: row["axis"] for row in rows if "axis" in row}
-    assert axes == {"control": "control", "saves": "control", "parent": "plane", "slots": "slots"} | (
-        {"communicator": "cp"} if "communicator" in axes else {}
-    )
-    shared = [(row["use"], row["degree"], row["level"], row["ranks"]) for row in rows if row["kind"] == "cp"]
-    assert shared == [("training", 2, "p2p", [0, 1]), ("evaluation", 2, "p2p", [0, 1])]
-
-
 def test_loggers_get_rows_with_the_names_of_sets(straight: tuple[RunConfig, str, TrainResult]) -> None:
     folder = Path(straight[0].run.dir)
     (session,) = (json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines())
     assert session["rows"] == read_metrics(folder / "metrics.jsonl")
     row = next(row for row in session["rows"] if row.get("eval_name") == "books")
     assert scalars(row)["eval/books/top_five_cp2"] == row["eval_top_five"]
-
-
-def test_evaluations_that_are_broken_off_leave_no_trace(
-    straight: tuple[RunConfig, str, TrainResult], tmp_path: Path
-) -> None:
-    config, *_ = straight
-    again = replace(
-        config,
-        train=replace(config.train, eval_seconds=1e-9),
-        run=replace(config.run, dir=str(tmp_path / "run"), loggers=()),
-    )
-    text, result = run(again)
-    assert "the evaluation of books after step 3 was stopped after 0 of " in text and "limit of 1e-09 s is over" in text
-    assert result.stopped == "" and result.named == () and not rows_of(again, "books") and not rows_of(again)
-    steps, same = (
-        [without_times(row) for row in read_metrics(Path(c.run.dir) / "metrics.jsonl") if "loss" in row]
-        for c in (config, again)
-    )
-    assert steps == same
 
 
 def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(

@@ -18,7 +18,7 @@ from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, Machine, plan_fixed
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.facts import RunFacts, facts_text
-from longspan.run.run_facts import mixers_text
+from longspan.run.records import mixers_text
 from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, model_figures
 from tests.report.runs import FACTS

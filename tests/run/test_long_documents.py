@@ -5,7 +5,7 @@ from transformers import NemotronHConfig, Qwen3Config
 
 from longspan.config.sections import ModelConfig
 from longspan.errors import ConfigError
-from longspan.train.long_documents import scale_positions
+from longspan.train.training import scale_positions
 
 KNOWN = Qwen3Config(max_position_embeddings=100)
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from longspan.run import memory_short
+from longspan.run import loop
 from longspan.run.run_data import TrainingRun
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank
@@ -58,7 +58,7 @@ def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path, pla
 
 
 def test_other_errors_get_no_note(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="shapes") as raised, memory_short.explain_out_of_memory(_IDLE, 1):
+    with pytest.raises(RuntimeError, match="shapes") as raised, loop.explain_out_of_memory(_IDLE, 1):
         raise RuntimeError("shapes do not match")
     assert not getattr(raised.value, "__notes__", [])
 
@@ -71,17 +71,17 @@ def test_a_gpu_gets_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
     run: Any = type("Run", (), {"dir": tmp_path})
     run.world = type("World", (), {"device": torch.device("cuda", 0), "rank": 3})
-    text = memory_short._write_snapshot(run)
+    text = loop._write_snapshot(run)
     assert written == [str(tmp_path / "memory" / "rank-3.pickle")] and written[0] in text
 
 
-def count_up(monkeypatch: pytest.MonkeyPatch, *retries: int) -> memory_short.AllocatorWatch:
+def count_up(monkeypatch: pytest.MonkeyPatch, *retries: int) -> loop.AllocatorWatch:
     """A watch of a GPU whose allocator counts so many retries in one step after another."""
     totals = iter([0, *(sum(retries[: i + 1]) for i in range(len(retries)))])
-    monkeypatch.setattr(memory_short, "allocator_retries", lambda _: next(totals))
-    monkeypatch.setattr(memory_short, "peak_memory_bytes", lambda _: 125 << 30)
-    monkeypatch.setattr(memory_short, "peak_reserved_bytes", lambda _: 137 << 30)
-    return memory_short.AllocatorWatch(torch.device("cuda", 0))
+    monkeypatch.setattr(loop, "allocator_retries", lambda _: next(totals))
+    monkeypatch.setattr(loop, "peak_memory_bytes", lambda _: 125 << 30)
+    monkeypatch.setattr(loop, "peak_reserved_bytes", lambda _: 137 << 30)
+    return loop.AllocatorWatch(torch.device("cuda", 0))
 
 
 def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,5 +99,5 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
 
 
 def test_a_cpu_has_no_column_of_its_allocator() -> None:
-    watch = memory_short.AllocatorWatch(torch.device("cpu"))
+    watch = loop.AllocatorWatch(torch.device("cpu"))
     assert watch.columns() == {} and watch.warning(0.0) == ""

@@ -7,11 +7,10 @@ from unittest import mock
 from longspan import World
 from longspan.config.sections import RunConfig
 from longspan.run.checks import check_config
-from longspan.run.loop import train
+from longspan.run.loop import STEPS, SlowSlots, train
 from longspan.run.progress import ProgressDisplay
-from longspan.run.steps import STEPS, SlowSlots
 from longspan.testing import backend, run_ranks
-from longspan.train.terms import slot_pace
+from longspan.train import step
 from longspan.train.training import Training
 from tests.train.small import small_config
 
@@ -23,8 +22,8 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
     home = check_config(config, 2)
     with (
         mock.patch.object(Training, "times_slots", True),
-        mock.patch.object(slot_pace, "LEAST_LOGITS", 1),
-        mock.patch.object(slot_pace.SlotPaceTerm, "sums", lambda term: _made_sums(term, slow)),
+        mock.patch.object(step, "LEAST_LOGITS", 1),
+        mock.patch.object(step.SlotPaceTerm, "sums", lambda term: _made_sums(term, slow)),
         World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
         ProgressDisplay(config.train.steps, stream if rank == 0 else None) as display,
     ):
@@ -32,7 +31,7 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
     return stream.getvalue()
 
 
-def _made_sums(term: slot_pace.SlotPaceTerm, slow: float) -> list[float]:
+def _made_sums(term: step.SlotPaceTerm, slow: float) -> list[float]:
     term._seconds = 1e-3 * term._rows * slow
     return [term._seconds, float(term._rows)]
 

@@ -65,7 +65,7 @@ def test_local_ranks_listen_on_loopback_only() -> None:
 @pytest.mark.whole
 def test_no_process_of_a_run_listens_outside_of_its_host(tmp_path: Path) -> None:
     """Its launcher, ranks, and the processes that plan and tokenize."""
-    with started(tmp_path, LOCAL, context__planner="dynamic", data__workers=2) as process:
+    with started(tmp_path, LOCAL, context__planner="dynamic") as process:
         processes = processes_of(process.pid)
         assert len(processes) >= 5, "launcher, fork server, two ranks and a planner"
         assert listening_addresses(processes) <= LOOPBACKS

@@ -11,9 +11,9 @@ from longspan.config.file import load_config
 from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
 from longspan.run.checks import check_config
+from longspan.run.facts import TrainResult
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
-from longspan.run.result import TrainResult
 from longspan.testing import backend
 
 WORDS = (

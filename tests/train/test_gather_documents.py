@@ -31,9 +31,8 @@ from longspan.data.document import LabelledPack, Piece
 from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
-from longspan.train.reading.local_batch import count_prefix_rows
-from longspan.train.reading.read_rows import read_rows
-from longspan.train.reading.step_inputs import count_pack_targets
+from longspan.train.read_rows import count_prefix_rows, read_rows
+from longspan.train.step_inputs import count_pack_targets
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, tiny, worst
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"

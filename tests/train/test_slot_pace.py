@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from longspan.data.document import NO_TARGET
+from longspan.train import step
 from longspan.train.passes import Passes
-from longspan.train.terms import slot_pace
-from longspan.train.terms.slot_pace import SlotPaceTerm
+from longspan.train.step import SlotPaceTerm
 
 
-def pace(tp: int = 0, vocabulary: int = slot_pace.LEAST_LOGITS // 4) -> SlotPaceTerm:
+def pace(tp: int = 0, vocabulary: int = step.LEAST_LOGITS // 4) -> SlotPaceTerm:
     """A term after the loss of a micro-batch of four targets, which took 20 ms."""
 
     def measure(batch: Any, hidden: Tensor, head: Any, *deeper: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def test_seconds_of_as_many_rows() -> None:
 
 
 def test_what_is_not_timed_has_no_ratio() -> None:
-    small = pace(vocabulary=slot_pace.LEAST_LOGITS // 4 - 1)
+    small = pace(vocabulary=step.LEAST_LOGITS // 4 - 1)
     assert small.sums() == [0.0, 0.0] and small.results([1.0, 8.0]) == {"slot_ratio": None}
     single = pace()
     assert single.results(single.sums()) == {"slot_ratio": None}, "there is no other slot"

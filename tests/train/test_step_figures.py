@@ -11,7 +11,7 @@ from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.train.step_figures import StepFigures, waiting_text
-from longspan.train.terms.modality_pass import EncoderTimes, PartClock
+from longspan.train.terms.encoders import EncoderTimes, PartClock
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
 TOWER = EncoderShape(

@@ -6,8 +6,8 @@ Most checks compare a step over two ranks with the dense model in float64: the l
 from longspan.comm import World
 from longspan.doctor.stock import collect_gradients, loss_error, whole_float64
 from longspan.layout import Layout
-from longspan.train.gradients import clip_grad_norm
 from longspan.train.step import run_step, token_log_probs
+from longspan.train.step_end import clip_grad_norm
 from tests.zoo.dense import (
     dense_answer,
     dense_log_probs,

@@ -39,23 +39,23 @@ MUTATIONS: dict[str, Change] = {
         "(passes.mean(loss) * passes.plan.tokens / batch.shard.tokens / len(batches)).backward()",
     ),
     "metrics summed over ranks that hold the same": (
-        "train.terms.log_probs",
+        "train.terms.token_loss",
         "if world.coordinates.tp == 0:",
         "if True:",
     ),
     "gradient norm counts copies": (
-        "train.gradients",
+        "train.step_end",
         "return bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
         "return True",
     ),
     # tokens, labels and evaluation
     "labels rolled inside a rank's part": (
-        "train.reading.read_rows",
+        "train.read_rows",
         "row, tokens[ahead], labels[ahead], {",
         "row, tokens[ahead], np.roll(tokens[ahead], -1)[: len(labels[ahead])], {",
     ),
     "a document's last token predicts the next document": (
-        "train.reading.read_rows",
+        "train.read_rows",
         "row, tokens[ahead], labels[ahead], {",
         "row, tokens[ahead], np.append(labels[ahead], tokens[0])[: stop - start], {",
     ),
@@ -75,7 +75,7 @@ MUTATIONS: dict[str, Change] = {
         "loss=sum(a / b for a, b in zip(totals.documents.tolist(), targets)) / len(targets),",
     ),
     "members evaluate different documents": (
-        "train.reading.read_rows",
+        "train.read_rows",
         "reader.read_run(document, start,",
         "reader.read_run((document + shard_part.member) % len(documents), start,",
     ),

@@ -1,7 +1,7 @@
 """A checkpoint as a Hugging Face folder, in one process on the CPU: a decoder layer at a time, never the whole model.
 
 Weights are stored by the names and shapes of the whole model, whatever home saved them. The other files of the folder
-are kept in the run's folder (`run/set_up/run_model.py`).
+are kept in the run's folder (`run/set_up.py`).
 """
 
 import re

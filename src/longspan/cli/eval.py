@@ -25,8 +25,7 @@ from longspan.cli.processes import (
 )
 from longspan.corpus.files import find_root
 from longspan.errors import plural
-from longspan.evaluation.saved.request import EvalRequest, fit_evaluations, saved_weights
-from longspan.evaluation.saved.results import SubjectResult, results_record
+from longspan.evaluation.request import EvalRequest, SubjectResult, fit_evaluations, results_record, saved_weights
 from longspan.files import as_json, read_json
 from longspan.layout import Layout
 from longspan.run.checks import check_config
@@ -121,7 +120,7 @@ def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts:
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=False)  # whether to compile is decided later
     from longspan.comm import World
-    from longspan.evaluation.saved.evaluate_saved import evaluate_saved
+    from longspan.evaluation.evaluate_saved import evaluate_saved
 
     starts.end_part("imports")
     home, seconds = check_request(request, ranks), request.subjects[0].config.run.timeout_seconds

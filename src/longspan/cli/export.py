@@ -11,7 +11,7 @@ from longspan import __version__
 from longspan.cli.flags import parse_flags
 from longspan.cli.help import Word
 from longspan.errors import ConfigError, plural
-from longspan.evaluation.saved.request import split_target
+from longspan.evaluation.request import split_target
 from longspan.files import as_json
 from longspan.hub import check_push, push_folder
 

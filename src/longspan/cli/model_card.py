@@ -16,8 +16,8 @@ from longspan.errors import plural
 from longspan.files import read_json
 from longspan.hub import hub_name
 from longspan.model.lora.save import CONFIGURATION
-from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.result import LAST_STEPS
+from longspan.run.facts import LAST_STEPS
+from longspan.run.loggers import read_metrics
 
 _TAGS = ["longspan"]
 

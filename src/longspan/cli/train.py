@@ -28,7 +28,7 @@ from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
 if TYPE_CHECKING:
-    from longspan.run.result import TrainResult
+    from longspan.run.facts import TrainResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def train_rank(
         from longspan.comm import World
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
-        from longspan.train.memory.slot_rows import halve_rows, ran_short_of_memory
+        from longspan.train.run_memory import halve_rows, ran_short_of_memory
     finally:
         gc.freeze()  # nor is any looked for later among what was imported
         gc.enable()

@@ -94,10 +94,9 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
 
 
 def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Put the folder of the local cache in place of each name of the hub that stands for a model or data set.
+    """Put the folder of the local cache in place of each name of the hub; `weights` false: config.json is enough.
 
-    The run's config.toml then names one revision. Without `weights` a config.json is enough of model.path. What is
-    missing is downloaded where model.download says so. Raises ConfigError for a name that is nowhere.
+    What is missing is downloaded where model.download says so. Raises ConfigError for a name that is nowhere.
     """
     model, data = config.model, config.data
     find_model = partial(find_local, download=model.download, download_key="model.download")
@@ -118,10 +117,7 @@ def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
 
 
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
-    """Set the demo's defaults: documents on 2 slots, in evaluation on 4, or on as many as divide the slots there are.
-
-    A slot has rows for its part of the longest document.
-    """
+    """Documents on 2 slots, in evaluation on 4, or on as many as divide the slots; slots have rows for a part."""
     slots = ranks // max(1, config.parallel.tp * config.parallel.pp)
     degrees = {"context_parallel_size": math.gcd(2, slots), "eval_context_parallel_size": math.gcd(4, slots)}
     config = _set_defaults(config, {f"context.{key}": degree for key, degree in degrees.items()} | _DEMO)
@@ -130,7 +126,6 @@ def _set_demo(config: RunConfig, ranks: int) -> RunConfig:
 
 
 def encoder_default(config: RunConfig) -> Literal["all", "none"]:
-    """Return the default of encoder.train: with adapters only these are trained."""
     return "none" if config.lora.rank else "all"
 
 
@@ -143,11 +138,7 @@ def is_hybrid(model: ModelConfig) -> bool:
 
 
 def _set_partitions(config: RunConfig) -> RunConfig:
-    """Set the defaults of partitions: "auto" for hybrids, which the cost decides; for other models "auto" is zigzag.
-
-    A hybrid's communication type is "auto" as well, since type and partition are chosen together, but p2p if the
-    partition is given as zigzag. A hybrid's evaluation has training's partition and type.
-    """
+    """ "auto" for hybrids, whose type and partition are chosen together; elsewhere "auto" is zigzag."""
     if not is_hybrid(config.model):
         partition = "zigzag" if config.context.partition == AUTO else config.context.partition
         return replace(config, context=replace(config.context, partition=partition))
@@ -174,20 +165,13 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
 
 
 def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
-    """Give a value to every key of an evaluation set: that of [context], or that of the held-out documents.
-
-    Keys of `config` itself have their values already.
-    """
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
 def settings_text(config: RunConfig) -> str:
-    """Write the values that decide most about a run, a line for each section; of evaluation those unlike training's.
-
-    A run of epochs shows these instead of steps and warm-up, which follow from them once the corpus is known.
-    """
+    """Write the values that decide most about a run, a line a section; of evaluation those unlike training's."""
     shown_keys = _SHOWN
     if config.train.epochs:
         train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
@@ -246,7 +230,6 @@ def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
 
 
 def compute_dtype_name(model: ModelConfig, device: str) -> str:
-    """Return the name of `compute_dtype`, without an import of torch."""
     if model.compute_dtype != AUTO:
         return model.compute_dtype
     return "bfloat16" if device == "cuda" and model.dtype == "float32" else model.dtype

@@ -59,10 +59,7 @@ def config_keys() -> tuple[str, ...]:
 
 
 def nearest_hint(name: str, names: Iterable[str], *, prefix: str = "") -> str:
-    """Write a hint for a mistyped name: the nearest of the known `names`, or all of them where none is near.
-
-    A `prefix` of all names is not compared, as it would make any two of them look near.
-    """
+    """Write the nearest of the known `names`, or all where none is near; a `prefix` of all names is not compared."""
     names = tuple(names)
     bare = [known_name.removeprefix(prefix) for known_name in names]
     matches = difflib.get_close_matches(name.removeprefix(prefix), bare, n=1, cutoff=0.5)
@@ -90,7 +87,7 @@ def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> Ru
 
 
 def _values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
-    """Return what each call returns. Raises one ConfigError with the messages of all calls that raise one."""
+    """Return all results, or raise one ConfigError with the messages of all calls that raise one."""
     values, problems = list[Value](), list[str]()
     for call in calls:
         try:
@@ -150,7 +147,6 @@ def _read_tables(tables: object, name: str, source: str, title: str, keys: str) 
 
 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
-    """`label` names the section or table in messages."""
     types = {key.name: key.kind for key in section_keys(type(section))}
 
     def read(key: str) -> object:
@@ -165,11 +161,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
 
 def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
-    """Write a hint for an unknown key: the section that has a key of that name, else this section's nearest key.
-
-    In [[eval]] the key may be one of [context], with its prefix eval_. `nearest_hint` quotes a key without its section;
-    the section is put before it, after the first quote.
-    """
+    """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]
@@ -177,7 +169,6 @@ def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> st
 
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
-    """Convert a value to what `kind` holds: a list becomes a tuple, an integer may stand for a float."""
     value = read_choice_word(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
         return ()  # not by `_fitting_value`: where a list is one of several types, an empty list fits none
@@ -192,10 +183,7 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the choice that true ("full" or "modules") or false ("none") stands for; other values are unchanged.
-
-    This is for keys that hold one of several words.
-    """
+    """Return the choice that true ("full" or "modules") or false ("none") stands for; other values are unchanged."""
     if (
         get_origin(kind) is not Literal
         or not isinstance(value, bool | str)
@@ -207,9 +195,7 @@ def read_choice_word(value: object, kind: Any) -> object:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
-    """Lists become tuples, whose elements all must fit, and integers may stand for floats; true and false are no
-    numbers.
-    """
+    """Lists become tuples, integers may stand for floats, and true and false are no numbers."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:

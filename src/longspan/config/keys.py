@@ -30,6 +30,11 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "context.eval_partition": ("auto", "zigzag", "contiguous"),
     "data.check_images": ("headers",),
     "data.date_string": ("26 Jul 2024",),
+    "data.workers": (0,),  # one process a core, of those that `taskset` leaves it
+    "train.eps": (1e-8,),  # optimizer_arguments = ["eps=1e-6"]
+    "train.eval_document_losses": (False,),  # longspan eval RUN --documents FILE
+    "train.eval_seconds": (0.0,),  # fewer documents: data.eval_documents, documents of [[eval]]
+    "train.loss_chunk_rows": (0,),
     "eval.attention_kernel": ("",),
     "eval.min_dynamic_context_parallel_size": (1,),
     "eval.max_dynamic_context_parallel_size": (0,),
@@ -53,11 +58,9 @@ class AtLeast:
     most: float = math.inf
 
     def allows(self, number: float) -> bool:
-        """Whether a number is within the bounds, and finite."""
         return self.value <= number <= self.most and number < math.inf
 
     def __str__(self) -> str:
-        """Write the bounds as messages and the page of keys have them."""
         return f"at least {self.value}" + (f", at most {self.most}" if self.most < math.inf else "")
 
 
@@ -66,11 +69,9 @@ class Above(AtLeast):
     """A number that a key must exceed, and the largest value that it may have."""
 
     def allows(self, number: float) -> bool:
-        """Whether a number is within the bounds, and finite."""
         return self.value < number and super().allows(number)
 
     def __str__(self) -> str:
-        """Write the bounds as messages and the page of keys have them."""
         return super().__str__().replace("at least", "above")
 
 
@@ -134,10 +135,7 @@ def key_value(section: Any, key: str) -> Any:
 
 
 def check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collection[str] = ()) -> None:
-    """Raise ConfigError for the first number of a section outside the bounds of its key; `prefix` begins its keys.
-
-    Keys to leave out are not compared. A word in place of a number must be "auto", and a document needs two tokens.
-    """
+    """Raise ConfigError for the first number outside its key's bound; the only word is "auto"; `prefix` begins keys."""
     for key in section_keys(kind):
         name, value = prefix + key.name, key_value(values, key.name)
         if key.bound is None or name in leave_out:
@@ -185,10 +183,7 @@ def _find_section(section: Any, key: str) -> tuple[str, str]:
 
 @cache
 def section_texts(kind: type[Any]) -> Mapping[str, str]:
-    """Return the text of every key of a section or table: the string under it in the source, or one of its `Texts`.
-
-    `Texts` are for plan keys in other places: keys of evaluation inside [context], and keys of a table [[eval]].
-    """
+    """Return the text of every key of a section or table: the string under it in the source, or one of its `Texts`."""
     texts = dict[str, str]()
     for base in reversed(kind.__mro__[:-1]):
         texts |= class_texts(base)

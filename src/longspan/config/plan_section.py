@@ -9,14 +9,7 @@ The plans themselves are made in `train/plans`.
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from longspan.config.keys import (
-    AUTO,
-    NOT_GIVEN,
-    AtLeast,
-    NonNegativeInt,
-    PositiveInt,
-    Texts,
-)
+from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeInt, PositiveInt, Texts
 from longspan.plan.hierarchy import level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
@@ -143,12 +136,10 @@ class EvalConfig(PlanSection):
 
     @property
     def prefix(self) -> str:
-        """How messages begin the names of its keys."""
         return f"eval.{self.name}." if self.name else "context.eval_"
 
     @property
     def metrics_key(self) -> str:
-        """The key of its metrics, for messages."""
         return f"{self.prefix}metrics" if self.name else "train.eval_metrics"
 
 
@@ -174,11 +165,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 
 def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
-    """Fill the keys of a section that are not given from its parent's; sizes of a2a+p2p are not fitted to the degree.
-
-    A degree that is given makes plans of that degree also if the parent's have several, and a degree "auto" is chosen
-    with its communication type.
-    """
+    """Fill the keys of a section that are not given from its parent's; a2a+p2p is not fitted to the degree."""
     values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
     if section.context_parallel_size == AUTO:
         values["cp_comm_type"] = AUTO
@@ -186,11 +173,7 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
 
 
 def _fit_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
-    """Return the parent's a2a and p2p levels, fitted to the degree if planner or degree differ from the parent's.
-
-    Evaluation as a whole takes training's degree if its own is "auto". A set whose degree is "auto" has the parent's
-    levels as they are.
-    """
+    """The parent's a2a and p2p levels, fitted where planner or degree differ; a degree "auto" takes training's."""
     planner, degree = section.planner, section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):
         degree = parent.context_parallel_size
@@ -202,11 +185,7 @@ def _fit_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, .
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:
-    """Return the planner of a section whose planner is not given: the parent's if the section has no degree either.
-
-    With a degree, documents are packed at that one degree (fixed), unless the parent pads. Evaluation as a whole packs
-    at a degree "auto" even if training pads, because "auto" compares degrees by plans of packed documents.
-    """
+    """The parent's planner; with a degree, fixed, unless the parent pads: "auto" compares packed documents."""
     if degree in (NOT_GIVEN, 0):
         return parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))

@@ -177,8 +177,6 @@ class DataConfig:
     0: any."""
     cache: str = ""
     """Folder where tokens are kept for all runs that ask for the same; empty: longspan/corpora in the user's cache."""
-    workers: NonNegativeInt = 0
-    """Processes that tokenize; 0: one for each core."""
     turns: Literal["together", "split"] = "together"
     """A conversation is one document, or split: one for each assistant turn, with what stood before it."""
     tokenizer: str = ""
@@ -246,9 +244,8 @@ class BestFigure:
         )
 
     def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
-        """Return the figure in rows of evaluations, one a set; None if its set has no row, or None for the figure.
-
-        Raises ConfigError where the set has no such figure.
+        """Return the figure in rows of evaluations, one a set; None without one. Raises ConfigError for an unknown
+        figure.
         """
         for row in rows:
             if row.get("eval_name", "") != self.set:
@@ -258,25 +255,6 @@ class BestFigure:
                 raise ConfigError(f"train.keep_best names {self.column}, and the evaluation has {columns}")
             return row[self.column]
         return None
-
-
-__all__ = [
-    "ContextConfig",
-    "DataConfig",
-    "EncoderSection",
-    "LoraSection",
-    "MachineSection",
-    "ModelConfig",
-    "MtpSection",
-    "ParallelConfig",
-    "RunConfig",
-    "RunSection",
-    "SourceConfig",
-    "TrainConfig",
-    "held_out_set",
-    "section_kinds",
-    "set_evaluations",
-]
 
 
 @dataclass(frozen=True)
@@ -313,8 +291,6 @@ class TrainConfig:
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of adamw's two moments at each step."""
-    eps: NonNegativeFloat = 1e-8
-    """What adamw adds to the root of its second moment."""
     stochastic_rounding: bool = False
     """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
     mean."""
@@ -339,8 +315,6 @@ class TrainConfig:
     offload_states: bool = False
     """Keep the optimizer's moments in the host's memory; an update copies them to the device a part at a time. false:
     as train.memory chooses."""
-    loss_chunk_rows: NonNegativeInt = 0
-    """Rows whose logits are formed at a time; 0: as many as 2 GiB hold on a GPU, 64 MiB on a CPU."""
     fused_norms: Literal["auto", "on", "off"] = "auto"
     """Run each RMS norm as one kernel forward and one backward, rounded once: auto (on GPUs, where a norm allows
     it), on, or off."""
@@ -358,12 +332,8 @@ class TrainConfig:
     """Weight of the z-loss of experts' routers: the mean square of the logsumexp of their logits."""
     seed: NonNegativeInt = 0
     """Of weights, document order and held-out texts."""
-    eval_seconds: NonNegativeFloat = 0.0
-    """An evaluation that takes longer is broken off with a line of output, and training goes on; 0: no limit."""
     eval_metrics: tuple[str, ...] = ()
     """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
-    eval_document_losses: bool = False
-    """Write the loss of each document of an evaluation to RUN/evaluations, as JSON lines."""
     profile_steps: tuple[int, ...] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
@@ -420,11 +390,7 @@ class RunSection(MachineSection):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The whole configuration of a run.
-
-    >>> from dataclasses import replace
-    >>> config = replace(RunConfig(), train=TrainConfig(steps=10))
-    """
+    """The whole configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -475,9 +441,7 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a plan of memory chooses how a run saves memory, such as which layers it recomputes.
-
-    On CPUs (no `gpu`) it does so only with `memory_bytes`.
+    """Return whether a plan of memory chooses how a run saves memory; on CPUs only with `memory_bytes`.
 
     >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
     (True, False)

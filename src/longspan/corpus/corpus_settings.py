@@ -112,5 +112,4 @@ def make_recipe(
         longest=data.max_document_tokens,
         skip_bad=data.on_bad == "skip",
         most_bytes=data.max_text_bytes,
-        workers=data.workers,
     )

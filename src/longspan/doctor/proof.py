@@ -55,7 +55,7 @@ from longspan.plain_text import text_table
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
 from longspan.train import run_step
-from longspan.train.step_check import check_step
+from longspan.train.step_inputs import check_step
 
 SECONDS_PER_CASE = 20.0
 Status = Literal["exact", "refused", "wrong", "crashed", "not built"]

@@ -7,34 +7,135 @@ portion's rows of a large set at a time.
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
-from longspan.evaluation.gather_once import gather_once, gathered_bytes
-from longspan.evaluation.metrics import EvaluationOptions, Mean, check_metrics
+from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metrics
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.row_sums import RowSums, Totals
 from longspan.layout import Layout
+from longspan.model.float8.weights import find_float8_weight, quantise_once
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
+from longspan.model.sharding import free_groups, fsdp_modules, reduction_groups, reshards_after_forward
 from longspan.plan import MicroBatch, Plan
-from longspan.train.memory.device_memory import measure_added_peak, unused_bytes
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.reading.local_batch import move_rows, read_micro_batches, reading_error
-from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.reading.step_inputs import StepDocuments, StepInputs
-from longspan.train.step_check import check_step
-from longspan.train.terms.step_terms import input_terms
+from longspan.train.read_rows import LocalBatch, move_rows, read_micro_batches, reading_error
+from longspan.train.run_memory import measure_added_peak, unused_bytes
+from longspan.train.step import input_terms
+from longspan.train.step_inputs import StepDocuments, StepInputs, check_step
+
+_GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@contextmanager
+def gather_once(model: nn.Module) -> Iterator[None]:
+    """Gather parameters once for forward passes inside, without backward passes; all ranks enter it together.
+
+    A layer is gathered when it is first called, while the device computes the layer before, and freed at the end, also
+    after an error. Copies of weights in float8 stay as long.
+    """
+    modules = fsdp_modules(model)
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+    try:
+        with quantise_once(model), ExitStack() as hooks:
+            # Not those of the model itself, with which FSDP2 begins and ends a pass.
+            for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
+                hooks.enter_context(_run_hooks_until_gathered(state))
+            yield
+    finally:
+        for module in modules:
+            # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
+            module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
+        free_groups(modules)
+
+
+@contextmanager
+def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
+    """Run a layer's FSDP2 hooks only until its parameters are gathered, or where they cast."""
+    if len(state._modules) != 1:
+        yield
+        return
+    (module,) = state._modules
+    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+    hooks = _GatheredHooks(state, module._forward_pre_hooks[before], module._forward_hooks[after])
+    module._forward_pre_hooks[before], module._forward_hooks[after] = (hooks.begin_forward, hooks.end_forward)
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks[before], module._forward_hooks[after] = hooks.pre_forward, hooks.post_forward
+
+
+class _GatheredHooks:
+    """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
+
+    def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
+        self.pre_forward, self.post_forward = pre_forward, post_forward
+        self._runs_fsdp_hooks = False
+        self._groups = [*reduction_groups([state._modules[0]])]
+        policy = state._mp_policy
+        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._casts_outputs: bool = policy.output_dtype is not None
+
+    def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run FSDP2's hook where a parameter is not gathered yet, or it casts; None leaves the inputs."""
+        casts = self._casts_outputs or not (
+            self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values()))
+        )
+        self._runs_fsdp_hooks = casts or not all(group.is_unsharded for group in self._groups)
+        return self.pre_forward(module, args, kwargs) if self._runs_fsdp_hooks else None
+
+    def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return self.post_forward(module, args, out) if self._runs_fsdp_hooks else None
+
+
+def _has_dtype(x: object, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
+    if isinstance(x, Tensor):
+        return x.dtype == dtype or not x.is_floating_point()
+    if isinstance(x, tuple | list):
+        return all(_has_dtype(value, dtype) for value in x)
+    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """Count the bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
+
+    0 if there are none, and where it is not known whether a module frees its parameters after a pass, as of a model
+    that others sharded.
+    """
+    if model not in _GATHERED_BYTES:
+        modules = fsdp_modules(model)
+        known = all(reshards_after_forward(module) is not None for module in modules)
+        _GATHERED_BYTES[model] = sum(
+            data.numel() * group.mesh_info.shard_mesh_size * _bytes_per_element(group, parameter)
+            for group in (reduction_groups(modules) if known else ())
+            for parameter in group.fsdp_params
+            for data in (parameter._sharded_param_data,)
+        )
+    return _GATHERED_BYTES[model]
+
+
+def _bytes_per_element(group: Any, parameter: Any) -> int:
+    """Bytes that passes hold for each element: gathered, and one more for a float8 copy."""
+    owner = parameter._module_info
+    policy = getattr(parameter, "mp_policy", None) or group.mp_policy  # torch 2.15 has one for each parameter
+    dtype = policy.param_dtype or parameter._sharded_param_data.dtype  # in which it is gathered
+    has_copy = find_float8_weight(owner.module, owner.param_name) is not None
+    return dtype.itemsize + has_copy
+
 
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
 SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
@@ -67,9 +168,12 @@ def evaluate(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
         )
     # the result names the widest degree, unless a choice names one degree for all documents (0: the plan's)
+    degree = max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
+    if isinstance(choice, PlanChoice) and choice.has_one_degree:
+        degree = choice.degree or degree
     return replace(
         _make_result(inputs, totals, options),
-        cp=_degree_of_result(choice, plan),
+        cp=degree,
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
         activation_bytes=world.control.largest(added_bytes[0] - portions.gathered) if added_bytes else None,
@@ -88,18 +192,8 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
     return check_step(model, plan, documents, world, backward=False)
 
 
-def _degree_of_result(choice: PlanChoice | Plan, plan: Plan) -> int:
-    if isinstance(choice, PlanChoice) and choice.has_one_degree and choice.degree:
-        return choice.degree
-    return max((group.degree for batch in plan.micro_batches for group in batch.groups), default=1)
-
-
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
-    """Make the result of the totals over all ranks; its degree, seconds and bytes are set by the caller.
-
-    Every metric is a mean: a sum and what it is divided by. Bits per byte are the loss in bits over the bytes of the
-    targets' texts, if the tokenizer gave those.
-    """
+    """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
     plan, targets = inputs.plan, inputs.documents.targets
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
@@ -133,27 +227,17 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
 
 
 def list_degree_choices(choice: PlanChoice, documents: CorpusDocuments, home: Layout) -> list[PlanChoice]:
-    """List a choice at several degrees, each under a cap that holds the documents.
-
-    They are 1, 2, 4, … as far as they divide the slots, and all slots. Degrees at which a2a cannot split the query
-    heads evenly are left out.
-    """
+    """List a choice at 1, 2, 4, … and all slots, as far as heads allow it, under caps that hold the documents."""
     longest = max(documents.lengths)
     return [choice.at_degree(degree, longest=longest) for degree in degrees_to_compare(home, choice)]
 
 
 @lru_cache(maxsize=8)
 def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> Plan:
-    """Return the plan of a set of documents, made once: a dynamic plan may take longer than the evaluation itself."""
     return choice.plan(lengths, home)
 
 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
-    """Return the choice priced for forward passes only, with the number of targets and a multiple of rows.
-
-    Slots must have multiples of the rows that the model asks for. The choice's own multiple stays if it is one of them;
-    otherwise the model's takes its place.
-    """
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets)
@@ -174,7 +258,6 @@ class Portions:
     """Runs one evaluation a portion of its micro-batches at a time."""
 
     def __init__(self, inputs: StepInputs, options: EvaluationOptions, started: float) -> None:
-        """Make the sums, the terms and the passes of an evaluation that began at `started` of time.perf_counter."""
         self.inputs: StepInputs = inputs
         self.options: EvaluationOptions = options
         self.started: float = started
@@ -196,7 +279,10 @@ class Portions:
         they agree on the next one, whose size is set by then: the portion after that one is the first not to double.
         Parameters stay gathered from the first portion on, once all ranks have agreed that there is room for them.
         """
-        size, done, count = self._first_size(), 0, len(self.plan.micro_batches)
+        # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
+        may_end = self.options.seconds is not None or self.options.stopped is not None
+        size = 1 if may_end and self.world.home.pp == 1 else self.largest
+        done, count = 0, len(self.plan.micro_batches)
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
                 portion = self.plan.micro_batches[done : done + size]
@@ -217,16 +303,7 @@ class Portions:
             raise_first_error(self.world, error)
         return totals
 
-    def _first_size(self) -> int:
-        """Return 1 where something may end the evaluation early, so that long micro-batches do not delay it for long.
-
-        A pipeline, which each portion fills and empties, begins with the largest portions.
-        """
-        may_end = self.options.seconds is not None or self.options.stopped is not None
-        return 1 if may_end and self.world.home.pp == 1 else self.largest
-
     def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
-        """Read this rank's rows and items of a portion, once all ranks have theirs and none stops; else all raise."""
         batches, error = list[LocalBatch](), self._end_reason(done)
         try:
             if error is None:
@@ -245,11 +322,7 @@ class Portions:
         return batches
 
     def _agree_on_end(self, ended: bool, *, first: bool) -> bool:
-        """Return whether any rank ends the evaluation, as all ranks learn here.
-
-        At the first portion they also compare items and plan, and agree whether parameters stay gathered; later they
-        agree whether the last portion took long on any of them.
-        """
+        """The first portion compares items and plan and agrees on gathering; later ones, whether the last took long."""
         if first:
             if self.items is not None:
                 self.world.control.agree(self.items.digest(), what="lists of items")
@@ -262,11 +335,7 @@ class Portions:
         return any_ended
 
     def _gathering_bytes(self) -> int:
-        """Return the bytes of the parameters that are to stay gathered for all micro-batches; 0 if none are.
-
-        None are if they need more than their share of free memory. A single micro-batch gathers each parameter once in
-        any case, a pipeline keeps its stages gathered, and a free plan gathers all parameters before its passes.
-        """
+        """Bytes of parameters that stay gathered for all micro-batches; 0 where that gains or fits nothing."""
         world, plan = self.world, self.plan
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
             return 0
@@ -275,10 +344,6 @@ class Portions:
         return size if size <= room else 0
 
     def _end_reason(self, done: int) -> LongspanError | None:
-        """Return why this rank would end the evaluation before its next portion; None if it goes on.
-
-        Before the first portion metrics are tried; afterwards an error of a metric ends it.
-        """
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:

@@ -4,13 +4,13 @@ A metric is a function of such rows to (sum, count). A mean over ranks' or micro
 documents are dealt out; sums and counts do not.
 """
 
+import math
 import pickle
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from numbers import Real
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -18,7 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from longspan.comm import World, to_device
 from longspan.errors import ConfigError, EvaluationError, import_object, plural
+from longspan.layout import Floats, Integers
+from longspan.train.loss import cut_into_chunks, row_log_probs, rows_per_chunk
+from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 
 class TargetRows(NamedTuple):
@@ -84,10 +88,9 @@ def check_metrics(
     vocabulary: int | None,
     device: torch.device,
 ) -> None:
-    """Try a copy of each metric on two example rows; a metric that cannot be copied is not tried.
+    """Try a copy of each metric on two example rows; one that cannot be copied is not tried.
 
-    The rows' logits are as long as the vocabulary (None: not known, 8 then). Raises EvaluationError for a metric that
-    fails, that gives something other than sums and counts, or whose name is one of BUILT_IN.
+    Raises EvaluationError for a metric that fails, gives no sums and counts, or has one of the names BUILT_IN.
     """
     for name, metric in {**metrics, **document_metrics}.items():
         if name in BUILT_IN:
@@ -107,10 +110,7 @@ def check_metrics(
 
 
 def check_columns(name: str, result: Any, rows: int) -> Tensor:
-    """Return the result of a metric of documents, its values and counts of n rows, as one tensor (2, n) in float64.
-
-    The value of a row that does not count, which may be NaN, becomes 0. Raises EvaluationError for any other result.
-    """
+    """Return values and counts of n rows as one float64 tensor (2, n), 0 where nothing counts; or EvaluationError."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if is_pair and all(isinstance(x, Tensor) and x.shape == (rows,) for x in result):
         values, counts = (column.double() for column in result)
@@ -122,41 +122,22 @@ def check_columns(name: str, result: Any, rows: int) -> Tensor:
 
 
 class _Copier(pickle.Pickler):
-    """Copies an object with all that it refers to, and a function with the variables of its closure.
-
-    Classes, modules, functions without a closure and parameters of models are not copied but shared with the original.
-    """
+    """Copies an object with all that it refers to but classes, modules, functions and parameters of models."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
         self.shared: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        is_plain_function = isinstance(obj, FunctionType) and not obj.__closure__
-        if not is_plain_function and not isinstance(obj, type | ModuleType | CodeType | nn.Parameter):
+        is_plain_function = isinstance(obj, FunctionType) and not obj.__closure__  # pickle refuses one with a closure
+        if not is_plain_function and not isinstance(obj, type | ModuleType | nn.Parameter):
             return None
         self.shared.append(obj)
         return len(self.shared) - 1
 
-    def reducer_override(self, obj: Any) -> Any:
-        """Describe to pickle how a function is made again with the values of its closure."""
-        if not isinstance(obj, FunctionType):
-            return NotImplemented  # pickle's own way
-        closure_values = [cell.cell_contents for cell in obj.__closure__ or ()]
-        settings = {name: getattr(obj, name) for name in ("__defaults__", "__kwdefaults__")}
-        # pickle's protocol: what makes the function, its arguments, and then what is set on it: __dict__, attributes
-        return _make_function, (obj.__code__, obj.__module__, closure_values), (vars(obj), settings)
-
-
-def _make_function(code: CodeType, module: str, closure_values: Sequence[Any]) -> FunctionType:
-    return FunctionType(code, vars(sys.modules[module]), None, None, tuple(map(CellType, closure_values)))
-
 
 def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a metric, so that a trial on made rows changes nothing that the metric itself keeps.
-
-    Raises the error with which copying fails.
-    """
+    """Copy a metric, so that a trial changes nothing that it keeps. Raises whatever pickle raises for it."""
     file = BytesIO()
     copier = _Copier(file)
     copier.dump(metric)
@@ -228,3 +209,176 @@ def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
             )
         metrics[name] = cast(Metric, function)
     return metrics
+
+
+FIRST_EDGE = 128  # positions and lengths below it are one bucket; the others are cut at powers of two
+
+
+class _MeasuredRows(NamedTuple):
+    """Rows of a micro-batch that have a target: documents and positions (n,) on the host, the others on the device."""
+
+    documents: Integers
+    positions: Integers
+    losses: list[Tensor]
+    hits: list[Tensor]
+    columns: list[Tensor]  # (2 M, n) values and counts of metrics of documents
+
+
+class RowSums:
+    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
+
+    Nothing waits for the device before `collect_measured_sums`. An error of a user's metric is kept in `error`, and the
+    passes go on, so that this rank does not leave the others in a collective.
+    """
+
+    def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
+        self.error: Exception | None = None
+        self._options = options
+        self._edges = bucket_edges(max(lengths, default=1))
+        self._measured_rows: list[_MeasuredRows] = []
+        self._losses: Floats = np.zeros(len(lengths))  # of each document
+        self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
+        self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
+        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
+        self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
+
+    def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits."""
+        rows = target_rows(batch)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        if not len(rows):
+            head(hidden[:1])  # its parameters are gathered by all slots together
+            return total
+        documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
+        targets = batch.labels[rows]
+        measured = _MeasuredRows(documents, positions, [], [], [])
+        weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
+        for chunk in self._compute_target_rows(hidden, head, (rows, documents, positions, targets), weights):
+            measured.losses.append(chunk.losses)
+            measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
+            measured.columns.append(self._add_metrics(chunk))
+            total += chunk.losses.sum()
+        self._measured_rows.append(measured)
+        self._rows += len(rows)
+        if (token_bytes := self._options.token_bytes) is not None:
+            self._bytes += int(token_bytes[targets].sum())
+        return total
+
+    def _compute_target_rows(
+        self,
+        hidden: Tensor,
+        head: Any,
+        columns: tuple[Integers, Integers, Integers, Integers],
+        row_weights: Floats | None,
+    ) -> Iterator[TargetRows]:
+        """Compute logits and losses of the n rows that have a target, some rows at a time, so that logits fit."""
+        rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
+        weights = None if row_weights is None else to_device(row_weights, hidden.device)
+        size = self._options.loss_chunk_rows or rows_per_chunk(
+            getattr(head, "vocabulary", hidden.shape[-1]), hidden.dtype, hidden.device.type
+        )
+        for part in cut_into_chunks(len(rows), size):
+            logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
+            losses = -row_log_probs(logits, ids).double()
+            if weights is not None:
+                losses = losses * weights[part]
+            yield TargetRows(documents[part], positions[part], ids, losses, logits)
+
+    def _add_metrics(self, rows: TargetRows) -> Tensor:
+        """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
+        count, metrics = len(rows.losses), self._options.document_metrics
+        columns = rows.losses.new_zeros(len(metrics), 2, count)
+        if self.error is not None:
+            return columns.flatten(0, 1)
+        try:
+            for sums, (name, metric) in zip(self._metrics, self._options.metrics.items(), strict=True):
+                for i, value in enumerate(check_sum_and_count(name, metric(rows))):
+                    sums[i] += value
+            for column, (name, metric) in zip(columns, metrics.items(), strict=True):
+                column.copy_(check_columns(name, metric(rows), count))
+        except Exception as error:  # of the user's function
+            self.error = error
+        return columns.flatten(0, 1)
+
+    def collect_measured_sums(self) -> None:
+        """Bring what was measured to the host and add it up there, in the order in which it was measured."""
+        for measured in self._measured_rows:
+            losses = torch.cat(measured.losses).cpu().numpy()
+            self._hits += int(torch.cat(measured.hits).sum())
+            np.add.at(self._losses, measured.documents, losses)
+            columns = torch.cat(measured.columns, -1).cpu().numpy()
+            for sums, column in zip(self._document_metrics.reshape(-1, len(self._losses)), columns, strict=True):
+                np.add.at(sums, measured.documents, column)
+            bucket = np.searchsorted(self._edges, measured.positions, side="right") - 1
+            np.add.at(self._positions[0], bucket, losses)
+            self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
+        self._measured_rows.clear()
+
+    def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
+        """Sum over all ranks; every rank gets the sums, and learns whether one `failed`."""
+        counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
+        numbers = [float(self._rows), float(self._hits), float(self._bytes)]
+        metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
+        parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
+        flat = np.concatenate([*(part * counts_here for part in parts), [float(failed)]])
+        flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
+        documents, positions, metrics, document_metrics, numbers, failures = np.split(
+            flat, np.cumsum([part.size for part in parts])
+        )
+        return Totals(
+            documents=documents,
+            positions=positions.reshape(2, -1),
+            edges=self._edges,
+            metrics=metrics.reshape(-1, 2),
+            document_metrics=document_metrics.reshape(self._document_metrics.shape),
+            rows=int(numbers[0]),
+            hits=int(numbers[1]),
+            bytes=int(numbers[2]),
+            failures=int(failures[0]),
+        )
+
+
+class Totals(NamedTuple):
+    """Sums over all ranks: losses of documents (D,), losses and rows of buckets of positions (2, B), metrics (M, 2),
+    and metrics of documents (M, 2, D)."""
+
+    documents: Floats
+    positions: Floats
+    edges: Integers
+    metrics: Floats
+    document_metrics: Floats
+    rows: int
+    hits: int
+    bytes: int
+    failures: int
+
+    def bucket_by_position(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """Return losses by bucket of positions; `documents` of a bucket have a target in it or behind it."""
+        targets = np.asarray(lengths) - 1  # of each document: the rows at positions 0 to targets - 1 predict them
+        documents_reaching = [int((targets > edge).sum()) for edge in self.edges.tolist()]
+        loss, rows = self.positions
+        return _make_buckets(
+            self.edges, [Mean(*pair) for pair in zip(loss.tolist(), rows.tolist(), strict=True)], documents_reaching
+        )
+
+    def bucket_by_length(self, lengths: Sequence[int], targets: Sequence[int]) -> tuple[Bucket, ...]:
+        bucket = np.searchsorted(self.edges, np.asarray(lengths, dtype=np.int64), side="right") - 1
+        size = len(self.edges)
+        losses = np.bincount(bucket, weights=self.documents, minlength=size).tolist()
+        rows = np.bincount(bucket, weights=np.asarray(targets), minlength=size).tolist()
+        counts = np.bincount(bucket, minlength=size).tolist()
+        return _make_buckets(self.edges, [Mean(*pair) for pair in zip(losses, rows, strict=True)], counts)
+
+
+def bucket_edges(longest: int) -> Integers:
+    """Return where buckets begin, for positions and lengths up to `longest`: 0, 128, 256, 512, …"""
+    doublings = max(0, math.ceil(math.log2(max(longest, 1) / FIRST_EDGE)) + 1)
+    return np.array([0, *(FIRST_EDGE << i for i in range(doublings) if FIRST_EDGE << i <= longest)], dtype=np.int64)
+
+
+def _make_buckets(edges: Integers, losses: Sequence[Mean], documents: Sequence[int]) -> tuple[Bucket, ...]:
+    """The last bucket ends at twice its start, or at FIRST_EDGE if it is the only one."""
+    starts = edges.tolist()
+    lasts = [*(start - 1 for start in starts[1:]), 2 * max(starts[-1], FIRST_EDGE // 2) - 1]
+    buckets = (Bucket(*values) for values in zip(starts, lasts, losses, documents, strict=True))
+    return tuple(bucket for bucket in buckets if bucket.documents)

@@ -44,18 +44,13 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
-        """Return exp(loss); infinite where that is too large for a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
 
     def row(self) -> dict[str, Any]:
-        """Return the evaluation as a row of metrics.jsonl.
-
-        `by_position` and `by_length` list, for each bucket: first and last position or length, mean loss, targets, and
-        documents.
-        """
+        """Return a row of metrics.jsonl; buckets have first and last, mean loss, targets and documents."""
         row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
         row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
         row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
@@ -68,10 +63,7 @@ class Evaluation:
         return row
 
     def document_rows(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Return one JSON object for each document: its number, its tokens, its targets and its mean loss.
-
-        Where names are passed, the object has that of the document too.
-        """
+        """Return one JSON object a document: its number, name where there is one, tokens, targets and mean loss."""
         return [
             {"document": document}
             | ({} if names is None else {"name": names[document]})

@@ -14,9 +14,9 @@ from longspan.hf.refusals import has_cross_entropy_loss
 from longspan.plan import Plan
 from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
-from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.step_check import check_step
-from longspan.train.terms.step_terms import input_terms
+from longspan.train.read_rows import LocalBatch
+from longspan.train.step import input_terms
+from longspan.train.step_inputs import check_step
 
 
 class EvaluationPart(StockTrainer):

@@ -13,8 +13,8 @@ from longspan.config.sections import LoraSection, RunConfig
 from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.prepared import PrepareOptions
 from longspan.plan import MemoryPlan
-from longspan.train.memory.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.plans import query_heads
+from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
 from longspan.train.training import memory_options
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name

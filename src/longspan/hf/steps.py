@@ -45,9 +45,8 @@ from longspan.train import (
     token_log_probs,
 )
 from longspan.train import grad_norm as norm_of
-from longspan.train.gradients import check_finite, clip_gradients
 from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.step_end import gather_and_add, sums_on_device
+from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
 
 
 class _Failure(NamedTuple):

@@ -38,10 +38,10 @@ from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
 from longspan.plan.shape.model_shape import read_experts
-from longspan.run.loggers.run_loggers import check_loggers
+from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.own import check_cost, check_planner
+from longspan.train.plans.run_cost import check_cost, check_planner
 
 # As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
@@ -54,8 +54,8 @@ _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
     """Return the home of the run on `ranks` ranks, if every value is possible there.
 
-    Without `training`, for a run that is only evaluated, its learning rate, packs, loggers and plans of training steps
-    are not checked. Raises ConfigError, or LayoutError for ranks that tp x pp does not divide.
+    Without `training` learning rate, packs, loggers and plans of steps are not checked. Raises ConfigError or
+    LayoutError.
     """
     check_model_keys(config, training=training)
     check_data(config)
@@ -80,7 +80,6 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
 
 
 def check_numbers(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for a number outside its key's bound, a signal that no save follows, and empty names."""
     train, run = config.train, config.run
     follows_from_corpus = bool(train.epochs) and train.warmup_steps == NOT_GIVEN
     leave_out = ("train.warmup_steps",) * follows_from_corpus + ("train.lr",) * (not training)
@@ -112,7 +111,6 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
 
 
 def check_data(config: RunConfig) -> None:
-    """Raise ConfigError for sources together with a path or epochs, and for one without a path."""
     data, count = config.data, len(config.data.sources)
     if count and data.path:
         raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
@@ -137,10 +135,7 @@ def check_data(config: RunConfig) -> None:
 
 
 def check_files(config: RunConfig) -> None:
-    """Raise ConfigError for a model or a tokenizer that does not exist, DataError for texts that `find_files` refuses.
-
-    Without sources or a path, texts are those of Python's standard library. Ranks find out what files contain.
-    """
+    """Check that a model, a tokenizer and texts exist. Ranks find out what files contain."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
     paths["data.chat_template"] = data.chat_template
@@ -158,7 +153,6 @@ def check_files(config: RunConfig) -> None:
 
 
 def check_packs(config: RunConfig) -> None:
-    """Raise ConfigError for packs that no step or text can fill, and for keys of packing without it."""
     data, tokens = config.data, config.train.tokens_per_step
     if not data.pack_to:
         if data.pack_attention != "document":
@@ -183,7 +177,6 @@ def check_packs(config: RunConfig) -> None:
 
 
 def check_eval_sets(config: RunConfig) -> None:
-    """Raise ConfigError for sets without a name or path, or of one name, and for metrics without a module."""
     names = [entry.name for entry in config.eval]
     for number, entry in enumerate(config.eval, 1):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", entry.name):
@@ -208,7 +201,6 @@ def check_eval_sets(config: RunConfig) -> None:
 
 
 def check_model_keys(config: RunConfig, *, training: bool) -> None:
-    """Raise ConfigError for keys that name no model or several, for no `lr` in training, or for wrong rope keys."""
     model = config.model
     keys = [f"model.{key} = {name!r}" for key in ("path", "config", "preset") if (name := getattr(model, key))]
     if len(keys) > 1:
@@ -238,7 +230,6 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
 
 
 def check_precision(config: RunConfig) -> None:
-    """Raise ConfigError for a compute dtype that gains nothing over parameters of `model.dtype`, or excludes float8."""
     dtype, compute, float8 = config.model.dtype, config.model.compute_dtype, config.train.float8
     if float8 and (dtype == "float64" or compute not in (AUTO, "bfloat16")):
         raise ConfigError(
@@ -255,7 +246,6 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_preset(config: RunConfig) -> None:
-    """Raise ConfigError for degrees that a preset's sizes do not allow; other models are checked when loaded."""
     if not (name := config.model.preset_name):
         return
     parallel, train, values = config.parallel, config.train, PRESETS[name].values
@@ -280,7 +270,6 @@ def check_preset(config: RunConfig) -> None:
 
 
 def check_lora(config: RunConfig) -> None:
-    """Raise ConfigError for adapters that cannot be trained so, and for keys of [lora] without an adapter (rank 0)."""
     lora, whole = config.lora, config.encoder.train
     if not lora.rank:
         if lora != LoraSection():
@@ -317,7 +306,6 @@ def check_lora(config: RunConfig) -> None:
 
 
 def check_mtp_section(config: RunConfig) -> None:
-    """Raise ConfigError for multi-token prediction that cannot be trained so, and for its keys without any depth."""
     mtp = config.mtp
     if not mtp.depths:
         if mtp != MtpSection():
@@ -340,12 +328,11 @@ def check_mtp_section(config: RunConfig) -> None:
 
 
 def parts_with_adapter(config: RunConfig) -> list[str]:
-    """List the parts of the encoder (projector, tower) that get an adapter; none without [lora]."""
+    """List the parts of the encoder (projector, tower) that get an adapter."""
     return [part for part in config.lora.parts if config.lora.rank and part in (PROJECTOR, TOWER)]
 
 
 def check_encoder_keys(config: RunConfig, home: Layout) -> None:
-    """Raise ConfigError for an encoder.tp that does not divide the ranks, and for a rate where no part is trained."""
     encoder, count = config.encoder, len(home.ranks)
     if count % encoder.tp:
         fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
@@ -356,7 +343,6 @@ def check_encoder_keys(config: RunConfig, home: Layout) -> None:
 
 
 def check_image_keys(config: RunConfig, images: int) -> None:
-    """Raise ConfigError where [encoder], or an adapter of it, is given and the data has no images."""
     # before and after encoder.train is resolved
     parts, defaults = parts_with_adapter(config), (EncoderSection(), EncoderSection(train=encoder_default(config)))
     if not images and (parts or config.encoder not in defaults):
@@ -370,7 +356,6 @@ def check_image_keys(config: RunConfig, images: int) -> None:
 
 
 def check_parallel(config: RunConfig, home: Layout) -> None:
-    """Raise ConfigError where sequence or expert parallelism does not fit the home."""
     if config.parallel.sequence_parallel and home.tp == 1:
         raise ConfigError(
             "parallel.sequence_parallel is true: it splits rows over tensor-parallel ranks, and parallel.tp is 1; "
@@ -385,7 +370,6 @@ def check_parallel(config: RunConfig, home: Layout) -> None:
 
 
 def check_pipeline(config: RunConfig) -> None:
-    """Raise ConfigError for virtual stages or a schedule that the pipeline does not have."""
     pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
     if pp == 1 and vpp > 1:
         raise ConfigError(f"parallel.vpp is {vpp} and parallel.pp is 1: virtual stages need a pipeline; use pp = 2")
@@ -402,7 +386,6 @@ def check_pipeline(config: RunConfig) -> None:
 
 
 def check_mode(config: RunConfig) -> None:
-    """Raise ConfigError for free mode where stages or exchanges of experts join slots in every layer."""
     for key in ("pp", "ep"):
         if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
             raise ConfigError(
@@ -412,18 +395,16 @@ def check_mode(config: RunConfig) -> None:
 
 
 def check_optimizer(config: RunConfig) -> None:
-    """Raise ConfigError for an optimizer or arguments that cannot train, and for steps that make no schedule."""
     train, dtype = config.train, config.model.dtype
     if not train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(train)
     if not all(0 <= beta < 1 for beta in train.betas):
         raise ConfigError(f"train.betas is {list(train.betas)}; both must be at least 0 and below 1")
-    for key in ("betas", "eps"):
-        if train.optimizer != "adamw" and getattr(train, key) != getattr(TrainConfig(), key):
-            raise ConfigError(
-                f"train.{key} is {getattr(train, key)}, a key of adamw, and train.optimizer is {train.optimizer!r}; "
-                f'give "{key}=…" in train.optimizer_arguments'
-            )
+    if train.optimizer != "adamw" and train.betas != TrainConfig().betas:
+        raise ConfigError(
+            f"train.betas is {train.betas}, a key of adamw, and train.optimizer is {train.optimizer!r}; give "
+            '"betas=…" in train.optimizer_arguments'
+        )
     if train.stochastic_rounding and dtype != "bfloat16":
         raise ConfigError(
             f'train.stochastic_rounding rounds updates of parameters in bfloat16, and model.dtype is "{dtype}"; leave '
@@ -449,16 +430,15 @@ def _check_known(key: str, name: str, known: Sequence[str]) -> None:
 
 
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
-    """Raise ConfigError where training or an evaluation cannot be planned on this home, whatever the documents."""
     context = config.context
     if context.attention_kernel:
         _check_known("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
     if context.cost_model:
         check_cost(context.cost_model, config.run.machine)
     for choice, cut_by, limit in _plan_choices(config, training=training):
-        check_planner(choice.planner, choice.planner_key)
+        check_planner(choice.planner, f"{choice.prefix}planner")
         for kind in choice.comm_types:
-            _check_known(choice.comm_type_key, kind, COMM_TYPES)
+            _check_known(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
         if not choice.degree and choice.planner != "fixed":
             raise ConfigError(
                 f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '
@@ -488,7 +468,6 @@ def check_longest(config: RunConfig, home: Layout, longest: int, origin: str, he
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
-    """Raise ConfigError if the longest document of a named evaluation set fits no group, as `check_longest` does."""
     choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
     _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})")
 

@@ -7,7 +7,7 @@ target, `<image>` for an image), answer, predicted, and images, each a small PNG
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -25,11 +25,10 @@ from longspan.errors import DataError, EvaluationStopped, RunFolderError
 from longspan.evaluation.evaluate import evaluate, list_degree_choices
 from longspan.evaluation.metrics import EvaluationOptions, TargetRows
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.sets import EvaluationSet
 from longspan.files import as_json, write_atomically
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
-from longspan.run.run_data import TrainingRun
+from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
 
@@ -41,10 +40,7 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class _Predictions:
-    """A metric that records the token that each row predicts: {(document, position): token}.
-
-    The position is that of the row itself, one before the token.
-    """
+    """A metric that records the token that each row predicts, by (document, position) of the row itself."""
 
     def __init__(self) -> None:
         self.tokens = dict[tuple[int, int], int]()
@@ -85,11 +81,7 @@ def image_samples(
 def _sample_row(
     documents: "ImageDocuments", number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
 ) -> dict[str, Any]:
-    """Return the row of document `number`: text, true answer, predicted answer, and its images as PNGs in base64.
-
-    `tokens_at` has the predicted tokens as `_Predictions` notes them: under the position before the token. The answer
-    is all targets of the document, and the text is what comes before the first of them.
-    """
+    """The answer is all targets of the document, and the text is what comes before the first of them."""
     document = documents[number]
     positions = np.arange(len(document))
     ids = document[positions]
@@ -105,10 +97,7 @@ def _sample_row(
 
 
 def _text_before_answer(documents: "ImageDocuments", number: int, tokenizer: TextTokenizer, ids: Any) -> str:
-    """Return the text of a document before its answer, with `<image>` for the placeholders of each image.
-
-    `ids` are the tokens before the answer, and `number` is the document's; images of the answer are left out.
-    """
+    """`<image>` stands for the placeholders of each image before the answer."""
     pieces, piece_start = list[str](), 0
     for item in documents.items:
         if item.document == number and item.spans[0][0] < len(ids):
@@ -132,10 +121,7 @@ def _encode_image(documents: "ImageDocuments", number: int) -> str:
 
 @dataclass(frozen=True)
 class Final:
-    """The evaluations after the last step: of the held-out documents at every degree, and of the named sets.
-
-    `stopped` is the signal that ended them early, "" for none.
-    """
+    """The evaluations after the last step; `stopped` is the signal that ended them early, "" for none."""
 
     at_degrees: tuple[Evaluation, ...] = ()
     named: tuple[Evaluation, ...] = ()
@@ -157,16 +143,13 @@ class Evaluations:
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
     def take_rows(self) -> list[dict[str, Any]]:
-        """Return the rows of evaluations since the last call, one of each set, at its configured degree."""
+        """Return the rows of evaluations since the last call, one a set, at its configured degree."""
         rows = self._recorded.copy()
         self._recorded.clear()
         return rows
 
     def evaluate_due(self, done: int, *, unless_recorded: bool = False) -> str:
-        """Evaluate the sets that are due after `done` steps; returns the signal that came meanwhile, or "".
-
-        With `unless_recorded`, for a run that goes on, sets whose evaluation metrics.jsonl already has are left out.
-        """
+        """Evaluate the sets that are due after `done` steps; returns the signal that came meanwhile, or ""."""
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue
@@ -178,11 +161,7 @@ class Evaluations:
         return ""
 
     def evaluate_at_end(self) -> Final:
-        """Evaluate all sets, the held-out documents at every degree.
-
-        A signal ends them early, and is then all that is returned. Where a finished run is shown again, sets that
-        metrics.jsonl has at the last step are not recorded once more.
-        """
+        """Evaluate all sets, the held-out documents at every degree; after a signal that is all that is returned."""
         done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
         for entry in self.run.sets:
             evaluations = list[Evaluation]()
@@ -199,15 +178,12 @@ class Evaluations:
             choice = run.choice_of(entry.config)
             samples += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
         if samples:
-            run_on_first_rank(run.world, partial(_write_lines, run.dir / SAMPLES_FILE, samples), RunFolderError)
+            text = "".join(as_json(row) + "\n" for row in samples)
+            run_on_first_rank(run.world, partial(write_atomically, run.dir / SAMPLES_FILE, text), RunFolderError)
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """Yield evaluations of a set: as configured and, for the held-out documents, at every other degree.
-
-        None stands for an evaluation that was stopped, by a signal or the set's time limit. A degree that the first
-        evaluation had is not repeated.
-        """
+        """As configured and, of held-out documents, at every other degree; None: stopped."""
         choice = self.run.choice_of(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
@@ -217,14 +193,11 @@ class Evaluations:
                 yield self._evaluate_set(entry, other_choice, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
-        """Evaluate a set under plans of `choice`; None if a signal or the set's time limit stopped the evaluation."""
         options = EvaluationOptions(
             step=done,
             name=entry.name,
-            loss_chunk_rows=self.run.config.train.loss_chunk_rows,
             metrics=entry.metrics,
             token_bytes=entry.token_bytes,
-            seconds=self.run.config.train.eval_seconds or None,
             stopped=self.stop.reason,
             progress=partial(self.display.show_eval_progress, entry.name),
         )
@@ -235,19 +208,13 @@ class Evaluations:
             return None
         finally:
             self.display.end_evaluating()
-        run_on_every_rank(
-            self.run.world, partial(self.records.groups.note_groups, evaluation.plan, "evaluation"), RunFolderError
-        )
         return evaluation
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """Write and show evaluations of one set after one step, at one or several degrees, and keep their plans.
-
-        Losses of documents, and the row for `take_rows`, are of the first evaluation only: a degree changes no loss.
-        """
+        """Losses of documents, and the row for `take_rows`, are of the first: a degree changes no loss."""
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=attrgetter("cp")):
@@ -256,13 +223,3 @@ class Evaluations:
             self.display.show_evaluation(row)
             name_parts = ("evaluation", entry.name, f"cp{evaluation.cp}")
             save_plan(self.run, evaluation.plan, "-".join(filter(None, name_parts)))
-        if self.run.config.train.eval_document_losses and evaluations:
-            prefix = f"{entry.name}-" if entry.name else ""
-            file = self.run.dir / "evaluations" / f"{prefix}step-{evaluations[0].step:06d}.jsonl"
-            rows = evaluations[0].document_rows(entry.documents.origins)
-            run_on_first_rank(world, partial(_write_lines, file, rows), RunFolderError)
-
-
-def _write_lines(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    file.parent.mkdir(exist_ok=True)
-    write_atomically(file, "".join(as_json(row) + "\n" for row in rows))

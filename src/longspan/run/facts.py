@@ -1,14 +1,15 @@
-"""The facts of a run: logged before its first step, kept as run.json, shown in its report.
+"""The facts of a run (run.json) and its result (summary.json), as values without torch: the report reads them too."""
 
-Only values, without torch, because the report reads them too; `run_facts.py` collects them.
-"""
-
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import plural
+from longspan.evaluation.result import SAME, Evaluation, comparison_table, largest_difference, sets_table
+from longspan.files import json_values
+from longspan.versions import versions
 
 LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
 
@@ -78,10 +79,7 @@ class RunFacts:
     starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield the name and the text of each line, for the console and the report.
-
-        Lines whose fact a run does not have (a float8 recipe, an encoder, steps done before) are left out.
-        """
+        """Yield the name and the text of each line, for the console and the report."""
         experts = f", {self.experts_of_token} of {self.experts} experts a token" if self.experts else ""
         sizes = f"{_size_text(self.parameters)} parameters, {_size_text(self.parameters_of_rank)} on a rank"
         sizes += f", {_size_text(self.trained)} trained" if self.trained else ""
@@ -145,11 +143,7 @@ class RunFacts:
         return facts if facts._has_types() else None
 
     def _has_types(self) -> bool:
-        """Return whether every value is of its type, as files may come from elsewhere.
-
-        The annotation decides for a number, a text or a boolean. Of lists and of the home every entry is looked at, and
-        the home must name its slots.
-        """
+        """Files may come from elsewhere: numbers, texts and booleans are checked by annotation, lists by entry."""
         kinds: dict[Any, Any] = {int: int, float: int | float, float | None: int | float | None, str: str, bool: bool}
         # `object` lets every value of another annotation pass
         simple_fit = all(isinstance(vars(self)[field.name], kinds.get(field.type, object)) for field in fields(self))
@@ -167,7 +161,6 @@ class RunFacts:
 
 
 def facts_text(facts: RunFacts) -> str:
-    """Return the facts as lines for a console, in two columns."""
     lines = list(facts.lines())
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
@@ -182,3 +175,62 @@ def _size_text(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:,}"
+
+
+LAST_STEPS = 10  # whose mean loss sums up a run
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses.
+
+    `final` are the last evaluations of the held-out documents, at every degree, `named` those of the named sets.
+    """
+
+    dir: Path
+    done: int
+    steps: int
+    stopped: str
+    last_loss: float
+    vocab_size: int
+    final: tuple[Evaluation, ...]
+    named: tuple[Evaluation, ...] = ()
+    world: int = 1
+
+    def summary(self) -> dict[str, Any]:
+        values = {
+            "step": self.done,
+            "steps": self.steps,
+            "stopped": self.stopped,
+            "vocab_size": self.vocab_size,
+            "loss_of_last_steps": self.last_loss,
+            "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
+            "eval_at_degrees": [evaluation.row() for evaluation in self.final],
+            "eval_sets": [evaluation.row() for evaluation in self.named],
+            "world": self.world,
+            "versions": versions(),
+        }
+        return json_values(values)
+
+    def degrees_text(self) -> str:
+        if len(self.final) < 2:
+            return ""
+        difference = largest_difference([evaluation.loss for evaluation in self.final])
+        if difference > SAME:
+            return f"losses at these degrees differ by up to {difference:.1e}. "
+        return f"equal to {difference:.1e}: the same loss at every degree. "
+
+    def text(self) -> str:
+        uniform = math.log(self.vocab_size)
+        share = 100 * self.last_loss / uniform
+        steps = min(LAST_STEPS, self.done)
+        mean = f"mean loss of the last {plural(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
+        lines = (
+            [f"{mean} ({share:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}, the loss of a uniform guess)"]
+            if self.done
+            else []
+        )
+        if self.stopped:
+            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
+        lines += [comparison_table(self.final)] if self.final else []
+        return "\n".join(lines + ([sets_table(self.named)] if self.named else []))

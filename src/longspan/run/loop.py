@@ -1,38 +1,256 @@
 """`train`: the loop of a run, from its configuration to its last evaluation, on every rank inside an open world.
 
 A step is: documents of the step, a plan of their lengths, `run_step`. What a run leaves in its folder: config.toml,
-corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, groups.jsonl, plans/,
+corpus/, config.json and the tokenizer's files, run.json, metrics.jsonl, plans.jsonl, plans/,
 checkpoints/, model/ (Hugging Face), summary.json; run.lock, which keeps a second run out; profiles/ of steps that were
 profiled; memory/, where memory was short; hang/, where a collective failed.
 """
 
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
 
-from longspan.comm import World
-from longspan.comm.all_ranks import result_or_error
-from longspan.comm.stop_signal import StopSignal
+import torch
+
+from longspan.comm import World, raise_first_error
+from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
+from longspan.comm.stop_signal import StopSignal, received_signal, save_signal
+from longspan.comm.watch import is_out_of_memory, one_line
+from longspan.comm.world import open_worlds
 from longspan.config.sections import RunConfig
-from longspan.errors import RunFolderError
+from longspan.errors import ConfigError, LongspanError, RunFolderError
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plain_text import bytes_text, text_table
+from longspan.plan import Plan, PlanAhead
+from longspan.plan.plan_rows import group_counts
+from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final
+from longspan.run.facts import TrainResult
+from longspan.run.loggers import logger_classes
+from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import (
-    Records,
-    import_loggers,
-    note_start,
-    open_records,
-    run_lock,
-    save_plan,
-    write_facts,
-)
-from longspan.run.result import TrainResult
-from longspan.run.run_data import TrainingRun
+from longspan.run.records import Records, note_start, open_records, run_lock, save_plan, write_facts
+from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
-from longspan.run.set_up.set_up import check_run, set_up
-from longspan.run.set_up.warm_up import warm_up_run
-from longspan.run.steps import Steps
+from longspan.run.set_up import check_adapter_targets, set_up
+from longspan.run.warm_up import warm_up_run
+from longspan.train.plans import plan_steps
+from longspan.train.run_memory import allocator_retries, peak_memory_bytes, peak_reserved_bytes, retries_text
 from longspan.train.starts import Starts
+
+WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
+
+
+class AllocatorWatch:
+    """Counts how often this rank's allocator had to give memory back in a step, and warns once where it goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._count_before = device, allocator_retries(device)
+        self.of_step: int = 0  # what the last step added
+        self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
+        self._is_warned = False
+
+    def columns(self) -> dict[str, int]:
+        """Count the retries of the step that ended; return them as a column of its row, none on a CPU."""
+        retries = allocator_retries(self._device)
+        self.of_step, self._count_before = retries - self._count_before, retries
+        return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
+
+    def warning(self, most: float) -> str:
+        """Return the line to log after a step, once in a session; "" for none. `most` is the largest of any rank."""
+        self._last_retries.append(most)
+        if self._is_warned or len(self._last_retries) < WARNED_AFTER or not all(self._last_retries):
+            return ""
+        self._is_warned = True
+        retries = sum(self._last_retries) / WARNED_AFTER
+        return retries_text(retries, peak_memory_bytes(self._device), peak_reserved_bytes(self._device))
+
+
+@contextmanager
+def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
+    """Where the code inside is out of memory in `step`, counted from 1, add what was planned and measured as a note."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            first = f"rank {run.world.rank} was out of memory in step {step}: {one_line(error)}"
+            error.add_note(f"{first}\n{_memory_table(run)}{_write_snapshot(run)}")
+        raise
+
+
+def _write_snapshot(run: TrainingRun) -> str:
+    if run.world.device.type != "cuda":
+        return "\non a CPU the most is the whole process's, with Python and its libraries"
+    file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(file))
+    except (OSError, RuntimeError) as error:
+        return f"\nno snapshot of its allocator: {one_line(error)}"
+    return f"\nits allocator's snapshot is {file} (https://pytorch.org/memory_viz)"
+
+
+def _memory_table(run: TrainingRun) -> str:
+    """Torch does not allocate communicators, so they are not in what is planned here either."""
+    planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
+    measured = _stored_bytes(run)
+    measured["most at one time"] = peak_memory_bytes(run.world.device)
+    if planned:
+        planned["most at one time"] = planned.pop("total") - planned.pop("communicators", 0)
+    rows = [
+        (name, *(bytes_text(sizes[name]) if name in sizes else "" for sizes in (planned, measured)))
+        for name in planned | measured
+    ]
+    note = "" if planned else "\nthis run has no plan of memory (train.memory, docs/memory.md)"
+    return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
+
+
+def _stored_bytes(run: TrainingRun) -> dict[str, int]:
+    parameters = list(run.model.parameters())
+    tensors = {
+        "weights": parameters,
+        "gradients": [parameter.grad for parameter in parameters],
+        "states": [value for state in run.optimizer.state.values() for value in state.values()],
+    }
+    device = run.world.device.type
+    return {
+        part: sum(
+            local.nbytes
+            for x in values
+            if isinstance(x, torch.Tensor) and (local := local_tensor(x.detach())).device.type == device
+        )
+        for part, values in tensors.items()
+    }
+
+
+STEPS = 20  # whose median counts
+SLOWER = 1.10  # than the other slots for the same rows
+MOST_NOTES = 2  # slow slots that a report of a failed collective names, the last ones
+
+
+class SlowSlots:
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps.
+
+    >>> slots = SlowSlots()
+    >>> for _ in range(20):
+    ...     slots.note_ratio(1.2)
+    >>> slots.is_slow
+    True
+    """
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=STEPS)
+        self._is_named = False
+
+    def note_ratio(self, ratio: float | None) -> None:
+        if ratio is not None:
+            self._ratios.append(ratio)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slot is slow (by its median ratio over STEPS steps), and not yet logged."""
+        return not self._is_named and len(self._ratios) == STEPS and median(self._ratios) >= SLOWER
+
+    def log_slow_slot(self, rank: int, world: World, log: LogLine) -> None:
+        """Log that the slot of `rank` is slow, and note it for reports of failed collectives; entered by all ranks."""
+        text = ""
+        if rank == world.rank:
+            self._is_named = True
+            slot = f"slot {world.slot} (rank {rank}, host {socket.gethostname()})"
+            text = (
+                f"{slot} has been {100 * (median(self._ratios) - 1):.0f} % slower than its plan for {STEPS} steps: it "
+                "takes so much longer than the other slots for the same rows; look at the clocks and temperature of "
+                "its device and at what else runs there"
+            )
+        text = world.control.broadcast_object(text, source=rank, what="name of a slow slot")
+        log(text)
+        for open_world in open_worlds():  # each of which may have to say why it waits
+            open_world.watch.notes = (*open_world.watch.notes, text)[-MOST_NOTES:]
+
+
+class Agreement(NamedTuple):
+    """What the ranks agreed on after a step."""
+
+    stopped: str  # by a signal that any rank received; "" for none
+    save_on: str  # a signal of `run.save_on` that any rank received; "" for none
+    minutes_over: bool  # a checkpoint is due by the clock
+
+
+class Steps:
+    """Takes the steps of a run on this rank, and agrees with the other ranks on what comes after each."""
+
+    def __init__(self, run: TrainingRun, plans: PlanAhead, log: LogLine) -> None:
+        self._run, self._log = run, log
+        self._reader, self._slow_slots = StepReader(run, plans), SlowSlots()
+        self._profiles = StepProfiles(run.config.train.profile_steps, run.dir / FOLDER, run.world, log)
+        self._allocator = AllocatorWatch(run.world.device)
+
+    def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
+        """Run one optimizer step (from 0); returns its row of metrics (from 1) and its plan. A profiled step's seconds
+        do not count for slow slots.
+        """
+        run, reader = self._run, self._reader
+        started, is_usual = time.perf_counter(), not self._profiles.has_step(step + 1)
+        documents, plan = reader.read_step(step)
+        if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
+            reader.prepare_images(run.model, step + 1)
+        with explain_out_of_memory(run, step + 1), self._profiles.profile_step(step + 1):
+            result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
+        seconds = time.perf_counter() - started
+        if is_usual:
+            self._slow_slots.note_ratio(result.slot_ratio)
+        row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
+        row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
+        row |= {
+            "tokens_per_second": round(result.tokens / seconds, 3),
+            "memory_bytes": peak_memory_bytes(run.world.device),
+        }
+        row |= {"micro_batches": result.micro_batches, "efficiency": round(plan.efficiency, 6)}
+        row["groups"] = group_counts(plan)
+        if len(run.order.stream.sources) > 1:
+            row["source_tokens"] = run.order.source_tokens(step)
+        images = [item.rows for item in getattr(documents, "items", ())]  # texts alone have no items
+        row |= run.figures.step_figures(plan, seconds, images, result.encoders)
+        if result.router is not None:
+            row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
+        row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
+        self._profiles.write_files()
+        return row | self._allocator.columns(), plan
+
+    def agree_on_end(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
+        """Return what the ranks agree on after a step, by one message if none received a signal or failed.
+
+        It has the largest of each figure: flags are 0 or 1, a slow slot its rank + 1. Raises on every rank the error of
+        a rank whose records (`failure`) or save failed.
+        """
+        world = self._run.world
+        flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
+        slow = world.rank + 1 if self._slow_slots.is_slow else 0
+        figures = (saves.saver.has_failed, slow, self._allocator.of_step)
+        stops, saves_now, minutes, save_failed, slow_rank, most_retries = world.control.largest_of(
+            [*map(float, flags), *map(float, figures)], "agreement on a flag"
+        )
+        stopped = save_on = ""
+        if save_failed:
+            saves.saver.raise_failure()
+        if stops:
+            raise_first_error(world, failure)
+            stopped = received_signal(world, stop)
+        if saves_now:
+            save_on = save_signal(world, stop)
+        if text := self._allocator.warning(most_retries):
+            self._log(text)
+        if slow_rank:
+            self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
+        return Agreement(stopped, save_on, bool(minutes))
 
 
 def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Starts | None = None) -> TrainResult:
@@ -46,9 +264,11 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     RunFolderError where another run is at work in the folder.
     """
     starts = starts or Starts()
-    check_run(config, world, display.log)
+    check_config(config, len(world.home.ranks))
+    check_adapter_targets(config, world, display.log)
     with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
-        classes = import_loggers(config, world)
+        names = config.run.loggers if is_first_rank(world) else ()
+        classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log, starts)
         display.set_steps(run.config.train.steps)
         with open_records(run, classes, display.log) as records:
@@ -60,8 +280,6 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
 
 @dataclass(frozen=True)
 class _Loop:
-    """The steps of a run with the evaluations between them; records and shows both."""
-
     run: TrainingRun
     display: ProgressDisplay
     records: Records
@@ -69,9 +287,8 @@ class _Loop:
     starts: Starts
 
     def train(self, stop: StopSignal) -> TrainResult:
-        """Run the remaining steps and, unless the run is stopped, the end of the run."""
         run = self.run
-        with run.plan_steps() as plans:
+        with plan_steps(run.choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
@@ -138,7 +355,6 @@ class _Loop:
         return stopped
 
     def finish(self, saves: Saves) -> Final:
-        """After the last step: save the weights (under [lora] the adapter), and run the last evaluations."""
         save_final_model(self.run)
         final = self.evaluations.evaluate_at_end()
         saves.keep_if_best(self.evaluations.take_rows())

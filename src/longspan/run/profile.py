@@ -48,12 +48,10 @@ class StepProfiles:
     """
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
-        """Profile these steps, with a folder for each in `folder`; step 0 means that nothing waits to be written."""
         self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
         self._step, self._profile, self._seconds = 0, None, 0.0  # what was profiled, until it is written
 
     def has_step(self, step: int) -> bool:
-        """Whether a step is profiled, which makes it longer."""
         return step in self._steps
 
     @contextmanager
@@ -120,20 +118,15 @@ def profile_text(row: Mapping[str, Any], most_lines: int = 8) -> str:
 
 
 def part_cells(row: Mapping[str, Any]) -> list[str]:
-    """Return the milliseconds of the parts of a profiled step, in the order of `PARTS`."""
     return [f"{1e3 * row['parts'][part]:.1f}" for part in PARTS]
 
 
 def kernel_rows(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return the longest kernels of a profiled step, under `KERNEL_TITLES`."""
     return [(k["name"], k["part"], str(k["calls"]), f"{1e3 * k['seconds']:.1f}") for k in row["kernels"]]
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a kernel or operator, which is the part of a step that its time belongs to.
-
-    The first entry of _NAMES that matches decides.
-    """
+    """Return the part of a step that the time of a kernel or operator belongs to: the first match in _NAMES."""
     lower_name = name.lower()
     for kind, name_parts in _NAMES:
         if any(part in lower_name for part in name_parts):
@@ -190,11 +183,7 @@ def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, 
 
 
 def read_events(profile: Any, *, cuda: bool) -> list[Event]:
-    """Read the name, start and end in seconds of what ran: kernels and copies of the GPU, or operators of a CPU.
-
-    Left out are named ranges, and on a CPU nodes of autograd and operators that only call others (`_is_work`): what ran
-    is inside of them, with events of its own.
-    """
+    """Read name, start and end in seconds of what ran: kernels and copies of the GPU, or operators of a CPU."""
     from torch.autograd import DeviceType
 
     events: list[Event] = []
@@ -209,14 +198,10 @@ def read_events(profile: Any, *, cuda: bool) -> list[Event]:
 
 
 def _is_work(event: Any) -> bool:
-    """Return whether an event of a CPU is an operator that computes.
-
-    It has no inner operators, or its name tells a kind (attention, say) that names of inner operators may not tell.
-    """
+    """Without inner operators, or of a kind that names of inner operators may not tell."""
     return not event.cpu_children or (event.name.startswith("aten::") and kind_of(event.name) != "other layers")
 
 
 def wait_for_gpu(world: World) -> None:
-    """Wait until this rank's GPU has nothing to do."""
     if world.device.type == "cuda":
         torch.cuda.synchronize()

@@ -30,7 +30,6 @@ class ProgressDisplay:
     """
 
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
-        """Begin without a bar, which the first step or evaluation on a terminal starts."""
         self._steps, self._stream, self._log_every = steps, stream, log_every
         self._plain = stream is not None and not stream.isatty()
         self._writing, self._ended = threading.Lock(), threading.Event()
@@ -45,21 +44,18 @@ class ProgressDisplay:
         self._bar_only = False  # whether the bar is that of an evaluation, without one of steps
 
     def __enter__(self) -> "ProgressDisplay":
-        """Start the thread that writes a line now and then where there is no terminal."""
         if self._plain:
             self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the thread that writes lines, and the progress bar."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
         self.end_bar()
 
     def set_steps(self, steps: int) -> None:
-        """Set the number of steps, once the corpus is known."""
         self._steps = steps
 
     def log(self, text: str) -> None:
@@ -75,14 +71,10 @@ class ProgressDisplay:
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:
-        """Note that a training step (counted from 1) begins."""
         self._begin_work(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
-        """Show a training step, given its row of metrics: move the bar or, without a terminal, write a line.
-
-        Lines are those of every `log_every` steps, of the first and the last step, and one where it is due.
-        """
+        """Move the bar, or write a line for the first, the last and every `log_every` step, and where one is due."""
         self._begin_work(f"after {self._step_text(row)}")  # it may be saved or evaluated
         if self._stream is None:
             return
@@ -98,7 +90,6 @@ class ProgressDisplay:
             )
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
-        """Show an evaluation, given its row of metrics."""
         name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
@@ -141,7 +132,6 @@ class ProgressDisplay:
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
     def _log_while_quiet(self) -> None:
-        """Write a line whenever there has been none for LINE_SECONDS, until the display ends."""
         while not self._ended.wait(min(1.0, LINE_SECONDS / 4)):
             now = time.monotonic()
             if now - self._written >= LINE_SECONDS:
@@ -162,10 +152,7 @@ class ProgressDisplay:
         self._progress.update(self._task, completed=row["step"], description=figures)
 
     def _remaining_time(self, step: int) -> str:
-        """Return the time that the remaining steps will take, by those since the first one that was shown.
-
-        That first step only starts the clock: its text is "", as is that of the last step.
-        """
+        """The first step that is shown only starts the clock: its text is "", as is that of the last."""
         now = time.monotonic()
         if self._shown_since is None:
             self._shown_since = (now, step)
@@ -174,14 +161,13 @@ class ProgressDisplay:
         if step <= first_step or step >= self._steps:
             return ""
         seconds = round((now - began) / (step - first_step) * (self._steps - step))
-        return f"{_clock_text(seconds)} left"
+        if seconds < 3600:
+            return f"{seconds // 60}:{seconds % 60:02d} left"
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d} h left"
 
 
 def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, tuple[ProgressColumn, ...]]:
-    """Return the number of figures of a row, and the columns, that fit a terminal; the step number always shows.
-
-    Figures get room first, then the time that remains, then a bar, which leaves SLACK columns for figures that grow.
-    """
+    """Figures get room first, then the remaining time, then a bar, which leaves SLACK columns to figures."""
     room, figures_shown = width - len(f"step {steps}/{steps}"), 0
     for figure in _step_figures(row):
         if room < len(figure) + 2:  # two spaces before each figure
@@ -197,8 +183,10 @@ def _fit_to_width(row: Mapping[str, Any], steps: int, width: int) -> tuple[int, 
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:
-    """Return the figures of a step, the most important first, in widths that hardly change from step to step."""
-    figures = [f"loss {row['loss']:.4f}", f"lr {_short_number(row['lr'])}", f"norm {_norm_text(row['grad_norm'])}"]
+    """The most important first, in widths that hardly change from step to step."""
+    norm, memory = row["grad_norm"], row["memory_bytes"]
+    norm_text = f"{norm:.2f}" if 0.01 <= norm < 100 else _short_number(norm)
+    figures = [f"loss {row['loss']:.4f}", f"lr {_short_number(row['lr'])}", f"norm {norm_text}"]
     figures.append(f"{row['tokens_per_second']:>5.0f} tok/s")
     if "mfu" in row:
         figures.append(f"MFU {100 * row['mfu']:.0f}%")
@@ -208,14 +196,11 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
         figures.append(f"encoder {100 * row['encoder_share']:.0f}%")
     if depth_losses := [f"{loss:.4f}" for name, loss in row.items() if name.startswith("mtp_loss_")]:
         figures.append(f"mtp {'/'.join(depth_losses)}")
-    return [*figures, _memory_text(row["memory_bytes"])]
+    return [*figures, f"{memory / 2**30:.1f} GiB" if memory >= 2**30 else f"{memory / 2**20:.0f} MiB"]
 
 
 def _metric_texts(row: Mapping[str, Any]) -> list[str]:
-    """Return the figures of an evaluation other than the loss, as far as it counted something.
-
-    Only figures are floats: counts are integers, and a metric that counted nothing is None.
-    """
+    """Only figures are floats: counts are integers, and a metric that counted nothing is None."""
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",
@@ -227,18 +212,5 @@ def _metric_texts(row: Mapping[str, Any]) -> list[str]:
     return [texts.get(name, f"{name} {{:.4g}}").format(value) for name, value in values.items() if name != "loss"]
 
 
-def _clock_text(seconds: int) -> str:
-    minutes = f"{seconds // 60}:{seconds % 60:02d}"
-    return minutes if seconds < 3600 else f"{seconds // 3600}:{seconds // 60 % 60:02d} h"
-
-
 def _short_number(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
-
-
-def _norm_text(value: float) -> str:
-    return f"{value:.2f}" if 0.01 <= value < 100 else _short_number(value)
-
-
-def _memory_text(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -1,41 +1,158 @@
-"""The records of a session, written by its first rank: run.json, metrics, plans, groups, rows of loggers, and run.lock.
-
-groups.jsonl has the communicators and groups that contain the first rank: an object for each communicator (kind, axis,
-ranks, seconds), for each group of a plan that shares documents (kind "cp"), and for each pair of levels.
-"""
+"""The records of a session, written by its first rank: run.json, metrics, plans, rows of loggers, and run.lock."""
 
 import errno
 import fcntl
-import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
+
+import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.world import open_worlds
-from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, RunFolderError
+from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json, name_file_in_errors, read_json, write_atomically
-from longspan.plan import Cost, Group, Plan
-from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
+from longspan.launch.launch import usable_cores
+from longspan.model.execution import Execution, model_execution
+from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan import Cost, Plan
 from longspan.plan.plan_rows import plan_row
-from longspan.run.facts import LOCK, RunFacts, facts_text
-from longspan.run.loggers.metrics_log import MetricsLog, find_evaluations, read_metrics
-from longspan.run.loggers.run_loggers import LoggerClass, RunLoggers, RunStart, logger_classes
-from longspan.run.result import LAST_STEPS
+from longspan.plan.shape.model_shape import read_experts
+from longspan.run.facts import LAST_STEPS, LOCK, RunFacts, facts_text
+from longspan.run.loggers import LoggerClass, MetricsLog, RunLoggers, RunStart, find_evaluations, read_metrics
 from longspan.run.run_data import TrainingRun
-from longspan.run.run_facts import facts_of
+from longspan.ssm.kernels import describe_kernels
+from longspan.train.plans.order import largest_step
 from longspan.train.starts import Starts
-from longspan.train.step_figures import waiting_text
+from longspan.train.step_end import counted_parameters
+from longspan.train.step_figures import device_name, waiting_text
+
+
+def facts_of(run: TrainingRun) -> RunFacts:
+    """Return the facts of a run; entered by all ranks.
+
+    >>> display.log(facts_text(facts_of(run)))
+    """
+    config, world, home, order = run.config, run.world, run.world.home, run.order
+    execution, lengths, mtp = model_execution(run.model), run.corpus.lengths, config.mtp
+    parameters, parameters_of_rank, trained = _count_parameters(run)
+    experts, ranks = read_experts(run.model.config), len(home.ranks)
+    parameter_dtype, compute_dtype, reduce_dtype = (
+        str(dtype).removeprefix("torch.")
+        for dtype in (execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype)
+    )
+    # parallel.vpp is no degree of a home, and is told beside them
+    degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
+    free = ", free" if config.context.mode == "free" else ""
+    cap = run.choice.options.max_tokens_per_slot
+    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    evaluated = f"; evaluation {run.evaluation_choice.text}" if run.held_out else ""
+    depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
+    return RunFacts(
+        model=config.model.source or config.model.preset,
+        parameters=parameters,
+        parameters_of_rank=parameters_of_rank,
+        trained=trained if config.lora.rank else 0,
+        experts=experts.of_layer,
+        experts_of_token=experts.of_token,
+        parameter_dtype=parameter_dtype,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        device=device_name(world),
+        ranks=ranks,
+        node_size=world.node_size,
+        hosts=-(-ranks // (world.node_size * home.tp)),
+        cores=usable_cores(),
+        backend="nccl" if world.device.type == "cuda" else "gloo",
+        home={"slots": home.slots, **degrees, "dp_replicate": home.dp_replicate},
+        sequence_parallel=config.parallel.sequence_parallel,
+        comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
+        kernels=execution.kernels,
+        plans=f"{run.choice.text}{free}, {rows}{evaluated}",
+        priced_for=run.cost.source or "",
+        peak_tflops=run.figures.peak,
+        uncounted=run.figures.uncounted,
+        documents=len(lengths),
+        held_out=len(run.held_out),
+        tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
+        steps=config.train.steps,
+        done=run.done,
+        tokens_per_step=largest_step(config, order),
+        optimizer=config.train.optimizer,
+        lr=config.train.lr,
+        report=str(run.dir / "report.html"),
+        date=datetime.now().astimezone().isoformat(" ", "minutes"),
+        command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]]),
+        evaluated="\n".join(run.why_degrees),
+        float8=execution.float8,
+        mixers=mixers_text(execution, world.device, config.context.partition),
+        compiled=execution.compiled,
+        mtp=depths if mtp.depths else "",
+        encoder=_encoder_text(run),
+        rows=run.why_partition,
+        caution=execution.slow_reason(),
+        sessions=_session_list(run),
+        memory=run.memory.to_json() if run.memory is not None else {},
+    )
+
+
+def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
+    """An earlier session that began at this session's step, or later, is left out: its steps are repeated."""
+    earlier = tuple[tuple[int, int], ...]()
+    with suppress(OSError, ValueError):
+        facts = RunFacts.from_json(read_json(run.dir / "run.json"))
+        earlier = facts.sessions if facts is not None else ()
+    return (*(session for session in earlier if session[0] < run.done), (run.done, len(run.world.home.ranks)))
+
+
+def _count_parameters(run: TrainingRun) -> tuple[int, int, int]:
+    """Of the whole model, each once; on the rank that holds most; those trained. A stage's ranks count alike."""
+    parameters = counted_parameters(run.model)  # of this rank's stages
+    here, trained_here = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    stored_here = sum(local_tensor(parameter).numel() for parameter in run.model.parameters())
+    rank_counts = run.world.control.gather_objects((run.world.coordinates.pp, here, trained_here, stored_here))
+    stage_counts = {pp: (count, trained) for pp, count, trained, _ in rank_counts}  # by pipeline rank
+    total = sum(count for count, _ in stage_counts.values())
+    trained_total = sum(trained for _, trained in stage_counts.values())
+    return total, max(stored for *_, stored in rank_counts), trained_total
+
+
+def mixers_text(execution: Execution, device: torch.device, partition: str) -> str:
+    """Return in words how state-space layers run and how many states are sent; "" without such layers."""
+    if not execution.mixers:
+        return ""
+    kernels = describe_kernels(execution.compute_dtype, device)
+    layers = f"{plural(execution.mixers, 'state-space layer')} in {kernels}"
+    if partition == "contiguous":
+        return f"{layers}; at most one state a slot and group is sent"
+    return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+
+
+def _encoder_text(run: TrainingRun) -> str:
+    if not isinstance(run.model, MultimodalModel):
+        return ""
+    settings, count = run.config.encoder, run.corpus.manifest.images
+    (encoder,) = run.model.encoder_settings.values()
+    parameters = sum(parameter.numel() for parameter in encoder.module.parameters())
+    trained = {"all": "all trained", "projector": "its projector trained", "none": "not trained"}[settings.train]
+    slots = plural(encoder.world.home.slots, "slot") + (f" of tp {settings.tp}" if settings.tp > 1 else "")
+    waves = f", at most {settings.max_rows:,} rows of a slot at once" if settings.max_rows else ""
+    return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
+
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
 _STEP = re.compile(rb'{"step":(\d+),')
@@ -51,7 +168,6 @@ class PlanLog:
     """
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
-        """Open the file and cut rows after `after_step` off; the first row that is written names its cost again."""
         self._file = None
         if path is not None:
             with name_file_in_errors(path):
@@ -89,95 +205,6 @@ def _length_to_keep(path: Path, after_step: int) -> int:
     return length
 
 
-# By kind of communicator: the axis of the home along which its ranks lie, or what it is for.
-AXES = {
-    "control": "control",
-    "saves": "control",
-    "parent": "plane",
-    "everyone": "all",
-    "slots": "slots",
-    "replicate": "replicate",
-    "tp": "tp",
-    "pipeline": "pp",
-    "ep": "ep",
-    "outer": "experts",
-    "communicator": "cp",
-}
-Use = Literal["training", "evaluation"]
-Row = dict[str, Any]
-
-
-class GroupLog:
-    """Records the groups that each plan adds; writes nothing if `path` is None.
-
-    >>> log = GroupLog(world, Path("runs/first/groups.jsonl"))
-    >>> log.note_groups(plan)
-    """
-
-    def __init__(self, world: World, path: Path | None) -> None:
-        """Begin an empty file; a session notes its groups anew, for it makes them anew."""
-        self._world, self._path = world, path
-        self._plan_count = self._recorded_communicators = 0
-        self._recorded_levels: set[Levels] = set()
-        self._recorded_groups: set[tuple[object, ...]] = set()
-        if path is not None:
-            path.write_text("", encoding="utf-8")
-
-    def note_groups(self, plan: Plan, use: Use = "training") -> None:
-        """Write the groups that this plan adds.
-
-        They are communicators that were made since the last call, context-parallel groups of this rank that no plan had
-        before, and levels of hierarchical groups. The file gets a row for each. Only the rank that keeps the records
-        has a file.
-        """
-        if self._path is None:
-            return
-        self._plan_count += 1
-        communicators = self._world.process_groups.made[self._recorded_communicators :]
-        self._recorded_communicators += len(communicators)
-        level_pairs = dict.fromkeys(group_levels(group) for group in hierarchical_groups(plan))
-        levels = [pair for pair in level_pairs if pair not in self._recorded_levels]
-        self._recorded_levels.update(levels)
-        rows: list[Row] = [
-            {"kind": r.kind, "axis": AXES[r.kind], "ranks": r.ranks, "seconds": round(r.seconds, 6)}
-            for r in communicators
-        ]
-        groups = self._new_cp_groups(plan, use)
-        self._recorded_groups.update(groups)
-        for group in groups.values():
-            rows += self._cp_rows(group, use)
-        rows += [{"kind": "levels", "use": use, "a2a": pair.a2a, "p2p": pair.p2p} for pair in levels]
-        if rows:
-            with name_file_in_errors(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row | {"plan": self._plan_count}) + "\n" for row in rows)
-
-    def _new_cp_groups(self, plan: Plan, use: Use) -> dict[tuple[object, ...], Group]:
-        groups = (group for batch in plan.micro_batches for group in batch.groups if group.degree > 1)
-        keyed = {
-            (use, group.slots, group.cp_comm_type, group.hierarchical_context_parallel_sizes): group
-            for group in groups
-            if self._world.slot in group.slots
-        }
-        return {key: group for key, group in keyed.items() if key not in self._recorded_groups}
-
-    def _cp_rows(self, group: Group, use: Use) -> Iterator[Row]:
-        # "over" is what carries a level's messages: a communicator of the level alone, or that of all slots, the plane.
-        for level, slots in self._levels_of_rank(group):
-            ranks = tuple(self._world.plane[slot] for slot in slots)
-            carrier = "plane" if self._world.process_groups.communicator(ranks) is None else "communicator"
-            yield {"kind": "cp", "use": use, "degree": group.degree, "level": level, "ranks": ranks, "over": carrier}
-
-    def _levels_of_rank(self, group: Group) -> Iterator[tuple[str, tuple[int, ...]]]:
-        comm_types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-        for comm_type in dict.fromkeys(comm_types):
-            if comm_type != "a2a+p2p":
-                yield comm_type, group.slots
-                continue
-            levels = group_levels(group)
-            for level, slot_sets in (("a2a", levels.a2a), ("p2p", levels.p2p)):
-                yield level, next(slots for slots in slot_sets if self._world.slot in slots)
-
-
 @contextmanager
 def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
     """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
@@ -210,7 +237,13 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise RunFolderError(_lock_holder_text(directory, file)) from error
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+            raise RunFolderError(
+                f"another run is at work in {directory}: {holder}; wait until it has ended, stop it, or set run.dir to "
+                "another folder"
+            ) from error
         log(f"{path} cannot be locked ({error.strerror}): a second run in this folder would not be noticed")
     with suppress(OSError):  # a full disk: what counts is the lock
         file.truncate(0)
@@ -219,35 +252,20 @@ def _lock_file(directory: Path, log: LogLine) -> TextIO:
     return file
 
 
-def _lock_holder_text(directory: Path, file: TextIO) -> str:
-    with file:
-        file.seek(0)
-        holder = file.read().strip() or "another process"
-    return (
-        f"another run is at work in {directory}: {holder}; wait until it has ended, stop it, or set run.dir to "
-        "another folder"
-    )
-
-
 class Records(NamedTuple):
-    """The logs of a session: rows of metrics, the plans of its steps, and the groups that they add."""
+    """The logs of a session: rows of metrics, and the plans of its steps."""
 
     run: TrainingRun
     metrics: MetricsLog
     plans: PlanLog
-    groups: GroupLog
 
     def write_step(self, row: dict[str, Any], plan: Plan) -> None:
-        """Write a step's metrics, its plan and the groups that it added. Raises OSError for what the disk refuses.
-
-        Raises RunFolderError where the run's folder was removed, as files that are open are written even then.
-        """
+        """Write a step's metrics and plan. Raises OSError, or RunFolderError where the run's folder was removed."""
         if is_first_rank(self.run.world) and not (self.run.dir / LOCK).exists():
             raise RunFolderError(
                 f"{self.run.dir} was removed or renamed while the run was at work in it: it has no {LOCK}; put it back "
                 "if it is elsewhere, and start the command again"
             )
-        self.groups.note_groups(plan)
         self.plans.write(row["step"], plan)
         self.metrics.write(row)
 
@@ -257,12 +275,6 @@ class Records(NamedTuple):
         rows = [row for row in rows if done - LAST_STEPS < row["step"] <= done]
         losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
         return math.fsum(losses) / len(losses) if losses else math.nan
-
-
-def import_loggers(config: RunConfig, world: World) -> Mapping[str, LoggerClass]:
-    """Import the classes of a run's loggers on its first rank. Raises ConfigError, on every rank, where that fails."""
-    names = config.run.loggers if is_first_rank(world) else ()
-    return run_on_every_rank(world, partial(logger_classes, names), ConfigError)
 
 
 @contextmanager
@@ -275,8 +287,7 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
     world, first, facts = run.world, is_first_rank(run.world), facts_of(run)
     for open_world in open_worlds():  # each writes what torch recorded of a failed collective
         open_world.watch.folder = run.dir / HANG
-    names = ("metrics.jsonl", "plans.jsonl", "groups.jsonl")
-    metrics_file, plans_file, groups_file = (run.dir / name if first else None for name in names)
+    metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
     if run.done < run.config.train.steps:
         # a report would take the summary of an earlier end for this run's
         run_on_first_rank(world, partial((run.dir / "summary.json").unlink, missing_ok=True), RunFolderError)
@@ -290,8 +301,7 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
             run_on_every_rank(world, open_metrics, RunFolderError) as metrics,
             run_on_every_rank(world, open_plans, RunFolderError) as plans,
         ):
-            open_groups = partial(GroupLog, world, groups_file)
-            yield Records(run, metrics, plans, run_on_every_rank(world, open_groups, RunFolderError))
+            yield Records(run, metrics, plans)
 
 
 def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
@@ -301,10 +311,7 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
 
 
 def note_start(run: TrainingRun, starts: Starts, plan: Plan, log: LogLine) -> None:
-    """Log the seconds of a start, by part until the first step's end, and add them to run.json; all ranks enter.
-
-    Also log what this step, of this plan, waited for, if its prices are of these devices.
-    """
+    """Log the seconds of a start by part, and what its first step waited for, and add them to run.json."""
     file = run.dir / "run.json"
 
     def add_starts() -> None:

@@ -1,34 +1,119 @@
 """What a run reads (its corpus, the order of its documents, its evaluation sets), step by step; the run as a value."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedConfig
 
 from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, held_out_set
-from longspan.corpus.build import build_shared_corpus
+from longspan.corpus.build import (
+    build_shared_corpus,
+    configured_tokenizer,
+    ensure_corpus,
+    open_shared_corpus,
+    with_images,
+)
+from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.step_order import PackOrder, StepOrder
-from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError
-from longspan.evaluation.metrics import check_metrics, load_metrics
-from longspan.evaluation.sets import EvaluationSet, check_paths, describe_trained_files, open_set
-from longspan.layout import Layout
+from longspan.data.step_order import PackOrder, StepOrder, sample_documents
+from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError, plural
+from longspan.evaluation.metrics import Metric, check_metrics, load_metrics
+from longspan.files import name_file_in_errors
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
 from longspan.run.checks import check_longest, check_longest_of_set
-from longspan.train.long_documents import check_set_length
-from longspan.train.plans import plan_steps, query_heads
+from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, largest_step, make_step_order
-from longspan.train.reading.step_inputs import count_pack_targets
-from longspan.train.training import Training
+from longspan.train.step_inputs import count_pack_targets
+from longspan.train.training import Training, check_set_length
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
+
+    `metrics` are those besides the built-in ones, `token_bytes` (V,) the bytes by which bits per byte are counted (None
+    if the tokenizer does not give them).
+    """
+
+    config: EvalConfig
+    documents: CorpusDocuments
+    metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
+    token_bytes: npt.NDArray[np.int64] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """The tokens of the set's longest document, and the name of its file."""
+        lengths = self.documents.lengths
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        return int(lengths[longest]), self.documents.origin(longest)
+
+    def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
+        return replace(self, documents=with_images(self.documents, model, folder))
+
+    def describe_set(self) -> str:
+        lengths, every = self.documents.lengths, self.config.every
+        targets = getattr(self.documents, "targets", None)
+        detail = "" if targets is None else f" ({targets:,} of them targets)"
+        size = (
+            f"{plural(len(lengths), 'document')} of {plural(sum(lengths), 'token')}{detail}, longest {max(lengths):,}"
+        )
+        when = f"every {plural(every, 'step')} and after the last" if every else "after the last step"
+        return f"evaluation set {self.name}: {size}; evaluated {when}"
+
+
+def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
+    """Open the set of a table [[eval]], without its metrics; all ranks together, once the run has its tokenizer."""
+    corpus = _shared_corpus(config, entry, world, log)
+    documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
+    return EvaluationSet(entry, documents)
+
+
+def describe_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
+    """Say in a line which source files of a set are trained on too; "" where none is."""
+    corpus = evaluated.documents.corpus
+    evaluated_sums = {source.sha256 for source in corpus.sources}
+    trained = {source.sha256 for source in training.sources if source.sha256 in evaluated_sums}
+    shared = [source.name for source in corpus.sources if source.sha256 in trained]
+    if not shared:
+        return ""
+    count = f"{len(shared)} of {plural(len(corpus.sources), 'file')} ({', '.join(shared[:3])})"
+    return f"evaluation set {evaluated.name}: {count} are in the training data too, so its loss is partly of texts seen"
+
+
+def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
+    data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
+    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
+
+
+def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:
+    directory, settings = Path(config.run.dir), _corpus_settings(config, entry)
+
+    def build_corpus() -> None:
+        folder = directory / settings.folder
+        folder.parent.mkdir(exist_ok=True)
+        log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
+        with name_file_in_errors(folder):
+            tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
+            ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
+
+    run_on_first_rank(world, build_corpus, DataError)
+    return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)
 
 
 @dataclass(frozen=True)
@@ -44,46 +129,23 @@ class TrainingRun(Training):
 
     @property
     def dir(self) -> Path:
-        """The run's folder."""
         return Path(self.config.run.dir)
 
     @property
     def checkpoints(self) -> Path:
-        """Where the run's checkpoints are: a folder or a place in a store."""
         return checkpoints_root(self.dir, self.config.run.checkpoints)
-
-    def plan_steps(self) -> PlanAhead:
-        """Plan the steps of the run ahead; a context manager."""
-        return plan_steps(self.choice, self.order, self.world.home)
 
     @property
     def held_out(self) -> CorpusDocuments:
-        """The documents that are only evaluated; there may be none."""
         return self.corpus.select(self.order.evaluation)
-
-
-def check_paths_and_metrics(config: RunConfig, world: World, vocabulary: int) -> None:
-    """Raise on every rank, before a corpus is built, for paths that do not exist and metrics that cannot be used."""
-
-    def check_metrics_of_sets() -> None:
-        for entry in (held_out_set(config), *config.eval):
-            try:
-                check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)
-            except EvaluationError as error:
-                raise ConfigError(f"{entry.metrics_key}: {error}") from error
-
-    check_paths(config, world)
-    run_on_every_rank(world, check_metrics_of_sets, ConfigError)
 
 
 def open_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, in order, with their metrics.
+    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, with their metrics.
 
     All ranks call it together, once the run's folder has the tokenizer, by which a set knows the bytes of each token.
-    Logs a line for each set of a table, and one if it has files of the corpus. Raises DataError on every rank for texts
-    that cannot be read.
     """
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
@@ -103,31 +165,8 @@ def open_sets(
     )
 
 
-def check_set_lengths(
-    sets: Sequence[EvaluationSet],
-    config: RunConfig,
-    home: Layout,
-    model: PreTrainedConfig,
-    longest: int,
-    heads: int | None,
-) -> None:
-    """Raise ConfigError if the longest document of a named set fits no group of slots or exceeds the model's positions.
-
-    The held-out documents have no name: they are of the run's corpus, and checked with it. `longest` is the tokens of
-    the longest document of that corpus, by which positions are scaled; `heads` are the model's query heads
-    (`check_longest`).
-    """
-    for entry in (s for s in sets if s.name):
-        tokens, origin = entry.longest
-        check_longest_of_set(config, entry.config, home, tokens, origin, heads)
-        check_set_length(model, config.model, longest, entry.name, tokens)
-
-
 def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
-    """Return the sets with their [[eval]] tables replaced by those of `config`.
-
-    A set was opened with a table in which the limit of rows may be "auto"; in `config` it is a number.
-    """
+    """Return the sets with the tables of `config`, in which a limit of rows "auto" is a number."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
 
@@ -144,12 +183,10 @@ class RunData:
 
     @property
     def tokenizer_size(self) -> int:
-        """The number of ids of the tokenizer."""
         return self.corpus.manifest.tokenizer_size
 
     @property
     def images(self) -> int:
-        """The number of images in all documents, evaluation sets included."""
         set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
         return len(self.corpus.images or ()) + sum(set_images)
 
@@ -161,13 +198,12 @@ class RunData:
         return share * largest_step(config, self.order)
 
     def check_fit(self, config: RunConfig, world: World) -> None:
-        """Raise ConfigError if the longest document of the corpus or of a set fits no group of slots.
-
-        A set's must also fit the model's positions; for the corpus `scale_positions` sees to that.
-        """
-        (tokens, origin), heads = self.longest, query_heads(self.model)
-        check_longest(config, world.home, tokens, origin, heads)
-        check_set_lengths(with_eval_tables(self.sets, config), config, world.home, self.model, tokens, heads)
+        (longest, origin), heads = self.longest, query_heads(self.model)
+        check_longest(config, world.home, longest, origin, heads)
+        for entry in (s for s in with_eval_tables(self.sets, config) if s.name):
+            tokens, origin = entry.longest
+            check_longest_of_set(config, entry.config, world.home, tokens, origin, heads)
+            check_set_length(self.model, config.model, longest, entry.name, tokens)
 
 
 def open_data(
@@ -177,7 +213,22 @@ def open_data(
 
     Raises ConfigError or DataError.
     """
-    check_paths_and_metrics(config, world, model.get_text_config().vocab_size)
+    vocabulary = model.get_text_config().vocab_size
+
+    def list_files() -> None:
+        for entry in config.eval:
+            _corpus_settings(config, entry).files(Path(config.run.dir))
+
+    def try_metrics() -> None:
+        for entry in (held_out_set(config), *config.eval):
+            try:
+                check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)
+            except EvaluationError as error:
+                raise ConfigError(f"{entry.metrics_key}: {error}") from error
+
+    # before a corpus is built
+    run_on_first_rank(world, list_files, DataError)
+    run_on_every_rank(world, try_metrics, ConfigError)
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
@@ -187,11 +238,7 @@ def open_data(
 
 
 def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
-    """Return the tokens and the origin of the longest document that a planner receives: a document, or a pack.
-
-    A pack whose documents see each other is planned as one document. In other packs each document is planned by itself,
-    cut to a pack's size where it is longer. Held-out documents are evaluated without packs, and so may be longer.
-    """
+    """A document, a pack, or a held-out document, which is never packed; with its origin."""
     lengths, data = corpus.lengths, config.data
     if not data.pack_to:
         longest_document = int(np.argmax(lengths))
@@ -210,12 +257,10 @@ class StepReader:
     """
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
-        """Read the documents of a run by plans that are made ahead."""
         self._run, self._plans = run, plans
         self._next: tuple[int, Any, Plan] | None = None  # step, documents and plan
 
     def read_step(self, step: int) -> tuple[Any, Plan]:
-        """Return the documents of a step and its plan, for which this call waits if it is not made yet."""
         prepared, self._next = self._next, None
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
@@ -223,10 +268,7 @@ class StepReader:
         return documents, count_pack_targets(documents, self._plans.plan(step))
 
     def prepare_documents(self, step: int) -> None:
-        """Plan `step`, the next one, and select its documents while the device computes; `read_step` raises errors.
-
-        No rank waits for a plan here.
-        """
+        """Plan and select the next step while the device computes; no rank waits here, `read_step` raises."""
         run, corpus = self._run, self._run.corpus
         if self._next is not None or step >= run.config.train.steps:
             return
@@ -237,11 +279,7 @@ class StepReader:
                 self._next = (step, documents, count_pack_targets(documents, plan))
 
     def prepare_images(self, model: MultimodalModel, step: int) -> None:
-        """Plan the waves of images of `step`, the next one, and read this rank's images, in threads.
-
-        Where the plan of `step` is not ready, nothing is done here, and `step` reads its images itself: the step under
-        way does not wait for a later plan. Errors are left to `read_step`, which meets them again.
-        """
+        """Plan the waves of the next step and read its images, in threads, where its plan is ready."""
         plan = self._plans.plan_if_made(step)
         if plan is None or self._run.corpus.images is None:
             return

@@ -55,7 +55,6 @@ class Saves:
     """
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
-        """Prepare the saves of a run; a run that keeps its best checkpoint finds it among those that are there."""
         self.done: int = run.done
         self._run, self._log, self._saved, self._saved_at = run, log, run.done, time.monotonic()
         self.saver: CheckpointSaver = CheckpointSaver(
@@ -131,7 +130,6 @@ class Saves:
             run_on_first_rank(self._run.world, remove, CheckpointError)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is published; all ranks call it together."""
         self.saver.wait()
 
     def columns(self) -> dict[str, Any]:
@@ -170,7 +168,10 @@ class Saves:
             elif self.done > self._saved and not save_failed and not weights_are_bad:
                 error.add_note(self._try_to_save())
             else:
-                self._try_to_wait(error)
+                try:
+                    self.wait()
+                except LongspanError as failure:
+                    error.add_note(str(failure))
             raise
 
     def _try_to_save(self) -> str:
@@ -181,12 +182,6 @@ class Saves:
         except LongspanError as error:  # a disk that is full, or a rank that died meanwhile
             return f"What was trained since step {saved_step} is lost: {error}"
         return f"The weights after {plural(self.done, 'step')} are saved in {self._run.checkpoints}"
-
-    def _try_to_wait(self, error: LongspanError) -> None:
-        try:
-            self.wait()
-        except LongspanError as failure:
-            error.add_note(str(failure))
 
 
 class BestCheckpoint:
@@ -199,30 +194,27 @@ class BestCheckpoint:
     """
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
-        """Begin without a best step; `figure` is train.keep_best, and `folder` the run's."""
         self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / BEST_FILE, world, log
         self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
 
     @property
     def step(self) -> int:
-        """The best step, which is the last one noted; 0 before an evaluation."""
         return self._bests[-1][0] if self._bests else 0
 
     def load_bests(self, done: int, saved: Collection[int]) -> None:
-        """Go on from the best steps of earlier sessions: those up to `done` whose checkpoints are there (`saved`)."""
         stored = run_on_first_rank(self._world, self._read_bests, RunFolderError)
         self._bests = [(step, value) for step, value in stored if step <= done and step in saved]
 
     def note_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
-        """Note a step if its evaluations have a better figure than all before; return whether they have.
-
-        All ranks compare the first rank's figure, so that they decide alike.
-        """
+        """Note a step if its evaluations have a better figure, on the first rank, than all before."""
         try:
             value = self._world.control.broadcast_object(self.figure.value_in(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it
             raise on_all_ranks(error) from None
-        if value is None or not self._is_better(value):
+        best_value = self._bests[-1][1] if self._bests else None
+        if value is None:
+            return False
+        if best_value is not None and not (value > best_value if self.figure.higher else value < best_value):
             return False
         best_before = f" (before: {self._bests[-1][1]:.6g} at step {self.step})" if self._bests else ""
         self._log(
@@ -234,14 +226,7 @@ class BestCheckpoint:
         run_on_first_rank(self._world, lambda: write_atomically(self._file, text), RunFolderError)
         return True
 
-    def _is_better(self, value: float) -> bool:
-        if not self._bests:
-            return True
-        best_value = self._bests[-1][1]
-        return value > best_value if self.figure.higher else value < best_value
-
     def _read_bests(self) -> list[tuple[int, float]]:
-        """Return the steps and values in best.json; none if it is absent or damaged, or of another train.keep_best."""
         try:
             stored = json.loads(self._file.read_text(encoding="utf-8"))
             if {key: stored[key] for key in vars(self.figure)} != vars(self.figure):
@@ -256,15 +241,11 @@ class BestCheckpoint:
 
 
 def save_final_model(run: TrainingRun) -> None:
-    """Save the weights after the last step, under [lora] the adapter, as RUN/model.
-
-    Weights are written in the dtype that config.json names, an adapter in its own.
-    """
+    """Save the last weights as RUN/model in the dtype that config.json names, an adapter in its own."""
     dtype = run_on_every_rank(run.world, lambda: read_configuration(run.dir).dtype, ModelError)
     dtype = None if run.config.lora.rank else dtype
     save_model(run.model, run.dir / "model", run.world, RunFolderFiles(run.dir), dtype=dtype)
 
 
 def is_due(done: int, every: int) -> bool:
-    """Whether an action of every `every` steps (0: never) is due after `done` steps."""
     return every > 0 and done > 0 and done % every == 0

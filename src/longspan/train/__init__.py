@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from longspan.evaluation.metrics import TargetRows as TargetRows
     from longspan.model import without_adapter as without_adapter
     from longspan.model.experts.router import RouterCoefficients as RouterCoefficients
-    from longspan.train.gradients import clip_grad_norm as clip_grad_norm
-    from longspan.train.gradients import grad_norm as grad_norm
+    from longspan.train.gather import gather_documents as gather_documents
     from longspan.train.loss import summed_cross_entropy as summed_cross_entropy
     from longspan.train.optim.offload_states import offload_states as offload_states
     from longspan.train.optim.optimizer import build_optimizer as build_optimizer
     from longspan.train.optim.schedule import Schedule as Schedule
     from longspan.train.plans import PlanChoice as PlanChoice
-    from longspan.train.reading.gather import gather_documents as gather_documents
-    from longspan.train.reading.read_rows import read_inputs_and_labels as read_inputs_and_labels
+    from longspan.train.read_rows import read_inputs_and_labels as read_inputs_and_labels
     from longspan.train.step import StepResult as StepResult
     from longspan.train.step import run_step as run_step
     from longspan.train.step import token_log_probs as token_log_probs
+    from longspan.train.step_end import clip_grad_norm as clip_grad_norm
+    from longspan.train.step_end import grad_norm as grad_norm
     from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
-    from longspan.train.terms.log_probs import TokenLogProbs as TokenLogProbs
     from longspan.train.terms.mtp import MtpLoss as MtpLoss
     from longspan.train.terms.token_loss import LossRows as LossRows
+    from longspan.train.terms.token_loss import TokenLogProbs as TokenLogProbs
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

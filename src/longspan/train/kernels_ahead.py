@@ -11,7 +11,7 @@ Not covered: windows, latent attention, more than 256 documents, chunks of few r
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +40,6 @@ class BlockKind:
 
     @property
     def name(self) -> str:
-        """The end of the name of the empty file that notes in the cache that this kind is compiled: "1-0-1"."""
         return "-".join(str(int(value)) for value in astuple(self))
 
 
@@ -72,31 +71,19 @@ def compile_ahead(
                 "FLASH_ATTENTION_NUM_SMS": str(multiprocessors),
                 "OMP_NUM_THREADS": "1",
             }
-            for kind in _list_kinds(slots, backward=backward):
+            causal_values = (True,) if slots == 1 else (True, False)  # several slots: whole blocks of others' keys too
+            for kind in [BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values]:
                 note = Path(folder) / f"ahead-{digest}-{kind.name}"
                 if not note.exists():
                     worker = Worker(compile_in_worker, environment=environment, own_session=True)
-                    stack.callback(_end_worker, worker)
+                    stack.callback(worker.connection.close)
+                    stack.callback(worker.end)
                     worker.connection.send((config.model, kind, note))
         yield
 
 
-def _list_kinds(slots: int, *, backward: bool) -> Sequence[BlockKind]:
-    """List the kinds of blocks of a home; with several slots, rows also see whole blocks of other slots' keys."""
-    causal_values = (True,) if slots == 1 else (True, False)
-    return [BlockKind(several, causal, backward) for several in (True, False) for causal in causal_values]
-
-
-def _end_worker(worker: Worker) -> None:
-    worker.end()
-    worker.connection.close()
-
-
 def _model_digest(model: ModelConfig) -> str:
-    """Return a digest of a model's configuration and the packages' versions, for the names of notes.
-
-    The digest is "" where FlashAttention-4 is not installed, or the configuration cannot be read.
-    """
+    """A digest of configuration and packages for names of notes; "" where FlashAttention-4 or a file is missing."""
     file = Path(model.source) if model.source else None
     file = file / "config.json" if file is not None and file.is_dir() else file
     try:
@@ -121,7 +108,6 @@ def compile_in_worker(connection: "Connection[Any, Any]", parent: int) -> None:
 
 
 def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
-    """Return the number of heads and of key heads of a model, and the size of a head, as all its layers have them."""
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
 

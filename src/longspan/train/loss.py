@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from longspan.comm import to_device
 from longspan.data.document import NO_TARGET
-from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, target_rows
+from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # that a program has at a time
@@ -46,7 +46,6 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     total = wide_logits.exp_().sum(-1)  # (t,)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
-        """Return slope · (onehot − softmax) of each row, in the memory of the exponentials."""
         slopes = slopes.to(wide_logits.dtype)
         wide_logits.mul_((-slopes / total).unsqueeze(1)).scatter_add_(1, columns, slopes.unsqueeze(1))
         return wide_logits.to(logits.dtype)
@@ -54,18 +53,11 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     return target_logits - total.log(), logit_gradient
 
 
-def logit_bytes(dtype: torch.dtype, device: str) -> int:
-    """Return the bytes of a logit and its gradient; without kernels also of a copy in float32 at least."""
-    return 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
-
-
 def uses_kernels(dtype: torch.dtype, device: str) -> bool:
-    """Return whether kernels work on logits of a dtype on a kind of device."""
     return device == "cuda" and dtype in _KERNEL_DTYPES and find_softmax_kernels() is not None
 
 
 def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
-    """Compute what `row_softmax` does by Triton kernels."""
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
@@ -73,7 +65,6 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
         find_softmax_kernels().log_probs_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
 
     def logit_gradient(slopes: Tensor) -> Tensor:
-        """Return the gradient of the logits from derivatives by each row's log-probability."""
         gradient = logits.new_empty((rows, vocabulary))
         if rows:
             slopes = slopes.to(torch.float32).contiguous()
@@ -86,7 +77,6 @@ def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
 
 @cache
 def find_softmax_kernels() -> Any:
-    """Return the module of the Triton kernels; None where Triton is not installed."""
     return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 
@@ -103,14 +93,10 @@ class Head(Protocol):
     """A function from hidden states (t, D) to logits (t, V): an OutputHead, say."""
 
     @property
-    def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters that logits depend on."""
-        ...
+    def parameters(self) -> tuple[nn.Parameter, ...]: ...
 
     @property
-    def vocabulary(self) -> int:
-        """Columns of the logits."""
-        ...
+    def vocabulary(self) -> int: ...
 
     def __call__(self, hidden: Tensor) -> Tensor: ...
 
@@ -122,7 +108,6 @@ class GivenLogits(NamedTuple):
     parameters: tuple[nn.Parameter, ...] = ()
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the logits as they are."""
         return hidden
 
 
@@ -134,16 +119,13 @@ class TemperedHead(NamedTuple):
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        """The parameters of the head."""
         return self.head.parameters
 
     @property
     def vocabulary(self) -> int:
-        """Columns of the logits."""
         return self.head.vocabulary
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return the divided logits."""
         logits = self.head(hidden)
         return (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
 
@@ -168,17 +150,16 @@ class CrossEntropy:
         if WEIGHTS not in batch.values:
             return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)
         weights = to_device(batch.values[WEIGHTS][rows], device)
-        return chunked_loss(hidden, targets, lambda x, part, _: linear_loss(x, -weights[part]), head, self.chunk_rows)
+
+        def weighted_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+            slopes = -weights[part]
+            return (slopes * log_probs).sum(dtype=torch.float64), slopes
+
+        return chunked_loss(hidden, targets, weighted_loss, head, self.chunk_rows)
 
 
 def cross_entropy(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the cross entropy of targets; return the sum and its derivatives."""
     return -log_probs.sum(dtype=torch.float64), log_probs.new_full(log_probs.shape, -1.0)
-
-
-def linear_loss(log_probs: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum log-probabilities times `slopes`; return the sum and its derivatives."""
-    return (slopes * log_probs).sum(dtype=torch.float64), slopes
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -192,19 +173,8 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def row_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the log-probability of each row's target (t,), of logits (t, V) and token ids (t,), without a gradient.
-
-    The softmax is in float32, in float64 for float64 logits, and so is the result.
-    """
+    """Return the log-probability of each row's target (t,), of logits (t, V), in float32 at least; no gradient."""
     return row_softmax(logits, targets)[0]
-
-
-def loss_and_gradient(logits: Tensor, targets: Tensor, losses: LossOfRows, part: slice) -> tuple[Tensor, Tensor]:
-    """Sum the losses of rows (a float64 scalar), and compute the sum's gradient by their logits (t, V)."""
-    log_probs, gradient_of = row_softmax(logits, targets)
-    with torch.enable_grad():  # a caller's loss is differentiated inside
-        loss, slopes = losses(log_probs, part, logits)
-    return loss.detach(), gradient_of(slopes.detach())
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
@@ -237,11 +207,6 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     return total
 
 
-def chunked_log_probs(hidden: Tensor, targets: Targets, head: Head, rows: int = 0) -> Tensor:
-    """Compute log-probabilities (n,) of targets, of hidden states (T, D) under a head, `rows` rows at a time."""
-    return chunked_values(hidden, targets, row_log_probs, head, rows)
-
-
 @torch.no_grad()
 def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
     """Compute the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
@@ -270,7 +235,9 @@ def _chunk_rows(hidden: Tensor, head: Head, rows: int) -> int:
 
 def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
     """Return how many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
-    row_bytes = vocabulary * logit_bytes(dtype, device)
+    # a logit and its gradient; without kernels also a copy in float32 at least
+    logit_bytes = 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
+    row_bytes = vocabulary * logit_bytes
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
 
@@ -282,13 +249,10 @@ def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The sum of losses of `chunked_loss`, with gradients for the hidden states and the head's parameters."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int, *parameters: Tensor
     ) -> Tensor:
-        """Sum the loss chunk by chunk, and make its gradients at once: logits of a chunk are made, used and freed."""
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
         sums: list[Tensor] = []
@@ -297,8 +261,12 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
                 logits = head(rows_in)
-            loss, logit_gradient = loss_and_gradient(logits, targets.ids[chunk], losses, chunk)
-            total += loss
+            log_probs, gradient_of = row_softmax(logits, targets.ids[chunk])
+            with torch.enable_grad():  # a caller's loss is differentiated inside
+                loss, slopes = losses(log_probs, chunk, logits)
+            total += loss.detach()
+            logit_gradient = gradient_of(slopes.detach())
+            del log_probs, gradient_of, slopes  # the memory of the exponentials
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))
             del logits, logit_gradient

@@ -34,9 +34,8 @@ from longspan.model.sharding import (
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
-from longspan.train.reading.local_batch import padding_batch, read_local_batches
-from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.reading.step_inputs import StepInputs
+from longspan.train.read_rows import LocalBatch, padding_batch, read_local_batches
+from longspan.train.step_inputs import StepInputs
 
 # A function of a batch, its last hidden states (T, D), a head that makes logits of some of them, and the hidden states
 # of depths of multi-token prediction, to the sum of losses, with a gradient where gradients are enabled.
@@ -46,8 +45,8 @@ Measure = Callable[..., Tensor]
 class Term:
     """What one feature adds to a step; each method is neutral, and a term overrides those that it needs.
 
-    `terms/step_terms.py` makes the terms of a step once and checks them. All ranks have the same terms and call them in
-    one order: `read` (or `read_portion`), `extend_passes`, `passes_context` with `prepare_passes` inside,
+    `step_terms` makes and checks the terms of a step. All ranks have the same terms and call them in one order:
+    `read` (or `read_portion`), `extend_passes`, `passes_context` with `prepare_passes` inside,
     `raise_error`, `sums`, `results`. `depths` is how many depths of multi-token prediction the term runs.
     """
 
@@ -115,10 +114,7 @@ class Passes:
 
     @classmethod
     def of(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
-        """Make the passes of a step with what its terms add.
-
-        `settings` are the fields that the inputs do not have.
-        """
+        """Make the passes of a step with what its terms add."""
         passes = cls(
             model=inputs.language_model,
             plan=inputs.plan,
@@ -132,7 +128,6 @@ class Passes:
         return replace(passes, terms=tuple(terms))
 
     def mean(self, loss_sum: Tensor) -> Tensor:
-        """Return a sum of losses as its part of the step's loss, a sum over all rows that is divided once."""
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
@@ -140,14 +135,10 @@ class Passes:
         return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
 
     def head(self, head: Head) -> Head:
-        """Return a head whose logits are divided by the temperature."""
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
-        """Return keyword arguments of one more call of the model: with experts, what collects routers' statistics.
-
-        `counting`: the call only counts the experts' loads.
-        """
+        """Return keyword arguments of one more call of the model; `counting`: it only counts the experts' loads."""
         router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
         return {**self.keywords, **router}
 
@@ -163,15 +154,11 @@ class Passes:
 
 
 def default_divisor(plan: Plan) -> float:
-    """Return what the sum of a step's losses is divided by unless the caller gives another: the plan's targets."""
     return float(max(plan.targets, 1))
 
 
 def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float = 1.0) -> list[LocalBatch]:
-    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks.
-
-    Raises DataError on every rank where any cannot read, CommError unless the plan and the temperature are the same.
-    """
+    """Read this rank's rows of a whole step, and what its terms need; entered by all ranks."""
     batches = read_local_batches(inputs, sum(term.depths for term in terms), temperature)
     for term in terms:
         term.read(batches)
@@ -179,15 +166,12 @@ def read_batches(inputs: StepInputs, terms: Sequence[Term], temperature: float =
 
 
 def run_passes(passes: Passes, batches: Sequence[LocalBatch]) -> float:
-    """Run all passes inside what the terms put around them; returns this rank's sum of the loss.
-
-    With backward, gradients are those of the sum over slots, divided by the divisor.
-    """
+    """Run all passes; returns this rank's sum of the loss. Gradients are of the sum over slots over the divisor."""
     return launch_passes(passes, batches).item()
 
 
 def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run all passes as `run_passes` does; returns the sum on the device, which may still compute it."""
+    """Run all passes; returns the sum on the device, which may still compute it."""
     with ExitStack() as stack:
         for term in passes.terms:
             stack.enter_context(term.passes_context(batches))
@@ -196,7 +180,6 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
-    """Run all passes in the model's mode for the step, and sum gradients over the slots; returns the loss."""
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_stages if isinstance(model, PipelineModel) else _run_model
     naming = world.watch.naming("forward and backward passes", world.home.ranks)
@@ -227,7 +210,10 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     with keep_parameters_whole(model) if free else nullcontext():
         if passes.counts_loads:
-            _run_forward(passes, batches[0 if free else 1 :], counting=True)
+            with torch.no_grad():
+                for batch in batches[0 if free else 1 :]:
+                    arguments = _call_inputs(batch) | passes.arguments(counting=True)
+                    model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
             passes.fix_loads()
         with sum_replicas_at_last(model) as sum_replicas:
@@ -248,21 +234,12 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    """Return the sum of the losses of the local rows; a model of the caller's own returns logits (1, T, V)."""
     inputs = _call_inputs(batch) | passes.arguments() | _future_ids(passes, batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
     logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
     return passes.measure(batch, logits, passes.head(GivenLogits(logits.shape[-1])))
-
-
-@torch.no_grad()
-def _run_forward(passes: Passes, batches: Sequence[LocalBatch], *, counting: bool = False) -> None:
-    """Run forward passes without a loss; with `counting` for the loads of experts, which backward passes need."""
-    for batch in batches:
-        arguments = passes.arguments(counting=True) if counting else passes.keywords
-        passes.model(**_call_inputs(batch), **arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
 
 
 def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
@@ -298,11 +275,7 @@ def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> StageInput:
-    """Return the input of the stages for one micro-batch.
-
-    The last stage adds the loss of the micro-batch to `total` and returns its share of the loss of the step. If `total`
-    is None, the pass only counts the loads of routers and its loss is zero.
-    """
+    """The last stage adds its loss to `total` and returns its share of the step's; None: only loads are counted."""
     ids = to_device(batch.ids, passes.world.device)[None]
 
     def make_output(part: nn.Module, arguments: Mapping[str, Any]) -> Tensor:

@@ -31,7 +31,6 @@ class Starts:
     """
 
     def __init__(self, begun: float | None = None) -> None:
-        """Begin the first part at `begun`, by default now; `_last` is when the last part ended."""
         self.begun: float = time.time() if begun is None else begun
         self.parts: dict[str, float] = {}
         self._last = self.begun
@@ -43,13 +42,11 @@ class Starts:
         self._last = now
 
     def to_json(self) -> dict[str, float]:
-        """Return the seconds by part, and all of them as "total"."""
         return {name: round(seconds, 2) for name, seconds in self.parts.items()} | {
             "total": round(self._last - self.begun, 2)
         }
 
     def __str__(self) -> str:
-        """Write the seconds by part in one line, without parts that would read 0.0."""
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items() if seconds >= 0.05)
         return f"ready after {self._last - self.begun:.1f} s: {parts}"
 
@@ -65,7 +62,6 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
     """
 
     def work() -> None:
-        """Start the processes that compile, import the modules, and set the usual length of turns again."""
         if compiled:
             from longspan.model.compiled_layers import start_compile_workers
 

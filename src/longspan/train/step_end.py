@@ -1,33 +1,224 @@
-"""The end of a step: its sums over ranks, what is checked of them, and the update.
+"""The end of a step: gradient norm, sums over ranks, what is checked of them, and the update.
 
-AdamW in one pass is launched before the host knows the norm: the sums of a step, and the factor that clips, stay on the
-device, and a loss or a norm that is not finite makes the factor no number, with which the update changes nothing. The
-host prepares the next step meanwhile and reads the sums while the update runs. So the device waits for the host neither
-before the update nor, as long as the update runs, before the next step. Other optimizers are called once the host has
-checked the sums, and so are all on CPUs and in pipelines, whose stages exchange sums on the host.
+AdamW in one pass is launched before the host knows the norm: where it is not finite, the factor that clips is no number
+and changes nothing. Other optimizers, CPUs and pipelines update once the host has checked the sums.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.comm import World, to_device
+from longspan.comm import World, on_all_ranks, to_device
 from longspan.comm.groups.channel import Channel
 from longspan.data.document import NO_TARGET
-from longspan.errors import PlanError
+from longspan.errors import ModelError, NonFiniteError, PlanError
+from longspan.layout.layout import excerpt
+from longspan.model.multimodal.multimodal_model import MultimodalModel, modules_and_worlds
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.train.gradients import check_finite, clip_gradients, model_square_sum
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from longspan.train.passes import Passes
-from longspan.train.reading.read_rows import LocalBatch
+from longspan.train.read_rows import LocalBatch
+
+
+def grad_norm(model: nn.Module, world: World) -> float:
+    """Return the 2-norm of all ranks' gradients together, the same on every rank, which all enter.
+
+    >>> grad_norm(model, world)
+
+    Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
+    the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
+    """
+    squares = model_square_sum(model, world).item()
+    (squares,) = world.control.sum_over_ranks([squares], "gradient norm")
+    return math.sqrt(squares)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
+    """Scale gradients down, in place, to a 2-norm of `max_norm` over all ranks; return the norm that they had.
+
+    >>> loss.backward()                                 # of the step's last micro-batch
+    >>> norm = clip_grad_norm(model, 1.0, world)        # the norm before clipping, the same bits on every rank
+    >>> optimizer.step()
+
+    It takes the place of torch's `clip_grad_norm_` for a prepared model, whose gradients may be sharded over several
+    meshes (tensor and expert parallelism, encoders) or be on other ranks altogether (pipeline stages). All ranks call
+    it together. `max_norm` inf clips nothing.
+
+    Raises ModelError for a `max_norm` that is not positive, NonFiniteError on every rank where the norm is not finite:
+    no gradient has been scaled then, and the error names the parameters.
+    """
+    if not max_norm > 0:
+        raise ModelError(f"max_norm is {max_norm}; give a positive norm, or float('inf') to measure and clip nothing")
+    norm = grad_norm(model, world)
+    check_finite(model, world, norm=norm)
+    clip_gradients(model.parameters(), max_norm, norm)
+    return norm
+
+
+@torch.no_grad()
+def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
+    """Return this rank's part of the squared norm, on the device; gradients held alike in a stage count once."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    counts_here = _FirstCopies(world)
+    parts = [
+        torch.stack(torch._foreach_norm(tensors, 2, dtype=_sum_dtype(dtype))).double().square().sum()
+        for dtype, tensors in _group_by_dtype(gradient for gradient in gradients if counts_here(gradient)).items()
+    ]
+    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
+
+
+def model_square_sum(model: nn.Module, world: World) -> Tensor:
+    """Return this rank's part of the squared norm of a model and its encoders, which the device may still compute."""
+    modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
+    return torch.stack([square_sum(counted_parameters(module), home) for module, home in modules]).sum()
+
+
+def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that this rank counts in the gradient norm: copies on several stages only on the first."""
+    inside = model.language_model if isinstance(model, MultimodalModel) else model
+    skipped = inside.copies.parameters_counted_elsewhere if isinstance(inside, PipelineModel) else ()
+    return [parameter for parameter in model.parameters() if parameter not in skipped]
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: float) -> None:
+    """Scale gradients, in place, by max_norm / norm where that is below 1; half precision is rounded once."""
+    factor = max_norm / (norm + 1e-6)  # as torch's clip_grad_norm_
+    if factor < 1:
+        for dtype, tensors in _group_by_dtype(p.grad for p in parameters if p.grad is not None).items():
+            # A tensor of its own type: a number would be rounded to the gradients' type (torch 2.13, CPU).
+            torch._foreach_mul_(tensors, torch.tensor(factor, dtype=_sum_dtype(dtype)))
+
+
+class _FirstCopies:
+    """Whether this rank counts a gradient: the first of the ranks of its stage that hold the same elements."""
+
+    def __init__(self, world: World) -> None:
+        self._first_rank, self._rank = world.home.rank_at(0, pp=world.coordinates.pp), world.rank
+        self._by_mesh = dict[Any, bool]()
+
+    def __call__(self, gradient: Tensor) -> bool:
+        if not isinstance(gradient, DTensor):
+            return self._rank == self._first_rank
+        key = gradient.device_mesh, gradient.placements
+        if key not in self._by_mesh:
+            self._by_mesh[key] = self._is_first_copy(*key)
+        return self._by_mesh[key]
+
+    def _is_first_copy(self, mesh: Any, placements: Any) -> bool:
+        """Of the meshes of a stage only that with its first rank counts, and in it index 0 of axes with copies."""
+        assert not any(placement.is_partial() for placement in placements), placements
+        copies = [index for index, p in zip(mesh.get_coordinate(), placements, strict=True) if p.is_replicate()]
+        return bool((mesh.mesh == self._first_rank).any()) and not any(copies)
+
+
+def _group_by_dtype(tensors: Iterable[Tensor]) -> dict[torch.dtype, list[Tensor]]:
+    by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
+    for x in tensors:
+        by_dtype[x.dtype].append(local_tensor(x))
+    return by_dtype
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+# ---- what is not finite
+
+
+_DTYPE = "compute in bfloat16 or float32 where it was in float16"
+
+
+class _Report(NamedTuple):
+    """Names of this rank's parameters, in the model's order, whose weights or gradients are not finite; the largest
+    weight; and items for which it read something that is not finite."""
+
+    weights: tuple[str, ...]
+    gradients: tuple[str, ...]
+    largest: float
+    items: tuple[str, ...]
+
+
+@torch.no_grad()
+def check_finite(
+    model: nn.Module,
+    world: World,
+    *,
+    norm: float,
+    loss: float | None = None,
+    nonfinite_inputs: Callable[[], Sequence[str]] = tuple,
+) -> None:
+    """Raise NonFiniteError, on every rank, with names of parameters, where the loss or the norm is not finite.
+
+    `loss` is None in a caller's own loop; `nonfinite_inputs` names items for which this rank read something not finite.
+    """
+    if math.isfinite(norm) and (loss is None or math.isfinite(loss)):
+        return
+    weights = {name: local_tensor(p) for name, p in model.named_parameters()}
+    gradients = {name: local_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    largest = max((x.abs().max().item() for x in weights.values() if x.numel()), default=0.0)
+    report = _Report(_not_finite_names(weights), _not_finite_names(gradients), largest, tuple(nonfinite_inputs()))
+    all_reports = world.control.gather_objects(report, "what is not finite")
+    reports = dict(zip(world.home.ranks, all_reports, strict=True))
+    numbers = f"the gradient norm is {norm}" if loss is None else f"the loss is {loss}, the gradient norm {norm}"
+    error = NonFiniteError(
+        f"step {world.step}: {numbers}; weights and optimizer are as before the step. {_remedy_text(reports, loss)}"
+    )
+    error.weights_are_finite = not any(report.weights for report in reports.values())
+    raise on_all_ranks(error)
+
+
+def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, x in tensors.items() if not x.isfinite().all())
+
+
+def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
+    """Name the first of: weights before the step; items that were read; the loss; the sum of squares; gradients."""
+    if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
+        return (
+            f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
+            "lower learning rate if training made them so"
+        )
+    if items := {name: None for report in reports.values() for name in report.items}:
+        more = f" and {len(items) - 3} more" if len(items) > 3 else ""
+        return f"Weights are finite, what was read for {', '.join([*items][:3])}{more} is not: mend it or leave it out"
+    gradients = _place_text({rank: report.gradients for rank, report in reports.items()})
+    too_large = (
+        f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
+        "large, lower the learning rate or raise the warm-up"
+    )
+    if loss is not None and not math.isfinite(loss):
+        return (
+            f"Weights are finite, and a forward pass overflowed; {too_large}; otherwise look at the documents, and "
+            f"{_DTYPE}"
+        )
+    if not gradients:
+        return f"Every gradient is finite, and the sum of their squares overflowed in float32; {too_large}"
+    finite_text = "Weights are finite" if loss is None else "The loss is finite"
+    return (
+        f"{finite_text}, and a backward pass overflowed: {gradients}; {too_large}; otherwise look at what comes "
+        f"after that parameter (a division, root, logarithm or mask without a derivative at 0), and {_DTYPE}"
+    )
+
+
+def _place_text(names: dict[int, tuple[str, ...]]) -> str:
+    ranks = [rank for rank, rank_names in names.items() if rank_names]
+    if not ranks:
+        return ""
+    last = names[ranks[-1]]
+    return f"ranks {excerpt(ranks)}, on rank {ranks[-1]} {len(last)} parameters up to {last[-1]}"
+
 
 SUMS_NAME = "loss and gradient norm"  # the name of the collective in errors
 
@@ -53,7 +244,6 @@ class StepEnd:
 
     @property
     def world(self) -> World:
-        """The world of the step."""
         return self.passes.world
 
     def finish_step(self, loss_sum: Tensor) -> StepSums:
@@ -62,7 +252,9 @@ class StepEnd:
         Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every
         rank: weights and the optimizer's state are as before the step.
         """
-        pieces, one_pass = self._rank_sums(loss_sum), find_one_pass(self.optimizer)
+        pieces = self._rank_sums(loss_sum)
+        inner = self.optimizer.inner if isinstance(self.optimizer, OffloadedStates) else self.optimizer
+        one_pass = inner if isinstance(inner, OnePassAdamW) else None
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
         self._work_meanwhile()
@@ -72,9 +264,10 @@ class StepEnd:
         return sums
 
     def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor | list[float]]) -> StepSums:
-        """Launch the sums and the update, and read the sums while it runs."""
         assert self.optimizer is not None
-        values = gather_and_add(_join_pieces(pieces, self.world.device), self.world)
+        device = self.world.device
+        on_device = [x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces]
+        values = gather_and_add(torch.cat([x.detach().double().flatten() for x in on_device]), self.world)
         one_pass.gradient_scale = self._clip_factor(values)
         copy = HostCopy(values)
         try:
@@ -95,11 +288,7 @@ class StepEnd:
             self.meanwhile()
 
     def _clip_factor(self, values: Tensor) -> Tensor:
-        """Return the factor of the gradients, on the device: not a number where the step must not be taken.
-
-        The factor brings their norm down to the limit, and is 1 at most. No rank waits for the device to learn it.
-        `values` are summed over all ranks, in the order of `_rank_sums`.
-        """
+        """The factor (at most 1) of gradients on the device; no number where the step must not be taken."""
         norm, loss, targets = values[0].sqrt(), values[1] / self.passes.divisor, values[2]
         is_good = norm.isfinite() & loss.isfinite() & (targets == self.passes.plan.targets)
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
@@ -118,7 +307,6 @@ class StepEnd:
         return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
 
     def _make_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
-        """Make the step's sums of `values`, the numbers of all `pieces` end to end, added over all ranks."""
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
@@ -129,7 +317,6 @@ class StepEnd:
         return StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]])
 
     def _check_sums(self, sums: StepSums) -> None:
-        """Raise NonFiniteError, on every rank, before an update with numbers that are not finite."""
         if self.optimizer is not None:
             check_finite(
                 self.model,
@@ -140,7 +327,6 @@ class StepEnd:
             )
 
     def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
-        """AdamW in one pass clips as it updates: it multiplies each gradient that it reads with a factor."""
         if self.optimizer is None:
             return
         if one_pass is None:
@@ -155,12 +341,6 @@ class StepEnd:
             self.optimizer.step()
         finally:
             one_pass.gradient_scale = None
-
-
-def find_one_pass(optimizer: Optimizer | None) -> OnePassAdamW | None:
-    """Return an optimizer if it is AdamW in one pass, also one whose moments wait on the host; None for others."""
-    inner = optimizer.inner if isinstance(optimizer, OffloadedStates) else optimizer
-    return inner if isinstance(inner, OnePassAdamW) else None
 
 
 def sums_on_device(world: World) -> bool:
@@ -185,7 +365,6 @@ class HostCopy:
     """A copy of a tensor on its way to the host: `wait` returns its numbers, and waits for nothing launched later."""
 
     def __init__(self, values: Tensor) -> None:
-        """Begin to copy values from a GPU; those of a CPU are there already."""
         self._on_host, self._arrived = values, None
         if values.is_cuda:
             self._on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -206,8 +385,3 @@ def _length(piece: Tensor | Sequence[float]) -> int:
 
 def _read_pieces(pieces: Sequence[Tensor | list[float]]) -> list[float]:
     return [x for piece in pieces for x in (piece.flatten().tolist() if isinstance(piece, Tensor) else piece)]
-
-
-def _join_pieces(pieces: Sequence[Tensor | list[float]], device: torch.device) -> Tensor:
-    on_device = [x if isinstance(x, Tensor) else to_device(np.array(x, dtype=np.float64), device) for x in pieces]
-    return torch.cat([x.detach().double().flatten() for x in on_device])

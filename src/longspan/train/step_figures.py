@@ -23,7 +23,7 @@ from longspan.plan.shape.model_shape import ModelShape
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
-    from longspan.train.terms.modality_pass import EncoderTimes
+    from longspan.train.terms.encoders import EncoderTimes
 
 WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text` has words
 
@@ -62,8 +62,9 @@ class StepFigures:
         (`encoder_share`), the busiest rank's time over the mean (`encoder_balance`), and both as the plans predict.
         """
         figures = self._encoder_figures(plan, seconds, encoders)
-        flops = self._plan_flops(plan, images)
-        if flops is not None:
+        if self.shape is not None and not (images and self.images is None):
+            flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
+            flops += self.images.flops(images, trained=self.trained) if self.images else 0
             tflops = flops / seconds / self.devices / 1e12
             figures["tflops"] = float(f"{tflops:.6g}")
             if self.peak is not None:
@@ -74,14 +75,7 @@ class StepFigures:
             figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
 
-    def _plan_flops(self, plan: Plan, images: Sequence[int]) -> int | None:
-        if self.shape is None or (images and self.images is None):
-            return None
-        flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
-        return flops + (self.images.flops(images, trained=self.trained) if self.images else 0)
-
     def _encoder_figures(self, plan: Plan, seconds: float, encoders: "EncoderTimes | None") -> dict[str, float]:
-        """Return the share and the balance of the encoders' time, measured and predicted; {} without encoders."""
         if encoders is None:
             return {}
         predicted = encoders.predicted_seconds
@@ -108,6 +102,8 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
             images = EncoderShape.of(model.config)
     except PlanError as error:
         uncounted = str(error)
+    # longspan's own prices of H200s count too
+    known = cost.source == Machine.known("H200").source and "H200" in device
     return StepFigures(
         shape=shape,
         images=images,
@@ -115,26 +111,13 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=model_adapter(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
-        priced_here=is_priced_here(config, cost, world),
+        priced_here=known or bool(config.run.machine or config.context.cost_model),
         uncounted=uncounted,
     )
 
 
-def is_priced_here(config: RunConfig, cost: Cost, world: World) -> bool:
-    """Return whether plans of this cost are priced for this world's devices, so that their seconds may be relied on.
-
-    They are if the configuration names the prices, and on H200s with longspan's own prices of these.
-    """
-    known = cost.source == Machine.known("H200").source and "H200" in device_name(world)
-    return known or bool(config.run.machine or config.context.cost_model)
-
-
 def waiting_text(plan: Plan) -> str:
-    """Return a line for a step that waits for messages of sharded weights longer than its work hides; "" for others.
-
-    Of the predicted seconds a tenth or more is waited for, as between slow hosts: in lockstep FSDP2 gathers weights and
-    sums gradients in every micro-batch.
-    """
+    """Return a line for a lockstep step of which a tenth or more waits for messages of sharded weights; else ""."""
     cost, count = plan.cost, len(plan.micro_batches)
     if plan.mode != "lockstep" or not count:
         return ""
@@ -151,7 +134,6 @@ def waiting_text(plan: Plan) -> str:
 
 
 def device_name(world: World) -> str:
-    """Return the name of this rank's device: "NVIDIA H200", or "CPU"."""
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 

@@ -1,7 +1,6 @@
 """A model under training as one rank has it: loaded, prepared, with its optimizer, and one step of it under a plan.
 
-Nothing here needs a corpus or a run's folder: `longspan train` (`run/set_up/set_up.py`, `run/loop.py`) and
-`longspan bench step` build on the same functions, so that neither can do what the other cannot.
+Nothing here needs a corpus or a run's folder: `longspan train` and `longspan bench step` build on the same functions.
 """
 
 import zlib
@@ -16,10 +15,10 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.all_ranks import first_rank_warns
+from longspan.comm.all_ranks import LogLine, first_rank_warns
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig, key_checkpointing
+from longspan.config.sections import ModelConfig, RunConfig, key_checkpointing
 from longspan.errors import ConfigError, plural
 from longspan.hub import hub_name
 from longspan.layout import Layout
@@ -29,16 +28,21 @@ from longspan.model.float8_layers import device_lack
 from longspan.model.mtp.names import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_factor
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
-from longspan.train.memory.model_fits import check_model_fits
 from longspan.train.optim.offload_states import offload_states
-from longspan.train.optim.on_shards import check_sharded_update
-from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, parameter_groups
+from longspan.train.optim.optimizer import (
+    OPTIMIZERS,
+    OptimizerChoice,
+    build_rounding_optimizer,
+    check_sharded_update,
+    parameter_groups,
+)
 from longspan.train.optim.schedule import Schedule
-from longspan.train.optim.stochastic_rounding import build_rounding_optimizer
 from longspan.train.plans import PlanChoice, query_heads
+from longspan.train.run_memory import check_model_fits
 from longspan.train.step import StepResult, run_step
 from longspan.train.step_figures import StepFigures, model_figures
 from longspan.train.terms.mtp import add_configured_depths, mtp_loss
@@ -46,14 +50,87 @@ from longspan.train.terms.mtp import add_configured_depths, mtp_loss
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
 
+
+def scale_positions(
+    configuration: PreTrainedConfig,
+    model: ModelConfig,
+    longest: int,
+    origin: str,
+    log: LogLine,
+    *,
+    cut_by: str = "data.max_document_tokens =",
+) -> PreTrainedConfig:
+    """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens.
+
+    Raises ConfigError where the document has more tokens than the model then has positions; the error names the
+    document's source, `origin`, and `cut_by`, the key or flag that cuts documents. Raises ModelError where the model
+    cannot be scaled.
+    """
+    old_limit, scaled = position_limit(configuration), configuration
+    configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
+    if longest > configured and has_no_positions(configuration):
+        log(
+            f"the longest document has {longest:,} tokens, more than max_position_embeddings, {configured:,}, which "
+            f"limits nothing: attention of {configuration.model_type} has no positions"
+        )
+    factor = 1.0
+    if model.rope_scaling:
+        factor = model.rope_factor or smallest_factor(configuration, longest)
+        scaled = scale_rope(configuration, model.rope_scaling, factor)
+    if factor > 1:
+        log(
+            f"rope: {model.rope_scaling} by {factor:g}, for documents of up to {position_limit(scaled):,} tokens; the "
+            f"model knows {old_limit:,}, and the longest document has {longest:,}"
+        )
+    elif model.rope_scaling:
+        log(
+            f"rope: the longest document has {longest:,} tokens and the model knows {old_limit:,}: "
+            f'model.rope_scaling = "{model.rope_scaling}" changes nothing'
+        )
+        scaled = configuration
+    limit = position_limit(scaled)
+    if limit is not None and longest > limit:
+        cut_hint = f"cut documents with {cut_by} {limit}"
+        raise ConfigError(f"{_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
+    return scaled
+
+
+def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longest: int, name: str, tokens: int) -> None:
+    """Raise ConfigError where a document of the evaluation set `name` has more `tokens` than the model has positions.
+
+    `longest` is the tokens of the longest document of the run's corpus, by which positions are scaled.
+    """
+    # The corpus has been checked and its lines logged: "" and the empty log are not read.
+    limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
+    if limit is not None and tokens > limit:
+        factor = f"model.rope_factor = {smallest_factor(configuration, tokens):g}"
+        longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
+        cut = f"cut documents with eval.{name}.max_document_tokens = {limit}"
+        raise ConfigError(
+            f"the longest document has {tokens} tokens (of set {name!r}), and the model knows {limit} positions "
+            f"(max_position_embeddings of its configuration, and model.rope_scaling); set {longer}, or {cut}"
+        )
+
+
+def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+    need = smallest_factor(configuration, longest)
+    scaling = (
+        f"raise model.rope_factor to {need:g}, or leave it out"
+        if model.rope_scaling
+        else f'set model.rope_scaling = "yarn" (a factor of {need:g})'
+    )
+    scaling_text = f" under model.rope_factor {model.rope_factor:g}" if model.rope_scaling else ""
+    return (
+        f"the longest document has {longest} tokens ({origin}), and the model knows {limit} positions{scaling_text} "
+        f"(max_position_embeddings of its configuration); {scaling}"
+    )
+
+
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
-    """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
-
-    Raises ModelError for a folder or config.json that is missing or damaged.
-    """
+    """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids."""
     if source := config.model.source:
         return read_configuration(Path(source))
     return preset_config(config.model.preset_name, vocab_size=vocabulary)
@@ -83,10 +160,7 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: 
 
 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
-    """Add the new adapter that [lora] describes to the model, which becomes a PeftModel.
-
-    Raises ModelError as `add_lora` does.
-    """
+    """Add the new adapter that [lora] describes; the model becomes a PeftModel. Raises ModelError as `add_lora`."""
     from longspan.model.lora.new import NewAdapter, add_lora
 
     lora, folder = config.lora, config.model.path
@@ -135,6 +209,9 @@ def prepare_run_model(
         check_model_fits(config, model, world, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
     encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
+    float8 = config.train.float8
+    if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
+        float8 = ""  # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there
     return prepare(
         adapted_model,
         world,
@@ -144,19 +221,11 @@ def prepare_run_model(
         **memory_options(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
-        float8=_float8_products(config, world, training=training),
+        float8=float8,
         compiled=config.train.compiled,
         sequence_parallel=config.parallel.sequence_parallel,
         compute_dtype=computes_in,
     )
-
-
-def _float8_products(config: RunConfig, world: World, *, training: bool) -> str:
-    """An evaluation multiplies nothing in float8 where a rank's device cannot; `prepare` refuses training there."""
-    float8 = config.train.float8
-    if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
-        return ""
-    return float8
 
 
 def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
@@ -183,7 +252,6 @@ def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: 
 
 
 def _encoder_home(config: RunConfig, world: World, **settings: Any) -> Any:
-    """Return the home of a model's tower and projector: all ranks, by [encoder]; `settings` are its other fields."""
     from longspan.model import EncoderHome
 
     encoder = config.encoder
@@ -235,7 +303,6 @@ class Training:
 
     @property
     def choice(self) -> PlanChoice:
-        """Return how training steps are planned, priced for the model."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())  # unsharded: DTensors count all
         return PlanChoice.training(
             self.config,
@@ -247,11 +314,9 @@ class Training:
 
     @property
     def evaluation_choice(self) -> PlanChoice:
-        """How evaluations of the documents that the run holds out are planned."""
         return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
     def choice_of(self, entry: EvalConfig) -> PlanChoice:
-        """Return how evaluations of a set are planned."""
         return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property
@@ -267,16 +332,12 @@ class Training:
 
     @cached_property
     def figures(self) -> StepFigures:
-        """The figures that the seconds of a step are compared with."""
         return model_figures(self.config, self.model, self.world, self.cost)
 
     def take_step(
         self, plan: Plan, documents: Any, step: int, meanwhile: Callable[[], None] | None = None
     ) -> StepResult:
-        """Take the optimizer step of number `step`, from 0, at its learning rate; `documents` are those of the plan.
-
-        `meanwhile` is what `run_step` takes.
-        """
+        """Take the optimizer step `step`, from 0, at its learning rate; `meanwhile` as of `run_step`."""
         config = self.config.train
         self.world.prepare(plan)
         if self.config.lora.dropout:  # a step has the same masks after a restart, whatever ran before it
@@ -293,7 +354,6 @@ class Training:
             optimizer=self.optimizer,
             max_grad_norm=config.max_grad_norm or None,
             step=step + 1,  # for errors, which count from 1
-            loss_chunk_rows=config.loss_chunk_rows,
             router=self.router,
             mtp=mtp_loss(self.config),
             times_slots=self.times_slots,
@@ -307,6 +367,6 @@ def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
     for choice in (PlanChoice.training(config), *sets):
         if len(choice.comm_types) not in (1, layers):
             raise ConfigError(
-                f"{choice.comm_type_key} lists {plural(len(choice.comm_types), 'type')}, "
+                f"{choice.prefix}cp_comm_type lists {plural(len(choice.comm_types), 'type')}, "
                 f"the model has {plural(layers, 'layer')}; give one type, or one for each layer"
             )

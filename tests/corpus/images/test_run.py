@@ -22,10 +22,10 @@ from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.plan import Plan
 from longspan.run.evaluations import _encode_image
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
-from longspan.train.reading.step_inputs import count_pack_targets
+from longspan.train.step_inputs import count_pack_targets
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.report.pages import parts_of, report_of
 from tests.run.runs.homes import farthest

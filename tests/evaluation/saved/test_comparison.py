@@ -10,9 +10,8 @@ from longspan import Layout, plan_fixed
 from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.evaluation.metrics import Bucket, Mean
+from longspan.evaluation.request import SavedWeights, SetResult, SubjectResult, set_differences
 from longspan.evaluation.result import Evaluation
-from longspan.evaluation.saved.request import SavedWeights
-from longspan.evaluation.saved.results import SetResult, SubjectResult, set_differences
 
 LENGTHS = (100, 40, 300, 7, 129)
 DRAW = np.random.default_rng(0)

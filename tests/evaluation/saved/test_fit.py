@@ -8,8 +8,8 @@ import pytest
 from longspan.config.file import load_config
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.evaluate_saved import choose_compiled_parts
-from longspan.evaluation.saved.request import changes_line, find_set, fit_evaluations, fit_home, fit_set
+from longspan.evaluation.evaluate_saved import choose_compiled_parts
+from longspan.evaluation.request import changes_line, find_set, fit_evaluations, fit_home, fit_set
 from longspan.layout import Layout
 from longspan.model import preset_config
 from longspan.run.checks import check_config, check_longest_of_set

@@ -178,7 +178,7 @@ MUTATIONS = {
         "start=segments.start + max(depth - 1, 0), stop=segments.stop + max(depth - 1, 0)",
     ),
     "one use's gradient of a row": (
-        "train.terms.modality_pass",
+        "train.terms.encoders",
         '"partial_over_slots" if same_on_tp else "partial"',
         '"identical"',
     ),

@@ -13,7 +13,7 @@ from tests.model.mtp.dense import LENGTHS, WEIGHT, dense, with_depths
 from tests.model.stock import gradients_of, texts, worst
 from tests.mutation import each_mutated
 
-ROWS, LOSS, DEPTHS = "train.reading.read_rows", "train.terms.mtp", "model.mtp.depths"
+ROWS, LOSS, DEPTHS = "train.read_rows", "train.terms.mtp", "model.mtp.depths"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "ids shifted by one less": (ROWS, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),
     "labels shifted by one less": (ROWS, "labels[ahead]", "labels[max(depth - 1, 0) :][: stop - start]"),

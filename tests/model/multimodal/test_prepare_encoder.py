@@ -15,7 +15,7 @@ from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import check_encoder_prepared, encoder_blocks, prepare_encoder
 from longspan.model.sharding import gradients_summed_over_slots
 from longspan.testing import backend, run_ranks
-from longspan.train.gradients import grad_norm
+from longspan.train.step_end import grad_norm
 from tests.model.multimodal.encoders import (
     Answer,
     OwnViT,

@@ -9,7 +9,7 @@ from tests.model.vision.joined import BOUND, Case, step
 from tests.mutation import each_mutated
 
 CASE = Case("qwen3-vl", Layout(2), Layout(2), cp=2, documents="even")
-PASS, POSITIONS = "train.terms.modality_pass", "train.reading.local_batch"
+PASS, POSITIONS = "train.terms.encoders", "train.read_rows"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "a part for a deeper layer is dropped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[:-1])"),
     "parts for deeper layers are swapped": (PASS, "enumerate(layer_rows)", "enumerate(layer_rows[::-1])"),
@@ -33,7 +33,7 @@ VIDEOS: dict[str, tuple[str, str, str]] = {
     "frames of other videos": MUTATIONS["an image's rows on another document"],
 }
 SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)
-READ, MEMBERS = "train.reading.local_batch", "attention.members"
+READ, MEMBERS = "train.read_rows", "attention.members"
 SPANS: dict[str, tuple[str, str, str]] = {
     "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
     "spans of documents without their items": (READ, "items.runs(d, rules.in_spans)", "[]"),

@@ -13,7 +13,7 @@ from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import Item, ItemTable
 from longspan.testing import backend, run_ranks
-from longspan.train.reading.local_batch import bind_spans, count_prefix_rows
+from longspan.train.read_rows import bind_spans, count_prefix_rows
 from tests.model.vision.documents import answer_of
 from tests.model.vision.joined import Case, step
 from tests.model.vision.models import tiny
@@ -67,7 +67,7 @@ def test_steps_that_say_nothing_of_them_are_refused_on_every_rank() -> None:
 
 
 def _refused(rank: int, pp: int) -> str:
-    silent = ("train.reading.local_batch", "if rules.prefix or rules.in_spans:", "if False:")
+    silent = ("train.read_rows", "if rules.prefix or rules.in_spans:", "if False:")
     with mutated(silent), pytest.raises(ModelError) as refused:
         step(Case("gemma3", Layout(2, pp=pp), Layout(2), 1), answer_of("gemma3"))
     return str(refused.value)

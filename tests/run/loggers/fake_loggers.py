@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan.files import json_values
-from longspan.run.loggers.run_loggers import RunStart
+from longspan.run.loggers import RunStart
 
 
 class FileLogger:

@@ -12,9 +12,9 @@ import pytest
 
 from longspan.config.file import load_config, to_toml
 from longspan.errors import ConfigError
+from longspan.run import loggers as logger
 from longspan.run.checks import check_config
-from longspan.run.loggers import run_loggers as logger
-from longspan.run.loggers.run_loggers import RunLoggers, RunStart, logger_classes, scalars
+from longspan.run.loggers import RunLoggers, RunStart, logger_classes, scalars
 from longspan.testing import run_ranks
 from tests.train.small import small_config, train_rank
 

@@ -21,10 +21,10 @@ from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
 from longspan.plan.plan_rows import plan_row
 from longspan.run import progress
-from longspan.run.loggers.metrics_log import MetricsLog, read_metrics
+from longspan.run.loggers import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import PlanLog
-from longspan.train.memory.device_memory import peak_memory_bytes
+from longspan.train.run_memory import peak_memory_bytes
 
 
 def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from longspan.config.sections import ParallelConfig, RunConfig
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import train_rank
 

@@ -16,7 +16,7 @@ from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks

@@ -13,7 +13,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.model import add_mtp, load_model
 from longspan.plan import Plan
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.train.small import train_rank, write_texts
 

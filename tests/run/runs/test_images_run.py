@@ -15,7 +15,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model.take_apart import freeze_images
 from longspan.run.checks import check_encoder_keys, check_image_keys
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
@@ -71,7 +71,7 @@ def _row(images: list[str], words: int, number: int) -> dict[str, Any]:
 def settings(folder: Path, rows: Path, model: Path, **changes: Any) -> RunConfig:
     """Four steps in float64; keys with "__" for the dot."""
     given = {"model.path": str(model), "model.dtype": "float64", "run.dir": str(folder), "train.steps": 4}
-    given |= {"data.path": str(rows), "data.eval_documents": 4, "data.cache": str(folder / "tokens"), "data.workers": 1}
+    given |= {"data.path": str(rows), "data.eval_documents": 4, "data.cache": str(folder / "tokens")}
     given |= {"train.tokens_per_step": 600, "train.lr": 1e-3, "train.save_every": 2, "train.eval_every": 4}
     given |= {"encoder.lr": 2e-3, "encoder.max_rows": 64, "encoder.recompute": True}
     return load_config(None, given | {key.replace("__", "."): value for key, value in changes.items()})

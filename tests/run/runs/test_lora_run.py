@@ -27,8 +27,8 @@ from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.run import checks
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.set_up.run_model import check_adapter_targets
+from longspan.run.loggers import read_metrics
+from longspan.run.set_up import check_adapter_targets
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES
 from tests.mutation import mutated

@@ -24,7 +24,7 @@ from longspan.run.checks import check_config
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train import training
-from longspan.train.memory.run_memory import ComingSteps, RunMemory
+from longspan.train.run_memory import ComingSteps, RunMemory
 from tests.train.small import small_config, train_rank
 
 SETTINGS: dict[str, object] = {

@@ -20,7 +20,7 @@ from longspan.model import add_mtp, load_model
 from longspan.report import write_report
 from longspan.report.run_folder import RunFolder
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint
 from tests.train.small import small_config, train_rank

@@ -14,8 +14,7 @@ from longspan.model import prepare
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.stochastic_rounding import StochasticRounding
+from longspan.train.optim.optimizer import OptimizerChoice, StochasticRounding
 from tests.model.stock import texts, tiny
 
 STEPS, RATE, LENGTHS = 40, 5e-5, (24,) * 8

@@ -12,10 +12,10 @@ from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.evaluate_saved import evaluate_saved
-from longspan.evaluation.saved.request import EvalRequest, Subject, saved_weights
+from longspan.evaluation.evaluate_saved import evaluate_saved
+from longspan.evaluation.request import EvalRequest, Subject, saved_weights
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks

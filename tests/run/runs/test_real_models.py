@@ -15,7 +15,7 @@ from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.random import RandomWeights
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank, without_times

@@ -14,7 +14,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.train.plans.order import count_held_out, make_step_order, order_lengths, set_epoch_steps
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import losses_of_run

@@ -9,7 +9,7 @@ import pytest
 
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.data.documents import Corpus
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order, source_lines
 from tests.train.small import small_config, train_rank, write_texts

@@ -14,10 +14,10 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
-from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.set_up import warm_up as warm_up_module
-from longspan.run.set_up import warm_up as warm_up_run
-from longspan.run.set_up.warm_up import (
+from longspan.run import warm_up as warm_up_module
+from longspan.run import warm_up as warm_up_run
+from longspan.run.loggers import read_metrics
+from longspan.run.warm_up import (
     kind_of_group,
     repeat_on_all_slots,
     smallest_group_of_each_kind,

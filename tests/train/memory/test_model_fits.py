@@ -12,8 +12,8 @@ from longspan.layout import Layout
 from longspan.model import load_model, preset_config
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
-from longspan.train.memory import model_fits
-from longspan.train.memory.model_fits import check_model_fits
+from longspan.train import run_memory
+from longspan.train.run_memory import check_model_fits
 from tests.train.small import small_config, train_rank
 
 CONFIG = RunConfig(model=ModelConfig(preset="qwen3-8b"), train=TrainConfig(optimizer="adamw"))
@@ -31,7 +31,7 @@ def _refusal(config: RunConfig, world: World, *, training: bool = True, rank: in
 
 def test_bytes_of_a_model_of_eight_billion_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """8,190,735,360 weights; adapters of 43,646,976 in float32, and frozen weights without gradients and states."""
-    monkeypatch.setattr(model_fits, "free_host_bytes", lambda swap: 6 << 30)
+    monkeypatch.setattr(run_memory, "free_host_bytes", lambda swap: 6 << 30)
     with World(Layout(1), backend=backend()) as world:
         whole = "at least 122.1 GiB before any activation (weights 30.5 GiB, gradients 30.5 GiB, optimizer states 61.0"
         assert whole in _refusal(CONFIG, world)
@@ -45,10 +45,10 @@ def test_bytes_of_a_model_of_eight_billion_weights(monkeypatch: pytest.MonkeyPat
 def _small_host(rank: int, config: RunConfig) -> tuple[str, str]:
     """A model of eight billion weights, and a run, on a host whose memory the last rank finds too small; the errors."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(model_fits, "free_host_bytes", lambda swap: 6 << 30)
+        monkeypatch.setattr(run_memory, "free_host_bytes", lambda swap: 6 << 30)
         with World(Layout(2), backend=backend()) as world:
             refusal = _refusal(CONFIG, world)
-        monkeypatch.setattr(model_fits, "free_host_bytes", lambda swap: 1 << (20 if rank else 60))
+        monkeypatch.setattr(run_memory, "free_host_bytes", lambda swap: 1 << (20 if rank else 60))
         with pytest.raises(ConfigError) as error:
             train_rank(rank, config, 2)
     return refusal, str(error.value)

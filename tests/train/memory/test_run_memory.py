@@ -10,9 +10,9 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemoryBudget
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.train.memory import run_memory
-from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings, state_numbers
-from longspan.train.memory.run_memory import ComingSteps, RunMemory
+from longspan.train import run_memory
+from longspan.train.plans.run_cost import fixed_keys, run_memory_settings, state_numbers
+from longspan.train.run_memory import ComingSteps, RunMemory
 
 GIB = 1 << 30
 
@@ -84,12 +84,11 @@ def test_settings_follow_the_keys() -> None:
             train__float8="rows",
             lora__rank=8,
             context__mode="free",
-            train__loss_chunk_rows=64,
             mtp__depths=1,
         ),
         gpu=True,
     )
-    assert (other.parameter_bytes, other.lora_rank, other.loss_chunk_rows, other.depths) == (2, 8, 64, 1)
+    assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)
     assert other.free and other.float8 and not usual.float8
 
 

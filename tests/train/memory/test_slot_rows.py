@@ -14,10 +14,9 @@ from longspan.cli.train import train_rank as train_by_command
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
-from longspan.run.set_up import warm_up
+from longspan.run import warm_up
 from longspan.testing import run_ranks
-from longspan.train.memory.run_memory import full_plan
-from longspan.train.memory.slot_rows import FILE, SlotRows, memory_keys
+from longspan.train.run_memory import FILE, SlotRows, full_plan, memory_keys
 from longspan.train.starts import Starts
 from tests.train.small import small_config, train_rank
 

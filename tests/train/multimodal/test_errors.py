@@ -17,7 +17,7 @@ from longspan.errors import CommError, DataError, LongspanError, ModelError, Non
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.vision.image_tokens import ImageInput
 from longspan.testing import backend, run_ranks
-from longspan.train.terms.modality_pass import find_tensors
+from longspan.train.terms.encoders import find_tensors
 from tests.model.stock import gradients_of, worst
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of

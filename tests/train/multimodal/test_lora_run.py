@@ -18,8 +18,8 @@ from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
 from longspan.model.lora.new import PARTS, NewAdapter, add_lora
 from longspan.run.checks import check_image_keys, check_lora
-from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.set_up.resume import _check_same_run
+from longspan.run.loggers import read_metrics
+from longspan.run.set_up import _check_same_run
 from longspan.testing import run_ranks
 from tests.model.vision.models import tiny
 from tests.mutation import mutated

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText
 from longspan.cli.export import main as export_main
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.model import add_mtp, load_model
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint
 from tests.run.runs.test_images_run import model_folder, rows_with_images, settings

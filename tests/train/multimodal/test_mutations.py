@@ -14,7 +14,7 @@ from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, model_of, run
 
-PASS, OWNERS = "train.terms.modality_pass", "plan.items.encoding_plan"
+PASS, OWNERS = "train.terms.encoders", "plan.items.encoding_plan"
 FAN_IN = Case("2·2→2·2·1", documents="even")
 FAN_OUT = Case("2·2→1·2·2", documents="packed", waves="several")
 SHARED = Case("1·4→1·4·1", encoder="cp 2", owners="random")
@@ -66,21 +66,21 @@ MUTATIONS = {
         "parts.append(expand_runs(first, first + segments.stop - segments.start))", SHARED, "LayoutError",
     ),
     "labels in the places of items count": Mutation(
-        "train.reading.read_rows",
+        "train.read_rows",
         "np.where(hidden[1:], NO_TARGET, labels.astype(np.int64))",
         "labels",
         FAN_IN,
         "PlanError",
     ),
     "documents' labels are not read": Mutation(
-        "train.reading.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
+        "train.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
     ),
     "documents' labels in the places of items are counted": Mutation(
         "bridge.item_documents", "int(document.targets) - int((labels != NO_TARGET).sum())", "int(document.targets)",
         LABELLED, "PlanError",
     ),
     "the norm leaves the encoders out": Mutation(
-        "train.gradients", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
+        "train.step_end", "modules_and_worlds(model, world)", "modules_and_worlds(model, world)[:1]", FAN_IN, "loss"
     ),
 }  # fmt: skip
 

@@ -21,8 +21,8 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.lora.new import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_tensor
-from longspan.run.loggers.metrics_log import read_metrics
-from longspan.run.set_up import set_up
+from longspan.run import set_up
+from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import offload_states
 from longspan.train.optim.offload_states import OffloadedStates

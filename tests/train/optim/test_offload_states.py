@@ -19,8 +19,7 @@ from longspan.model.activations import host_arena
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import OffloadedStates, cut_buckets, offload_states, total_state_bytes
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.stochastic_rounding import build_rounding_optimizer
+from longspan.train.optim.optimizer import OptimizerChoice, build_rounding_optimizer
 
 BUCKET = 16 << 10
 CPU = torch.device("cpu")

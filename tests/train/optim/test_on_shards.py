@@ -13,8 +13,13 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.testing import backend, run_ranks
-from longspan.train.optim.on_shards import check_sharded_update
-from longspan.train.optim.optimizer import OptimizerChoice, optimizer_class, parameter_groups, parse_arguments
+from longspan.train.optim.optimizer import (
+    OptimizerChoice,
+    check_sharded_update,
+    optimizer_class,
+    parameter_groups,
+    parse_arguments,
+)
 
 
 class _PerParameter(Optimizer):

@@ -14,10 +14,25 @@ from torch import Tensor, nn, optim
 
 from longspan.errors import ModelError
 from longspan.train.optim.offload_states import OffloadedStates
-from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Update, apply_by_torch, apply_updates
-from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
-from longspan.train.optim.rounding_bits import STREAMS, Key, Places, RoundingBits, noise_of, random_words
-from longspan.train.optim.stochastic_rounding import StochasticRounding, build_rounding_optimizer
+from longspan.train.optim.one_pass_adamw import (
+    STREAMS,
+    Factors,
+    Key,
+    OnePassAdamW,
+    Places,
+    RoundingBits,
+    Update,
+    apply_by_torch,
+    apply_updates,
+    noise_of,
+    random_words,
+)
+from longspan.train.optim.optimizer import (
+    OptimizerChoice,
+    StochasticRounding,
+    build_optimizer,
+    build_rounding_optimizer,
+)
 from tests.train.optim.update_cases import GROUP
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}

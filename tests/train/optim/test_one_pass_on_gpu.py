@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from longspan.train.optim import one_pass_adamw
-from longspan.train.optim.one_pass_adamw import Factors, OnePassAdamW, Update, apply_by_torch
-from longspan.train.optim.rounding_bits import Key, Places, RoundingBits
+from longspan.train.optim.one_pass_adamw import Factors, Key, OnePassAdamW, Places, RoundingBits, Update, apply_by_torch
 from tests.train.optim import update_cases
 
 pytestmark = [

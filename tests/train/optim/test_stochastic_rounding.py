@@ -22,9 +22,8 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
-from longspan.train.optim.optimizer import OptimizerChoice
-from longspan.train.optim.rounding_bits import STREAMS, Key, noise_of, random_words, round_stochastically
-from longspan.train.optim.stochastic_rounding import StochasticRounding, build_rounding_optimizer
+from longspan.train.optim.one_pass_adamw import STREAMS, Key, noise_of, random_words, round_stochastically
+from longspan.train.optim.optimizer import OptimizerChoice, StochasticRounding, build_rounding_optimizer
 from longspan.train.training import make_optimizer
 from tests.model.stock import texts
 from tests.train.multimodal.encoders import encoder_of

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from longspan.train.optim import one_pass_adamw
-from longspan.train.optim.one_pass_adamw import Factors, Update, apply_by_torch
-from longspan.train.optim.rounding_bits import Key, Places
+from longspan.train.optim.one_pass_adamw import Factors, Key, Places, Update, apply_by_torch
 
 GROUP: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
 SINGLE, HALF = torch.float32, torch.bfloat16

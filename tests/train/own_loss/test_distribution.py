@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 from longspan import Document, Layout, World, plan_fixed, prepare, run_step, token_log_probs
 from longspan.errors import CommError, LossError
 from longspan.testing import run_ranks
-from longspan.train.terms.distribution import DISTRIBUTION_VALUES, distribution_values
+from longspan.train.terms.token_loss import DISTRIBUTION_VALUES, distribution_values
 from tests.model.deep import deep
 from tests.model.stock import SIZES, texts
 

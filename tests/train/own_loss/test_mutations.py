@@ -24,7 +24,7 @@ from tests.train.own_loss.dense import (
 )
 
 LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
-DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "log_probs"
+DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "token_loss"
 SUM = 'self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
@@ -44,7 +44,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         ("train.passes", "max(plan.targets, 1)", "max(plan.tokens - len(plan.lengths), 1)"),
         "weights tokens"),
     "weights forgotten in the gradient": (
-        (LOSS, "linear_loss(x, -weights[part])", "(linear_loss(x, -weights[part])[0], -torch.ones_like(x))"),
+        (LOSS, "sum(dtype=torch.float64), slopes", "sum(dtype=torch.float64), -torch.ones_like(slopes)"),
         "weights"),
     "weights forgotten in the gradient of sets": (
         (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
@@ -57,7 +57,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "the loss called on padding": (
         (LOSS, "targets, losses = _padding_target(targets), _no_loss", "targets = _padding_target(targets)"), "tokens"),
     "the loss called on rows without a label": (
-        ("train.reading.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
+        ("train.read_rows", "flatnonzero(batch.labels != NO_TARGET)", "flatnonzero(batch.ids != NO_TARGET)"),
         ALL),
     "positions of the token that is predicted": (
         (OWN + "token_loss", "to_device(self.positions[part]", "to_device(self.positions[part] + 1"), "tokens"),

@@ -13,7 +13,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.ways import which_degree
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.resolve import choose_degree

@@ -16,12 +16,12 @@ from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
 from longspan.run.checks import check_config
-from longspan.run.loggers.metrics_log import read_metrics
+from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import PlanChoice, plan_steps
-from longspan.train.plans.own import call_planner, own_cost
+from longspan.train.plans.run_cost import call_planner, own_cost
 from tests.train.plans.own_things import Slow, slow
 from tests.train.small import small_config, train_rank
 

@@ -16,7 +16,7 @@ from longspan.layout import Layout
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
-from longspan.train.gradients import clip_gradients, square_sum
+from longspan.train.step_end import clip_gradients, square_sum
 from tests.model.deep import answer, deep
 from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 

@@ -15,7 +15,7 @@ from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
 from longspan.plan import Group, MicroBatch
 from longspan.train.loss import summed_cross_entropy
-from longspan.train.reading.read_rows import read_inputs_and_labels
+from longspan.train.read_rows import read_inputs_and_labels
 
 CPU = torch.device("cpu")
 

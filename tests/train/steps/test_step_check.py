@@ -8,7 +8,7 @@ from torch.optim import SGD
 from longspan import Layout, World
 from longspan.errors import ModelError
 from longspan.testing import backend, run_ranks
-from longspan.train.step_check import check_update
+from longspan.train.step_inputs import check_update
 
 
 def refuse(rank: int) -> None:

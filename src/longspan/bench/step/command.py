@@ -12,7 +12,7 @@ from longspan.cli.processes import run_on_ranks
 from longspan.errors import ConfigError
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan.memory.memory_plan import measures_text
-from longspan.train.memory.device_memory import retries_text
+from longspan.train.run_memory import retries_text
 
 _NAMES = (
     "step",

@@ -23,12 +23,10 @@ from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.run.run_facts import mixers_text
-from longspan.train.memory.device_memory import allocator_retries, peak_reserved_bytes
-from longspan.train.memory.run_memory import ComingSteps, RunMemory
-from longspan.train.memory.slot_rows import choose_rows
+from longspan.run.records import mixers_text
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.resolve import set_node_size, use_machine
+from longspan.train.run_memory import ComingSteps, RunMemory, allocator_retries, choose_rows, peak_reserved_bytes
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
 

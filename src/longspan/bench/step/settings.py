@@ -86,7 +86,6 @@ _RECORDED = {
         "float8",
         "compiled",
         "optimizer",
-        "loss_chunk_rows",
     ),
 }
 
@@ -231,8 +230,7 @@ def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "Pr
 
     Raises ConfigError for --layers beside a folder of weights, which have their own number of layers.
     """
-    from longspan.train.long_documents import scale_positions
-    from longspan.train.training import model_configuration
+    from longspan.train.training import model_configuration, scale_positions
 
     configuration = model_configuration(config, config.data.vocab_size)
     if flags.layers:

@@ -22,7 +22,7 @@ from longspan.config.sections import (
     RunConfig,
 )
 from longspan.errors import ConfigError
-from longspan.evaluation.saved.request import (
+from longspan.evaluation.request import (
     EvalRequest,
     SavedWeights,
     Subject,

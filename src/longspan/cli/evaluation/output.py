@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.cli.flags import write_text
 from longspan.errors import ConfigError, plural
-from longspan.evaluation.result import comparison_table
-from longspan.evaluation.saved.results import (
+from longspan.evaluation.request import (
     HOME,
     Difference,
     SubjectResult,
     document_rows,
     set_differences,
 )
+from longspan.evaluation.result import comparison_table
 from longspan.files import as_json, json_values, os_error_text
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page

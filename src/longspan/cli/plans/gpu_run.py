@@ -41,9 +41,8 @@ from longspan.run.checks import (
     check_precision,
     check_preset,
 )
-from longspan.train.memory.memory_settings import fixed_keys, run_memory_settings
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import run_cost_settings
+from longspan.train.plans.run_cost import fixed_keys, run_cost_settings, run_memory_settings
 
 SCALED = "yarn"
 BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer

@@ -22,7 +22,7 @@ from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, is_known, read_machine
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.train.plans.own import call_planner, check_planner, own_cost
+from longspan.train.plans.run_cost import call_planner, check_planner, own_cost
 
 USUAL_ROWS = 8192  # of a slot
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of

@@ -326,8 +326,8 @@ class _Encoder:
             answer = self._worker.connection.recv()
         except (EOFError, OSError) as error:
             raise DataError(
-                f"a process that tokenizes ended (status {self._worker.process.wait()}); where memory is short set "
-                "data.workers to fewer processes"
+                f"a process that tokenizes ended (status {self._worker.process.wait()}); where memory is short use "
+                "fewer cores (taskset), each of which has one"
             ) from error
         if isinstance(answer, BaseException):
             raise answer

@@ -5,7 +5,7 @@ Rotary models have no table and are not limited here, whatever `max_position_emb
 contains what a model draws at random outside attention: each rank would draw for the rows that it happens to hold, and
 loss and gradients would depend on the layout. (Attention's dropout is exact: its masks are hashed from global
 positions.) And whether prompts are prefixes, whose rows see each other (PaliGemma); in a step the prefix of a document
-is what stands before its first target (`train/reading/local_batch.py`), as the models' own processor makes its labels.
+is what stands before its first target (`train/read_rows.py`), as the models' own processor makes its labels.
 """
 
 from collections.abc import Iterable, Mapping

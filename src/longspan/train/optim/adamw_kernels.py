@@ -7,7 +7,7 @@ import triton.language as tl
 
 COLUMNS = tl.constexpr(20)  # of a tensor's row in the table, 8 bytes each
 FACTORS = tl.constexpr(16)  # the column with which float32 factors begin
-# As in rounding_bits.py.
+# As in one_pass_adamw.py.
 GOLDEN, FAR = tl.constexpr(0x9E3779B9), tl.constexpr(0x85EBCA6B)
 FIRST, SECOND, THIRD = tl.constexpr(0x21F0AAAD), tl.constexpr(0xD35A2D97), tl.constexpr(0xB5297A4D)
 
@@ -179,7 +179,7 @@ def row_start(at_row, rows, near, far):
 
 @triton.jit
 def random_words(place, start_key, middle_key):
-    """Compute a word of 32 random bits for each place; `random_words` in `rounding_bits.py` is the same hash."""
+    """Compute a word of 32 random bits for each place; `random_words` in `one_pass_adamw.py` is the same hash."""
     word = place.to(tl.uint32) * GOLDEN + start_key
     word = word ^ (word >> 16) ^ ((place >> 32).to(tl.uint32) * FAR + middle_key)
     word *= FIRST

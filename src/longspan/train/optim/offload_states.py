@@ -78,7 +78,6 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
 
 
 def total_state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the host that all states of this rank take: of its parameters that take a gradient."""
     sizes = (
         (STATES[type(optimizer)](group), local_tensor(parameter.detach()))
         for group in optimizer.param_groups
@@ -126,10 +125,7 @@ class Bucket:
 
 
 def cut_buckets(optimizer: Optimizer, bucket_bytes: int, *, every: bool = False) -> Iterator[Bucket]:
-    """Cut the parameters with gradients, or `every` parameter, into buckets whose states take `bucket_bytes` at most.
-
-    Only a bucket of a single parameter that is not flat may take more.
-    """
+    """Cut parameters with gradients, or `every` one, into buckets; only one parameter that is not flat takes more."""
     for group in optimizer.param_groups:
         parts, filled = list[Part](), 0
         for parameter in group["params"]:
@@ -158,7 +154,6 @@ def _split_parameter(parameter: nn.Parameter, most: int) -> Iterator[Part]:
 
 
 def make_sharded_tensor(value: Tensor, local: Tensor) -> Tensor:
-    """Make a tensor sharded as `value` is, with this local tensor, which may be on another device than the mesh."""
     if not isinstance(value, DTensor):
         return local
     spec = value._spec
@@ -179,7 +174,6 @@ class OffloadedStates(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device, *, bucket_bytes: int = STATE_BUCKET_BYTES) -> None:
-        """Take the host's memory, share the optimizer's groups, and move the states that it has from earlier steps."""
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner: torch.optim.Optimizer = optimizer
         self._bucket_bytes = bucket_bytes
@@ -192,15 +186,11 @@ class OffloadedStates(Optimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host's memory for the states, which are taken when the object is made."""
         return self._arena.bytes
 
     @property
     def device_bytes(self) -> int:
-        """The most bytes of the device that states take during a step in which every parameter has a gradient.
-
-        They are those of the two consecutive buckets with most bytes: one is fetched while the one before is updated.
-        """
+        """The most bytes that states take on the device: those of the two largest consecutive buckets."""
         sizes = [bucket.bytes for bucket in cut_buckets(self.inner, self._bucket_bytes, every=True)]
         return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
@@ -221,11 +211,7 @@ class OffloadedStates(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state as torch does; moments are copied to the host's memory, whatever device they come from.
-
-        The inner optimizer loads settings and single numbers (`small`), which its class checks and converts; then the
-        numbers move into this optimizer's state, next to the moments. Hooks that torch runs around loading run here.
-        """
+        """Load a state as torch does; moments go to the host, `small` numbers through the inner optimizer."""
         state_dict = {**state_dict}
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -242,8 +228,11 @@ class OffloadedStates(Optimizer):
         self.state: defaultdict[Tensor, Any] = defaultdict(dict)
         for key, state in states.items():
             parameter = parameters[key]
+            casts = parameter.is_floating_point()
             values = {
-                name: _cast_state(value, parameter, name) if _has_numbers(value) else loaded[parameter][name]
+                name: (value.to(parameter.dtype) if casts and name != "step" else value)
+                if _has_numbers(value)
+                else loaded[parameter][name]
                 for name, value in state.items()
             }
             self.state[parameter] = self._copy_state_to_host(parameter, values)
@@ -251,7 +240,6 @@ class OffloadedStates(Optimizer):
             post_hook(self)
 
     def _update_buckets(self, buckets: Sequence[Bucket], before: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Update bucket after bucket, while the next one comes to the device and the one before goes to the host."""
         next_fetched = self._fetch_bucket(buckets[0], before) if buckets else None
         device_states = list[Tensor]()  # of the bucket before, until they are on the host
         for bucket, next_bucket in zip(buckets, [*buckets[1:], None], strict=True):
@@ -296,7 +284,7 @@ class OffloadedStates(Optimizer):
             inner.param_groups, inner.state = self.param_groups, defaultdict(dict)
 
     def _store_bucket(self, bucket: Bucket, states: Sequence[dict[str, Any]]) -> list[Tensor]:
-        """Begin to copy updated states to the host; returns the tensors to keep on the device until all are copied."""
+        """Returns the tensors to keep on the device until all are copied."""
         pairs = list[tuple[Tensor, Tensor]]()
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
@@ -320,7 +308,6 @@ class OffloadedStates(Optimizer):
         return values
 
     def _host_tensor(self, parameter: nn.Parameter, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the host's tensor of a state, sharded as the parameter is; its place is taken once."""
         local = local_tensor(parameter.detach())
         _, tensor = self._places.get((parameter, name), (None, None))
         if tensor is None or tensor.dtype != dtype:
@@ -339,11 +326,7 @@ class _Fetched:
 
 
 class _Copies:
-    """Copies to a GPU and back, each way on a stream of its own; for a CPU, copies at once.
-
-    The GPU's memory is taken and freed on the stream that updates, which waits for the copies, so that no block waits
-    for the host to see that a copy has ended.
-    """
+    """Copies each way on a stream of its own; the GPU's memory is taken and freed on the stream that updates."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -360,10 +343,7 @@ class _Copies:
     def _copy_pairs(
         self, pairs: Iterable[tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
     ) -> torch.cuda.Event | None:
-        """Copy the second tensor of each pair into the first, on a stream after what is computed now.
-
-        Returns the event after which all pairs are copied; None without a stream, as they are copied by then.
-        """
+        """The second tensor of each pair into the first; returns the event after which all are copied."""
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -383,7 +363,6 @@ class _Copies:
         self._wait_for_stream(self._to_host)
 
     def wait_for_all(self) -> None:
-        """Return once all is on the host, and let what is computed next wait for every copy."""
         self._wait_for_stream(self._to_device)
         self._wait_for_stream(self._to_host)
         if self._to_host is not None:
@@ -396,7 +375,3 @@ class _Copies:
 
 def _has_numbers(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
-
-
-def _cast_state(value: Tensor, parameter: Tensor, name: str) -> Tensor:
-    return value.to(parameter.dtype) if parameter.is_floating_point() and name != "step" else value

@@ -1,15 +1,13 @@
-"""AdamW in one pass over parameters, gradients and moments, rounded by chance in the same pass if asked for.
+"""AdamW in one pass over parameters, gradients and moments, and stochastic rounding by counted random bits.
 
-On GPUs a Triton kernel updates many tensors in one launch; elsewhere, and for what it does not take (float64, tensors
-that are not contiguous), the same operations run one after another in torch, with the same bits: each rounds once, and
-nothing is contracted. The kernel takes no step where the gradients' scale is not a number, so that the host need not
-know the norm before it launches an update.
-
-amsgrad and optimizers other than AdamW are torch's.
+On GPUs a Triton kernel updates many tensors in one launch; elsewhere torch does the same operations with the same bits.
+A number's random bits are a hash of its place in the whole parameter, so that sharding and device do not change them.
 """
 
+import hashlib
 import math
-from collections import defaultdict
+import struct
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,18 +21,170 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from longspan.comm import to_device
+from longspan.comm import World, to_device
 from longspan.errors import ModelError
-from longspan.model.weights.local_tensors import local_tensor
-from longspan.train.optim.rounding_bits import (
-    Key,
-    Places,
-    RoundingBits,
-    chunk_numbers,
-    noise_of,
-    random_words,
-    round_stochastically,
-)
+from longspan.model.weights.local_tensors import LocalPart, local_tensor
+
+GOLDEN, FAR = 0x9E3779B9, 0x85EBCA6B  # factors of a place's low and high word
+FIRST, SECOND = 0x21F0AAAD, 0xD35A2D97  # of hash-prospector's hash of least bias, with shifts of 16, 15 and 15
+THIRD = 0xB5297A4D  # of the third stream
+WORD = (1 << 32) - 1  # mask of 32 bits
+NOISE_BITS, STREAMS = 16, 3  # random bits that round one number; a parameter and both moments are rounded
+
+
+_KEY = struct.Struct("<2I")  # the two words of a key in a digest
+
+
+class Key(NamedTuple):
+    """Two words of 32 bits from which a parameter's random bits follow in one update."""
+
+    first: int
+    second: int
+
+
+class Places(NamedTuple):
+    """Where the numbers of a block, such as a rank's shard, are among the numbers of the whole parameter.
+
+    `inner` numbers lie next to each other in the whole; such rows are `near` numbers apart, and groups of `rows` of
+    them `far` apart. A part of a block begins at its number `start`. With j = i + `start`, number i is number
+    `offset` + j // inner // rows · far + j // inner % rows · near + j % inner of the whole.
+    """
+
+    offset: int
+    inner: int
+    rows: int
+    near: int
+    far: int
+    start: int = 0
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether neighbours in the block are neighbours in the whole, from its first to its last number."""
+        return not (self.near or self.far)
+
+    @classmethod
+    def of(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
+        """Return the places of a block of a tensor of this shape: a slice for each dim.
+
+        `levels` are (count, stride), from the last dim to the first. A dim joins the level before if all dims of that
+        level are whole; otherwise it begins a new level. A dim of which the block has one index adds to the offset
+        only. A tensor that is cut along two dims has three levels at most.
+
+        >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
+        Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
+        """
+        offset, stride, levels = 0, 1, [(1, 1)]
+        for size, part in zip(reversed(shape), reversed(block), strict=True):
+            count, (level_count, level_stride) = part.stop - part.start, levels[-1]
+            offset += part.start * stride
+            if count != 1:
+                if level_count * level_stride == stride:
+                    levels[-1] = level_count * count, level_stride
+                else:
+                    levels.append((count, stride))
+            stride *= size
+        assert len(levels) <= 3, f"a block {block} of {shape} is cut along too many dims"
+        (inner, _), (rows, near), (_, far) = [*levels, (1, 0), (1, 0)][:3]
+        return cls(offset, max(inner, 1), max(rows, 1), near, far)  # divisors: 1 for an empty block
+
+    def indices(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Return the places of numbers `start` to `stop` of the block, (stop − start,) in int64."""
+        j = torch.arange(self.start + start, self.start + stop, device=device)
+        if self.is_flat:
+            return j + self.offset
+        row = j // self.inner
+        return self.offset + row // self.rows * self.far + row % self.rows * self.near + j % self.inner
+
+
+class RoundingBits:
+    """The keys and places of a model's parameters: from the world's seed and step, and each parameter's name.
+
+    A resumed run repeats them, and ranks that hold the same numbers draw the same. A second update of a parameter
+    within a step has another key: updates are counted.
+    """
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._world = world
+        # Copies on several pipeline stages have one name.
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._step, self._draws = -1, Counter[nn.Parameter]()
+        self._places = dict[nn.Parameter, Places]()
+
+    def key(self, parameter: nn.Parameter) -> Key:
+        """Return the key of the parameter's next update; in a new step of the world, updates are counted from 0."""
+        if self._world.step != self._step:
+            self.restart()
+        source = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
+        return Key(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
+
+    def count_update(self, parameter: nn.Parameter, by: int = 1) -> None:
+        """Count an update of the parameter, so that its next one in this step has another key; −1 takes one back."""
+        self._draws[parameter] += by
+
+    def restart(self) -> None:
+        """Let the next update draw the bits of the first update of its step."""
+        self._step, self._draws = self._world.step, Counter()
+
+    def places(self, parameter: nn.Parameter) -> Places:
+        places = self._places.get(parameter)
+        if places is None:
+            places = self._places[parameter] = Places.of(parameter.shape, LocalPart.of(parameter).block)
+        return places
+
+
+def chunk_numbers(device: torch.device) -> int:
+    """Return how many numbers are worked on at a time: on a CPU as many as its caches hold."""
+    return 1 << 15 if device.type == "cpu" else 1 << 24
+
+
+def random_words(key: Key, places: Tensor) -> Tensor:
+    """Return a word of 32 random bits for each place, as int64 of the same shape.
+
+    The first word of the key moves the sequence of the places' low words. The second one, and the high word of a place,
+    are mixed in before two rounds of multiplication, so that no two keys give one sequence at different places.
+    """
+    word = (places * GOLDEN + key.first) & WORD
+    word = word ^ (word >> 16) ^ (((places >> 32) * FAR + key.second) & WORD)
+    word = word * FIRST & WORD
+    word = (word ^ (word >> 15)) * SECOND & WORD
+    return word ^ (word >> 15)
+
+
+def noise_of(words: Tensor, stream: int) -> Tensor:
+    """Return the sixteen bits of each place that round this stream's numbers: of the parameter (0) or of a moment.
+
+    Two streams are the halves of the word; the third is the upper half of its product with an odd number.
+    """
+    assert 0 <= stream < STREAMS, stream
+    if stream == 2:
+        words = words * THIRD & WORD
+    return (words & 0xFFFF if stream == 0 else words >> NOISE_BITS).to(torch.int32)
+
+
+def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
+    """Round a float32 tensor to bfloat16: each number to one of its two neighbours, so that the mean is the number.
+
+    `noise` is an int32 tensor of sixteen random bits, which are added to those that bfloat16 lacks; what carries over
+    rounds away from zero. What is not finite stays.
+    """
+    rounded = ((x.view(torch.int32) + noise) & -(1 << NOISE_BITS)).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
+    """Round the block of a parameter, or of a moment, to bfloat16 by the bits of its places; a DTensor stays one."""
+    rounded, local = x.to(torch.bfloat16), local_tensor(x)
+    flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
+    # One word per number serves STREAMS streams; an optimizer with more states draws further words by other keys.
+    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)
+    chunk = chunk_numbers(flat.device)
+    for start in range(0, len(flat), chunk):
+        stop = min(start + chunk, len(flat))
+        words = random_words(key, places.indices(start, stop, flat.device))
+        result[start:stop] = round_stochastically(flat[start:stop], noise_of(words, stream % STREAMS))
+    local_tensor(rounded).copy_(result.view(local.shape))
+    return rounded
+
 
 BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
@@ -59,10 +209,7 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
-        """Return the factors of a group's parameters at their step, counted from 1.
-
-        Bias corrections of both moments are in `rate` and `root_scale`, so that the kernel computes no powers of β.
-        """
+        """Bias corrections are in `rate` and `root_scale`, so that the kernel computes no powers of β."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
             decay=1 - lr * group["weight_decay"],
@@ -105,7 +252,6 @@ def kernel_takes(update: Update) -> bool:
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether a tensor is on a GPU."""
     return tensor.device.type == "cuda"
 
 
@@ -128,7 +274,7 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
         _kernels().adamw_kernel[min(blocks, PROGRAMS), len(alike)](
             to_device(make_table(alike), first.device),
             scale,
-            *map(_triton_type, dtypes),
+            *(getattr(import_module("triton.language"), _DTYPES[dtype]) for dtype in dtypes),
             SCALED=scale is not None,
             BY_CHANCE=by_chance,
             FLAT=flat,
@@ -151,21 +297,12 @@ def make_table(updates: Sequence[Update]) -> Any:
     return np.frombuffer(table, np.int64).reshape(len(updates), COLUMNS)
 
 
-def _triton_type(dtype: torch.dtype) -> Any:
-    return getattr(import_module("triton.language"), _DTYPES[dtype])
-
-
 @cache
 def _kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.train.optim.adamw_kernels")
 
 
 class _Part(NamedTuple):
-    """The part of a parameter that a stand-in is updated for: numbers of its local tensor from `start` on.
-
-    `last`: no part of this parameter is updated after it.
-    """
-
     parameter: nn.Parameter
     start: int
     last: bool
@@ -197,7 +334,6 @@ class OnePassAdamW(AdamW):
         maximize: bool = False,
         rounding: RoundingBits | None = None,
     ) -> None:
-        """Take torch's settings of AdamW; `foreach` is off, as `step` here replaces torch's."""
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=False
         )
@@ -249,9 +385,7 @@ class OnePassAdamW(AdamW):
                         self._rounding.count_update(parameter, -1)
 
     def _count_step(self, parameter: nn.Parameter) -> float:
-        """The count is kept on the CPU, also of states that torch's fused AdamW saved, so that no step waits for a
-        GPU.
-        """
+        """The count is kept on the CPU, also of states that torch's fused AdamW saved: no step waits for a GPU."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse or not parameter.is_floating_point():
             raise ModelError(
@@ -270,9 +404,7 @@ class OnePassAdamW(AdamW):
         return state["step"].item()
 
     def _make_update(self, parameter: nn.Parameter, factors: Factors) -> Update:
-        """A part of a large parameter is updated as a parameter: it takes the whole one's key, and places from its
-        start on, and the last part counts the update.
-        """
+        """A part takes the whole parameter's key, and places from its start; the last one counts the update."""
         assert parameter.grad is not None
         state = self.state[parameter]
         mean, square = local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])

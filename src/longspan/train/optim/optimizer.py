@@ -1,11 +1,14 @@
-"""Optimizers by name: which class, with which arguments, over which parameters of a model."""
+"""Optimizers by name: which class, with which arguments, over which parameters, rounding by chance if asked for.
+
+A class that is not longspan's own is tried on small sharded parameters before step 1.
+"""
 
 import importlib
 import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils._pytree import tree_leaves
 
+from longspan.comm import World
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
-from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.optim.rounding_bits import RoundingBits
+from longspan.model.weights.local_tensors import local_block, local_tensor
+from longspan.train.optim.one_pass_adamw import Key, OnePassAdamW, RoundingBits, round_by_places
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 _ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
 # Arguments that have a key of their own, and are refused in train.optimizer_arguments.
 _BY_KEY = {"lr": "train.lr", "weight_decay": "train.weight_decay"}
-_BY_KEY_OF_ADAMW = {"betas": "train.betas", "eps": "train.eps"}
+_BY_KEY_OF_ADAMW = {"betas": "train.betas"}
 _REFUSED = {
     "LBFGS": "it evaluates the loss several times in a step, which a run does once",
     "SparseAdam": "it updates sparse gradients, and those of a run are dense",
@@ -49,17 +54,15 @@ class OptimizerChoice:
         """Read the choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
         arguments = parse_arguments(train.optimizer, train.optimizer_arguments)
         if train.optimizer == "adamw":
-            arguments = {"betas": train.betas, "eps": train.eps} | arguments
+            arguments = {"betas": train.betas} | arguments
         return cls(train.optimizer, train.lr, train.weight_decay, tuple(arguments.items()))
 
     @property
     def is_one_pass(self) -> bool:
-        """Whether it is "adamw" without arguments that only torch's AdamW takes."""
         return self.name == "adamw" and {name for name, _ in self.arguments} <= _ONE_PASS
 
     @property
     def kind(self) -> type[Optimizer]:
-        """The optimizer's class."""
         return optimizer_class(self.name)
 
     def build(self, parameters: Iterable[Any], *, rounding: RoundingBits | None = None) -> Optimizer:
@@ -113,12 +116,10 @@ def build_optimizer(
 def parameter_groups(
     model: nn.Module, name: str, weight_decay: float, rates: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """Divide the model's trainable parameters into groups of one learning rate and decay, those that decay first.
+    """Divide trainable parameters into groups of one rate and decay; DTensors apart, as kernels take no mixture.
 
-    DTensors and plain tensors are apart, for no kernel of an optimizer takes both at once. `rates` are learning rates
-    by the names of modules (None: the optimizer's own). Raises ConfigError where weights are to decay under an
-    optimizer without weight decay, and for rates that do not fit the model. Without trainable parameters there is one
-    empty group, since torch refuses to make an optimizer of no group.
+    `rates` are learning rates by the names of modules (None: the optimizer's own). Raises ConfigError for weight decay
+    that the class does not know, and for rates that do not fit. Without parameters there is one empty group.
     """
     knows_decay = _accepts_argument(optimizer_class(name), "weight_decay")
     if weight_decay and not knows_decay:
@@ -245,13 +246,17 @@ def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
         names = [key for key in parameters if key not in ("params", *_BY_KEY)]
         raise ConfigError(f"train.optimizer {name!r} has no argument {unknown[0]!r}; known: {', '.join(names)}")
     for key, value in arguments.items():
-        if key in parameters and _is_switch(parameters[key]) and not isinstance(value, bool | None):
+        if key not in parameters or isinstance(value, bool | None):
+            continue
+        kinds = {*re.findall(r"\w+", str(parameters[key].annotation))} - {
+            "class",
+            "typing",
+            "Optional",
+            "Union",
+            "None",
+        }
+        if isinstance(parameters[key].default, bool) or kinds == {"bool"}:
             raise ConfigError(f"train.optimizer {name!r} is given {key}={value!r}, which is true or false")
-
-
-def _is_switch(parameter: inspect.Parameter) -> bool:
-    type_names = {*re.findall(r"\w+", str(parameter.annotation))} - {"class", "typing", "Optional", "Union", "None"}
-    return isinstance(parameter.default, bool) or type_names == {"bool"}
 
 
 def _accepts_argument(kind: type[Optimizer], argument: str) -> bool:
@@ -292,3 +297,156 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
             assert isinstance(state, Tensor)
             state.zero_()
     return True
+
+
+def build_rounding_optimizer(
+    choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
+) -> Optimizer:
+    """Make an optimizer that rounds by chance: AdamW in one pass; another class one parameter at a time.
+
+    >>> optimizer = build_rounding_optimizer(OptimizerChoice.of(config.train), model, world)
+
+    `rates` are learning rates by the names of modules.
+    """
+    if choice.is_one_pass:
+        groups = parameter_groups(model, choice.name, choice.weight_decay, rates)
+        return choice.build(groups, rounding=RoundingBits(model, world))
+    return StochasticRounding(choice, model, world, rates)
+
+
+class StochasticRounding(Optimizer):
+    """An optimizer that updates one parameter at a time in float32, and rounds it and its moments by chance.
+
+    >>> optimizer = StochasticRounding(OptimizerChoice.of(config.train), model, world)
+
+    Random bits are those of `RoundingBits`, whatever part of a parameter is here. Parameters and moments in bfloat16
+    stay so; those of other types are updated as they are. `rates` are learning rates by the names of modules.
+    """
+
+    def __init__(
+        self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
+    ) -> None:
+        """`_wide`, another optimizer of the kind, updates float32 copies."""
+        optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        # Steps on the float32 copy of one parameter. Until then it has a matrix: Muon takes nothing else.
+        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])
+        self.kind: type[torch.optim.Optimizer] = choice.kind
+        self._bits = RoundingBits(model, world)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; `closure` must be None, as a step does not evaluate the loss."""
+        assert closure is None, "a step evaluates the loss once"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update_parameter(parameter, group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._bits.restart()
+
+    def _update_parameter(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        assert parameter.grad is not None
+        wide_parameter = nn.Parameter(_widen_value(parameter.detach().clone()))
+        wide_parameter.grad = _widen_value(parameter.grad)
+        self._wide.param_groups[:] = [{**group, "params": [wide_parameter]}]
+        state = {name: _widen_value(value) for name, value in self.state[parameter].items()}
+        self._wide.state = defaultdict(dict, {wide_parameter: state} if state else {})
+        self._wide.step()
+        key = self._bits.key(parameter)
+        parameter.copy_(self._round_value(wide_parameter.detach(), parameter, key, 0))
+        state, stream = dict[str, Any](), 0  # moments are rounded by the bits of streams 1, 2, and so on
+        for name, value in self._wide.state[wide_parameter].items():
+            stream += _is_wide(value)
+            state[name] = self._round_value(value, parameter, key, stream)
+        self.state[parameter] = state
+        self._bits.count_update(parameter)
+
+    def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
+        if not _is_wide(value) or parameter.dtype != torch.bfloat16:
+            return value
+        return round_by_places(value, key, self._bits.places(parameter), stream)
+
+
+def _widen_value(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.dtype == torch.float32
+
+
+STEPS, BOUND = 2, 1e-4  # updates that are tried, and their largest error as a share of the largest update
+
+
+def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
+    """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones."""
+    pairs = list(_make_pairs(model, world.device))
+    refusal = reason = ""
+    try:
+        reason = _describe_difference(choice, pairs) if pairs else ""
+    except ConfigError as error:
+        refusal = str(error)
+    except Exception as error:  # an optimizer of any package may raise anything
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else error!r}"
+    answers = world.control.gather_objects((refusal, reason), "optimizer on sharded parameters")
+    for rank, (refusal, reason) in zip(world.home.ranks, answers, strict=True):
+        if refusal:
+            raise ConfigError(refusal)
+        if reason:
+            raise ConfigError(
+                f"train.optimizer {choice.name!r} does not work on sharded parameters (DTensor), as a trial on small "
+                f"ones showed on rank {rank}: {reason}; use adamw, sgd, or another class, or try "
+                'train.optimizer_arguments = ["foreach=false"] where it has that'
+            )
+
+
+def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Sharded dims have 4 numbers on each rank, others 4 in all."""
+    kinds = dict[Any, nn.Parameter]()
+    for parameter in model.parameters():
+        if parameter.requires_grad and isinstance(parameter, DTensor):
+            kinds.setdefault((parameter.device_mesh, parameter.placements, parameter.ndim), parameter)
+    for parameter in kinds.values():
+        assert isinstance(parameter, DTensor)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape = [4] * parameter.ndim
+        for axis, placement in enumerate(placements):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                shape[dim] *= mesh.size(axis)
+        whole = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
+        yield nn.Parameter(_shard_like(whole, parameter)), nn.Parameter(whole)
+
+
+def _shard_like(whole: Tensor, like: DTensor) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    local = whole[local_block(whole.shape, mesh, placements)].clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _describe_difference(choice: OptimizerChoice, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> str:
+    """Both take STEPS steps along the same gradients; states must be shards too, or plain numbers."""
+    initial_values = [whole.detach().clone() for _, whole in pairs]
+    optimizers = [choice.build([{"params": [pair[i] for pair in pairs]}]) for i in (0, 1)]
+    for step in range(1, STEPS + 1):
+        for sharded, whole in pairs:
+            whole.grad = torch.randn(whole.shape, generator=torch.Generator().manual_seed(step)).to(whole)
+            assert isinstance(sharded, DTensor)
+            sharded.grad = _shard_like(whole.grad, sharded)
+        for optimizer in optimizers:
+            optimizer.step()
+    for (sharded, whole), initial in zip(pairs, initial_values, strict=True):
+        assert isinstance(sharded, DTensor)
+        update = (whole.detach() - initial).abs().max().item()
+        expected = whole.detach()[local_block(whole.shape, sharded.device_mesh, sharded.placements)]
+        error = (local_tensor(sharded.detach()) - expected).abs().max().item() if expected.numel() else 0.0
+        if not error <= BOUND * update:
+            return f"updates of {update:.3g} differ by {error:.3g} from those of whole parameters"
+        for state in tree_leaves(optimizers[0].state[sharded]):
+            if isinstance(state, Tensor) and state.ndim and not isinstance(state, DTensor):
+                return f"a state {tuple(state.shape)} is this rank's alone (no DTensor), which no checkpoint can hold"
+            if not isinstance(state, Tensor | int | float):
+                return f"a state is {state!r}, which no checkpoint can hold"
+    return ""

@@ -56,7 +56,6 @@ class Schedule:
 
     @property
     def decay_steps(self) -> int:
-        """The steps of WSD's decay."""
         return self.decay or -(-self.steps // WSD_DECAY)
 
     def lr_at(self, step: int) -> float:
@@ -66,10 +65,7 @@ class Schedule:
         return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * self._curve_height(step))
 
     def _curve_height(self, step: int) -> float:
-        """Return how much of the way from the least rate to the peak is left after the warm-up: from 1 to 0.
-
-        The first step of the curve is already below 1, so that the last one is 0.
-        """
+        """What is left of the way from the least rate to the peak; the first step of the curve is below 1."""
         if self.shape == "constant":
             return 1.0
         start = self.steps - self.decay_steps if self.shape == "wsd" else self.warmup

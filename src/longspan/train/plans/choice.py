@@ -4,7 +4,7 @@ Planning itself is in `longspan.plan`, what plans are priced by in `run_cost.py`
 `order.py`. No torch and no process group.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Unpack
@@ -20,8 +20,7 @@ from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.ways import fit_to_degree, plan_evaluation, widest_degree
-from longspan.train.plans.own import call_planner
-from longspan.train.plans.run_cost import read_cost
+from longspan.train.plans.run_cost import call_planner, read_cost
 
 KEYS = {  # of a section of plans, by the planners' arguments
     "cp": "context_parallel_size",
@@ -34,10 +33,7 @@ KEYS = {  # of a section of plans, by the planners' arguments
 
 
 def plan_row_multiple(parallel: ParallelConfig) -> int:
-    """Return what the rows of a slot are a multiple of.
-
-    Under sequence parallelism the tp ranks of a slot take equal parts of them.
-    """
+    """What the rows of a slot are a multiple of: its tp ranks take equal parts under sequence parallelism."""
     return parallel.tp if parallel.sequence_parallel else 1
 
 
@@ -79,10 +75,7 @@ class PlanChoice:
 
     @classmethod
     def dynamic(cls, min_degree: int = 1, max_degree: int = 0, **options: Unpack[PlanKeywords]) -> "PlanChoice":
-        """Choose plans of a degree for each document, from `min_degree` to `max_degree` (0: no limit).
-
-        `options` are those of `plan_dynamic`.
-        """
+        """Choose plans of a degree a document, up to `max_degree` (0: no limit); `options` of `plan_dynamic`."""
         return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), prefix="")
 
     @classmethod
@@ -95,29 +88,16 @@ class PlanChoice:
         weights: int = 0,
         weight_bytes: int = 2,
     ) -> "PlanChoice":
-        """Choose how training steps are planned, priced by `cost`, or else by what the configuration names.
-
-        `heads` is how many query heads the model has, where that is known; `weights` is how many of its parameters a
-        slot's rank has before they are sharded over slots, of `weight_bytes` each.
-        """
+        """Choose how training steps are planned; `weights` of `weight_bytes` are a slot's rank's before sharding."""
         options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
         return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
 
     @classmethod
     def evaluation(
-        cls,
-        config: RunConfig,
-        entry: EvalConfig | None = None,
-        *,
-        cost: Cost | None = None,
-        heads: int | None = None,
+        cls, config: RunConfig, entry: EvalConfig | None = None, *, cost: Cost | None = None, heads: int | None = None
     ) -> "PlanChoice":
-        """Choose how evaluations are planned: those of a named set, or else of the documents that are held out.
-
-        They are priced for forward passes only, with training's partition. Plans of a degree "auto" that is not
-        chosen yet (`resolve.py`) have the smallest that holds their documents.
-        """
+        """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
         entry = entry or held_out_set(config)
         cost = (cost or read_cost(config)).forward_only()
         options = _section_options(entry, config, cost, heads)
@@ -142,18 +122,12 @@ class PlanChoice:
 
     @property
     def has_one_degree(self) -> bool:
-        """Whether all groups of its plans have the same degree."""
         return self.planner in ONE_DEGREE
 
     @property
     def text(self) -> str:
         """The planner and, if all groups have one degree, that degree, as in "fixed at cp 4"."""
         return f"{self.planner} at cp {self.degree or AUTO}" if self.has_one_degree else self.planner
-
-    @property
-    def planner_key(self) -> str:
-        """The key of the planner."""
-        return self.prefix + "planner"
 
     def widest_degree(self, home: Layout) -> int:
         """Return the highest degree that a group may have: of fixed and padded plans their only one, 0 if it is "auto".
@@ -172,17 +146,10 @@ class PlanChoice:
 
     @property
     def degree_key(self) -> str:
-        """The key of the degree."""
         return self.prefix + "context_parallel_size"
 
     @property
-    def comm_type_key(self) -> str:
-        """The key of the communication type."""
-        return self.prefix + "cp_comm_type"
-
-    @property
     def comm_types(self) -> tuple[str, ...]:
-        """The communication types, one, or one for each layer."""
         types = self.options.cp_comm_type
         return (types,) if isinstance(types, str) else tuple(types)
 
@@ -191,10 +158,7 @@ class PlanChoice:
         return heads_allow(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
-        """Return this choice at a fixed degree, with a cap raised, if need be, to hold a document of `longest` tokens.
-
-        Sizes of a2a+p2p that are given are fitted to the degree.
-        """
+        """Return this choice at a fixed degree, with a cap raised to hold a document of `longest` tokens."""
         cap = self.options.max_tokens_per_slot
         if cap is not None:
             cap = max(cap, -(-longest // degree))
@@ -219,7 +183,7 @@ class PlanChoice:
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
-            make = partial(call_planner, self.planner, self.planner_key, lengths, home)
+            make = partial(call_planner, self.planner, f"{self.prefix}planner", lengths, home)
         else:
             widest = self.degree or smallest_degree(lengths, home, options)
             if not self.degree:
@@ -230,14 +194,10 @@ class PlanChoice:
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
     def home_options(self, home: Layout) -> PlanOptions:
-        """Return the planners' options on a home: the cost of its slots, and micro-batches for its stages."""
         return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
-        """Raise ConfigError, with the keys that do not fit, where a document of `longest` tokens cannot be planned.
-
-        `title` names the document in the error.
-        """
+        """Raise ConfigError, with the keys, where a document of `longest` tokens (`title`) cannot be planned."""
         try:
             self.plan((longest,), home)
         except LongDocumentError as error:
@@ -253,9 +213,7 @@ class PlanChoice:
             raise ConfigError(name_arguments(str(error), keys)) from error
 
     def _slot_cost(self, home: Layout) -> Cost:
-        """In free mode a step also gathers the weights once, and sums gradients at its end, in float32 at least. That
-        is priced where the number of weights is known.
-        """
+        """A free step gathers weights once and sums gradients in float32 at least; priced where they are counted."""
         cost = self.options.cost.shared_by(home.tp)
         if self.options.mode == "lockstep" or not self.weights:
             return cost
@@ -277,11 +235,7 @@ def _hashable_options(keywords: PlanKeywords) -> PlanOptions:
 
 
 def _section_options(section: PlanSection, config: RunConfig, cost: Cost, heads: int | None) -> PlanOptions:
-    """Rows are dealt out in zigzag if their partition is not chosen yet ("auto"), as slots have as many rows either
-    way. A limit of rows "auto" is none yet. Hosts of size "auto" have the usual 8 slots until a world is open and
-    `set_node_size` sets theirs: plans before that are only checks, whose result does not depend on it. Schedules
-    that split backward passes take no longer than 1F1B of one chunk, by which they are priced.
-    """
+    """ "auto" rows are dealt out in zigzag, which gives slots as many; schedules that split backward cost as 1F1B."""
     cap, node_size, parallel = section.max_tokens_per_slot, config.context.node_size, config.parallel
     return PlanOptions(
         max_tokens_per_slot=None if isinstance(cap, str) else cap or None,
@@ -304,14 +258,8 @@ class StepPlanner:
     home: Layout
 
     def __call__(self, step: int) -> Plan:
-        """Return the plan of a step, counted from 0; its documents are numbered as the order's `select` gives them."""
         lengths, targets = self.order.lengths_of_step(step), self.order.targets_of_step(step)
         return self.choice.plan(lengths, self.home, targets=targets)
-
-
-def make_step_planner(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout) -> Callable[[int], Plan]:
-    """Make the planner of any training step of a run."""
-    return StepPlanner(choice, order, home)
 
 
 def plan_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int = 2) -> PlanAhead:
@@ -320,4 +268,4 @@ def plan_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded
     plans take a millisecond and are made when their step begins.
     """
-    return PlanAhead(make_step_planner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)
+    return PlanAhead(StepPlanner(choice, order, home), ahead=0 if choice.has_one_degree else ahead)

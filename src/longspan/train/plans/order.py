@@ -21,10 +21,7 @@ HELD_OUT, ONE_IN = 32, 10  # texts held out by default: one in so many, at most 
 
 
 def set_epoch_steps(config: RunConfig, order: StepOrder | PackOrder, log: LogLine) -> RunConfig:
-    """Set the number of steps that `train.epochs` takes.
-
-    Raises ConfigError for a schedule that does not fit them.
-    """
+    """Set the number of steps that `train.epochs` takes; ConfigError for a schedule that does not fit them."""
     if not config.train.epochs:
         return config
     steps = order.count_steps()
@@ -69,7 +66,6 @@ def count_held_out(setting: int | str, texts: int) -> int:
 
 
 def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder | PackOrder:
-    """Make the order of a run's documents."""
     data = config.data
     mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
     uncut = _uncut_spans(config, corpus) if data.pack_to else None
@@ -87,10 +83,7 @@ def order_lengths(
     texts: npt.NDArray[Any] | None = None,
     uncut: UncutSpans | None = None,
 ) -> StepOrder | PackOrder:
-    """Make the order of documents of these lengths, in packs if data.pack_to is set.
-
-    `targets`, `mixture`, `texts` and `uncut` are arguments of `StepOrder` and `PackOrder`.
-    """
+    """Make the order of documents of these lengths, in packs if data.pack_to is set."""
     data, tokens = config.data, config.train.tokens_per_step
     order = StepOrder(
         lengths,
@@ -121,7 +114,6 @@ def _uncut_spans(config: RunConfig, corpus: Corpus) -> UncutSpans | None:
 
 
 def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
-    """Return a line on the documents: how many to train on, how often the run's steps read them, how many held out."""
     train, stream, held_out = config.train, order.stream, len(order.evaluation)
     line = plural(stream.documents, "document")
     line += f" of {plural(order.texts, 'text')}" * (stream.documents != order.texts)
@@ -145,7 +137,7 @@ def documents_line(config: RunConfig, order: StepOrder | PackOrder) -> str:
 
 
 def source_lines(config: RunConfig, order: StepOrder | PackOrder) -> Iterator[str]:
-    """Yield a line about each of several sources: its share of the tokens, its size, and how often steps read it."""
+    """Yield a line about each of several sources."""
     tokens_read = config.train.tokens_per_step * config.train.steps
     sources = order.stream.sources if config.data.sources else ()
     for table, source in zip(config.data.sources, sources, strict=True):

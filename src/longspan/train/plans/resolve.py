@@ -33,10 +33,7 @@ STEPS = 4  # whose documents are planned for
 def choose_partition_on_ranks(
     config: RunConfig, order: StepOrder | PackOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
-    """Choose a partition and a type in place of "auto"; returns the configuration, and why, or "" without a choice.
-
-    The first rank chooses, so that hosts which round times differently do not disagree; all ranks call it together.
-    """
+    """Choose a partition and a type in place of "auto", on the first rank; returns the configuration, and why."""
     if config.context.partition != AUTO:
         return config, ""
     lengths = [order.lengths_of_step(step) for step in range(STEPS)]
@@ -50,11 +47,7 @@ def choose_partition_on_ranks(
 def choose_partition(
     config: RunConfig, lengths: Sequence[Sequence[int]], home: Layout, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
-    """Choose as `choose_partition_on_ranks` does, for steps of documents of these lengths, on one rank.
-
-    A cost of one's own without `states` does not say what a hybrid's recurrent states take: partitions cost the same
-    then, and the usual one is taken.
-    """
+    """Choose for steps of documents of these lengths; a cost without `states` takes the usual partition."""
     if config.context.partition != AUTO or cost.states is None:
         return set_usual_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
@@ -67,7 +60,6 @@ def choose_partition(
 
 
 def set_usual_partition(config: RunConfig) -> RunConfig:
-    """Set contiguous rows in place of "auto", in training and evaluations; communication types stay as they are."""
     if config.context.partition == AUTO:
         config = replace(config, context=replace(config.context, partition="contiguous"))
     return config
@@ -132,10 +124,7 @@ def choose_degree(
 def choose_degree_on_ranks(
     choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
-    """Choose on the first rank as `choose_degree` does, for every rank, and log why; all ranks call it together.
-
-    Hosts may round times differently, and would then evaluate at different degrees.
-    """
+    """Choose on the first rank, as hosts may round times differently, and log why; all ranks call it."""
     if choice.degree:
         return choice, ""
     work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name)
@@ -198,12 +187,10 @@ def set_node_size(config: RunConfig, world: World) -> RunConfig:
 
 
 def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> None:
-    """Let a world resolve "auto" by the machine that `run.machine` names; entered by all ranks.
+    """Let a world resolve "auto" by the machine of `run.machine`; entered by all ranks.
 
-    >>> use_machine(config, world, print)  # doctest: +SKIP
-
-    Raises ConfigError, on every rank, for a file of another device or of hosts of another size, and CommError if ranks
-    read different files.
+    Raises ConfigError, on every rank, for a file of another device or of hosts of another size, CommError if files
+    differ.
     """
     if not config.run.machine:
         return
@@ -224,5 +211,4 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device in a machine's file: that of a GPU as its driver gives it, "cpu" for all others."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

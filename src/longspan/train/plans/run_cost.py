@@ -1,23 +1,110 @@
-"""What a run's plans are priced by: the cost of its model on the machine of `run.machine`, or `context.cost_model`.
+"""What a run's plans are priced by, what decides its plan of memory, and a planner or cost of the user's own. No torch.
 
-Whether the machine suits the hosts of a world is checked in `resolve.py`. No torch and no process group.
+`context.planner` and `context.cost_model` may be dotted names: a planner is called as `plan_dynamic` is, a cost is a
+`longspan.Cost` (docs/planning.md shows both). Whether a machine suits the hosts of a world is checked in `resolve.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name
-from longspan.config.sections import RunConfig, key_checkpointing
-from longspan.errors import PlanError
-from longspan.plan import Cost
+from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
+from longspan.config.file import nearest_hint
+from longspan.config.plan_section import PLANNERS
+from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, key_checkpointing
+from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
+from longspan.layout import Layout
+from longspan.plan import Cost, FixedMemory, MemorySettings, Plan, PlanOptions
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
+from longspan.plan.memory.settings import MOMENTS
+from longspan.plan.planners.request import Request
 from longspan.plan.shape.model_shape import QWEN3_8B
-from longspan.train.plans.own import own_cost
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
+
+
+COST_KEY = "context.cost_model"
+
+
+def check_planner(name: str, key: str) -> None:
+    """Raise ConfigError, with the key that names it, for a planner that does not exist."""
+    if name in PLANNERS:
+        return
+    if "." not in name:
+        raise ConfigError(
+            f"{key} is {name!r}; {nearest_hint(name, PLANNERS)}, or a function of your own with its module, as in "
+            "'my_module.my_planner' (docs/planning.md)"
+        )
+    _import_planner(name, key)
+
+
+def _import_planner(name: str, key: str) -> Callable[..., Any]:
+    planner = import_object(name, f"{key} is {name!r}")
+    if not callable(planner):
+        raise ConfigError(f"{key} {name!r} is no function; name one of lengths, home and options that returns a Plan")
+    return planner
+
+
+def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+    """Plan by a planner of one's own: its plan is checked, and completed by the options.
+
+    Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
+    and slots, and for a plan that is not sound or exceeds the limit of rows.
+    """
+    request, planner = Request.of(lengths, home, options), _import_planner(name, key)
+    if not request.lengths:  # a planner need not know what to do with a step without documents
+        return request.plan((), name)
+    documents, slots = plural(len(request.lengths), "document"), plural(home.slots, "slot")
+    try:
+        plan = planner(request.lengths, home, options=options)
+    except LongspanError:
+        raise
+    except Exception as error:  # whatever somebody's function raises
+        raise PlanError(f"{key} {name!r} failed for {documents} on {slots}: {type(error).__name__}: {error}") from error
+    if not isinstance(plan, Plan) or (plan.slots, plan.lengths) != (home.slots, request.lengths):
+        raise PlanError(
+            f"{key} {name!r} returned {plan if isinstance(plan, Plan) else type(plan).__name__}; it must return a "
+            f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
+        )
+    try:
+        return request.plan(plan.micro_batches, name)
+    except PlanError as error:
+        raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error
+
+
+def check_cost(name: str, file: str) -> None:
+    """Raise ConfigError for a cost that does not exist, and if `file`, the value of run.machine, is given as well."""
+    if file:
+        raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
+    _import_cost(name, COST_KEY)
+
+
+def _import_cost(name: str, key: str) -> Any:
+    cost = import_object(name, f"{key} is {name!r}") if "." in name and not name.endswith(".json") else None
+    if not isinstance(cost, Cost) and not callable(cost):
+        raise ConfigError(
+            f"{key} is {name!r}; name a longspan.Cost, or a function of the model's configuration that returns one, as "
+            "in 'my_module.my_cost'; a file of longspan bench calibrate is the value of run.machine"
+        )
+    return cost
+
+
+def own_cost(name: str, model_config: Any, key: str = COST_KEY) -> Cost:
+    """Return the cost with a dotted name, for a model. Raises ConfigError, with the `key`, for what is no cost.
+
+    >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
+    """
+    cost = _import_cost(name, key)
+    try:
+        cost = cost if isinstance(cost, Cost) else cost(model_config)
+    except Exception as error:  # whatever somebody's function raises
+        raise ConfigError(f"{key} {name!r} failed for the model: {type(error).__name__}: {error}") from error
+    if not isinstance(cost, Cost):
+        raise ConfigError(f"{key} {name!r} returned {type(cost).__name__}; it must return a longspan.Cost")
+    return cost
+
 
 KEY = "run.machine"
 
@@ -100,3 +187,74 @@ def run_cost_settings(
 @cache
 def _read_once(file: str) -> Machine:
     return read_machine(file, KEY)
+
+
+def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: int = 0) -> MemorySettings:
+    """Read the settings of a run's plan of memory; those that the plan may choose have the values of their keys.
+
+    >>> run_memory_settings(RunConfig()).state_numbers
+    2.0
+    """
+    train, parallel = config.train, config.parallel
+    computed = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
+    return MemorySettings(
+        parameter_bytes=DTYPE_BYTES[config.model.dtype],
+        compute_bytes=DTYPE_BYTES[computed],
+        state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
+        adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
+        depths=config.mtp.depths,
+        gathered_once=not parallel.reshard_after_forward,
+        offload_states=train.offload_states,
+        mlp_tile_rows=train.mlp_tile_rows,
+        fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
+        float8=bool(train.float8),
+        compiled=train.compiled,
+        schedule=parallel.pipeline_schedule,
+        vpp=parallel.vpp,
+        free=config.context.mode == "free",
+        sequence_parallel=parallel.sequence_parallel,
+        gpu=gpu,
+        scan_kernels=computed == "bfloat16",
+        encoder_rows=encoder_rows,
+        encoder_recomputed=config.encoder.recompute,
+        encoder_trained=config.encoder.train or encoder_default(config),
+    )
+
+
+def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
+    """Return how many numbers of state the optimizer keeps for each weight.
+
+    Those of a class that is not of MOMENTS are counted on a small matrix, in the dtype of trained weights: float32 for
+    adapters. Only that imports torch.
+    """
+    if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
+        return 1.0
+    if train.optimizer in MOMENTS:
+        return MOMENTS[train.optimizer]
+    import torch
+
+    from longspan.model.load import torch_dtype
+    from longspan.train.optim.optimizer import OptimizerChoice
+
+    matrix = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch_dtype("float32" if lora else dtype)))
+    matrix.grad = torch.zeros_like(matrix)
+    optimizer = OptimizerChoice.of(train).build([matrix])
+    optimizer.step()
+    size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
+    return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
+
+
+def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
+    """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
+    train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
+    off = False if by_hand else None  # of a key that is not set
+    return FixedMemory(
+        measure=key_checkpointing(train) or ("none" if by_hand else None),
+        offload=train.offload_activations or off,
+        gathered_once=not config.parallel.reshard_after_forward or off,
+        offload_states=train.offload_states or (off if train.optimizer in MOMENTS else False),
+        segment_layers=0 if by_hand else None,
+        mlp_tile_rows=train.mlp_tile_rows or (0 if by_hand else None),
+    )

@@ -1,26 +1,29 @@
-"""A loss of whole documents: a function of the log-probabilities that a model gives to each document of a set."""
+"""A loss of whole documents: a function of the log-probabilities of each document of a set; and a step's own loss."""
 
+import hashlib
+import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, on_all_ranks, to_device
-from longspan.errors import LossError, ModelError, plural, short_text
+from longspan.comm import World, on_all_ranks, raise_first_error, to_device
+from longspan.errors import LongspanError, LossError, ModelError, plural, short_text
 from longspan.layout import Floats
 from longspan.model.adapters import is_adapted, model_adapter
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plan import Plan
-from longspan.train.loss import Head, chunked_log_probs, chunked_loss
-from longspan.train.passes import Passes
-from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.terms.log_probs import collect_log_probs
-from longspan.train.terms.token_loss import BatchTargets
+from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, row_log_probs
+from longspan.train.passes import Passes, Term, default_divisor, run_passes
+from longspan.train.read_rows import LocalBatch
+from longspan.train.step_inputs import StepInputs
+from longspan.train.terms.token_loss import BatchTargets, CollectedLogProbs, LossFunction, TokenLoss
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 
@@ -125,7 +128,6 @@ class SameOnRanks:
     """Sums of losses and coefficients: of sets whose sums every rank has, and of those that only a last stage has."""
 
     def __init__(self) -> None:
-        """Begin without sums; `_sizes` are those of absolute values, to which TOLERANCE is relative."""
         self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
         self._sizes = np.zeros((2, 2))
 
@@ -163,11 +165,7 @@ class DocumentPasses:
     def __init__(
         self, function: SetFunction, sets: Sequence[tuple[int, ...]], plan: Plan, world: World, chunk_rows: int
     ) -> None:
-        """Sort the sets of documents by where their loss can be computed.
-
-        A set inside one micro-batch of a lockstep plan is computed in that micro-batch's pass. Another one needs sums
-        that are complete only after all passes, so its documents get coefficients from a forward pass ahead.
-        """
+        """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that look_ahead runs
         self._check = SameOnRanks()
@@ -213,7 +211,9 @@ class DocumentPasses:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
-        sums = collect_log_probs(passes, ahead, self._chunk_rows).sums
+        collected = CollectedLogProbs(passes.plan.lengths, self._chunk_rows)
+        run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), ahead)
+        sums = collected.sum_over_ranks(passes.world).sums
         self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
         self.forward_twice: int = len(indices)
 
@@ -224,8 +224,11 @@ class DocumentPasses:
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         """Return this rank's part of the losses of sets that the micro-batch holds, with all their gradients."""
         targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
-        if sets := self._batch_sets(batch):
-            log_probs = chunked_log_probs(hidden, targets.targets, head, self._chunk_rows).double().cpu().numpy()
+        groups = batch.shard.micro_batch.groups
+        if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
+            log_probs = (
+                chunked_values(hidden, targets.targets, row_log_probs, head, self._chunk_rows).double().cpu().numpy()
+            )
             local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
             ids = sorted({document for documents in sets for document in documents})
             sums = np.zeros(len(coefficients))
@@ -239,7 +242,6 @@ class DocumentPasses:
         slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
 
         def slopes_only(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-            """Return the loss 0, as `total` has it, and the derivatives by log-probabilities."""
             return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
 
         return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
@@ -247,10 +249,6 @@ class DocumentPasses:
     def differs_on_ranks(self) -> bool:
         """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
         return self._check.differ_on_ranks(self._world)
-
-    def _batch_sets(self, batch: LocalBatch) -> list[tuple[int, ...]]:
-        groups = batch.shard.micro_batch.groups
-        return self._sets_inside.get(self._index[groups[0].documents[0]], []) if groups else []
 
     def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
         """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""
@@ -268,3 +266,106 @@ def _head_is_adapted(model: nn.Module) -> bool:
     stages = [stage.model for stage in model.stages if stage.last] if isinstance(model, PipelineModel) else [model]
     heads = (stage.get_output_embeddings() for stage in stages if hasattr(stage, "get_output_embeddings"))  # pyright: ignore
     return any(isinstance(head, nn.Module) and is_adapted(head) for head in heads)
+
+
+# ---- the loss and the divisor of a step
+
+
+Loss = LossFunction | DocumentLoss | None
+
+
+class LossTerm(Term):
+    """How a step makes its loss of rows, and what it divides their sum by.
+
+    Made by all ranks together. Raises LossError on every rank where one rank's loss or divisor cannot be used,
+    CommError where ranks have different ones, or some have neither.
+    """
+
+    def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
+        """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
+        self._world = world
+        loss_text, failure = "", None
+        try:
+            self.measure: CrossEntropy | TokenLoss | DocumentPasses
+            self.divisor: float
+            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows)
+        except Exception as error:  # sets may be anything: the other ranks must learn of it
+            failure = _to_loss_error(error, world)
+        if world.control.agree(
+            _text_digest("a loss or a divisor"), flag=failure is not None, what=_COMPARISON, hint=_HINT
+        ):
+            raise_first_error(world, failure)
+        world.control.agree(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
+
+    def check_inputs(self, inputs: StepInputs) -> None:
+        if inputs.backward and isinstance(self.measure, DocumentPasses):
+            self.measure.refuse_dropout(inputs.language_model)
+
+    def extend_passes(self, passes: Passes) -> Passes:
+        return replace(passes, measure=self.measure, divisor=self.divisor)
+
+    def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
+        if not isinstance(self.measure, DocumentPasses):
+            return 0.0
+        self.measure.look_ahead(passes, batches)
+        return self.measure.loss_ahead()
+
+    def raise_error(self) -> None:
+        if isinstance(self.measure, CrossEntropy):  # calls no function of the caller's
+            return
+        error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
+        if self._world.control.any_rank(error is not None):
+            raise_first_error(self._world, error)
+        if isinstance(self.measure, DocumentPasses) and self.measure.differs_on_ranks():
+            raise on_all_ranks(
+                LossError(
+                    "the function of a DocumentLoss gave other losses or derivatives on some ranks; let it depend on "
+                    "sums, on the numbers of documents, and on values that are the same on every rank"
+                )
+            )
+
+    def results(self, sums: Sequence[float]) -> dict[str, Any]:
+        return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
+
+
+_COMPARISON = "losses, sets or divisors"
+_HINT = "Give every rank the same sets and divisor=, and all of them a loss= of the same kind, or none"
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_loss(
+    loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
+) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
+    if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
+        raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
+    if isinstance(loss, DocumentLoss):
+        sets = loss.check_sets(plan)
+        measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
+    else:
+        sets, default = (), default_divisor(plan)
+        measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)
+    used_divisor = default if divisor is None else check_divisor(divisor)
+    return measure, used_divisor, f"{type(measure).__name__} {used_divisor} {sets}"
+
+
+def check_divisor(divisor: Any) -> float:
+    number = divisor
+    if isinstance(divisor, Tensor | np.ndarray) and math.prod(divisor.shape) == 1:
+        number = divisor.item()
+    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number) or number <= 0:
+        raise LossError(
+            f"divisor is {short_text(divisor)}; give a positive number, the same on every rank: the number of "
+            "documents, or of targets, or of prompts"
+        )
+    return float(number)
+
+
+def _to_loss_error(error: Exception, world: World) -> LongspanError:
+    if isinstance(error, LongspanError):
+        return error
+    loss_error = LossError(f"the loss failed on rank {world.rank}: {type(error).__name__}: {error}")
+    loss_error.__cause__ = error
+    return loss_error

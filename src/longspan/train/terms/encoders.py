@@ -6,29 +6,357 @@ gradients go back and the encoder runs one backward pass for the wave. All ranks
 without items of a wave encodes its smallest one, whose rows go nowhere, for the collectives inside an encoder.
 """
 
-from collections import OrderedDict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from longspan.comm import raise_first_error
+from longspan.bridge import Bridge
+from longspan.comm import SequenceShard, World, bind, raise_first_error, to_device
+from longspan.comm.moves.row_exchange import RowGradient
+from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
+from longspan.layout.segments import Integers
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
-from longspan.plan import MicroBatch, Plan
-from longspan.plan.items import EncoderPlanning, ItemTable, NeededBy, plan_items
+from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last
+from longspan.plan import Group, MicroBatch, Plan
+from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.train.passes import Term
-from longspan.train.reading.local_batch import read_and_agree
-from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.reading.step_inputs import StepDocuments, StepInputs
-from longspan.train.terms.modality_pass import EncoderTimes, ModalityPass, PartClock, gather_times
+from longspan.train.read_rows import LocalBatch, read_and_agree
+from longspan.train.step_inputs import StepDocuments, StepInputs
+
+Part = Literal["phases", "towers"]  # all before and after the language model's passes; in it the encoders alone
+
+
+@dataclass(frozen=True)
+class EncoderTimes:
+    """The encoders' part of a step, the same on every rank.
+
+    `seconds` from the step's beginning until the language model has its rows, and from its end until the encoders have
+    their gradients: the mean over ranks, exchanges and waiting included. `tower_seconds` of towers and projectors
+    only, of the busiest rank; `balance` is that over the mean of all (1: all equally busy), which under FSDP2 holds
+    the waiting for each other's parameters as well. The predicted ones are those of the waves' plan: seconds that
+    towers and projectors take, and the busiest slot's work over the mean.
+    """
+
+    seconds: float
+    tower_seconds: float
+    balance: float
+    predicted_seconds: float
+    predicted_balance: float
+
+
+class PartClock:
+    """Adds up what parts of a step take on this rank; parts may lie inside each other.
+
+    >>> with clock.time_part("towers"):
+    ...     rows = encoder(images)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._spans: dict[Part, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+        self._seconds: dict[Part, float] = defaultdict(float)
+
+    @contextmanager
+    def time_part(self, part: Part) -> Iterator[None]:
+        """Add the time of the `with` block to a part; a block that raises is not counted."""
+        started = time.perf_counter()
+        start = self._record_event()
+        yield
+        self._seconds[part] += time.perf_counter() - started
+        if start is not None:
+            end = self._record_event()
+            assert end is not None
+            self._spans[part].append((start, end))
+
+    def seconds(self, part: Part) -> float:
+        if not self._gpu:
+            return self._seconds[part]
+        for _, end in self._spans[part]:
+            end.synchronize()
+        return sum(start.elapsed_time(end) for start, end in self._spans[part]) / 1e3
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if not self._gpu:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def gather_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
+    """Gather the times of all ranks, which enter together: mean seconds, the busiest rank's, and its ratio to the mean.
+
+    `clocks` are this rank's, whose times are added; `predicted` are seconds and balance by the plan.
+    """
+    phases, towers = (sum(clock.seconds(timed_part) for clock in clocks) for timed_part in ("phases", "towers"))
+    ranks = len(world.home.ranks)
+    all_phases, all_towers = world.control.sum_over_ranks([phases, towers], "times of encoders")
+    (busiest,) = world.control.largest_of([towers], "times of encoders")
+    balance = busiest * ranks / all_towers if all_towers else 1.0
+    return EncoderTimes(all_phases / ranks, busiest, balance, *predicted)
+
+
+class _LocalWave:
+    """One wave on this rank: what it encodes, its exchange, and the rows that it delivers to each micro-batch."""
+
+    def __init__(
+        self, wave: Wave, plan: ModalityPlan, encoder: Encoder, world: World, *, gradient: RowGradient
+    ) -> None:
+        """A slot without items of this wave still runs the wave's smallest one, as all ranks of an encoder must enter
+        its collectives; `has_items` is False, and nothing of the output is used.
+        """
+        self.bridge = Bridge(wave.have, wave.need, world, gradient=gradient)
+        slot = encoder.world.slot
+        self.has_items = bool(wave.micro_batch.groups_of(slot))
+        self.micro_batch = wave.micro_batch
+        if not self.has_items:
+            groups = wave.micro_batch.groups
+            pairs = (pair for group in groups for pair in zip(group.lengths, group.documents, strict=True))
+            rows, item = min(pairs)
+            self.micro_batch = MicroBatch((Group((slot,), (item,), (rows,), partition="contiguous"),))
+        self.shard: SequenceShard | None = None  # for an encoder whose slots share items; bound in the step
+        groups = [group for _, group in self.micro_batch.groups_of(slot)]
+        self.items = tuple(int(plan.rows.items[item]) for group in groups for item in group.documents)
+        self.rows = sum(group.shares.counts[group.slots.index(slot)] for group in groups)
+        self.inputs: list[Any] = []
+        self.output: Tensor | None = None
+        self.random_states: list[Tensor] = []  # of the host's generator, and of the GPU's
+        self.deliveries: list[tuple[Tensor, Tensor | None]] = []  # leaves, and which of their rows are of this wave
+
+
+class ModalityPass:
+    """The waves of one modality on this rank."""
+
+    def __init__(
+        self, encoder: Encoder, world: World, plan: ModalityPlan, items: ItemTable, *, width: int, backward: bool
+    ) -> None:
+        self.encoder: Encoder = encoder
+        self.world: World = world
+        self.plan: ModalityPlan = plan
+        self.items: ItemTable = items
+        self.width: int = width
+        self.trains: bool = backward and not encoder.frozen  # whether gradients come back to the encoder
+        self.training: bool = backward  # the mode of its modules
+        self.clock: PartClock = PartClock(world.device)
+        same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # a slot's tp ranks use, and so differentiate, alike
+        gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
+        self.waves: list[_LocalWave] = [
+            _LocalWave(wave, plan, encoder, world, gradient=gradient) for wave in plan.waves
+        ]
+
+    @property
+    def items_here(self) -> list[int]:
+        return [self.items.numbers[item] for wave in self.waves for item in wave.items]
+
+    def read_items(self, documents: Any) -> None:
+        for wave in self.waves:
+            if self.encoder.max_cp > 1:
+                wave.shard = bind(wave.micro_batch, self.encoder.world)
+            wave.inputs = []
+            for item in wave.items:
+                with _add_note(lambda item=item: f"reading {self.items.item_text(item)}"):
+                    wave.inputs.append(documents.read(self.items.numbers[item]))
+
+    def nonfinite_inputs(self) -> list[str]:
+        inputs = {item: value for wave in self.waves for item, value in zip(wave.items, wave.inputs, strict=True)}
+        return [
+            self.items.item_text(item)
+            for item, value in sorted(inputs.items(), key=lambda entry: entry[0])
+            if not all(x.isfinite().all() for x in find_tensors(value))
+        ]
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Return a context in which the encoder's modules are in their modes for the step.
+
+        At its end the encoder's gradients are summed over its slots, and no parameter stays gathered.
+        """
+        module = self.encoder.module
+        with preserve_modes(module), ExitStack() as stack:
+            # A frozen encoder, and parts of one that is in training mode, keep their modes in a training step.
+            if not self.training or (self.trains and not module.training):
+                module.train(self.training)
+            if self.trains:
+                stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
+            has_ended = False
+            try:
+                yield
+                has_ended = True
+            finally:
+                # Only a backward pass frees gathered parameters, which would be stale in the next step.
+                if not (self.trains and has_ended):
+                    reshard(module)
+                for wave in self.waves:
+                    wave.output, wave.deliveries = None, []
+
+    def encode_waves(self) -> ModelError | None:
+        """Run the encoder over all waves; returns the error of a wave that made other rows than its items take."""
+        error: ModelError | None = None
+        for wave in self.waves:  # all of them, whatever one made: other ranks may wait in the collectives of an encoder
+            if self.encoder.recompute and self.trains:  # backward runs the wave again, with the same dropout
+                wave.random_states = [torch.get_rng_state()]
+                if self.world.device.type == "cuda":
+                    wave.random_states.append(torch.cuda.get_rng_state(self.world.device))
+            with torch.set_grad_enabled(self.trains and not self.encoder.recompute):
+                output = self._call_encoder(wave)
+            error = error or self._rows_error(wave, output)
+            # A wave that only enters the collectives delivers no row; its graph enters the collectives of backward.
+            wave.output = None if error else output if wave.has_items else output[:0]
+        return error
+
+    def _call_encoder(self, wave: _LocalWave) -> Tensor:
+        """Only an encoder whose slots share items takes a shard."""
+        note = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
+        with note, self.clock.time_part("towers"):
+            return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
+
+    def _item_names(self, wave: _LocalWave) -> str:
+        return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
+
+    def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
+        names = self._item_names(wave)
+        if not isinstance(output, Tensor) or output.ndim != 2:
+            returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            return ModelError(f"the encoder returned {returned} for {names}; it returns rows (n, width)")
+        if output.shape[0] != wave.rows:
+            return ModelError(
+                f"the encoder returned {output.shape[0]} rows for {names}, whose placeholders take {wave.rows} "
+                f"positions here (rank {self.world.rank}); spans of an item and the rows of its encoder must agree"
+            )
+        deep = self.encoder.deep_layers
+        if output.shape[1] != self.width * (1 + deep):
+            parts = f", and {deep} parts more are added in layers" if deep else ""
+            return ModelError(
+                f"the encoder makes rows of width {output.shape[1]} for {names}, the language model embeds tokens in "
+                f"{self.width}{parts}; end the encoder with a projector to {self.width * (1 + deep)}"
+            )
+        return None
+
+    def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
+        """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
+
+        A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
+        back to the encoders later. The first part of a row replaces an embedding, at each depth of prediction (`ahead`
+        0 is the model itself); its further parts are added to outputs of decoder layers, in the model only. The outputs
+        are dropped if the encoder runs again for backward, or is not trained.
+        """
+        arrived: list[Tensor] = []
+        for wave in self.waves:
+            assert wave.output is not None
+            with torch.no_grad():
+                arrived.append(wave.bridge(wave.output.detach()))
+            if self.encoder.recompute or not self.trains:
+                wave.output = None
+        starts = [0] * len(self.waves)
+        by_micro_batch = {id(batch.shard.micro_batch): batch.shard for batch in batches}
+        for index, micro_batch in enumerate(micro_batches):
+            needed_rows = self.plan.item_rows_at(self.world.rank, index)
+            rows = np.concatenate([item_rows.row for item_rows in needed_rows])
+            if not len(rows):
+                continue
+            shard = by_micro_batch[id(micro_batch)]
+            leaf = self._collect_rows(self.plan.wave_of_row[rows], arrived, starts).requires_grad_(self.trains)
+            with torch.set_grad_enabled(self.trains):
+                rows_by_depth = leaf.split([len(item_rows.row) for item_rows in needed_rows])
+            spliced, added = dict[int, RowsAt](), dict[int, RowsAt]()
+            for ahead, (item_rows, part_rows) in enumerate(zip(needed_rows, rows_by_depth, strict=True)):
+                places = to_device(item_rows.local, shard.device)
+                with torch.set_grad_enabled(self.trains):
+                    parts = part_rows.split(self.width, -1) if self.encoder.deep_layers else (part_rows,)
+                embedding_rows, *layer_rows = parts
+                spliced[ahead] = ((places, embedding_rows),)
+                if not ahead:
+                    added = {layer: ((places, rows_of_layer),) for layer, rows_of_layer in enumerate(layer_rows)}
+            shard.derived.add_items(leaf, spliced, added)
+
+    def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
+        """Collect the rows of one micro-batch from those that arrived in each wave, as a leaf of autograd.
+
+        In what arrived of wave i, the micro-batch's rows begin at `starts[i]`, which is moved past them. The wave keeps
+        the leaf and the indices of its rows in it (None: all of the leaf is this wave's), to read their gradients from.
+        """
+        waves = sorted(set(wave_of_row.tolist()))
+        if len(waves) == 1:
+            (index,) = waves
+            leaf = arrived[index][starts[index] : starts[index] + len(wave_of_row)].detach()
+            places: list[Tensor | None] = [None]
+        else:
+            leaf = arrived[0].new_empty((len(wave_of_row), *arrived[0].shape[1:]))
+            places = [to_device((wave_of_row == index).nonzero()[0], leaf.device) for index in waves]
+        for index, place in zip(waves, places, strict=True):
+            rows = len(wave_of_row) if place is None else len(place)
+            if place is not None:
+                leaf[place] = arrived[index][starts[index] : starts[index] + rows]
+            starts[index] += rows
+            self.waves[index].deliveries.append((leaf, place))
+        return leaf
+
+    def backward(self) -> None:
+        """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
+        if not self.trains or not self.waves:
+            return
+        with sum_replicas_at_last(self.encoder.module) as sum_replicas:
+            for wave in reversed(self.waves):
+                if wave is self.waves[0]:  # the last to run
+                    sum_replicas()
+                output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
+                assert output is not None
+                gradient = wave.bridge.back(_row_gradient(wave, output))
+                with self.clock.time_part("towers"):
+                    torch.autograd.backward(output, gradient)
+                wave.output, wave.deliveries = None, []
+
+    def _encode_wave_again(self, wave: _LocalWave) -> Tensor:
+        """Run a wave forward again, with the random state of the first time, and return its rows."""
+        device = self.world.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+            torch.set_rng_state(wave.random_states[0])
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(wave.random_states[1], device)
+            output = self._call_encoder(wave)
+        return output if wave.has_items else output[:0]
+
+
+@contextmanager
+def _add_note(purpose: Callable[[], str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(purpose())
+        raise
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, dicts and dataclasses (`ImageInput`), however deep."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from find_tensors([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _row_gradient(wave: _LocalWave, output: Tensor) -> Tensor:
+    """Places None are all rows of a leaf. A leaf that no loss of its micro-batch reached has gradient 0."""
+    parts = [output.new_zeros((0, *output.shape[1:]))]
+    for leaf, places in wave.deliveries:
+        gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        parts.append(gradient if places is None else gradient[places])
+    return torch.cat(parts)
 
 
 class EncodersTerm(Term):
@@ -38,13 +366,11 @@ class EncodersTerm(Term):
     """
 
     def __init__(self, model: MultimodalModel, inputs: StepInputs, items: ItemTable, depths: int = 0) -> None:
-        """Keep what waves are planned from; `read` plans the waves, also for `depths` of multi-token prediction."""
         self._model, self._inputs, self._items, self._depths = model, inputs, items, depths
         self._micro_batches: Sequence[MicroBatch] = ()
         self._encoding: Encoding | None = None
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
-        """Plan the waves of the step, unless that was done ahead, and read the inputs of this rank's items."""
         inputs, table = self._inputs, self._items
         passes = {"backward": inputs.backward, "depths": self._depths}
         self._micro_batches = inputs.plan.micro_batches
@@ -53,25 +379,18 @@ class EncodersTerm(Term):
         read_and_agree(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Plan the waves of some micro-batches of an evaluation and read the inputs of this rank's items.
-
-        It runs without the other ranks: an error is raised on this rank only, and the caller agrees on errors.
-        """
         self._micro_batches = micro_batches
         self._encoding = Encoding(self._model, self._inputs.plan, micro_batches, self._items, backward=False)
         self._encoding.read_items(self._inputs.documents.documents)
 
     def passes_context(self, batches: Sequence[LocalBatch]) -> AbstractContextManager[None]:
-        """Encode before the passes of the language model, and bring gradients back after them."""
         assert self._encoding is not None, "read first"
         return self._encoding.passes_context(self._micro_batches, batches)
 
     def nonfinite_inputs(self) -> list[str]:
-        """Return the items for which this rank read something that is not finite."""
         return [] if self._encoding is None else self._encoding.nonfinite_inputs()
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return what the encoders took of a step with a backward pass."""
         assert self._encoding is not None
         return {"encoders": self._encoding.gather_times()} if self._inputs.backward else {}
 
@@ -89,17 +408,20 @@ class Encoding:
         backward: bool,
         depths: int = 0,
     ) -> None:
-        """Plan which slot encodes which item of these micro-batches, and which ranks need its rows, by modality."""
         world = model.world
-        items = _batch_items(table, micro_batches)
-        multiple = call_rules(model.language_model).row_multiple
+        documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
+        index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
+        items = table if len(index) == len(table) else ItemTable(table.lengths, [table.items[i] for i in index], index)
+        language_model = model.language_model
+        multiple = call_rules(language_model).row_multiple
         needed_by = NeededBy(
             micro_batches=tuple(micro_batches),
             home=world.home,
             row_multiple=plan.row_multiple,
             split_over_tp=multiple > 1,  # under sequence parallelism the tp ranks of a slot have different rows
             depths=depths,
-            depths_at=_last_stage(model.language_model),  # whose ranks run the depths
+            # the stage whose ranks run the depths
+            depths_at=language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0,
         )
         planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
@@ -112,16 +434,13 @@ class Encoding:
 
     @property
     def items_here(self) -> list[int]:
-        """The items that this rank reads, as documents number them."""
         return [number for modality_pass in self._modality_passes for number in modality_pass.items_here]
 
     def read_items(self, documents: Any) -> None:
-        """Read what this rank encodes from the documents; raises whatever they raise."""
         for modality_pass in self._modality_passes:
             modality_pass.read_items(documents)
 
     def nonfinite_inputs(self) -> list[str]:
-        """Return the items for which this rank read something that is not finite."""
         return [name for modality_pass in self._modality_passes for name in modality_pass.nonfinite_inputs()]
 
     @contextmanager
@@ -134,7 +453,10 @@ class Encoding:
             for modality_pass in self._modality_passes:
                 stack.enter_context(modality_pass.step_context())
             with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
-                self._raise_errors_together([modality_pass.encode_waves() for modality_pass in self._modality_passes])
+                errors = [modality_pass.encode_waves() for modality_pass in self._modality_passes]
+                error = next(filter(None, errors), None)
+                if self._world.control.any_rank(error is not None):
+                    raise_first_error(self._world, error)
                 for modality_pass in self._modality_passes:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield
@@ -156,27 +478,8 @@ class Encoding:
     def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)
 
-    def _raise_errors_together(self, errors: Sequence[ModelError | None]) -> None:
-        """Raise, on every rank, the first of `errors` that any rank has, as for an encoder that made too few rows."""
-        error = next((error for error in errors if error is not None), None)
-        if self._world.control.any_rank(error is not None):
-            raise_first_error(self._world, error)
-
-
-def _last_stage(language_model: nn.Module) -> int:
-    return language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0
-
-
-def _batch_items(table: ItemTable, micro_batches: Sequence[MicroBatch]) -> ItemTable:
-    documents = {document for batch in micro_batches for group in batch.groups for document in group.documents}
-    index = tuple(i for i, item in enumerate(table.items) if item.document in documents)
-    if len(index) == len(table):
-        return table
-    return ItemTable(table.lengths, [table.items[i] for i in index], index)
-
 
 def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
-    """Return what an encoder's waves are planned with: its home, limits, and the cost of a slot."""
     return EncoderPlanning(
         home=encoder.world.home,
         max_rows_per_slot=encoder.max_rows_per_slot,
@@ -239,9 +542,6 @@ def _plan_in_thread(stream: torch.cuda.Stream | None, make: Callable[[], Encodin
 
 
 def _encoding_key(model: MultimodalModel, plan: Plan, table: ItemTable, passes: tuple[bool, int]) -> tuple[object, ...]:
-    """Return the key of what an encoding depends on; `passes` are `backward` and `depths` of the step.
-
-    The key has which encoders are frozen, as the caller may freeze one between planning ahead and the step.
-    """
+    """A caller may freeze an encoder between planning ahead and the step: the key has which ones are frozen."""
     frozen = tuple(encoder.frozen for encoder in model.encoder_settings.values())
     return plan.digest(), table.digest(), passes, frozen

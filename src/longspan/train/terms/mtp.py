@@ -32,8 +32,8 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure, Passes, Term
-from longspan.train.reading.read_rows import LocalBatch
-from longspan.train.reading.step_inputs import StepInputs
+from longspan.train.read_rows import LocalBatch
+from longspan.train.step_inputs import StepInputs
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class MtpLoss:
     weight: float = 0.3
 
     def __post_init__(self) -> None:
-        """Raise LossError for a weight that is not a finite number of at least 0, or is a bool."""
         weight: Any = self.weight
         if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight < 0:
             raise LossError(f"the weight of an MtpLoss is {short_text(weight)}; give a number from 0: 0.3, say")
@@ -68,7 +67,6 @@ class DepthsTerm(Term):
     """
 
     def __init__(self, mtp: MtpLoss, inputs: StepInputs, chunk_rows: int) -> None:
-        """Begin the sums of each depth's losses at 0; `read` counts the targets of each depth."""
         self.depths: int = _agree_on_depths(mtp, inputs.language_model, inputs.world)
         self._mtp, self._model, self._world = mtp, inputs.language_model, inputs.world
         self._cross_entropy = CrossEntropy(chunk_rows)
@@ -76,7 +74,6 @@ class DepthsTerm(Term):
         self._sums = torch.zeros(self.depths, dtype=torch.float64, device=self._world.device)
 
     def read(self, batches: Sequence[LocalBatch]) -> None:
-        """Count the targets of each depth on all slots; in a pipeline the ranks of the last stage count them."""
         reads_labels = not isinstance(self._model, PipelineModel) or any(stage.last for stage in self._model.stages)
         counted_batches = batches if reads_labels else ()
         local = [
@@ -87,24 +84,14 @@ class DepthsTerm(Term):
         self._targets = tuple(map(int, world.control.sum_over_stages(local, "targets of multi-token prediction")))
 
     def extend_passes(self, passes: Passes) -> Passes:
-        """Return the passes with the depths, whose losses are added to the gradient of the passes' measure."""
         mtp, targets, divisor = self._mtp, self._targets, passes.divisor
         # What the measure returns is divided by the step's divisor afterwards.
         shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]
         return replace(passes, measure=partial(self._measure_losses, passes.measure, shares), depths=self.depths)
 
     def _measure_losses(
-        self,
-        main: Measure,
-        shares: Sequence[float],
-        batch: LocalBatch,
-        hidden: Tensor,
-        head: Head,
-        *deeper: Tensor,
+        self, main: Measure, shares: Sequence[float], batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
     ) -> Tensor:
-        """`shares` are the factors of the depths' losses in the gradient, and `deeper` the hidden states of each
-        depth.
-        """
         total = main(batch, hidden, head)
         for depth, (share, rows, states) in enumerate(zip(shares, batch.deeper, deeper, strict=True)):
             loss = self._cross_entropy(rows, states, head)
@@ -113,16 +100,13 @@ class DepthsTerm(Term):
         return total
 
     def sums(self) -> Tensor:
-        """Return the sum of this rank's losses of each depth, on the device."""
         return self._sums
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
-        """Return each depth's mean loss; 0 for a depth without targets."""
         return {"mtp_losses": tuple(total / max(n, 1) for total, n in zip(sums, self._targets, strict=True))}
 
 
 def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
-    """Return how many depths a step of a model runs, after all ranks have agreed on that and on the weight."""
     if not isinstance(mtp, MtpLoss):
         raise LossError(f"mtp is {short_text(mtp)}; give MtpLoss(weight=0.3), or None")
     name = type(model).__name__.removeprefix("FSDP")  # which FSDP2 puts before the class's name
@@ -181,7 +165,6 @@ def find_depth_weights(config: RunConfig, configuration: Any) -> Path | None:
 
 
 def depths_line(config: RunConfig, configuration: Any) -> str:
-    """Write where the depths' weights come from, for the log of a run that begins."""
     folder = find_depth_weights(config, configuration)
     source = f"weights of {folder}" if folder else f"random weights (train.seed {config.train.seed})"
     adapter_note = ", which stay as they are beside their adapters" if config.lora.rank else ""

@@ -1,31 +1,127 @@
-"""A loss of one's own of each target: a function of log-probabilities and of what came with the documents.
+"""Losses of one's own of each target, the numbers of distributions that they may read, and log-probabilities of tokens.
 
-    def policy_loss(log_probs, at):
-        ratio = (log_probs - at["old_log_probs"]).exp()
-        return -torch.minimum(ratio * at["advantage"], ratio.clamp(0.8, 1.2) * at["advantage"])
-
-    run_step(model, plan, documents, world, optimizer, loss=policy_loss, divisor=len(documents))
-
-The function runs once for each chunk of logits, outside of what activation recomputation runs again. The gradient is
-that of the sum of what it returns, so that its losses must depend only on their own rows: which rows are in a chunk,
-and on which rank, is the plan's affair.
+The function of a loss runs once for each chunk of logits, outside of what recomputation runs again. Its losses may
+depend only on their own rows: which rows are in a chunk, and on which rank, is the plan's affair.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from longspan.comm import to_device
-from longspan.errors import DataError, LossError
-from longspan.train.loss import Head, Targets, chunked_loss
-from longspan.train.reading.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
-from longspan.train.terms.distribution import Distributions
+from longspan.comm import World, to_device
+from longspan.errors import DataError, LossError, short_text
+from longspan.layout import Floats
+from longspan.train.loss import (
+    Head,
+    Targets,
+    chunked_loss,
+    chunked_values,
+    cut_into_chunks,
+    find_softmax_kernels,
+    row_log_probs,
+    uses_kernels,
+)
+from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+
+DISTRIBUTION_VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
+_COLUMNS = 2048  # that a program has at a time, with several sums in each lane
+_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
+
+
+def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of numbers, each once. Raises LossError for an unknown one, and for a text in place of a list."""
+    unique = (names,) if isinstance(names, str) else tuple(dict.fromkeys(names))  # a text is refused as it is
+    unknown_names = [name for name in unique if isinstance(names, str) or name not in DISTRIBUTION_VALUES]
+    if unknown_names:
+        raise LossError(
+            f"also has {short_text(unknown_names[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}"
+        )
+    return unique
+
+
+def agree_on_names(names: tuple[str, ...], world: World) -> None:
+    digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
+    world.control.agree(digest, what="lists also=", hint="Give every rank the same names in the same order")
+
+
+@torch.no_grad()
+def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Tensor:
+    """Return numbers (k, t) by k names of the distributions p = softmax(logits), of logits (t, V) and target ids (t,).
+
+    `entropy` is −Σ p log p in nats, `top1` 1 where the target is the likeliest token (of equal ones the first) and 0
+    elsewhere, `mean_logits` the mean of the logits, `log_sum_sq_probs` log Σ p². All in float32, in float64 for float64
+    logits. Kernels, where there are some, compute all of them in one pass over the logits.
+    """
+    if (numbers := kernel_distributions(logits.detach(), ids)) is not None:
+        return numbers[[DISTRIBUTION_VALUES.index(name) for name in names]]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    values = logits.new_empty((len(names), len(logits)), dtype=dtype)
+    for chunk in cut_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
+        for value, name in zip(values, names, strict=True):
+            value[chunk] = _distribution_number(logits[chunk].detach(), ids[chunk], name, dtype)
+    return values
+
+
+def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
+    """Return numbers (4, t) of distributions in one pass over logits (t, V), by a Triton kernel; None without one.
+
+    They are the entropy, whether a target of `ids` (t,) is the likeliest token, the mean logit, and log Σ p².
+    """
+    if not (uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1):
+        return None
+    rows, vocabulary = logits.shape
+    numbers = logits.new_empty((4, rows), dtype=torch.float32)
+    if rows:
+        arguments = (logits, ids, numbers, rows, vocabulary, logits.stride(0))
+        find_softmax_kernels().distribution_kernel[(rows,)](*arguments, COLUMNS=_COLUMNS)
+    return numbers
+
+
+def _distribution_number(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    if name == "top1":
+        return (logits.argmax(-1) == ids).to(dtype)
+    if name == "mean_logits":
+        return logits.mean(-1, dtype=dtype)
+    log_probs = logits.to(dtype).log_softmax(-1)
+    if name == "log_sum_sq_probs":
+        return log_probs.mul_(2).logsumexp(-1)  # p² = exp(2 log p)
+    # a token that cannot come (−inf) adds nothing
+    return -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(dtype).min)).sum(-1)
+
+
+class Distributions:
+    """The distributions of some rows while their logits (t, V) exist; a number is computed when it is first read."""
+
+    def __init__(self, logits: Tensor, ids: Tensor) -> None:
+        self._logits_and_ids: tuple[Tensor, Tensor] | None = (logits, ids)
+        self._values = dict[str, Tensor]()
+
+    def value(self, name: str) -> Tensor:
+        """Return a number (t,) by its name. Raises LossError after `release_logits`, if it was not read before."""
+        if name not in self._values:
+            if self._logits_and_ids is None:
+                raise LossError(
+                    f"at.{name} is read after the loss has returned, when its logits are gone; read it in the loss and "
+                    "keep the tensor"
+                )
+            logits, ids = self._logits_and_ids
+            numbers = kernel_distributions(logits.detach(), ids)
+            if numbers is not None:  # the kernel computes all of them at once
+                self._values.update(zip(DISTRIBUTION_VALUES, numbers, strict=True))
+            else:
+                self._values[name] = distribution_values(logits, ids, (name,))[0]
+        return self._values[name]
+
+    def release_logits(self) -> None:
+        self._logits_and_ids = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +175,6 @@ class LossRows:
         return self._distribution_value("log_sum_sq_probs")
 
     def _distribution_value(self, name: str) -> Tensor:
-        """Return a number (n,) of the rows' distributions. Raises LossError for LossRows that a caller made without."""
         if self.distributions is None:
             raise LossError(f"at.{name} is not known, for these LossRows were made without logits; pass distributions=")
         return self.distributions.value(name)
@@ -89,7 +184,6 @@ class BatchTargets:
     """The targets of one micro-batch on this rank, on the host and on the device."""
 
     def __init__(self, batch: LocalBatch, device: torch.device) -> None:
-        """Take the rows of a batch that predict a token: their documents, positions and weights (n,) on the host."""
         rows = target_rows(batch)
         self.documents, positions = (values[rows] for values in documents_and_positions(batch.shard))
         self.weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else np.ones(len(rows))
@@ -121,12 +215,10 @@ class TokenLoss:
     """
 
     def __init__(self, function: LossFunction, chunk_rows: int) -> None:
-        """Take the function, which gets `chunk_rows` targets at a time (0: by a budget of bytes)."""
         self.error: Exception | None = None
         self._function, self._chunk_rows = function, chunk_rows
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
-        """Return the sum of the losses of a micro-batch's rows (T, D), a float64 scalar."""
         targets = BatchTargets(batch, hidden.device)
         return chunked_loss(hidden, targets.targets, partial(self._losses_and_slopes, targets), head, self._chunk_rows)
 
@@ -156,7 +248,6 @@ class TokenLoss:
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
-    """Return the losses that the caller's function returned. Raises LossError unless there is one for each row."""
     if isinstance(losses, Tensor) and losses.shape == log_probs.shape and losses.is_floating_point():
         return losses
     shape = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
@@ -164,3 +255,77 @@ def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
         f"the loss gave {shape} for {len(log_probs)} log-probabilities; return a floating-point loss for each, of "
         f"shape ({len(log_probs)},): they are summed over all ranks and divided by divisor= afterwards"
     )
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLogProbs:
+    """Log-probabilities of the tokens of documents of these lengths, the same on every rank; `values` end to end.
+
+    `sums` (D,) are those of each document times the weights of its tokens, as a DocumentLoss gets them. `also` are
+    other numbers of tokens by name, end to end as well.
+    """
+
+    lengths: tuple[int, ...]
+    values: Floats
+    sums: Floats
+    also: Mapping[str, Floats] = field(default_factory=dict)
+
+    def of(self, document: int) -> Floats:
+        """Return the log-probability of each token of a document (length,).
+
+        It is 0 where there is no label, and at position 0.
+        """
+        return self._document_values(self.values, document)
+
+    def value(self, name: str, document: int) -> Floats:
+        """Return another number of each token of a document (length,), 0 where `of` gives 0.
+
+        Raises LossError for a name that `also=` of token_log_probs did not have.
+        """
+        if name not in self.also:
+            raise LossError(
+                f"{short_text(name)} of tokens was not asked for (these were: {', '.join(self.also) or 'none'}); call "
+                f"token_log_probs(…, also=[{short_text(name)}])"
+            )
+        return self._document_values(self.also[name], document)
+
+    def _document_values(self, values: Floats, document: int) -> Floats:
+        start = self._starts[document]
+        return values[start : start + self.lengths[document]]
+
+    @cached_property
+    def _starts(self) -> npt.NDArray[np.int64]:
+        return np.cumsum((0, *self.lengths))
+
+
+class CollectedLogProbs:
+    """A measure that collects numbers of this rank's rows: log-probabilities, and what `also` names."""
+
+    def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = ()) -> None:
+        self._lengths, self._chunk_rows, self._also = tuple(lengths), chunk_rows, also
+        self._starts = np.cumsum((0, *lengths))
+        self._parts: list[tuple[BatchTargets, Tensor]] = []
+
+    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        targets = BatchTargets(batch, hidden.device)
+        self._parts.append(
+            (targets, chunked_values(hidden, targets.targets, self._target_values, head, self._chunk_rows))
+        )
+        return hidden.new_zeros((), dtype=torch.float64)
+
+    def _target_values(self, logits: Tensor, ids: Tensor) -> Tensor:
+        log_probs = row_log_probs(logits, ids).unsqueeze(0)
+        return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
+
+    def sum_over_ranks(self, world: World) -> TokenLogProbs:
+        """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""
+        values, sums = np.zeros((1 + len(self._also), self._starts[-1])), np.zeros(len(self._lengths))
+        if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
+            for targets, on_device in self._parts:
+                numbers = on_device.double().cpu().numpy()
+                values[:, self._starts[targets.documents] + targets.positions + 1] = numbers  # of the token after a row
+                np.add.at(sums, targets.documents, numbers[0] * targets.weights)
+        flat = np.concatenate([values.ravel(), sums])
+        flat = world.control.sum_of_arrays(flat, "log-probabilities of tokens")
+        values, sums = flat[: values.size].reshape(values.shape), flat[values.size :]
+        return TokenLogProbs(self._lengths, values[0], sums, dict(zip(self._also, values[1:], strict=True)))

@@ -97,7 +97,7 @@ MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "that a parameter is counted once": (
-        ("train.gradients", "if parameter not in skipped", "if True"),
+        ("train.step_end", "if parameter not in skipped", "if True"),
         lambda errors: errors["norm"] > 1e-6,
     ),
 }

@@ -25,10 +25,9 @@ from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.run.run_data import TrainingRun
-from longspan.train.memory.device_memory import peak_memory_bytes
-from longspan.train.memory.slot_rows import SlotRowsError
 from longspan.train.optim.optimizer import allocate_adam_states
-from longspan.train.plans import make_step_planner
+from longspan.train.plans import StepPlanner
+from longspan.train.run_memory import SlotRowsError, peak_memory_bytes
 from longspan.train.starts import Starts
 from longspan.train.step import run_step
 from longspan.train.terms.mtp import mtp_loss
@@ -58,7 +57,6 @@ def kind_of_group(group: Group) -> tuple[object, ...]:
 
 
 def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...], Group]:
-    """Return the group with the fewest rows of each kind in these plans, by kind, large groups first."""
     smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
@@ -69,7 +67,6 @@ def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...
 
 
 def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
-    """The micro-batch in which some slot holds the most rows."""
     batches = [(plan, batch) for plan in plans for batch in plan.micro_batches]
     return max(batches, key=lambda item: int(slot_rows((item[1],), item[0].slots, item[0].row_multiple).max()))[1]
 
@@ -86,7 +83,6 @@ def shorten_group(group: Group) -> Group:
 
 
 def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
-    """Return micro-batches in which every slot is in a copy of this group, whose documents `make_plan` numbers."""
     degree, filled_slots = group.degree, slots // group.degree * group.degree
     blocks = [tuple(range(first, first + degree)) for first in range(0, filled_slots, degree)]
     batches = [MicroBatch(tuple(replace(group, slots=block) for block in blocks))]
@@ -96,7 +92,6 @@ def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
 
 
 def make_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
-    """Make a plan of these micro-batches, whose documents are numbered anew; all else is as in the plan `like`."""
     lengths, numbered = list[int](), list[MicroBatch]()
     for batch in batches:
         groups = list[Group]()
@@ -179,16 +174,11 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
 
 
 def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
-    """Repeat the last micro-batch until their number is a multiple of what a pipeline holds at once."""
     return batches + batches[-1:] * (-len(batches) % multiple)
 
 
 def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
-    """Create the communicators of the coming plans; if a planner mixes degrees, connect every pair of slots too.
-
-    Later plans of that planner may have groups that none of the coming plans has. Beyond CONNECTED slots there are too
-    many pairs.
-    """
+    """Plans that mix degrees may need any group later: every pair of at most CONNECTED slots is connected."""
     world, context = training.world, training.config.context
     for plan in plans:
         world.prepare(plan)
@@ -198,22 +188,18 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
-    """Run a step over synthetic documents of the plan's lengths, without an update of weights.
-
-    A model without an embedding gets documents of two different tokens.
-    """
-    model, chunk = find_language_model(training.model), training.config.train.loss_chunk_rows
+    """A model without an embedding gets documents of two different tokens."""
+    model = find_language_model(training.model)
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
     plan = replace(plan, targets=plan.tokens - len(plan.lengths))  # synthetic documents mask no token
-    run_step(model, plan, documents, training.world, backward=backward, loss_chunk_rows=chunk, router=router, mtp=mtp)
+    run_step(model, plan, documents, training.world, backward=backward, router=router, mtp=mtp)
 
 
 def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
-    """Warm up on GPUs if steps are left; entered by all ranks. `starts` notes how long the plans took."""
     if not needs_warm_up(run.world) or run.done == run.config.train.steps:
         return
-    planner = make_step_planner(run.choice, run.order, run.world.home)
+    planner = StepPlanner(run.choice, run.order, run.world.home)
     count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
     plans = [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
     evaluation = run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
@@ -222,5 +208,4 @@ def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
 
 
 def needs_warm_up(world: World) -> bool:
-    """Whether a warm-up saves time on the devices of this world; CPUs compile nothing."""
     return world.device.type == "cuda"

@@ -22,8 +22,14 @@ from longspan.errors import DataError, PlanError, plural, short_text
 from longspan.layout import Exchange, Integers, Partition
 from longspan.layout.layout import excerpt
 from longspan.plan import Plan
-from longspan.train.reading.local_batch import count_prefix_rows, read_and_agree, reading_error
-from longspan.train.reading.read_rows import WEIGHTS, NamesOfValues, check_integers
+from longspan.train.read_rows import (
+    WEIGHTS,
+    NamesOfValues,
+    check_integers,
+    count_prefix_rows,
+    read_and_agree,
+    reading_error,
+)
 
 IDS, LABELS = "ids", "labels"
 _HINT = "Every rank makes the plan from the lengths of the documents that were gathered, with the same settings"
@@ -68,12 +74,10 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document."""
         return tuple(self._facts.lengths.tolist())
 
     @cached_property
     def targets(self) -> int:
-        """How many tokens all documents predict."""
         return int(self._facts.targets.sum())
 
     def __len__(self) -> int:
@@ -131,20 +135,14 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return [merged_runs[home.coordinates(rank).slot] for rank in home.ranks]
 
     def _rows_to_read(self, start: Integers, stop: Integers, document: Integers, *, ahead: int) -> Integers:
-        """Return the runs of rows (runs, 2) from `start` to `stop` of documents, each with `ahead` rows after it.
-
-        A run ends with its document; the rows after it are the labels of its last ones.
-        """
+        """The runs of rows (runs, 2) of documents, each with `ahead` rows after it: labels of its last ones."""
         length = self._facts.lengths[document]
         real = start < length  # a document laid out longer than it is ends in padding
         start, stop = (self._facts.starts[document] + x for x in (start, np.minimum(stop + ahead, length)))
         return np.stack([start, stop], axis=1)[real]
 
     def read_column(self, column: str, document: int, positions: Any) -> Integers:
-        """Return what a column has for these positions of a document, an array or an index such as a slice.
-
-        Raises IndexError for positions outside the document, DataError for rows that are not on this rank.
-        """
+        """Return a column at these positions of a document; DataError for rows that are not on this rank."""
         length, local_rows = int(self._facts.lengths[document]), self._rows_here
         positions = positions if isinstance(positions, np.ndarray) else np.atleast_1d(np.arange(length)[positions])
         if positions.size and not (positions.min() >= 0 and positions.max() < length):
@@ -162,7 +160,6 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return local_rows.columns[places, self.names.index(column)]
 
     def facts(self, document: int) -> Mapping[str, int]:
-        """Return what all ranks know of a document, by the names of `Facts`."""
         return {name: int(values[document]) for name, values in self._facts._asdict().items()}
 
 
@@ -180,12 +177,10 @@ class GatheredDocument:
 
     @property
     def targets(self) -> int:
-        """How many of its tokens are predicted."""
         return self._facts["targets"]
 
     @property
     def rows_before_targets(self) -> int:
-        """How many rows stand before its first target."""
         return self._facts["prefix_rows"]
 
     @property
@@ -194,15 +189,11 @@ class GatheredDocument:
         return range(self._facts["pieces"])
 
     def labels(self, positions: Any = None) -> Integers:
-        """Return the token id to predict at each position (n,), −100 for none.
-
-        There is a column of labels only where some label of the step is another than its token.
-        """
+        """Return the token id to predict at each position (n,), −100 for none."""
         positions = np.arange(len(self)) if positions is None else positions
         return self._documents.read_column(LABELS if LABELS in self._documents.names else IDS, self._number, positions)
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Return numbers (n,) of the tokens at these positions, by name."""
         names = [name for name in self._documents.names if name not in (IDS, LABELS)]
         names = [name for name in names if name != number_column(WEIGHTS) or self._facts["weighted"]]
         read_column = self._documents.read_column
@@ -248,25 +239,20 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     Raises DataError on every rank for documents that a rank cannot read or that have items, for values that documents
     of one rank have and those of another have not, and where two ranks bring the same documents.
     """
-    return _gather_facts(_read_local_documents(local, world), world)
+
+    def read_local() -> "_Local":
+        read = _Local()
+        for number, document in enumerate(_iterate_documents(local)):
+            read.add_document(number, document)
+        return read
+
+    return _gather_facts(result_or_first_error(world, read_local, lambda error: reading_error(error, world)), world)
 
 
 # ---- what a rank reads, and what it tells the others of it
 
 
-def _read_local_documents(documents: Iterable[Any], world: World) -> "_Local":
-    def read_local() -> "_Local":
-        local = _Local()
-        for number, document in enumerate(_iterate_documents(documents)):
-            local.add_document(number, document)
-        return local
-
-    return result_or_first_error(world, read_local, lambda error: reading_error(error, world))
-
-
 class _Share(NamedTuple):
-    """What a rank tells the others of the documents that it brings."""
-
     facts: Integers  # (D, 5) the first fields of Facts
     names: tuple[str, ...]  # of numbers, without weights
     labelled: bool  # whether a label is another than its token
@@ -274,16 +260,12 @@ class _Share(NamedTuple):
 
 
 class _Local:
-    """The documents that this rank brings, once it has read them: facts and rows of each."""
-
     def __init__(self) -> None:
         self._facts, self._documents = list[tuple[int, ...]](), list[dict[str, Integers]]()
         self._names, self._labelled = NamesOfValues(), False
 
     def add_document(self, number: int, document: Any) -> None:
-        """Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table. Raises
-        DataError for a value that is no document, and for values of other names than those of the documents before.
-        """
+        """Numbers are kept as the bits of float64, so that all columns are of int64 and travel as one table."""
         if isinstance(document, Mapping):
             raise DataError(
                 f"document {number} is a {type(document).__name__} of {', '.join(map(str, document))}; give its token "
@@ -296,7 +278,10 @@ class _Local:
                 f"document {number} is {short_text(document)}, which has no length; give a list of documents, each of "
                 "them token ids or a longspan.Document"
             ) from error
-        ids = _token_ids(document, positions)
+        if isinstance(document, torch.Tensor):
+            ids = document.detach().cpu().numpy()
+        else:
+            ids = np.asarray(document if isinstance(document, list | tuple) else document[positions])
         check_integers(number, ids, positions, "a document gives token ids")
         labels = np.asarray(document.labels(positions)) if isinstance(document, Labelled) else ids
         check_integers(number, labels, positions, "its labels are token ids, or −100")
@@ -318,10 +303,13 @@ class _Local:
         self._documents.append(columns | bits)
 
     def describe_share(self) -> _Share:
-        """The digest, by which copies are refused, is left out unless two documents differ: ranks may well have drawn
-        one document each, and the same.
-        """
-        digests = [_document_digest(document) for document in self._documents]
+        """No digest unless two documents differ: ranks may well have drawn one document each, and the same."""
+        digests = list[bytes]()
+        for columns in self._documents:
+            of_document = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
+            for name in sorted(columns):
+                of_document.update(columns[name].tobytes())
+            digests.append(of_document.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
         names = {name for document in self._documents for name in document} - {IDS, LABELS, number_column(WEIGHTS)}
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
@@ -338,15 +326,7 @@ class _Local:
         return np.concatenate([np.empty((0, len(columns)), dtype=np.int64), *rows])
 
 
-def _document_digest(columns: Mapping[str, Integers]) -> bytes:
-    digest = hashlib.blake2b(repr(sorted(columns)).encode(), digest_size=16)
-    for name in sorted(columns):
-        digest.update(columns[name].tobytes())
-    return digest.digest()
-
-
 def _iterate_documents(local: Any) -> Iterable[Any]:
-    """Yield the documents of a rank. Raises DataError for what holds no documents, and for documents with items."""
     for name in ("items", "positions"):  # a callable `items` is a mapping's method, and refused below
         if (value := getattr(local, name, None)) is not None and (name == "positions" or not callable(value)):
             raise DataError(
@@ -363,21 +343,11 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
     return (local[number] for number in range(len(local))) if by_number else local
 
 
-def _token_ids(document: Any, positions: Integers) -> npt.NDArray[Any]:
-    if isinstance(document, torch.Tensor):
-        return document.detach().cpu().numpy()
-    return np.asarray(document) if isinstance(document, list | tuple) else np.asarray(document[positions])
-
-
 # ---- what all ranks make of the shares
 
 
 def _gather_facts(local: _Local, world: World) -> GatheredDocuments:
-    """Documents are numbered in the order of ranks, and no rank may have a copy of another's. Facts (D, columns) lie by
-    document number; the last column is where a document's rows begin, all rows of all ranks counted one after another.
-    `ends` are where the rows of each rank end. The rows that this rank read itself become a table with only those
-    columns that some rank has.
-    """
+    """Documents are numbered in the order of ranks; facts (D, columns) lie by number, the last is where rows begin."""
     shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
     _refuse_copies(shares, world.home.ranks)
@@ -397,7 +367,6 @@ def _gather_facts(local: _Local, world: World) -> GatheredDocuments:
 
 
 def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
-    """Raise DataError, on every rank, unless the documents of all ranks have values of the same names."""
     having = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if len(share.facts)]
     all_names = sorted({name for _, share in having for name in share.names})
     for name in all_names:

@@ -1,19 +1,22 @@
-"""What `longspan eval` evaluates: weights on disk, in the layout of their run that is nearest to it on these ranks.
+"""What `longspan eval` evaluates, weights on disk in the layout that fits these ranks, and its results. No torch here.
 
-What the user gives by flag is never changed: `check_config` refuses it if it does not fit. No torch here.
+What the user gives by flag is never changed: `check_config` refuses it if it does not fit.
 """
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from longspan.checkpoint.files import step_of
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection, take_keys
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.errors import CheckpointError, ConfigError, plural
+from longspan.evaluation.result import Evaluation
 from longspan.hub import find_local
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow
@@ -37,12 +40,10 @@ class SavedWeights:
 
     @property
     def title(self) -> str:
-        """The name of the weights in results."""
         return f"{self.path} without adapter" if self.base else str(self.path)
 
     @property
     def kind(self) -> Literal["run", "checkpoint", "folder"]:
-        """What `path` is."""
         return "folder" if self.run_dir is None else "run" if self.checkpoint is None else "checkpoint"
 
 
@@ -55,7 +56,6 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """Where the configuration and the tokenizer of the model are."""
         return self.weights.run_dir or self.weights.path
 
 
@@ -69,7 +69,6 @@ class Change:
     why: str
 
     def __str__(self) -> str:
-        """Write the change as messages have it: "parallel.tp 4 -> 2 (6 ranks)"."""
         return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
@@ -95,11 +94,7 @@ class EvalRequest:
 
 
 def saved_weights(target: str) -> SavedWeights:
-    """Find the weights that a run's folder, a checkpoint or a Hugging Face folder holds.
-
-    A folder with config.toml is a run, also where it keeps its model's config.json. Raises CheckpointError for a path
-    that is none of the three.
-    """
+    """Find the weights that a run's folder, a checkpoint or a Hugging Face folder holds. Raises CheckpointError."""
     local = target if Path(target).parent.is_dir() else find_local(target, "the model", weights=True)
     path = Path(local)  # step_of gives −1 for a path that is not named as a checkpoint
     if step_of(path) >= 0 or not path.is_dir() or (path / "config.toml").is_file():
@@ -154,7 +149,7 @@ class _FittedSection:
         self.flag_keys = _strip_prefix(flag_prefix or prefix, flag_keys)
 
     def change_key(self, key: str, now: Any, why: str) -> None:
-        """Change a key of the section and note why, unless a flag sets it or it has that value already."""
+        """A key that a flag sets stays."""
         before = getattr(self.section, key)
         if now != before and key not in self.flag_keys:
             self.section = replace(self.section, **{key: now})
@@ -205,7 +200,6 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
 def fit_node_size(
     config: RunConfig, node_size: int, flag_keys: Collection[str]
 ) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Replace the node size that the run had by this machine's; one that is "auto" or that a flag set stays."""
     context = _FittedSection(config.context, "context.", flag_keys)
     if config.context.node_size != AUTO:
         context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
@@ -247,10 +241,9 @@ def fit_set(
 
 
 def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
-    """Find the plan of a set before it is fitted: a set [[eval]] of the run by its name, "" for the held-out documents.
+    """Find the plan of a set before it is fitted: a set [[eval]] by its name, "" for the held-out documents.
 
-    Keys `context.eval_*` that flags set count for every set. As in a table [[eval]], a degree without a planner means
-    plans of that degree; a degree 0 means that of training. Raises ConfigError for a name that the run does not have.
+    Keys `context.eval_*` that flags set count for every set. Raises ConfigError for a name that the run does not have.
     """
     entry = next((entry for entry in config.evaluations if entry.name == name), None)
     if entry is None:
@@ -265,11 +258,7 @@ def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalCo
 
 
 def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
-    """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read.
-
-    Each set is fitted again once they are known, for heads may ask for a lower degree and documents for more rows.
-    Limits of document lengths are left out, as the documents to come may be shorter.
-    """
+    """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read."""
     sets = (find_set(config, name, flag_keys) for name in ("", *names))
     fitted = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
     config = set_evaluations(config, (replace(entry, max_document_tokens=0) for entry in fitted))
@@ -299,3 +288,146 @@ def _value_text(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(str, value))})"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+Unit = Literal["loss", "bits_per_byte"]
+HOME = ("tp", "pp", "ep", "dp_replicate")  # the keys of [parallel] that are recorded
+
+
+@dataclass(frozen=True)
+class SetResult:
+    """The evaluation of one set at one degree, and where its documents came from.
+
+    `text_bytes` are the UTF-8 bytes of each document's predicted tokens.
+    """
+
+    evaluation: Evaluation
+    sources: tuple[str, ...]
+    text_bytes: tuple[int, ...]
+
+    @property
+    def comm_types(self) -> list[str]:
+        """The types by which groups of more than one slot shared documents; a group may have one for each layer."""
+        groups = [group for batch in self.evaluation.plan.micro_batches for group in batch.groups if group.degree > 1]
+        types = [group.cp_comm_type for group in groups]
+        return sorted({name for names in types for name in ((names,) if isinstance(names, str) else names)})
+
+
+@dataclass(frozen=True)
+class SubjectResult:
+    """The evaluations of one subject's weights, set by set and within a set degree by degree."""
+
+    weights: SavedWeights
+    config: RunConfig  # under which they were evaluated
+    tokenizer: str  # digest of it, and of what it puts around texts
+    sets: tuple[SetResult, ...]
+    changes: tuple[Change, ...]
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "target": self.weights.title,
+            "kind": self.weights.kind,
+            "parallel": {key: getattr(self.config.parallel, key) for key in HOME},
+            "changes": [asdict(change) for change in self.changes],
+            "evaluations": [entry.evaluation.row() | {"cp_comm_type": entry.comm_types} for entry in self.sets],
+        }
+
+
+def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, Any]:
+    """Return all of the first subject, its only evaluation at the top too; under "compare" the second one."""
+    first, *others = results
+    record = first.record() | {"world": ranks}
+    if len(first.sets) == 1:
+        record = first.sets[0].evaluation.row() | record
+    for other in others:
+        record["compare"] = other.record() | {"differences": [asdict(row) for row in set_differences(first, other)]}
+    return record
+
+
+def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
+    return [
+        {"target": result.weights.title, "set": entry.evaluation.name, "cp": entry.evaluation.cp, **row}
+        for result in results
+        for entry in result.sets
+        for row in entry.evaluation.document_rows(entry.sources)
+    ]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The other model's mean minus the first's, over the same documents; errors are None for fewer than two.
+
+    `difference` is of the means over all tokens (bytes), `document_difference` the mean over documents of each one's
+    own difference; `lower` documents have a lower value under the other model.
+    """
+
+    name: str
+    unit: Unit
+    first: float
+    other: float
+    difference: float
+    standard_error: float | None
+    document_difference: float
+    document_standard_error: float | None
+    documents: int
+    lower: int
+    by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
+
+
+def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+    """Return the difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
+
+    The difference of all tokens is that of two ratios Σ sums / Σ counts, whose error follows from the documents'
+    residuals sum − mean · count; documents that a model did not count are left out. Raises ConfigError where a
+    tokenizer does not give the bytes of its tokens.
+    """
+    unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
+    return [_set_difference(*pair, unit) for pair in zip(first.sets, other.sets, strict=True)]
+
+
+def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
+    first_sums, first_counts = _document_sums(first, unit)
+    other_sums, other_counts = _document_sums(other, unit)
+    sums, counts = np.array([first_sums, other_sums]).T, np.array([first_counts, other_counts]).T  # (D, 2) each
+    has_counts = (counts > 0).all(axis=1)
+    sums, counts, lengths = sums[has_counts], counts[has_counts], np.array(first.evaluation.plan.lengths)[has_counts]
+    means, document_means = sums.sum(0) / counts.sum(0), sums / counts
+    residuals = (sums - means * counts) / counts.sum(0)
+    differences = document_means[:, 1] - document_means[:, 0]
+    by_length = list[tuple[int, int, float, float, int]]()
+    for bucket in first.evaluation.by_length:
+        inside = (bucket.first <= lengths) & (lengths <= bucket.last)
+        if inside.any():
+            in_bucket = sums[inside].sum(0) / counts[inside].sum(0)
+            by_length.append((bucket.first, bucket.last, float(in_bucket[0]), float(in_bucket[1]), int(inside.sum())))
+    return Difference(
+        name=first.evaluation.name,
+        unit=unit,
+        first=float(means[0]),
+        other=float(means[1]),
+        difference=float(means[1] - means[0]),
+        standard_error=_standard_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
+        document_difference=float(differences.mean()),
+        document_standard_error=_standard_error(differences - differences.mean(), scale=1),
+        documents=len(lengths),
+        lower=int((differences < 0).sum()),
+        by_length=tuple(by_length),
+    )
+
+
+def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
+    losses = result.evaluation.document_losses
+    if unit == "loss":
+        return [loss.sum for loss in losses], [loss.count for loss in losses]
+    if not result.text_bytes:
+        raise ConfigError(
+            "the two tokenizers differ, so that losses per token cannot be compared, and a tokenizer does not say how "
+            "many bytes of text its tokens stand for, so that bits per byte cannot be either"
+        )
+    return [loss.sum / math.log(2) for loss in losses], list(result.text_bytes)
+
+
+def _standard_error(residuals: np.ndarray, *, scale: float) -> float | None:
+    """Return the standard error of a mean (scale 1) or sum (scale n) of n values with these residuals."""
+    n = len(residuals)
+    return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))

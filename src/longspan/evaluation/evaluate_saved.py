@@ -3,9 +3,13 @@
 What can be refused is refused before the first model is made.
 """
 
+import hashlib
 import math
+import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,38 +24,200 @@ from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, first_rank_warns, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.comm.stop_signal import StopSignal
-from longspan.config.keys import AUTO
+from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig
-from longspan.corpus.build import with_images
+from longspan.config.sections import DataConfig, RunConfig
+from longspan.corpus.build import corpus_line, with_images
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.files import FileSums
+from longspan.corpus.rows.lines import special_line
+from longspan.corpus.store.builder import build_documents
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
-from longspan.data.documents import CorpusDocuments
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.step_order import sample_documents
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
-from longspan.evaluation.saved.documents import Sets, choose_sets, tokenizer_digest
-from longspan.evaluation.saved.request import (
+from longspan.evaluation.request import (
     Change,
     EvalRequest,
+    SetResult,
     Subject,
+    SubjectResult,
     changes_line,
     find_set,
     fit_node_size,
     fit_set,
 )
-from longspan.evaluation.saved.results import SetResult, SubjectResult
 from longspan.model import load_model
 from longspan.model.load import check_folder
 from longspan.model.seams.rope import position_limit, smallest_factor
 from longspan.model.weights.file_names import vocabulary_files
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost
-from longspan.train.long_documents import scale_positions
-from longspan.train.memory.slot_rows import use_training_rows
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
+from longspan.train.plans.order import make_step_order
 from longspan.train.plans.resolve import choose_degree_on_ranks, set_node_size, set_usual_partition, use_machine
+from longspan.train.run_memory import use_training_rows
 from longspan.train.starts import Starts
-from longspan.train.training import AnyModel, load_run_model, model_configuration, prepare_run_model, unread_model
+from longspan.train.training import (
+    AnyModel,
+    load_run_model,
+    model_configuration,
+    prepare_run_model,
+    scale_positions,
+    unread_model,
+)
+
+Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
+
+
+def choose_sets(
+    request: EvalRequest, subjects: Sequence[tuple[Subject, TextTokenizer]], world: World, log: LogLine
+) -> list[Sets]:
+    """Choose the sets of each subject, of the same documents; entered by all ranks.
+
+    Two tokenizers read the same whole texts, and only bits per byte can be compared. Raises DataError or ConfigError on
+    every rank.
+    """
+    (first, tokenizer), *_ = subjects
+    if all(tokenizer_digest(other) == tokenizer_digest(tokenizer) for _, other in subjects):
+        return [_find_sets(request, first, tokenizer, world, log)] * len(subjects)
+    if not request.paths:
+        raise ConfigError(
+            f"the tokenizers of {first.folder} and {subjects[1][0].folder} differ, and the documents of a run are kept "
+            "as tokens: only texts can be compared; give --data"
+        )
+    chosen = [_find_sets(request, *subject, world, log) for subject in subjects]
+    for name, documents in chosen[0].items():
+        _check_same_texts(name, documents.corpus, chosen[1][name].corpus)
+    return chosen
+
+
+def tokenizer_digest(tokenizer: TextTokenizer) -> str:
+    """Return a text that is equal for tokenizers that give equal ids, before and behind texts too."""
+    return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
+
+
+def _find_sets(request: EvalRequest, subject: Subject, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
+    if request.paths:
+        sets = _read_texts(request, tokenizer, world, log)
+    else:
+        sets = run_on_every_rank(world, lambda: _open_run_sets(subject, request.sets), DataError)
+    count = request.max_documents  # of each set, at even distances, so that all files are represented
+    return {
+        name: documents.corpus.select([documents.ids[i * len(documents) // count] for i in range(count)])
+        if 0 < count < len(documents)
+        else documents
+        for name, documents in sets.items()
+    }
+
+
+def _open_run_sets(subject: Subject, names: Sequence[str]) -> Sets:
+    run_dir, config = subject.weights.run_dir, subject.config
+    if run_dir is None:
+        raise ConfigError(
+            f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
+            "or folder of .txt .md .py .jsonl)"
+        )
+    if not names:
+        corpus = Corpus(run_dir / "corpus")
+        held_out = corpus.select(make_step_order(config, corpus).evaluation)
+        if not held_out:
+            raise DataError(f"{run_dir} holds out no documents (data.eval_documents is 0); give documents with --data")
+        return {"": held_out}
+    sets: Sets = {}
+    for name in names:
+        entry, folder = next(entry for entry in config.eval if entry.name == name), run_dir / "evaluation" / name
+        try:
+            corpus = Corpus(folder)
+        except DataError as error:
+            raise DataError(
+                f"the evaluation set {name!r} is not in {folder}, where training keeps its documents "
+                f"({error.__cause__}); give its texts: --data {name}={entry.path}"
+            ) from error
+        sets[name] = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
+    return sets
+
+
+def _read_texts(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
+    """The first rank of each host tokenizes; texts become documents as in the first subject's run, but for flags."""
+    run_data, longest = request.subjects[0].config.data, request.max_document_tokens
+    data = DataConfig(
+        max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,
+        parse_special_tokens=run_data.parse_special_tokens,
+        columns=run_data.columns,
+        end_of_chat=run_data.end_of_chat,
+    )
+    host = socket.gethostname()
+    hosts = world.control.gather_objects(host, "names of hosts")
+    builder = hosts.index(host)  # the first rank on this host
+    builds = builder == world.home.ranks.index(world.rank)
+    with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
+
+        def build_corpora() -> None:
+            for index, (_, path) in enumerate(request.paths if builds else ()):
+                _build_corpus(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+
+        run_on_every_rank(world, build_corpora, DataError)
+        root = world.control.gather_objects(folder, "folders of hosts")[builder]
+
+        def open_corpora() -> list[Corpus]:
+            try:
+                return [Corpus(Path(root, str(index), "corpus")) for index in range(len(request.paths))]
+            except DataError as error:
+                raise DataError(
+                    f"{root} was made on this host ({host}), and a rank cannot open it: {error}; give hosts names of "
+                    "their own, or set TMPDIR to a folder that they share"
+                ) from error
+
+        corpora = run_on_every_rank(world, open_corpora, DataError)
+    sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.sources)
+    digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
+    if len(set(digests)) > 1:
+        other = next(other for other, digest in zip(hosts, digests, strict=True) if digest != digests[0])
+        raise DataError(
+            f"the files of --data differ between hosts {hosts[0]} and {other}; give a path on storage that they share, "
+            "or copy the files again"
+        )
+    return {name: corpus.select(range(len(corpus))) for (name, _), corpus in zip(request.paths, corpora, strict=True)}
+
+
+def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    settings = CorpusSettings(data)
+    try:
+        folder.mkdir()
+        files = settings.files(folder)
+        recipe = make_recipe(settings, files, FileSums().measure_files(files, log), tokenizer)
+        for line in describe_rows(settings, recipe):
+            log(line)
+        manifest = build_documents(recipe, folder / "corpus", log)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "--data", 1)) from error
+    if manifest.special:
+        log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
+    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
+    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
+        log(line)
+
+
+def _check_same_texts(name: str, first: Corpus, other: Corpus) -> None:
+    """Names of files show that both corpora lack the same short texts only where every file is one document."""
+    left_out = first.manifest.left_out, other.manifest.left_out
+    if any(texts.cut_texts for texts in left_out):
+        raise DataError(
+            f"texts of --data {name} are cut into documents, by two tokenizers at different places; give "
+            "--max-document-tokens 0, which cuts none, to compare models of different tokenizers"
+        )
+    short = [texts.short_texts for texts in left_out]
+    sources, other_sources = (corpus.select(range(len(corpus))).origins for corpus in (first, other))
+    one_a_file = len(set(sources)) == len(sources)
+    if sources != other_sources or (any(short) and not one_a_file):
+        raise DataError(
+            f"texts of --data {name} have fewer than 2 tokens ({short[0]:,} by one tokenizer, {short[1]:,} by the "
+            "other), so that documents cannot be paired; leave these texts out"
+        )
+
 
 # Numbers of hidden states, over all layers, from which graphs save a rank more than the 8 s that they take to load: a
 # compiled forward reads and writes about 20 fewer in bfloat16 for each, at 3 TB/s.
@@ -217,8 +383,6 @@ def load_saved_model(
 
 @dataclass(frozen=True)
 class _Fit:
-    """Weights and documents, and the configuration under which they fit each other and the ranks."""
-
     checked: CheckedWeights
     sets: Sets
     config: RunConfig
@@ -228,7 +392,6 @@ class _Fit:
 
 
 def _fit_subject(request: EvalRequest, checked: CheckedWeights, sets: Sets, world: World, log: LogLine) -> _Fit:
-    """Fit a subject to its longest document: positions of the model, then images, then each set's plan to this home."""
     longest_of = {name: max(documents.lengths) for name, documents in sets.items()}
     longest_name = max(longest_of, key=longest_of.__getitem__)
     longest, longest_set = longest_of[longest_name], sets[longest_name]
@@ -271,7 +434,6 @@ class _Evaluator:
     progress: Progress
 
     def evaluate_subject(self, fit: _Fit) -> SubjectResult:
-        """Load the model, then evaluate each set at each degree."""
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         tokens = sum(sum(documents.lengths) for documents in fit.sets.values())
         tokens_of_rank = tokens * max(1, len(self.degrees)) / len(self.world.home.ranks)
@@ -308,12 +470,13 @@ class _Evaluator:
             if not self.degrees:
                 choice, _ = choose_degree_on_ranks(choice, documents.lengths, self.world, self.log, name=name)
             # Only the first rank compares and writes results; counting reads all tokens.
-            text_bytes = _count_text_bytes(documents, bytes_of_ids) if is_first_rank(self.world) else ()
+            text_bytes = tuple[int, ...]()
+            if bytes_of_ids is not None and is_first_rank(self.world):
+                text_bytes = tuple(int(bytes_of_ids[x[np.arange(1, len(x))]].sum()) for x in documents)
             for at_degree in _list_choices(choice, self.degrees, max(documents.lengths)):
                 options = EvaluationOptions(
                     step=step,
                     name=name,
-                    loss_chunk_rows=fit.config.train.loss_chunk_rows,
                     metrics=self.metrics[entry.name],
                     token_bytes=bytes_of_ids,
                     stopped=stop_reason,
@@ -346,9 +509,3 @@ def _progress_title(fit: _Fit, name: str, choice: PlanChoice) -> str:
         degree = "dynamic cp" if choice.planner == "dynamic" else choice.planner
     weights = fit.checked.subject.weights.title.rpartition("/")[2]
     return ", ".join(filter(None, (weights, name, degree)))  # held-out documents have no name
-
-
-def _count_text_bytes(documents: CorpusDocuments, bytes_of_ids: np.ndarray | None) -> tuple[int, ...]:
-    if bytes_of_ids is None:
-        return ()
-    return tuple(int(bytes_of_ids[document[np.arange(1, len(document))]].sum()) for document in documents)

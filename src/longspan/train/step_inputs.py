@@ -1,8 +1,4 @@
-"""What a step runs over: a model, a plan, the plan's documents, and what every rank counts of these before it reads.
-
-Items and targets are counted once a step, from lengths, spans and numbers of labels; no token is read here. The rows
-that a rank reads are in `local_batch.py`.
-"""
+"""What a step runs over: a model, a plan and its documents, counted and checked before a token is read."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -11,11 +7,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from longspan.comm import World
 from longspan.data.document import LabelledPack, target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
-from longspan.model.multimodal.multimodal_model import MultimodalModel
+from longspan.model.exactness.row_trial import try_rows
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import refuse_unprepared_model
+from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 from longspan.plan import Plan
 
 if TYPE_CHECKING:
@@ -29,9 +31,7 @@ class MovingDocuments(Protocol):
     world: World
 
     @property
-    def targets(self) -> int:
-        """How many tokens they predict."""
-        ...
+    def targets(self) -> int: ...
 
     def rows_under(self, plan: Plan, depths: int = 0) -> Any:
         """Return these documents with the rows of this rank under a plan; entered by all ranks."""
@@ -47,10 +47,6 @@ class StepDocuments:
     """
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
-        """Take the documents of a step, with their items if the model encodes any.
-
-        Raises DataError for documents without items under a model with encoders, ModelError for the opposite.
-        """
         self.documents: Any = documents
         self.lengths: tuple[int, ...] = tuple(lengths)
         items = getattr(documents, "items", None)
@@ -72,15 +68,11 @@ class StepDocuments:
             )
 
     def __getitem__(self, document: int) -> Any:
-        """Return a document as the caller gave it."""
         return self.documents[document]
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Return how many tokens each document predicts.
-
-        Raises PlanError for a document that is missing, is no sequence of token ids, or has another length.
-        """
+        """Tokens that each document predicts. Raises PlanError for one that is missing or of another length."""
         counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
         if self.items is None:
             return counts
@@ -89,7 +81,6 @@ class StepDocuments:
         return count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
-        """Raise PlanError where the plan divides the loss by another number of targets."""
         if plan.targets == (targets := sum(self.targets)):
             return
         clause = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
@@ -100,10 +91,7 @@ class StepDocuments:
         )
 
     def move_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
-        """Return the same documents; if their rows move between ranks, with this rank's rows; entered by all ranks.
-
-        Raises DataError for documents of another world.
-        """
+        """Return the documents, with this rank's rows where rows move between ranks; entered by all ranks."""
         if not isinstance(self.documents, MovingDocuments):
             return self
         if self.documents.world is not world:
@@ -115,7 +103,6 @@ class StepDocuments:
         return moved
 
     def _count_targets(self, document: int, length: int) -> int:
-        """Check that one document is a sequence of the planned length, and count its targets."""
         try:
             value = self.documents[document]
         except (IndexError, KeyError) as error:
@@ -149,11 +136,7 @@ class StepInputs:
 
 
 def count_pack_targets(documents: Any, plan: Plan) -> Plan:
-    """Return the plan with the number of targets of its documents, if some are packs with labels.
-
-    Planners do not read the labels of packs, so their targets are counted here; without such packs the plan stays as it
-    is. A label on a placeholder of an item is no target. Gathered documents know their number of targets.
-    """
+    """Return the plan with the targets of its documents, which planners do not read of packs with labels."""
     if isinstance(documents, MovingDocuments):
         return replace(plan, targets=documents.targets)
     if not any(isinstance(document, LabelledPack) for document in documents):
@@ -164,3 +147,71 @@ def count_pack_targets(documents: Any, plan: Plan) -> Plan:
     if items is not None:
         return replace(plan, targets=sum(count_text_targets(documents, items)))
     return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))
+
+
+def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
+    """Check the arguments of a step, and return what it runs over.
+
+    Raises ModelError, DataError or PlanError if the parts do not belong together. `documents` are the caller's, or
+    StepDocuments that were made of them. Before the first step of a model in training or evaluation mode all ranks then
+    try its rows together, which raises ModelError on every rank where they influence each other outside attention.
+    """
+    language_model = model
+    if isinstance(model, MultimodalModel):
+        check_world(model, world)
+        language_model = model.language_model
+    if not isinstance(documents, StepDocuments):
+        documents = StepDocuments(model, documents, plan.lengths)
+    refuse_unprepared_model(language_model)
+    rules = call_rules(language_model)
+    refuse_randomness(language_model, training=backward)
+    _check_home(language_model, plan, world)
+    if plan.row_multiple % (multiple := rules.row_multiple):
+        raise PlanError(
+            f"the plan has row_multiple {plan.row_multiple}, the model is sequence-parallel over tp {multiple}; plan "
+            f"with row_multiple={multiple}"
+        )
+    documents.check_targets(plan)
+    refuse_positions(rules.position_table, plan.micro_batches)
+    try_rows(language_model, world, backward=backward)
+    return StepInputs(model, language_model, plan, documents, world, backward)
+
+
+def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
+    if world.home.pp > 1 and not isinstance(model, PipelineModel):
+        raise ModelError(
+            f"the home has pp {world.home.pp}, but {type(model).__name__} is not cut into stages; call model = "
+            "longspan.prepare(model, world), or use a home without pp"
+        )
+    if plan.slots != world.home.slots:
+        raise PlanError(f"the plan is for {plan.slots} slots, the home has {world.home.slots}; plan for this home")
+    for name in ("pp", "ep"):
+        if plan.mode == "free" and (degree := getattr(world.home, name)) > 1:
+            raise PlanError(
+                f"the plan is in free mode, where slots are at different micro-batches, but the home has {name} "
+                f"{degree}, under which all of them wait for each other in every layer; plan with mode='lockstep'"
+            )
+
+
+def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
+    """Raise ModelError for an update without gradients or that torch's kernels refuse, or a norm that clips nothing."""
+    if optimizer is not None and not backward:
+        raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
+    for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        _refuse_mixture(index, group)
+    if max_grad_norm is not None and optimizer is None:
+        raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
+
+
+def _refuse_mixture(index: int, group: dict[str, Any]) -> None:
+    parameters = group["params"]
+    sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
+    if not 0 < sharded < len(parameters):
+        return
+    by_default = group.get("foreach") is None and any(parameter.is_cuda for parameter in parameters)  # torch's default
+    if group.get("fused") or group.get("foreach") or by_default:
+        raise ModelError(
+            f"group {index} of the optimizer has {sharded} sharded parameters and {len(parameters) - sharded} plain "
+            "ones, which torch's fused and foreach kernels do not take together; use longspan.train.build_optimizer, "
+            "put them in groups of their own, or pass foreach=False"
+        )

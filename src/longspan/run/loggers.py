@@ -1,0 +1,310 @@
+"""Loggers of a run, longspan's own (TensorBoard, Weights & Biases) and yours, and metrics.jsonl, whose rows they get.
+
+A logger of your own is any class with `log(row, step)` and `close()` whose constructor takes a RunStart; `run.loggers`
+names it with its module. Needs no torch: names are checked before any process starts.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from longspan.config.file import nearest_hint
+from longspan.errors import ConfigError, import_object
+from longspan.files import as_json, json_values, name_file_in_errors, parse_json, read_lines, write_atomically
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """The argument of a logger's constructor: the run's folder, its configuration by section, and the facts of
+    run.json.
+
+    `done` steps were done before this session. `rows` are the rows of metrics.jsonl from earlier sessions; steps after
+    `done` are repeated, although loggers have already received their rows.
+    """
+
+    dir: Path
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    done: int
+    rows: Sequence[Mapping[str, Any]]
+
+
+class Logger(Protocol):
+    """Receives the rows of a run, on its first rank only. An exception ends the logger, not the run."""
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        """A row of metrics.jsonl: of a training step (`loss` and others), or of an evaluation (`eval_loss`, `cp`)."""
+        ...
+
+    def close(self) -> None:
+        """Called at the end of the session, however it ends."""
+        ...
+
+
+LoggerClass = Callable[[RunStart], Logger]
+# longspan's own loggers: their classes by the name of the package and extra that they need.
+BUILT_IN = {"tensorboard": "longspan.run.loggers.TensorBoardLogger", "wandb": "longspan.run.loggers.WandbLogger"}
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise ConfigError for a logger that is not known, or whose package is not installed."""
+    for name in names:
+        if name in BUILT_IN and find_spec(name) is None:
+            raise ConfigError(
+                f"run.loggers has {name!r}, and {name} is not installed; pip install 'longspan[{name}]', or leave it "
+                "out"
+            )
+        if name not in BUILT_IN and "." not in name:
+            raise ConfigError(
+                f"run.loggers has {name!r}; {nearest_hint(name, BUILT_IN)}, or a class of your own with its module, as "
+                "in 'my_package.my_module.MyLogger'"
+            )
+
+
+def logger_class(name: str) -> LoggerClass:
+    """Return the class of a logger. Raises ConfigError if it cannot be imported, or has no methods of a logger."""
+    module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
+    kind = import_object(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
+    if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
+        lack = "has no such class" if kind is None else f"has {attribute} without log(row, step) and close()"
+        raise ConfigError(f"run.loggers has {name!r}, and {module} {lack}; see longspan.run.loggers.Logger")
+    return kind
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row by display name; an evaluation's names contain its set and its degree.
+
+    >>> scalars({"step": 2, "loss": 3.5, "lr": 0.1})
+    {'train/loss': 3.5, 'train/lr': 0.1}
+    >>> scalars({"step": 2, "eval_loss": 3.5, "cp": 4, "seconds": 1.0})
+    {'eval/loss_cp4': 3.5, 'eval/seconds_cp4': 1.0}
+    >>> scalars({"step": 2, "eval_name": "books", "eval_loss": 3.5, "cp": 4})
+    {'eval/books/loss_cp4': 3.5}
+    """
+    numbers = {
+        key: value
+        for key, value in row.items()
+        if key not in ("step", "cp") and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    if "eval_loss" not in row:
+        return {f"train/{key}": value for key, value in numbers.items()}
+    chart = f"eval/{row['eval_name']}" if "eval_name" in row else "eval"
+    return {f"{chart}/{key.removeprefix('eval_')}_cp{row['cp']}": value for key, value in numbers.items()}
+
+
+class RunLoggers:
+    """Hands rows to loggers; after its first exception, which is logged, a logger receives nothing more.
+
+    >>> with RunLoggers.open(logger_classes(("tensorboard",)), start, print) as loggers:
+    ...     loggers.log({"step": 1, "loss": 7.6})
+    """
+
+    def __init__(self, loggers: Mapping[str, Logger], log_line: Callable[[str], None]) -> None:
+        self._loggers, self._log_line = dict(loggers), log_line
+
+    @classmethod
+    def open(cls, classes: Mapping[str, LoggerClass], start: RunStart, log_line: Callable[[str], None]) -> "RunLoggers":
+        """Create the loggers in order. Raises ConfigError if one cannot start; loggers before it are closed."""
+        loggers = cls({}, log_line)
+        for name, make in classes.items():
+            try:
+                loggers._loggers[name] = make(start)
+            except Exception as error:
+                loggers.close()
+                reason = f"{type(error).__name__}: {error}"
+                raise ConfigError(
+                    f"the logger {name} of run.loggers cannot start: {reason}; or leave it out"
+                ) from error
+        return loggers
+
+    def __enter__(self) -> "RunLoggers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.log(row, row["step"])
+            except Exception as error:
+                del self._loggers[name]
+                self._log_line(
+                    f"the logger {name} failed at step {row['step']} and gets no further row (metrics.jsonl has all): "
+                    f"{type(error).__name__}: {error}"
+                )
+
+    def close(self) -> None:
+        while self._loggers:
+            name, logger = self._loggers.popitem()
+            try:
+                logger.close()
+            except Exception as error:
+                self._log_line(f"the logger {name} could not be closed: {type(error).__name__}: {error}")
+
+
+def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:
+    """The classes of loggers by name, without duplicates. Raises ConfigError if one cannot be imported."""
+    return {name: logger_class(name) for name in names}
+
+
+PROJECT = "longspan"  # where WANDB_PROJECT names no other
+FILE = "wandb.json"
+
+
+class WandbLogger:
+    """A run of wandb, named after the run's folder; its files are in `wandb/` of that folder."""
+
+    def __init__(self, start: RunStart) -> None:
+        """wandb.json has the id, the last step sent, its evaluations, and wandb's next row number."""
+        import wandb
+
+        path = start.dir / FILE
+        saved = json.loads(path.read_text(encoding="utf-8")) if start.done and path.is_file() else {}
+        self._done = start.done
+        self._last_sent_step = max([saved.get("sent", 0), *(row["step"] for row in start.rows)]) if saved else 0
+        evaluated = [_evaluation_key(row) for row in start.rows if "eval_loss" in row]
+        sent_before = [tuple(entry) for entry in saved.get("evaluated", ())]
+        self._evaluated = {entry for entry in (*sent_before, *evaluated) if entry[0] == self._last_sent_step}
+        self._run = wandb.init(
+            project=wandb.setup().settings.project or PROJECT,
+            name=start.dir.resolve().name,
+            id=saved.get("id"),
+            resume="allow" if saved else None,
+            dir=str(start.dir),
+            config={**start.config, "facts": dict(start.facts)},
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        for kind in ("train", "eval"):
+            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        # wandb's number of the next row must be above all earlier ones. An offline session cannot ask wandb for it, so
+        # the rows of metrics.jsonl are counted: more may be counted than were sent, but not fewer.
+        self._next = max(self._run.step, saved.get("next", 0) + len(start.rows)) if saved else 0
+        sent = {"sent": self._last_sent_step, "evaluated": sorted(self._evaluated), "next": self._next}
+        write_atomically(path, json.dumps({"id": self._run.id, **sent}))
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        # Rows up to `_done` come only if metrics.jsonl lacks them, and were not sent; an evaluation of the last step
+        # that was sent counts only if it is noted.
+        if self._done < step <= self._last_sent_step and (
+            "eval_loss" not in row or step < self._last_sent_step or _evaluation_key(row) in self._evaluated
+        ):
+            return
+        kind = "eval" if "eval_loss" in row else "train"
+        self._run.log({**scalars(row), f"{kind}/step": step}, step=self._next, commit=True)
+        self._next += 1
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _evaluation_key(row: Mapping[str, Any]) -> tuple[int, int, str]:
+    return row["step"], row["cp"], row.get("eval_name", "")
+
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardLogger:
+    """Writes event files into `tensorboard/` of the run's folder, flushed row by row."""
+
+    def __init__(self, start: RunStart) -> None:
+        self._start = start
+        self._writer: SummaryWriter | None = None  # a session without a row leaves no file
+
+    def log(self, row: Mapping[str, Any], step: int) -> None:
+        if self._writer is None:
+            self._writer = self._open_writer()
+        for tag, value in scalars(row).items():
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open_writer(self) -> "SummaryWriter":
+        """`purge_step` drops what earlier sessions wrote of later steps, which are repeated."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        start = self._start
+        writer = SummaryWriter(str(start.dir / FOLDER), purge_step=start.done + 1)
+        facts = "\n".join(f"| {name} | {value} |" for name, value in start.facts.items())
+        writer.add_text("run", f"| fact | value |\n|---|---|\n{facts}", start.done)
+        return writer
+
+
+_MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
+_MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
+
+
+class MetricsLog:
+    """Appends rows to a file, flushed one by one; opened for a resumed run, it keeps the rows up to a step.
+
+    >>> with MetricsLog(Path("runs/first/metrics.jsonl"), after_step=100) as log:
+    ...     log.write({"step": 101, "loss": 3.2})
+
+    Later rows, which the run is about to make again, and a line that an interrupted write left torn are dropped. `None`
+    for a path writes nothing: on the ranks that do not record. A row that is written goes to `loggers` too.
+    """
+
+    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        self._loggers = loggers
+        rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
+        self.evaluated = find_evaluations(rows)
+        self._file = None
+        if path is not None:
+            write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
+            self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            with suppress(OSError):  # a row that could not be written: `write` has raised an error
+                self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
+        self.evaluated |= find_evaluations([row])
+        if self._file is not None:
+            with name_file_in_errors(Path(self._file.name)):
+                self._file.write(as_json(row) + "\n")
+                self._file.flush()
+        if self._loggers is not None:
+            self._loggers.log(row)
+
+
+def find_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+    return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return read_json_rows(path)[0] if path.exists() else []
+
+
+def read_json_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of a file like metrics.jsonl, and how many lines, too long ones too, are no rows."""
+    # None is a line of more than _MOST_BYTES; empty lines are not counted
+    lines = [line for line in read_lines(path, _MOST_BYTES) if line is None or line.strip()]
+    rows = [row for line in lines if line is not None and (row := read_json_row(line)) is not None]
+    return rows, len(lines) - len(rows)
+
+
+def read_json_row(line: bytes) -> dict[str, Any] | None:
+    """Return the row in a line of a file like metrics.jsonl; None for a line that is no object with a step."""
+    try:
+        row = parse_json(line.decode("utf-8", "replace"))
+        step = row.get("step") if isinstance(row, dict) else None
+        is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MOST_STEPS
+        return json_values(row) if is_row else None
+    except (ValueError, RecursionError):  # no JSON, or nested too deeply for the parser
+        return None

@@ -1,0 +1,380 @@
+"""`set_up`: open the data and the model of a configuration, resume from a checkpoint, resolve "auto" values."""
+
+import json
+import math
+import warnings
+from copy import deepcopy
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
+from longspan.checkpoint.files import read_state, remove_unfinished_saves
+from longspan.checkpoint.store_path import checkpoints_root
+from longspan.comm import World
+from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
+from longspan.config.defaults import settings_text, warn_about_updates
+from longspan.config.file import to_toml
+from longspan.config.keys import AUTO
+from longspan.config.sections import LoraSection, ModelConfig, RunConfig, TrainConfig, check_measures
+from longspan.corpus.build import check_largest_id
+from longspan.corpus.tokenizer import copy_generation_settings
+from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.stream import ORDER
+from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
+from longspan.files import write_atomically
+from longspan.model.adapters import is_adapted
+from longspan.model.load import check_folder, torch_dtype
+from longspan.model.multimodal.multimodal_model import find_language_model
+from longspan.model.parts import is_tied
+from longspan.model.seams.call_rules import refuse_randomness
+from longspan.model.weights.fill import empty_model, images_class
+from longspan.model.weights.hf_folder import no_progress_bars
+from longspan.plan import Cost
+from longspan.run.checks import check_image_keys
+from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
+from longspan.train.optim.schedule import Schedule
+from longspan.train.plans import find_run_cost, query_heads
+from longspan.train.plans.order import set_epoch_steps, source_lines
+from longspan.train.plans.resolve import choose_degrees, choose_partition_on_ranks, set_node_size, use_machine
+from longspan.train.run_memory import choose_rows
+from longspan.train.starts import Starts
+from longspan.train.terms.mtp import add_configured_depths, depths_line
+from longspan.train.training import (
+    AnyModel,
+    add_configured_adapter,
+    load_run_model,
+    make_optimizer,
+    model_configuration,
+    prepare_run_model,
+    scale_positions,
+    unread_model,
+)
+
+if TYPE_CHECKING:
+    from longspan.plan import MemoryPlan
+
+
+def keep_model_files(
+    directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
+) -> None:
+    """Write config.json, as the run trains the model, and generation_config.json into a folder.
+
+    config.json names the dtype that model/ is saved in, the source's if it names one; a line says where it is another.
+    """
+    source, config, dtype = Path(settings.source), deepcopy(configuration), torch_dtype(settings.dtype)
+    if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
+        dtype = named
+    config.architectures, config.dtype = [architecture], dtype
+    with no_progress_bars():
+        config.save_pretrained(directory)
+    # model.config may name a file: generation_config.json is looked for beside it; a preset has none
+    copy_generation_settings((source.parent if source.is_file() else source) if settings.source else None, directory)
+    if dtype != torch_dtype(settings.dtype):
+        log(
+            f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
+            f"checkpoints are {settings.dtype}, which longspan export --dtype {settings.dtype} keeps"
+        )
+
+
+def check_adapter_targets(config: RunConfig, world: World, log: LogLine) -> None:
+    """Raise ModelError on every rank if [lora] names targets or parts that the model does not have."""
+    if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
+        return  # the defaults, all linears of the language model, fit every model
+
+    def check() -> bool:
+        configuration = model_configuration(config, config.data.vocab_size)
+        architecture = images_class(configuration, images=False)
+        # None with a vision_config: whether the model has towers depends on the corpus, which is not read yet
+        if architecture is None and hasattr(configuration, "vision_config"):
+            return False
+        model = empty_model(configuration, torch.float32, architecture)
+        with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
+            add_configured_adapter(config, add_configured_depths(config, model, read=False))
+        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+        return is_tied(model) and any(map(is_adapted, ends))
+
+    if run_on_first_rank(world, check, ModelError):
+        log(
+            "lora.targets adapt an embedding that is the weight of the head as well (tie_word_embeddings): longspan "
+            "export writes the adapter, and refuses --merge"
+        )
+
+
+def set_up_model(
+    data: RunData,
+    config: RunConfig,
+    configuration: PreTrainedConfig,
+    memory: "MemoryPlan | None",
+    world: World,
+    log: LogLine,
+    *,
+    resumed: bool,
+) -> AnyModel:
+    """Load the run's model with a configuration that fits its data, keep its files, and prepare it.
+
+    A `resumed` run reads no weights, as its checkpoint has them; under [lora] the base model is read.
+    """
+    if config.mtp.depths and not resumed:
+        log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
+    images = data.images > 0
+    check_image_keys(config, data.images)
+
+    def load() -> Any:
+        if resumed and not config.lora.rank:
+            return unread_model(config, configuration=configuration, images=images)
+        vocabulary = _corpus_vocabulary_size(data, config)
+        return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
+
+    with first_rank_warns(world):
+        model = run_on_every_rank(world, load, ModelError)
+    run_dir, architecture = Path(config.run.dir), type(model).__name__
+    keep = partial(keep_model_files, run_dir, config.model, configuration, architecture, log)
+    run_on_first_rank(world, keep, RunFolderError)
+    prepared = prepare_run_model(config, world, model, memory=memory, images=images)
+    refuse_randomness(find_language_model(prepared))
+    return prepared
+
+
+def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
+    return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
+
+
+def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
+    """Return the model's configuration for this vocabulary and the longest document; ConfigError for misfits."""
+    vocabulary = _corpus_vocabulary_size(data, config)
+    configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
+    for corpus in (data.corpus, *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments))):
+        check_largest_id(corpus, configuration, config.model.source or config.model.preset_name)
+    return scale_positions(configuration, config.model, *data.longest, log)
+
+
+# What a resumed run may not change: the weights and the documents of a step would no longer be the same run's.
+_FIXED_SECTIONS = ("model", "data", "lora")
+# A checkpoint holds the parameters in model.dtype, and documents are the same wherever their tokens are kept.
+_FREE_KEYS = ("model.compute_dtype", "model.download", "data.cache")
+_FIXED_KEYS = ("mtp.depths", "mtp.train_whole", "mtp.weights", "train.seed", "train.tokens_per_step")
+_FIXED_KEYS += ("train.optimizer", "train.optimizer_arguments")
+
+
+def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
+
+    Removes what unfinished saves left, and marks damaged checkpoints. Raises CheckpointError if `run.resume` does not
+    allow that, where nothing good is left or documents were ordered in another way, and ConfigError for another run's.
+    """
+    root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
+    run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)
+    checkpoint = find_checkpoint(root, world, log, note=True)
+    if checkpoint is None:
+        if config.run.resume == "must":
+            raise CheckpointError(
+                f"run.resume is 'must' and there is no checkpoint in {root}; use 'auto' to begin a run"
+            )
+        return None, {}
+    if config.run.resume == "never":
+        raise CheckpointError(
+            f"run.resume is 'never' and {checkpoint} is there; set run.dir to a new folder, or use 'auto'"
+        )
+    state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
+    _check_same_run(config, state, checkpoint)
+    return checkpoint, state
+
+
+def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: dict[str, Any], log: LogLine) -> None:
+    """Raise ConfigError for a checkpoint beyond the last step, and for a finished run under other keys or epochs."""
+    if state.get("step", 0) > config.train.steps:
+        key = "train.epochs" if config.train.epochs else "train.steps"
+        raise ConfigError(
+            f"{checkpoint} is at step {state['step']}, beyond train.steps {config.train.steps}; raise {key}"
+        )
+    begin = data.order.begin_of_step(state["step"])
+    if begin != state.get("begin"):
+        raise ConfigError(
+            f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
+            "ends, and some documents would be trained on once more or once less; it was "
+            f"{state['config']['train']['epochs']:g} then: set it back, or set run.dir to a new folder"
+        )
+    if state.get("step", 0) == config.train.steps:
+        _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
+
+
+def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
+    """Return a line about a learning rate that differs from the checkpoint's schedule at the next step, or ""."""
+    done = int(state["step"])
+    table_before = state.get("config", {}).get("train", {})
+    names = {field.name for field in fields(TrainConfig)}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table_before.items() if k in names}
+    train_before = TrainConfig(**values)
+    rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
+    if math.isclose(rate_before, rate_now):
+        return ""
+    keys = ("lr", "steps", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio")
+    changes = [
+        f"train.{key} was {value_before}"
+        for key in keys
+        if (value_before := getattr(train_before, key)) != getattr(config.train, key)
+    ]
+    return (
+        f"the schedule now ends at step {config.train.steps}: lr {rate_now:.3g} at step {done + 1}, where it had "
+        f"{rate_before:.3g} ({', '.join(changes)})"
+    )
+
+
+def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _name_preset(state.get("config", {})), _name_preset(json.loads(json.dumps(config.tables())))
+
+
+def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
+    """A key that the checkpoint lacks, or that is "auto" now, is not compared."""
+    if state.get("order") != ORDER:
+        raise CheckpointError(
+            f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
+            f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"
+        )
+    sections_before, sections_now = _comparable_configurations(config, state)
+    fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
+    fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
+    for name in (name for name in fixed if name not in _FREE_KEYS):
+        section, _, key = name.partition(".")
+        value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
+        if value_before is not None and value not in (value_before, AUTO):
+            raise ConfigError(
+                f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
+                "to a new folder"
+            )
+
+
+def _name_preset(config: dict[str, Any]) -> dict[str, Any]:
+    # also a default preset, which may have been left out
+    model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
+    return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
+
+
+def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
+    """Keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now."""
+    changes = {
+        (section, key): f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+        for section in sorted(now.keys() & before.keys() - {"run", "eval"})
+        for key, value in sorted(now[section].items())
+        if key in before[section] and key != "node_size" and value not in (before[section][key], AUTO)
+    }
+    evaluated = [changes.pop(name) for name in list(changes) if name[1].startswith("eval_")]
+    if now["eval"] != before.get("eval", []):
+        evaluated.append(f"the evaluation sets are {', '.join(entry['name'] for entry in now['eval']) or 'none'} now")
+    if changes:
+        raise ConfigError(
+            f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
+            f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
+            "or set run.dir to a new folder"
+        )
+    evaluated_text = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
+    log(f"the run has come to its end: it is shown{evaluated_text}; its config.toml and what is in metrics.jsonl stay")
+
+
+def open_run_documents(
+    config: RunConfig, checkpoint: Path | None, state: dict[str, Any], world: World, log: LogLine
+) -> tuple[RunConfig, RunConfig, RunData]:
+    """Open the documents of a run; return its configuration, the one to write as config.toml, and the data."""
+    if state and config.data.eval_documents == AUTO:
+        config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
+    node_size, config = config.context.node_size, set_node_size(config, world)
+    use_machine(config, world, log)
+    if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
+        run_on_every_rank(world, lambda: check_folder(config.model.path), ModelError)
+    model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
+    data = open_data(config, model_config, checkpoint, world, log)
+    config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
+    # not node_size and the steps of epochs: a run that goes on may be on other hosts, and resolves both anew
+    as_written = replace(config, context=replace(config.context, node_size=node_size))
+    config = set_epoch_steps(config, data.order, log)
+    for line in source_lines(config, data.order):
+        log(line)
+    if checkpoint is not None:
+        check_steps_left(config, data, checkpoint, state, log)
+    data.check_fit(config, world)
+    return config, as_written, data
+
+
+def plan_run_memory(
+    config: RunConfig, data: RunData, configuration: Any, world: World, log: LogLine, *, done: int
+) -> "tuple[RunConfig, MemoryPlan | None]":
+    """Plan the memory of the steps after `done`; return the configuration with rows of a slot, and the plan if any."""
+    gpu, train = world.device.type == "cuda", config.train
+    if not gpu and not train.memory_bytes and config.context.max_tokens_per_slot != AUTO:
+        if done < train.steps:
+            check_measures(train, gpu=False)
+        return config, None  # no bytes are known that a rank may fill
+    from longspan.train.run_memory import UNEVEN, ComingSteps, RunMemory
+
+    heads, (longest, _) = query_heads(data.model), data.longest
+    ahead = ComingSteps(data.order.lengths_of_step, world.home, heads, done, train.steps, longest=longest)
+    rows = math.ceil(UNEVEN * data.image_rows(config) / world.home.slots)
+    run_memory = RunMemory(
+        config=config,
+        model=configuration,
+        ahead=ahead,
+        gpu=gpu,
+        target_share=_target_share(data.corpus),
+        encoder_rows=min(rows, config.encoder.max_rows or rows),
+    )
+    return choose_rows(run_memory, world, log, finished=done == train.steps)
+
+
+def model_cost(
+    config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: "MemoryPlan | None"
+) -> Cost:
+    gpu, share, slots = world.device.type == "cuda", _target_share(corpus), world.home.slots
+    return find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
+
+
+def _target_share(corpus: Corpus) -> float:
+    tokens = max(1, int(corpus.lengths.sum()))
+    return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
+
+
+def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> TrainingRun:
+    """Open or begin the run that `check_config` has passed; all ranks call it together, before step 1.
+
+    Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
+    `starts` notes how long the parts of the set-up take.
+    """
+    log(settings_text(config))
+    checkpoint, state = checkpoint_to_resume(config, world, log)
+    config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
+    configuration = fit_configuration(data, config, world, log)
+    # memory depends on the partition, so that the model is priced here, without a log or a plan of memory, and again
+    price = partial(model_cost, config, world, configuration, data.corpus, log=lambda line: None, memory=None)
+    cost, heads = run_on_every_rank(world, price, ConfigError), query_heads(data.model)
+    config, why_partition = choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=heads)
+    done = int(state.get("step", 0))
+    starts.end_part("data")
+    config, memory = plan_run_memory(config, data, configuration, world, log, done=done)
+    data.check_fit(config, world)  # again: the longest document may need more rows than fit
+    starts.end_part("plan of memory")
+    model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
+    starts.end_part("model")
+    world.seed = config.train.seed
+    optimizer = make_optimizer(config, world, model, memory=memory)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model, optimizer, world)
+        log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
+        if done < config.train.steps and (line := rate_line(config, state)):
+            log(line)
+    if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
+        file = Path(config.run.dir) / "config.toml"
+        run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
+        warn_about_updates(config, log)
+    price = partial(model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
+    cost = run_on_every_rank(world, price, ConfigError)
+    starts.end_part("optimizer and costs")
+    lengths = {s.name: s.documents.lengths for s in data.sets}
+    config, why_degrees = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
+    sets, reasons = with_eval_tables(data.sets, config), {"why_degrees": why_degrees, "why_partition": why_partition}
+    return TrainingRun(
+        config, world, model, optimizer, cost, data.corpus, data.order, done, sets, memory=memory, **reasons
+    )

@@ -1,1 +1,0 @@
-"""How many rows a slot holds."""
