@@ -6,7 +6,8 @@ Every rank changes the same line, runs the cases, and puts the line back.
 import pytest
 
 from longspan import Bridge, Layout, Partition, World
-from longspan.bridge.bridge import forget_plans
+from longspan.bridge import bridge
+from longspan.comm.moves.row_exchange import forget_moves
 from longspan.errors import CommError, LayoutError
 from longspan.testing import backend, run_ranks
 from tests.bridge.layouts import CASES, Case
@@ -64,7 +65,8 @@ def noticed(rank: int) -> list[bool]:
 
 def errs(rank: int, case: Case, world: World) -> bool:
     """Whether this rank is wrong about a case; one that is refused is refused on all ranks."""
-    forget_plans()
+    bridge._exchange.cache_clear()
+    forget_moves()
     try:
         return bool(wrong(rank, case, world))
     except LayoutError:

@@ -206,7 +206,7 @@ def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> Non
 
 def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, documents = write_texts(tmp_path / "texts"), list[list[list[int]]]()
-    monkeypatch.setattr("longspan.corpus.store.builder._IN_PROCESS_BYTES", {"text": 0})
+    monkeypatch.setattr("longspan.corpus.builder._IN_PROCESS_BYTES", {"text": 0})
     for workers in (1, 2):
         corpus = build(tmp_path / str(workers), texts, workers=workers, cache=str(tmp_path / f"cache {workers}"))
         documents.append([corpus[d][np.arange(len(corpus[d]))].tolist() for d in range(len(corpus))])

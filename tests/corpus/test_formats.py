@@ -14,9 +14,8 @@ import pytest
 
 from longspan.config.sections import DataConfig, SourceConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.chunk import chunk_rows
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.row_files import row_file
+from longspan.corpus.row_files import chunk_rows, row_file
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.tokenizer import TextTokenizer, ends_of_generation, load_tokenizer, train_tokenizer
 from longspan.data.document import target_count
@@ -228,7 +227,7 @@ def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monke
         return ensure_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr("longspan.corpus.store.builder._check_unchanged", lambda _: 1 / 0)
+        patch.setattr("longspan.corpus.builder._check_unchanged", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             build("interrupted")
     assert not list((tmp_path / "cache").glob("*.partial*"))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
+from longspan.corpus import builder
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.store import builder
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.train.plans.order import documents_line, make_step_order

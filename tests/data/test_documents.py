@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig
-from longspan.corpus.chunk import Chunk
+from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.files import SourceFile
+from longspan.corpus.row_files import Chunk
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
 from longspan.data.manifest import Manifest, SourceLines

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from longspan.bridge import items_at_placeholders
 from longspan.config.sections import DataConfig, RunConfig, TrainConfig
 from longspan.corpus.image_documents import ImagePacks, show_images
-from longspan.data.step_order import PackOrder, StepOrder
-from longspan.data.uncut import UncutSpans
+from longspan.data.step_order import PackOrder, StepOrder, UncutSpans
 from longspan.errors import ConfigError
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.testing import run_ranks

@@ -14,7 +14,7 @@ import trl.generation.vllm_generation as vllm
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from longspan.errors import CommError
-from longspan.hf.first_rank import FirstRank
+from longspan.hf.generation import FirstRank
 from longspan.testing import run_ranks
 from tests.hf.stock import VOCABULARY, Ran, Run, log_errors, ours, stock, tokenizer
 from tests.hf.test_grpo import CP, EVALUATION, answers_to, grpo

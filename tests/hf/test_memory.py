@@ -14,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from longspan.hf import LongspanArguments
-from longspan.hf.memory import prepare_options
+from longspan.hf.trainer import prepare_options
 from tests.hf.stock import RECOMPUTES, Ran, Run, log_errors, model_of, ours, stock, stock_each
 from tests.hf.test_trainer import EXACT, make
 

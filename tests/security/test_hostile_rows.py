@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.corpus.chunk import CHUNK_BYTES, chunk_rows
-from longspan.corpus.row_files import row_file
+from longspan.corpus.row_files import CHUNK_BYTES, chunk_rows, row_file
 from longspan.corpus.rows.infer_turns import longest_overlap
 from longspan.corpus.rows.sample import BadRow
 from longspan.data.documents import Corpus

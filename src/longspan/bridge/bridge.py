@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from longspan.comm import SequenceShard
-from longspan.comm.moves.row_exchange import RowExchange, RowGradient, forget_moves
+from longspan.comm.moves.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.layout import Exchange, Partition
 
@@ -50,12 +50,6 @@ def add_rows(hidden: Tensor, shard: SequenceShard, layer: int) -> Tensor:
 _exchange = lru_cache(maxsize=32)(Exchange)  # planned once for a layout that comes again
 
 
-def forget_plans() -> None:
-    """Empty the caches of planned exchanges and moves, so that a benchmark measures planning itself."""
-    _exchange.cache_clear()
-    forget_moves()
-
-
 class Bridge:
     """Moves rows from the ranks that have them to the ranks that need them, differentiably.
 
@@ -81,7 +75,6 @@ class Bridge:
     """
 
     def __init__(self, have: Partition, need: Partition, world: World, gradient: RowGradient = "partial") -> None:
-        """Plan the exchange among all ranks, with the tensor-parallel ranks of each slot as indices among them."""
         self.exchange: Exchange = _exchange(have, need)
         self.gradient: RowGradient = gradient
         everyone = world.channels.everyone

@@ -19,11 +19,10 @@ class ItemDocuments:
     >>> plan = plan_dynamic(documents.lengths, home, targets=documents.targets, max_tokens_per_slot=1024)
     >>> run_step(model, plan, documents, world)                 # model is a MultimodalModel
 
-    `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is the
-    encoder's input for `items[i]`, read by the ranks that encode it, whereas every rank has `items`. What stands at
-    the positions of an item is neither embedded nor predicted. A document may have labels (`longspan.Document`).
-    `positions(d)` gives a document's positions in several parts (M-RoPE), an int64 array (3 or 4, T), or None where
-    they are plain; attention sees the plain ones always. Raises DataError for items that do not fit.
+    `tokens[d]` has a length and is indexed by an int64 array of positions; `read(i)`, or `read[i]`, is the encoder's
+    input for `items[i]`, read by the ranks that encode it, whereas every rank has `items`. What stands at the positions
+    of an item is neither embedded nor predicted. `positions(d)` gives a document's positions in several parts (M-RoPE),
+    an int64 array (3 or 4, T), or None where they are plain. Raises DataError for items that do not fit.
     """
 
     def __init__(
@@ -33,7 +32,6 @@ class ItemDocuments:
         read: Callable[[int], Any] | Sequence[Any],
         positions: Callable[[int], Integers | None] | None = None,
     ) -> None:
-        """Check the items against the documents, and `read` against the items where it is a sequence."""
         self.tokens: Sequence[Any] = tokens
         self.items: tuple[Item, ...] = tuple(items)
         self._read, self._positions = read, positions
@@ -49,7 +47,6 @@ class ItemDocuments:
 
     @cached_property
     def item_table(self) -> ItemTable:
-        """The items, checked and in arrays."""
         return ItemTable(self.lengths, self.items)
 
     @cached_property
@@ -58,7 +55,6 @@ class ItemDocuments:
         return sum(count_text_targets(self.tokens, self.item_table))
 
     def read(self, item: int) -> Any:
-        """Return the encoder's input for an item."""
         return self._read(item) if callable(self._read) else self._read[item]
 
     def positions(self, document: int) -> Integers | None:
@@ -107,18 +103,12 @@ def items_at_placeholders(
 def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
     """Count the tokens that each document predicts: all but its first token and its placeholders.
 
-    A document with labels predicts the tokens that have a label and are no placeholders. It has `targets`, the number
-    of labels beyond position 0, and `labels(positions)`, −100 where there is none, which is read only at placeholders.
+    Of a document with labels they are read at placeholders only: `targets` is the number of labels beyond position 0.
     """
     return tuple(_count_targets(documents[document], document, items) for document in range(len(items.lengths)))
 
 
 def _count_targets(document: Any, number: int, items: ItemTable) -> int:
-    """Count the targets of the document with this number that do not lie on placeholders.
-
-    Without labels the table of items has the count. The first token is never a target, so a placeholder there hides
-    none.
-    """
     if not (hasattr(document, "labels") and hasattr(document, "targets")):
         return items.targets[number]
     placeholders = items.placeholders(number)
@@ -127,10 +117,7 @@ def _count_targets(document: Any, number: int, items: ItemTable) -> int:
 
 
 def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:
-    """Return the table of the items of documents with these lengths; None for documents without `items`.
-
-    Where the documents have no table, or one of other lengths, a new one is made, which checks the items.
-    """
+    """Return the table of the items of documents with these lengths, checked; None for documents without `items`."""
     items = getattr(documents, "items", None)
     if items is None or callable(items):  # callable: the method of a mapping
         return None

@@ -15,8 +15,7 @@ from longspan.config.sections import RunConfig
 from longspan.corpus.build import configured_tokenizer
 from longspan.corpus.corpus_settings import CorpusSettings, describe_rows, make_recipe
 from longspan.corpus.files import rows_of_file, sample_texts
-from longspan.corpus.rows.formats import rename_columns
-from longspan.corpus.rows.sample import BadRow, Sample
+from longspan.corpus.rows.sample import BadRow, Sample, rename_columns
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET
 from longspan.errors import DataError, plural

@@ -1,9 +1,9 @@
 """The corpus of a run: its source files, whether it changed, and the folder of its documents. One rank calls this.
 
-Documents are built in `store/`, once for all runs with the same files and settings.
+Documents are built in `builder.py`, once for all runs with the same files and settings.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
@@ -16,11 +16,10 @@ from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.keys import GONE_VALUES
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.builder import Cache, Recipe, build_documents, cache_error, cache_folder
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe, special_line
 from longspan.corpus.files import FileSums, LogLine, file_differences, sample_texts
-from longspan.corpus.rows.kinds import display_kind
-from longspan.corpus.rows.lines import special_line
-from longspan.corpus.store.builder import Cache, Recipe, build_documents, cache_error, cache_folder
+from longspan.corpus.rows.sample import display_kind
 from longspan.corpus.tokenizer import (
     TextTokenizer,
     check_vocabulary,
@@ -42,11 +41,11 @@ AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocument
 def ensure_corpus(
     settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
 ) -> Corpus:
-    """Return the corpus of a run; documents that are not in the cache are built.
+    """Return the corpus of a run; documents that are not in the cache are built, and without a `tokenizer` one is
+    trained.
 
-    Without a `tokenizer` one is trained. Progress is logged every few seconds. Raises DataError for sources that are
-    missing, empty or unreadable and, if the run is `resumed`, for sources or settings that changed since it began: the
-    order of its documents would be another one.
+    Raises DataError for sources that are missing, empty or unreadable and, if the run is `resumed`, for sources or
+    settings that changed since it began: the order of its documents would be another one.
     """
     corpus = _CorpusOfRun(settings, run_dir, log).open_or_build_corpus(tokenizer, resumed=resumed)
     for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
@@ -58,9 +57,7 @@ class _CorpusOfRun:
     """The recorded corpus of a run, compared with its settings and files now."""
 
     def __init__(self, settings: CorpusSettings, run_dir: Path, log: LogLine) -> None:
-        """A file whose path, size and time are in the record or in the cache is not read: its sum is taken from
-        there.
-        """
+        """A file whose path, size and time are in the record or in the cache is not read: its sum is taken."""
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
         self._old_record = read_record(self._folder)
@@ -73,11 +70,11 @@ class _CorpusOfRun:
         sums.save_sums(self._sources)
 
     def open_or_build_corpus(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
-        """Return the corpus, built again if it changed. Raises DataError if the corpus of a resumed run changed.
+        """Return the corpus, built again if it changed; that of a resumed run must not change.
 
-        The recorded corpus is opened, and nothing built, if settings and files are as recorded, its key is the same
-        (which covers the tokenizer), and none of its files is damaged. A resumed run whose documents are lost or
-        damaged builds them again, but only under the same key, so that rows become the same tokens.
+        Nothing is built if settings, files and key (which covers the tokenizer) are as recorded and no file is damaged.
+        A resumed run whose documents are lost or damaged builds them again under the same key, so that rows become the
+        same tokens.
         """
         if resumed and self._old_record is None:
             raise DataError(
@@ -92,11 +89,10 @@ class _CorpusOfRun:
             tokenizer = self._load_or_train_tokenizer(changed=bool(changes))
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         recorded = self._old_record
-        if recorded is not None and not changes:
-            is_same = recorded.key == recipe.key
-            if is_same and _is_whole(self._folder / recorded.documents):
+        if recorded is not None and recorded.key == recipe.key and not changes:
+            if _is_whole(self._folder / recorded.documents):
                 return Corpus(self._folder)
-        if resumed and recorded is not None and recorded.key != recipe.key:
+        elif resumed:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
         return self._build_corpus(recipe, tokenizer)
 
@@ -107,10 +103,8 @@ class _CorpusOfRun:
         values, changes = self._settings.deciding_values(), list[str]()
         defaults = {field.name: field.default for field in fields(DataConfig)}  # of keys that the record lacks
         for key in recorded.asked.keys() | values.keys():
-            old_value, new_value = (
-                recorded.asked.get(key, defaults.get(key)),
-                values.get(key, *GONE_VALUES.get(f"data.{key}", ())),
-            )
+            old_value = recorded.asked.get(key, defaults.get(key))
+            new_value = values.get(key, *GONE_VALUES.get(f"data.{key}", ()))
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
@@ -126,20 +120,15 @@ class _CorpusOfRun:
         return sorted(changes)
 
     def _compare_files(self) -> list[str]:
-        """The search for images ends with the third, as messages name no more."""
-        old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
+        """Of images three changes at most, as messages name no more. Lost documents are built again, images too."""
+        if self._old_record is None:
+            return []
+        old_sources, documents = self._old_record.sources(self._folder), self._folder / self._old_record.documents
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
-        return changes or list(islice(self._compare_images(), 3))
-
-    def _compare_images(self) -> Iterator[str]:
-        """Lost documents are built again, which reads their images anew."""
-        if self._old_record is None or not (self._folder / self._old_record.documents).is_dir():
-            return
-        if (images := ImageTable.of(self._folder / self._old_record.documents)) is not None:
-            yield from images.changes()
+        images = ImageTable.of(documents) if documents.is_dir() and not changes else None
+        return changes if images is None else list(islice(images.changes(), 3))
 
     def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
-        """Load the tokenizer that was trained for the run; train one if there is none, or the corpus `changed`."""
         if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data
@@ -150,14 +139,18 @@ class _CorpusOfRun:
         return reload_with_config(trained, self._run_dir / "config.json")
 
     def _build_corpus(self, recipe: Recipe, tokenizer: TextTokenizer) -> Corpus:
-        """Build or find the documents of this recipe and record them in the run's folder."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
         for line in describe_rows(self._settings, recipe):
             self._log(line)
-        documents = self._find_or_build_documents(recipe)
+        build = partial(build_documents, recipe, log=self._log)
+        try:
+            documents, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
+        except OSError as error:
+            raise cache_error(self._cache.folder, error) from error
+        self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache)")
         record = Record(
             documents=str(documents),
             key=recipe.key,
@@ -172,15 +165,6 @@ class _CorpusOfRun:
         if corpus.manifest.special:
             self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
         return corpus
-
-    def _find_or_build_documents(self, recipe: Recipe) -> Path:
-        build = partial(build_documents, recipe, log=self._log)
-        try:
-            folder, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
-        except OSError as error:
-            raise cache_error(self._cache.folder, error) from error
-        self._log(f"its tokens are {'kept' if built else 'already'} in {folder} (data.cache)")
-        return folder
 
 
 def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
@@ -206,9 +190,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _check_saved_tokenizer(tokenizer: TextTokenizer, run_dir: Path) -> None:
-    """A config.json beside a tokenizer's files helps to decide which class of transformers reads them. The models that
-    the run saves get these files, so they must have the corpus's tokenizer.
-    """
+    """transformers chooses a tokenizer's class by the config.json beside it too, as in models that the run saves."""
     saved = load_tokenizer(run_dir)
     if (saved.digest, _surrounding_tokens(saved)) != (tokenizer.digest, _surrounding_tokens(tokenizer)):
         raise DataError(
@@ -235,18 +217,20 @@ def build_shared_corpus(
 ) -> Corpus:
     """Build the corpus in the run's folder on the first rank, if necessary, and open it on all for this model.
 
-    Raises DataError on every rank for a tokenizer that is missing or has more ids than the model's embedding has rows,
-    before anything is read, and for sources that are missing, empty or, if the run is `resumed`, changed.
+    Raises DataError on every rank, before anything is read, for a tokenizer with more ids than the embedding has rows.
     """
     directory = Path(config.run.dir)
 
     def build_corpus() -> None:
-        """Check the tokenizer, save the model's configuration, and build the corpus or find it in the run's folder."""
         tokenizer = configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
         if tokenizer is None or preset is None or preset.rows:
-            check_tokenizer(config, model, config.data.vocab_size if tokenizer is None else tokenizer.own_size)
+            size = config.data.vocab_size if tokenizer is None else tokenizer.own_size
+            trained = "trained on the corpus (data.vocab_size)"
+            name = config.data.tokenizer or (trained if tokenizer is None else config.model.source)
+            rows, source = model.get_text_config().vocab_size, config.model.source or config.model.preset_name
+            check_vocabulary(size, rows, tokenizer=name, model=source)
         directory.mkdir(parents=True, exist_ok=True)
         if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
@@ -290,18 +274,6 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     if corpus.targets is not None:
         parts.append(f"{int(corpus.targets.sum()):,} of them targets")
     return ", ".join(parts)
-
-
-def check_tokenizer(config: RunConfig, model: PreTrainedConfig, size: int) -> None:
-    """Raise DataError if a tokenizer has more ids (`size`) than the embedding of this configuration has rows."""
-    source = config.model.source
-    tokenizer = (
-        config.data.tokenizer
-        or (tokenizer_folder(config.data.tokenizer, config.model.source) and source)
-        or "trained on the corpus (data.vocab_size)"
-    )
-    rows = model.get_text_config().vocab_size
-    check_vocabulary(size, rows, tokenizer=str(tokenizer), model=source or config.model.preset_name)
 
 
 def check_largest_id(corpus: Corpus, model: PreTrainedConfig, source: str) -> None:

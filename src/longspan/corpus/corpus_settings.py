@@ -2,18 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.config.sections import DataConfig
+from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.lines import left_out_lines, missing_end_line, names_line, others_line, rows_line, unseen_line
-from longspan.corpus.rows.sample import RowSettings
-from longspan.corpus.store.builder import Recipe, cache_folder
-from longspan.corpus.tokenizer import TextTokenizer
-from longspan.data.manifest import Manifest
+from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold
+from longspan.corpus.tokenizer import TextTokenizer, any_of_pattern
+from longspan.data.document import NO_TARGET
+from longspan.data.manifest import SHORTEST, LeftOut, Manifest
+from longspan.errors import plural
 
 # Keys of [data] that decide documents, with the paths and RowSettings.
 _DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
@@ -23,8 +24,7 @@ _DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
 class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
-    `folder`, in the run's folder, is where the corpus is recorded. `prefix` is the table of the keys `path` and
-    `max_document_tokens` in messages, which an evaluation set has for itself.
+    `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages.
     """
 
     data: DataConfig
@@ -40,8 +40,7 @@ class CorpusSettings:
     def files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
         """Find the source files in order, without those in the run's folder and in the cache.
 
-        With data.sources, the name of a file in a source's folder begins with the name of that folder. Raises DataError
-        for a source without files.
+        With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
         leave_out = (run_dir, cache_folder(self.data.cache))
         files = list[CorpusFile]()
@@ -59,33 +58,52 @@ class CorpusSettings:
         return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
 
     def row_settings(self) -> RowSettings:
-        """Return the settings by which rows become tokens."""
         return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
-
-    def other_kinds(self, run_dir: Path) -> dict[str, int]:
-        """Count the files of all sources that are of kinds not read, by the endings of their names.
-
-        Those in the run's folder do not count.
-        """
-        counts = Counter[str]()
-        for _, path in self.paths():
-            counts.update(files_of_other_kinds(path, leave_out=(run_dir,)))
-        return dict(counts.most_common())
 
 
 def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
     """Yield lines about what is cut or left out; `key` names the setting of the longest document, which cuts texts."""
-    other_kinds, most_tokens = settings.other_kinds(run_dir), settings.data.max_document_tokens
-    yield from left_out_lines(manifest.left_out, most_tokens, other_kinds, manifest.skipped, key=key, bad=manifest.bad)
-    yield from (names_line(name, texts) for name, texts in manifest.names_as_text.items())
-    if (unseen := unseen_line(manifest.left_out, settings.data.turns)) is not None:
+    left_out, bad = manifest.left_out, manifest.bad
+    if left_out.cut_texts:
+        yield (
+            f"cut {plural(left_out.cut_texts, 'text')} of {plural(left_out.cut_tokens, 'token')} into "
+            f"{plural(left_out.cut_documents, 'document')} of at most {settings.data.max_document_tokens:,} tokens "
+            f"({key}; 0 cuts none)"
+        )
+    if left_out.short_texts or left_out.lost_tokens:
+        yield (
+            f"left out {plural(left_out.short_texts, 'text')} of fewer than {SHORTEST} tokens, and ends of cut texts: "
+            f"{plural(left_out.lost_tokens, 'token')} in all"
+        )
+    if left_out.masked_parts:
+        yield f"left out {plural(left_out.masked_parts, 'part')} of cut texts in which no token is a target ({key})"
+    if left_out.masked_rows:
+        yield f"left out {plural(left_out.masked_rows, 'row')} in which no token is a target"
+    if left_out.bad_rows:
+        more_text = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
+        yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more_text}'
+    other_kinds = Counter[str]()  # files that are not read
+    for _, path in settings.paths():
+        other_kinds.update(files_of_other_kinds(path, leave_out=(run_dir,)))
+    if other_kinds:
+        kinds = ", ".join(f"{kind} ({count:,})" for kind, count in other_kinds.most_common(5))
+        yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}"
+    if manifest.skipped:
+        yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"
+    for name, texts in manifest.names_as_text.items():
+        yield (
+            f"{name} stands in {plural(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
+            f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
+        )
+    if (unseen := unseen_line(left_out, settings.data.turns)) is not None:
         yield unseen
     if manifest.unseen:
-        yield others_line(manifest.unseen)
+        parts = [plural(count, name) for name, count in list(manifest.unseen.items())[:5]]
+        more_text = f" and messages of {len(manifest.unseen) - 5} other roles" if len(manifest.unseen) > 5 else ""
+        yield f"not in the rendered texts, as the chat template does not write them: {', '.join(parts)}{more_text}"
 
 
 def describe_rows(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
-    """Yield a line about the rows and tokens of each source, and another if the last turn of chats has no end."""
     for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if settings.data.sources else ""
         yield source_text + rows_line(encoding)
@@ -113,3 +131,81 @@ def make_recipe(
         skip_bad=data.on_bad == "skip",
         most_bytes=data.max_text_bytes,
     )
+
+
+_WORDS = ("Zq0user", "Zq1assistant")
+
+
+def rows_line(encoding: RowEncoding) -> str:
+    surrounding_tokens = describe_surrounding_tokens(encoding.tokenizer)
+    if encoding.settings.parse_special_tokens:
+        surrounding_tokens += "; a text that has them gets no second ones"
+    treatment = {
+        "text": surrounding_tokens,
+        "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
+        "input_ids": "taken as they are; targets are those that labels or masks name, or all",
+    }
+    if encoding.kind in CHATS:  # others may have no template
+        targets = "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
+        if encoding.template.has_marks(None):
+            targets = "whose {% generation %} marks name the targets"
+        source = encoding.tokenizer.template_file or encoding.tokenizer.folder
+        return f"{rows_hold(encoding.kind)}: written by the chat template of {source}, {targets}"
+    return f"{rows_hold(encoding.kind)}: {treatment[encoding.kind]}"
+
+
+def missing_end_line(encoding: RowEncoding) -> str | None:
+    """Return a warning that no end of a conversation's last turn is learnt; None if one is, and for other kinds.
+
+    Behind the answer of an encoded conversation of two words the targets must have a special token, or one that ends
+    generation.
+    """
+    if encoding.kind not in CHATS or encoding.settings.end_of_chat:
+        return None
+    turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
+    (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])
+    if not isinstance(sample, Sample) or sample.labels is None:
+        return None
+    engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
+    text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
+    tokens = any_of_pattern(ends | encoding.tokenizer.special_names)
+    if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
+        return None
+    fault, advice = "writes no token behind", "; data.end_of_chat names a token to be put there"
+    if encoding.template.has_marks(None):
+        fault, advice = "marks no end of", ""
+    return (
+        f"the chat template {fault} the last turn of a conversation, so that this end is no target: chats of one turn "
+        f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'}){advice}"
+    )
+
+
+def describe_surrounding_tokens(tokenizer: TextTokenizer) -> str:
+    opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
+    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
+    if not parts:
+        return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    # An end without a beginning may be longspan's own and not the tokenizer's.
+    return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
+
+
+def special_line(special: dict[str, int], *, parsed: bool) -> str:
+    """Report how often names of special tokens occur in texts, and whether they are `parsed` as these tokens."""
+    names_text = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
+    more_text = f" and {len(special) - 5} others" if len(special) > 5 else ""
+    times = plural(sum(special.values()), "time")
+    read = "are read as these tokens" if parsed else "are read as plain text"
+    hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
+    return f"names of special tokens stand in the texts {times}: {names_text}{more_text}; they {read} ({hint})"
+
+
+def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:
+    """Report what is no target in assistant turns: texts that the chat template leaves out, and blank turns."""
+    unseen = {"thought": left_out.unseen_thoughts, "other text": left_out.unseen_texts}
+    parts = [plural(count, name) for name, count in unseen.items() if count]
+    lines = [f"not in the rendered texts, so no targets: {' and '.join(parts)} of assistant turns"] * bool(parts)
+    if left_out.unseen_thoughts and turns == "together":
+        lines.append('data.turns = "split" trains each turn as at inference, with its thought if the template has it')
+    if left_out.blank_turns:
+        lines.append(f"no targets, as they are blank: {plural(left_out.blank_turns, 'assistant turn')}")
+    return "; ".join(lines) or None

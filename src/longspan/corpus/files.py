@@ -1,8 +1,7 @@
 """The source files of a corpus: a file, the files of a folder, or the standard library of the running Python.
 
-Files are in the order of their names, so that equal files give an equal corpus on every machine. Symbolic links are
-followed; a folder with several links to it is read once. Each file has a SHA-256 sum, which is not taken again for a
-file of the same size and time. Nothing is downloaded. Rows are read in `row_files.py`.
+Files are in the order of their names, so that equal files give an equal corpus. Symbolic links are followed. A
+SHA-256 sum is not taken again for a file of the same size and time. Rows are read in `row_files.py`.
 """
 
 import hashlib
@@ -23,11 +22,8 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.chunk import chunk_rows
-from longspan.corpus.row_files import SUFFIXES, check_readers, row_file
-from longspan.corpus.rows.formats import rename_columns
-from longspan.corpus.rows.kinds import Kind, common_kind, row_kind
-from longspan.corpus.rows.sample import BadRow, Row
+from longspan.corpus.row_files import SUFFIXES, check_readers, chunk_rows, row_file
+from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
 from longspan.files import read_json, write_atomically
@@ -35,7 +31,6 @@ from longspan.hub import find_local
 
 LogLine = Callable[[str], None]
 
-_BLOCK = 1 << 20
 _SETTLED_SECONDS = 2.0  # a file may be written again within the resolution of its time
 _NEWS_SECONDS = 5.0  # between two lines of progress
 
@@ -74,10 +69,6 @@ class FileSums:
         return sources
 
     def _source_file(self, file: CorpusFile) -> SourceFile:
-        """Return the size, time and sum of one file, which is read only if its size or time has changed.
-
-        Raises DataError for a file that is unreadable or not regular, and for a path that is not UTF-8.
-        """
         path = str(file.path.absolute())
         try:
             stat = file.path.stat()
@@ -89,17 +80,16 @@ class FileSums:
             earlier = self._sums.get(path)
             if earlier is not None and (earlier.bytes, earlier.modified_ns) == (stat.st_size, stat.st_mtime_ns):
                 return SourceFile(file.name, earlier.bytes, earlier.modified_ns, earlier.sha256, path)
-            return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, file_sha256(file.path), path)
+            with file.path.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").hexdigest()
+            return SourceFile(file.name, stat.st_size, stat.st_mtime_ns, digest, path)
         except UnicodeEncodeError as error:
             raise DataError(f"the path {path!r} of a file of the corpus is not UTF-8; give it another name") from error
         except OSError as error:
             raise DataError(f"cannot read {file.name} of the corpus ({file.path}): {error.strerror}") from error
 
     def save_sums(self, sources: Iterable[SourceFile]) -> None:
-        """Write the sums of these files for later starts, if one of them is new.
-
-        Files that changed just now are left out, as such a file may change once more and keep its time.
-        """
+        """Write the sums of these files for later starts, if one is new; one just written may change again."""
         if self._file is None:
             return
         settled_before_ns = time.time_ns() - int(_SETTLED_SECONDS * 1e9)
@@ -107,15 +97,6 @@ class FileSums:
         if any(self._sums.get(source.path) != source for source in settled):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._file, "".join(json.dumps(asdict(source)) + "\n" for source in settled))
-
-
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 sum of a file, which is read in blocks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) -> list[str]:
@@ -133,7 +114,7 @@ def file_differences(before: Iterable[SourceFile], now: Iterable[SourceFile]) ->
 
 
 def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], SourceFile]:
-    """Return files by name and by the number of files of this name before, as files of two sources may share one."""
+    """By name and the number of files of this name before, as files of two sources may share one."""
     by_name, counts = dict[tuple[str, int], SourceFile](), Counter[str]()
     for source in sources:
         by_name[source.name, counts[source.name]] = source
@@ -142,6 +123,7 @@ def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], So
 
 
 STDLIB = "stdlib"
+_KINDS = " ".join(SUFFIXES)
 _TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # files of many rows
 _ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
@@ -159,8 +141,8 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "lib-dynload", "test", "tests",
 def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.path") -> dict[str, Path]:
     """Find the files of a corpus by name, sorted. Folders to `leave_out` are not searched; messages name `key`.
 
-    Raises DataError for a path that does not exist, a file of another kind, a folder without files to read, and a file
-    whose reader is not installed.
+    Raises DataError for a path that does not exist, a file of another kind, a folder without files to read or of
+    several splits, and a file whose reader is not installed.
     """
     root = find_root(path, key=key)
     walked = {root.name: root}
@@ -169,9 +151,8 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     files = {name: walked[name] for name in _list_read(walked)}
     splits = Counter(words[-1] for name in files if name.endswith(_ROWS) and (words := _SPLIT.findall(name.lower())))
     if splits.keys() & _TRAINING and splits.keys() - _TRAINING:
-        counts = ", ".join(
-            f"{split} ({plural(count, 'file')})" for split, count in sorted(splits.items(), key=_is_held_out)
-        )
+        in_order = sorted(splits.items(), key=lambda split: split[0] not in _TRAINING)
+        counts = ", ".join(f"{split} ({plural(count, 'file')})" for split, count in in_order)
         raise DataError(
             f"{key} {path!r} holds several splits of a data set, by the names of its files: {counts}; give one file, "
             "or a folder with the files of one split (links will do); several are given as data.sources"
@@ -179,7 +160,7 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     if not files:
         hints = map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))  # the most frequent kind first
         hint = next((hint for hint in hints if hint), "")
-        raise DataError(f"{key} {path!r} holds no file of {_suffix_text()}{hint}; give a folder that does")
+        raise DataError(f"{key} {path!r} holds no file of {_KINDS}{hint}; give a folder that does")
     check_readers(files)
     return files
 
@@ -188,10 +169,10 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
     """Find the folder or file of a corpus. Raises DataError if it does not exist or is a file of another kind."""
     root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(find_local(path, key, "dataset")).expanduser()
     if not root.exists():
-        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_suffix_text()}")
+        raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_KINDS}")
     if root.is_file() and not root.name.endswith(SUFFIXES):
         raise DataError(
-            f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_suffix_text()}{_suffix_hint(root.name)}"
+            f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_KINDS}{_suffix_hint(root.name)}"
         )
     return root
 
@@ -199,7 +180,7 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
 def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[str, int]:
     """Count the files of a folder that are not read, by the endings of their names, the most frequent first.
 
-    Nothing is counted in the standard library, where only modules are meant to be read, nor for a path that is a file.
+    In the standard library only modules are meant to be read, so that nothing is counted there.
     """
     root = find_root(path)
     if path == STDLIB or not root.is_dir():
@@ -209,43 +190,41 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
     return dict(Counter(file.suffix or file.name for file in sorted(others)).most_common())
 
 
-def _is_held_out(split: tuple[str, int]) -> bool:
-    return split[0] not in _TRAINING
-
-
 def _list_read(names: Iterable[str]) -> list[str]:
-    """List the names of files that are read, sorted; beside rows, what describes a data set (README.md) is no row."""
+    """Sorted; beside rows, what describes a data set (README.md) is no row."""
     read = sorted(name for name in names if name.endswith(SUFFIXES))
     has_rows = any(name.endswith(_TABLES) for name in read)
     return [name for name in read if not (has_rows and _NOTICE.fullmatch(name.rpartition("/")[-1].lower()))]
 
 
 def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a folder that may be sources, with their names in it.
+    """Yield the files of a folder that may be sources, with their names in it; hidden ones are none.
 
-    Hidden folders and files do not count. In the folder of a saved data set only its files of rows do. In Python's
-    standard library (`stdlib`) only modules count, except the one that describes the build of this Python, which
-    differs between machines. Raises DataError for a folder of several splits.
+    In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
+    describes the build of this Python, which differs between machines. Raises DataError for a folder of several splits.
     """
     skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skipped_folders = {folder.resolve() for folder in leave_out}
-    for directory, names in _walk_folders(
-        root,
-        lambda path: path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders,
-    ):
+
+    def is_left_out(path: Path) -> bool:
+        return path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders
+
+    for directory, names in _walk_folders(root, is_left_out):
         if _SPLITS in names:
-            raise DataError(f"{directory} holds several splits of a data set; give one of {_split_folders(directory)}")
+            try:
+                splits = ", ".join(str(directory / name) for name in read_json(directory / _SPLITS)["splits"])
+            except (ValueError, KeyError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise DataError(f"{directory / _SPLITS} does not name its splits: {reason}") from error
+            raise DataError(f"{directory} holds several splits of a data set; give one of {splits}")
         for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
             is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
-            is_source = is_module if stdlib else name[0] != "."
-            if is_source:
+            if is_module if stdlib else name[0] != ".":
                 yield (directory / name).relative_to(root).as_posix(), directory / name
 
 
 def _walk_folders(root: Path, is_left_out: Callable[[Path], bool]) -> Iterator[tuple[Path, list[str]]]:
-    """A folder is known by its device and inode, so that links in a circle come to an end. Symbolic links to folders
-    are followed last, so that a folder counts under its own path rather than a link's.
-    """
+    """A folder is known by its device and inode, as links may form a circle; links to folders are followed last."""
     seen, roots = set[tuple[int, int]](), [root]
     for walk_root in roots:  # links that are met on the way are appended
         for folder, subfolders, names in os.walk(walk_root, onerror=_raise_unreadable):
@@ -267,11 +246,10 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def _files_with_rows(state: Path, names: list[str]) -> list[str]:
-    """Return the names of the files with rows in a folder with this file `state`, which has files of these `names`.
+    """Return the names of the files with rows in a folder with this file `state`; all `names` if it is not of datasets.
 
-    In a folder that `save_to_disk` of datasets wrote, `state` lists them: `map`, `shuffle` and `select` may leave
-    others there. Any other folder's names are all returned. Raises DataError for a saved data set that only selects
-    rows by indices, or lacks a listed file.
+    `save_to_disk` of datasets lists them there: `map`, `shuffle` and `select` may leave others. Raises DataError for a
+    selection of rows by indices, and for a listed file that is gone.
     """
     try:
         settings = read_json(state)
@@ -291,22 +269,10 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
     return parts
 
 
-def _split_folders(root: Path) -> str:
-    try:
-        names: list[str] = read_json(root / _SPLITS)["splits"]
-        return ", ".join(str(root / name) for name in names)
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{root / _SPLITS} does not name its splits: {type(error).__name__}: {error}") from error
-
-
 def _suffix_hint(name: str) -> str:
     if name.lower().endswith(SUFFIXES):
         return ", in small letters"
     return "; rows of JSON are read one object a line, as .jsonl" if name.lower().endswith(".json") else ""
-
-
-def _suffix_text() -> str:
-    return " ".join(SUFFIXES)
 
 
 FIRST_ROWS, FIRST_FILES = 20, 5
@@ -318,8 +284,7 @@ def kind_of_files(
 ) -> Kind:
     """Return the kind of rows of these files, by the first rows of the first files; "text" if there are no rows.
 
-    A row of more than `most_bytes` (0: any) is a bad one. With `skip_bad`, bad rows and rows of no kind do not count;
-    without it they raise DataError, as rows of different kinds always do.
+    With `skip_bad`, bad rows (also of over `most_bytes`) and rows of no kind do not count; else they raise DataError.
     """
     rows, bad = list[Row](), list[BadRow]()
     for file in files[:FIRST_FILES]:
@@ -338,10 +303,7 @@ def kind_of_files(
 
 
 def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
-    """Yield texts to train a tokenizer on: at most SAMPLE_CHARACTERS characters, of files in a fixed shuffled order.
-
-    A bad row gives "".
-    """
+    """Yield texts to train a tokenizer on, up to SAMPLE_CHARACTERS, of files in a fixed shuffled order."""
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
     for number in order:
@@ -354,10 +316,7 @@ def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) 
 
 
 def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int]:
-    """Yield how many bytes the texts of each row have. Raises DataError for a bad row.
-
-    A row of more than `most_bytes` (0: any) is a bad one.
-    """
+    """Yield the bytes of the texts of each row. Raises DataError for a bad one, as of over `most_bytes` (0: any)."""
     for file in files:
         for row in rows_of_file(file, most_bytes):
             if isinstance(row, BadRow):

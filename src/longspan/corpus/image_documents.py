@@ -1,44 +1,189 @@
 """Documents of a corpus with images, as a step takes them: token ids, and the places of images among them.
 
-    corpus = Corpus(Path("runs/first/corpus"))
-    show_images(corpus, configuration, Path("runs/first"))
-    corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
-
-They correspond to `longspan.bridge.ItemDocuments` in memory. Documents of a corpus without images have no items. Pixels
-are read in `image_reader.py`.
+corpus = show_images(Corpus(Path("runs/first/corpus")), configuration, Path("runs/first"))
+corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from longspan.corpus.image_reader import ImageReader, ShownImages
+from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import Processor, load_processor
+from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.media import RowMedia, row_and_media
+from longspan.corpus.rows.sample import BadRow, RowError, rename_columns
 from longspan.data.document import Pack
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.images import ImageTable
+from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
+from longspan.layout import Partition
 from longspan.model.exactness.image_trial import video_tokens
 from longspan.model.vision.image_arguments import check_images
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, VideoTokens, image_tokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
 from longspan.plan.items import Item, ItemTable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class ImagePlace(NamedTuple):
-    """Image number `number` of the corpus, in document number `document` of a step.
+THREADS = 4
+_MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped
 
-    `shift` is added to the image's place in the corpus's document to give its place in the step's document: a pack has
-    pieces of several documents, one after another.
+
+class ImageReader:
+    """Reads images of a corpus: `reader(number)` returns an encoder's input, `read_ahead(numbers)` begins to read some.
+
+    Raises DataError, naming file and row, for an image that is gone, broken, or changed since the corpus was built.
+    """
+
+    def __init__(self, table: ImageTable, processor: Processor, corpus: Corpus) -> None:
+        self._table, self._processor, self._corpus = table, processor, corpus
+        self._ahead, self._lock = OrderedDict[int, Future[ImageInput]](), Lock()  # by the images' numbers
+        self._pool: ThreadPoolExecutor | None = None
+        self.images_read = 0
+
+    def __call__(self, number: int) -> ImageInput:
+        with self._lock:
+            future = self._ahead.pop(number, None)
+        return self._read_input(number) if future is None else future.result()
+
+    def read_ahead(self, numbers: Iterable[int]) -> None:
+        """Begin to read these images in threads; errors are raised when an image is used."""
+        self._pool = self._pool or ThreadPoolExecutor(THREADS, "longspan-images")
+        with self._lock:
+            for number in numbers:
+                if number not in self._ahead:
+                    self._ahead[number] = self._pool.submit(self._read_input, number)
+            while len(self._ahead) > _MOST_AHEAD:
+                self._ahead.popitem(last=False)[1].cancel()
+
+    def picture(self, number: int) -> Any:
+        """Return the upright image in three channels (PIL); of a group of frames the first."""
+        placed = self._table[number]
+        return self._load_pictures(placed, self._find_bytes(placed)[:1])[0]
+
+    def _read_input(self, number: int) -> ImageInput:
+        placed = self._table[number]
+        pictures = self._load_pictures(placed, self._find_bytes(placed))
+        grid = placed.image.grid
+        try:
+            if placed.image.frame < 0:
+                image = self._processor.image(pictures[0], placed.image.among)
+            else:  # a group of frames, whose grid depends on all frames of the video
+                image = ImageInput(self._processor.videos.pixels(pictures, grid), grid)
+        except DataError as error:
+            raise DataError(f"{self._image_name(placed)}: {error}") from error
+        self.images_read += 1
+        if (image.grid or (0, 0, 0)) != grid:  # (0, 0, 0) is recorded for an image without a grid
+            raise DataError(
+                f"{self._image_name(placed)}: its patches are {image.grid} and were {grid} when the corpus was made; "
+                "restore it, or start a run in a new folder"
+            )
+        return image
+
+    def _load_pictures(self, placed: PlacedImage, files: Sequence[ImageFile]) -> list[Any]:
+        pictures = list[Any]()
+        for number, file in enumerate(files):
+            try:
+                pictures.append(file.load())
+            except DataError as error:
+                frame = f", frame {placed.image.frame + number + 1}" if placed.image.frame >= 0 else ""
+                raise DataError(
+                    f"{self._image_name(placed)}{frame}: {error}; restore the file, or start a run in a new folder "
+                    "without its row"
+                ) from error
+        return pictures
+
+    def _find_bytes(self, placed: PlacedImage) -> list[ImageFile]:
+        """In files, or in the image's row, which is read again."""
+        if placed.image.path:
+            return [ImageFile(path) for path in split_paths(placed.image.path)]
+        source = self._corpus.sources[self._corpus.file_of(placed.document)]
+        row = row_file(source.name, Path(source.path)).row_at(placed.position)
+        try:
+            columns = self._corpus.manifest.columns
+            media = RowMedia() if isinstance(row, BadRow) else row_and_media(rename_columns(row, columns))[1]
+        except RowError as error:
+            raise DataError(f"{self._image_name(placed)}: {error}") from error
+        # Slices, as a row that has changed may have fewer images: without files the error below is raised.
+        number, frame = placed.image.number, placed.image.frame
+        if frame < 0:  # no frame of a video
+            files = list(media.images[number : number + 1])
+        else:
+            frames = [file for video in media.videos[number : number + 1] for file in video.frames]
+            files = frames[frame : frame + self._processor.videos.group]
+        if not files:
+            raise DataError(
+                f"{self._image_name(placed)}: its row is another one than when the corpus was made; restore the file"
+            )
+        return files
+
+    def _image_name(self, placed: PlacedImage) -> str:
+        name = self._corpus.sources[self._corpus.file_of(placed.document)].name
+        kind = "row" if name.endswith((".parquet", ".arrow")) else "the line at byte"
+        number = placed.position + 1 if kind == "row" else placed.position
+        media = "image" if placed.image.frame < 0 else "video"
+        path = f" ({display_paths(placed.image.path)})" if placed.image.path else ""
+        return f"{media} {placed.image.number + 1} of {name}, {kind} {number}{path}"
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """The images of a corpus with their reader, and the model's token ids and positions for them.
+
+    Groups of frames of videos are images too; `videos` has ids and positions for them (None without videos).
+    """
+
+    corpus: Corpus
+    table: ImageTable
+    reader: ImageReader
+    tokens: ImageTokens
+    videos: VideoTokens | None = None
+
+    def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
+        """Return the runs of placeholders of an image, moved by `shift`; more than one if tokens stand between rows."""
+        document, image, _ = self.table[number]
+        if image.stop - image.start == image.rows:
+            return ((image.start + shift, image.stop + shift),)
+        ids = self.corpus.read(document, np.arange(image.start, image.stop))
+        places = image.start + shift + np.flatnonzero(ids == self.tokens.placeholder)
+        return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
+
+    def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """Return the position ids (n, T) of a document's tokens (T,), which contain the images of these numbers.
+
+        None: the ids are 0 to T − 1. Groups of frames go to `videos`, which joins them.
+        """
+        placed = [self.table[number] for number in numbers]
+        grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
+        if self.videos is None:
+            return self.tokens.positions(ids, grids)
+        return self.videos.positions(ids, grids, list(_join_frame_groups(p for p in placed if p.image.frame >= 0)))
+
+
+def _join_frame_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+    """The grid of a group counts one patch of time, so the grid of a video counts its groups."""
+    for _, groups_of_video in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
+        first_group, *further_groups = (placed.image for placed in groups_of_video)
+        yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)
+
+
+class ImagePlace(NamedTuple):
+    """Image number `number` of the corpus, in document number `document` of a step, which begins `shift` tokens later.
+
+    A pack has pieces of several documents, one after another: `shift` moves an image from its place in one of them.
     """
 
     document: int
@@ -57,16 +202,13 @@ class ReadsImages(ABC):
 
     @property
     @abstractmethod
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document."""
+    def lengths(self) -> tuple[int, ...]: ...
 
     @abstractmethod
-    def __getitem__(self, index: int) -> Any:
-        """Return one of the documents."""
+    def __getitem__(self, index: int) -> Any: ...
 
     @cached_property
     def places(self) -> tuple[ImagePlace, ...]:
-        """The places of the images."""
         return () if self.images is None else tuple(self.find_images(self.images))
 
     @cached_property
@@ -82,14 +224,10 @@ class ReadsImages(ABC):
 
     @cached_property
     def item_table(self) -> ItemTable:
-        """The items, checked and as arrays."""
         return ItemTable(self.lengths, self.items)
 
     def positions(self, document: int) -> npt.NDArray[np.int64] | None:
-        """Return the position ids (n, T) of a document, n for each token (time, height and width, say).
-
-        None: the position ids are 0 to T − 1.
-        """
+        """Return the position ids (n, T) of a document, n for each token; None: they are 0 to T − 1."""
         numbers = self._numbers_by_document.get(document)
         if self.images is None or numbers is None:
             return None
@@ -126,7 +264,6 @@ class ImageDocuments(CorpusDocuments, ReadsImages):
     images: ShownImages | None = None
 
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Find the images in these documents, by document and then by position."""
         for index, document in enumerate(self.ids):
             for number in images.table.document_images(document):
                 yield ImagePlace(index, number)
@@ -150,14 +287,10 @@ class ImagePacks(ReadsImages, Sequence[Pack]):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each pack."""
         return tuple(map(len, self.packs))
 
     def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Find the images in these packs, by pack and then by position.
-
-        Position p of a document is position p − `piece.stop` + `end` of the pack.
-        """
+        """Position p of a document is position p − `piece.stop` + `end` of the pack."""
         for index, pack in enumerate(self.packs):
             for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
                 for number in images.table.document_images(piece.document.number):
@@ -168,8 +301,7 @@ class ImagePacks(ReadsImages, Sequence[Pack]):
 def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
     """Make a corpus return documents with images, for a model of this configuration, by the processor in a folder.
 
-    For a model without images nothing changes. Raises DataError if there are images and the model takes none, or if the
-    model makes another number of rows of an image than it has placeholders.
+    Raises DataError if there are images and the model takes none, or makes another number of rows than placeholders.
     """
     images = corpus.images if corpus.images is not None and len(corpus.images) else None
     takes_images = getattr(model, "vision_config", None) is not None
@@ -194,7 +326,6 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
 
 
 def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
-    """Return the model's tokens of videos."""
     try:
         videos = video_tokens(model)
     except ModelError as error:
@@ -212,7 +343,6 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
 
 
 def _check_placeholders(corpus: Corpus, table: ImageTable, tokens: ImageTokens, processor: Processor) -> None:
-    """Raise DataError if the processor writes other placeholders than the model takes, or another number of them."""
     if processor.placeholder != tokens.placeholder:
         raise DataError(
             f"{processor.name} puts token id {processor.placeholder} where images stand, and the model takes id "

@@ -1,17 +1,12 @@
 """Encodes long texts in bounded memory: in overlapping pieces, which are joined where both have the same tokens.
 
-The tokenizers library takes some 150 bytes for each character of a text while it encodes it. Two pieces are joined at a
-place inside their overlap, away from its ends, if
-
-- both pieces have the same tokens at the same characters around it, and
-- before and after it, runs of letters, spaces and other characters end inside the overlap.
+The tokenizers library takes some 150 bytes for each character of a text. Two pieces are joined inside their overlap,
+away from its ends, if both have the same tokens at the same characters around the place, and if before and after it
+runs of letters, spaces and other characters end inside the overlap.
 
 By the second condition both pieces contain everything that a pre-tokenizer's pattern looks ahead at. By the first,
 every two neighbouring tokens are neighbours in a piece, and byte-pair encoding gives only one sequence with this
 property. So the ids are those of the whole text. Other models than byte-pair encoding are not encoded in pieces.
-
-Where two pieces cannot be joined, as inside of a word of a million characters, the first one is made longer, up to
-`LARGEST`; a text with a longer stretch that cannot be cut is a bad row.
 """
 
 from collections.abc import Iterator
@@ -57,8 +52,8 @@ def can_encode_in_pieces(engine: Tokenizer) -> bool:
 def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
     """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
 
-    If two pieces cannot be joined, their overlap is doubled until it is longer than the first piece; then the first
-    piece is doubled. Raises LongTextError for a piece of more than `LARGEST` characters.
+    Where two pieces cannot be joined, their overlap is doubled, up to the first piece; then the first piece is. Raises
+    LongTextError for a piece of more than `LARGEST` characters.
     """
     return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
 
@@ -68,9 +63,8 @@ def encode_with_spans(
 ) -> tuple[Integers, Integers]:
     """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
 
-    Each piece is joined to the next at a seam, where both have the same tokens; without one the piece is lengthened.
-    `first` is the first token of `left_piece` that is not yet in `joined`, and a seam is the index of a token in the
-    left piece and that of the same token in the right one.
+    `first` is the first token of `left_piece` that is not yet in `joined`; a seam is the index of a token in the left
+    piece and that of the same token in the right one.
     """
     joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
     while left_piece.end < len(text):
@@ -89,9 +83,8 @@ def encode_with_spans(
 def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
     """Return a piece twice as long as `left`, and its first token behind the `joined` runs.
 
-    A longer piece may have other tokens than `left`, so the last of the joined runs is taken off, and its piece joined
-    to the longer one anew; if the two have no seam, they become one piece. Raises LongTextError for a piece that is too
-    long.
+    A longer piece may have other tokens, so the last of the joined runs is joined to it anew; if the two have no seam,
+    they become one piece. Raises LongTextError for a piece that is too long.
     """
     begin, size = left.begin, 2 * (left.end - left.begin)
     while True:
@@ -112,10 +105,7 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
 
 
 def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:
-    """Yield candidates for the piece behind `left`: they begin `overlap` characters before its end, then twice as many.
-
-    The last begins behind the begin of `left`. All end `piece` characters behind its end.
-    """
+    """Yield pieces that begin `overlap` characters before the end of `left`, then twice as many, up to its begin."""
     while overlap < left.end - left.begin:
         yield _encode_piece(engine, text, left.end - overlap, left.end + piece)
         overlap *= 2

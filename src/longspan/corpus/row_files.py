@@ -1,41 +1,279 @@
 """Readers of source files: lines, plain or compressed, texts, parquet and Arrow tables; `row_file` picks by name.
 
-Every reader reads a file in chunks, whatever its size, and also a single row by its position. A row of more bytes than
-its limit is read over, and is a bad one; images in tables do not count.
+One process reads a file in chunks, others parse them. A row has a position: the byte at which its line begins (after
+decompression), or its number in a table. A row over the limit of bytes is read over, and a bad one.
 """
 
 import gzip
 import io
+import json
 import sys
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.chunk import CHUNK_BYTES, SHOWN_BYTES, Chunk, decode_row, parse_line
-from longspan.corpus.rows.sample import BadRow, Row
+from longspan.corpus.rows.sample import BadRow, Row, type_name
 from longspan.errors import DataError
+from longspan.files import parse_json
+
+CHUNK_BYTES = 1 << 20  # of a file of lines or a table; the last row is completed
+SHOWN_BYTES = 240  # of a row that is too long: its beginning, for messages
+MOST_LEVELS = 100  # of lists and objects in each other in a row
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_JSON = "arrow.json"  # Arrow's type of texts that are JSON
+Decode = Callable[[Any], Any]
+
+
+class Chunk(NamedTuple):
+    """Rows of the file `name`, beginning with row number `first` (from 0) at `position`.
+
+    `data` are lines, a text, or a table in Arrow's stream format; `end` counts the bytes of the file read so far. If
+    the last row is longer than `most_bytes` (0: any), `data` may end with its beginning, and `too_long` is its size.
+    """
+
+    form: Literal["lines", "text", "table"]
+    name: str
+    first: int
+    position: int
+    data: bytes
+    end: int
+    folder: str = ""
+    most_bytes: int = 0
+    too_long: int = 0
+
+
+class PlacedRow(NamedTuple):
+    """A row or a bad row, and its position in its file."""
+
+    position: int
+    row: Row | BadRow
+
+
+def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
+    """Parse the rows of a chunk in order; empty lines are skipped.
+
+    Raises UnicodeDecodeError for a text that is not UTF-8.
+    """
+    if chunk.form == "text":
+        size = chunk.too_long or len(chunk.data)
+        reason, where = _oversize(size, chunk.most_bytes, "a text"), chunk.name
+        text = "" if reason else chunk.data.decode("utf-8-sig")
+        yield PlacedRow(0, BadRow(where, reason) if reason else Row(where, {"text": text}, chunk.folder))
+    elif chunk.form == "table":
+        yield from _read_table(chunk)
+    else:
+        yield from _read_line_rows(chunk)
+
+
+def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
+    position, lines = chunk.position, chunk.data.split(b"\n")
+    for number, line in enumerate(lines, chunk.first + 1):
+        # Of the last line the chunk may have only the beginning; then `too_long` is its size.
+        full_size = chunk.too_long if number == chunk.first + len(lines) else 0
+        if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
+            where, size = f"{chunk.name}, line {number}", full_size or len(line)
+            reason = _oversize(size, chunk.most_bytes, "a line")
+            yield PlacedRow(position, BadRow(where, reason) if reason else parse_line(line, where, chunk.folder))
+        position += len(line) + 1  # 1: its line end
+
+
+def _oversize(size: int, most_bytes: int, kind: str) -> str:
+    if not most_bytes or size <= most_bytes:
+        return ""
+    return (
+        f"{kind} of {size:,} bytes, and data.max_text_bytes is {most_bytes:,}; cut it into several, leave it out, or "
+        "raise the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)"
+    )
+
+
+def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
+    """Parse a line of JSON; any may begin with a byte order mark, as files may have been concatenated."""
+    try:
+        record = json.loads(line.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
+    except json.JSONDecodeError as error:
+        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_beginning(line)}")
+    except ValueError:  # any other one is of int(), which limits digits
+        digits = f"{sys.get_int_max_str_digits():,}"
+        return BadRow(
+            where, f"an integer of more than {digits} digits, which no key of a row takes: {_beginning(line)}"
+        )
+    except RecursionError:
+        return _deep_row(where, line)
+    if not isinstance(record, dict):
+        return BadRow(where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_beginning(line)}')
+    # Brackets are counted first, which is fast; few lines have enough of them to be deep.
+    if line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(record):
+        return _deep_row(where, line)
+    return Row(where, record, folder)
+
+
+def _deep_row(where: str, line: bytes) -> BadRow:
+    return BadRow(
+        where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_beginning(line)}"
+    )
+
+
+def _is_deep(record: dict[str, Any]) -> bool:
+    level: list[Any] = [record]
+    for _ in range(MOST_LEVELS):
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def record_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return what turns a record of a table into the values of a row, by the table's Arrow schema.
+
+    JSON is parsed, as `datasets` does. A map becomes an object. A struct loses its keys without a value, as Arrow gives
+    it every key in every row; a null in JSON or of a column stays.
+    """
+    decoders = {field.name: _decoder(field.type) for field in schema}
+    return lambda record: {key: _decode(value, decoders[key]) for key, value in record.items()}
+
+
+def _decode(value: Any, decoder: Decode | None) -> Any:
+    return value if value is None or decoder is None else decoder(value)
+
+
+def _decoder(kind: Any, levels: int = 0) -> Decode | None:
+    """Return what decodes a value of an Arrow type; None: nothing does, as for types deeper than MOST_LEVELS."""
+    from pyarrow import types
+
+    if levels > MOST_LEVELS:
+        return None
+    if getattr(kind, "extension_name", "") == _JSON:
+        return parse_json
+    if types.is_struct(kind):
+        fields = {field.name: _decoder(field.type, levels + 1) for field in kind}
+        return lambda record: {key: _decode(value, fields[key]) for key, value in record.items() if value is not None}
+    if types.is_map(kind):
+        item = _decoder(kind.item_type, levels + 1)
+        return lambda pairs: {key: _decode(value, item) for key, value in pairs}
+    inner = _decoder(kind.value_type, levels + 1) if hasattr(kind, "value_type") else None
+    if inner is None or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return inner
+    return lambda values: [_decode(value, inner) for value in values]
+
+
+def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
+    """A bad row is too long (images do not count), nested too deeply, or has a value that Python cannot hold."""
+    import pyarrow
+
+    first = chunk.first
+    for batch in pyarrow.ipc.open_stream(chunk.data):
+        types, decode = str(batch.schema), record_decoder(batch.schema)
+        may_be_deep = _JSON in types or types.count("<") > MOST_LEVELS  # Arrow writes nested types as list<struct<…>>
+        for number, record in enumerate(_iterate_records(batch, types, chunk.most_bytes), first):
+            where, reason = f"{chunk.name}, row {number + 1}", record if isinstance(record, str) else ""
+            values = dict[str, Any]()
+            if not isinstance(record, str):
+                try:
+                    values = decode(record)
+                except ValueError as error:
+                    reason = f"a text of a column of JSON that is no JSON: {error}"
+            if may_be_deep and _is_deep(values):
+                reason = f"a row of more than {MOST_LEVELS} lists and objects in each other"
+            yield PlacedRow(number, BadRow(where, reason) if reason else Row(where, values, chunk.folder))
+        first += len(batch)
+
+
+def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[str, Any] | str]:
+    """Yield the records of a batch, as dictionaries; in place of one that cannot be read, what is wrong with it."""
+    repeats = "dictionary<" in types or "run_end_encoded<" in types  # a value of these may stand in many rows
+    if not repeats and (not most_bytes or batch.nbytes <= most_bytes):
+        with suppress(ValueError, OverflowError):  # of some row, before any is yielded; row by row it is located below
+            yield from batch.to_pylist()
+            return
+    for number in range(len(batch)):
+        row = batch.slice(number, 1)
+        try:
+            yield _oversize(sum(map(_text_bytes, row.columns)), most_bytes, "a row") or row.to_pylist()[0]
+        except UnicodeDecodeError:
+            yield "a text that is not UTF-8"
+        except (ValueError, OverflowError) as error:
+            yield f"a value that cannot be read, perhaps a time ({error}); leave its column out"
+
+
+def _text_bytes(column: Any) -> int:
+    """Count the bytes of an Arrow array without binary values: these are images, whose pixels have their own limit."""
+    import pyarrow.compute
+    from pyarrow import types
+
+    kind, compute = column.type, cast(Any, pyarrow.compute)
+    if types.is_dictionary(kind):
+        return _text_bytes(column.dictionary_decode())
+    if types.is_run_end_encoded(kind):
+        return _text_bytes(compute.run_end_decode(column))
+    if types.is_struct(kind):
+        return sum(map(_text_bytes, column.flatten()))
+    if hasattr(kind, "value_type") and not types.is_map(kind):  # lists of any kind
+        return _text_bytes(column.flatten())
+    is_binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return 0 if is_binary or types.is_binary_view(kind) else column.nbytes
+
+
+def _beginning(line: bytes) -> str:
+    return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])
+
 
 GZIP, ZSTD = ".gz", ".zst"
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
 
-class LineFile:
-    """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
+class RowFile(ABC):
+    """A file of rows, read in order or one by one; rows of more than `most_bytes` (0: any) are bad ones."""
 
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         self.name: str = name
         self.path: Path = path
-        self._most_bytes = most_bytes
+        self._folder, self._most_bytes = str(path.absolute().parent), most_bytes
+
+    @abstractmethod
+    def chunks(self) -> Iterator[Chunk]:
+        """Yield its rows in order, some at a time."""
+
+    @abstractmethod
+    def row_at(self, position: int) -> Row | BadRow:
+        """Read the row at a position of a chunk; no limit holds, as the build has checked the row."""
+
+    @contextmanager
+    def _name_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
+                raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
+            compressed = self.name.endswith((GZIP, ZSTD))
+            reason = "cannot be decompressed, perhaps it was cut off" if compressed else "cannot be read"
+            raise DataError(f"{self.name} of the corpus ({self.path}) {reason}: {error}") from error
+
+
+def _arrow_errors() -> tuple[type[Exception], ...]:
+    pyarrow: Any = sys.modules.get("pyarrow")  # reading may have imported it
+    return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
+
+
+class LineFile(RowFile):
+    """A .jsonl file, plain or compressed; to reach a row of a compressed file the rows before it are decompressed."""
+
+    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
+        super().__init__(name, path, most_bytes)
+        self._compressed = name.endswith((GZIP, ZSTD))
         self._stream: BinaryIO | None = None  # lines as `row_at` reads them
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
@@ -43,15 +281,11 @@ class LineFile:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
 
         `first` and `position` are the number and the byte of a chunk's first line; its last line begins at `start` of
-        `data`. A last line longer than the limit is read over: `data` has only its first bytes, to be shown, and
-        `too_long` is its size without the line end. Meanwhile chunks without rows are yielded, which show progress.
+        `data`. A last line longer than the limit is read over, and `data` has only its first bytes, to be shown;
+        meanwhile chunks without rows show progress.
         """
-        folder, limit = parent_folder(self.path), self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
-        with (
-            self.path.open("rb") as raw,
-            name_read_errors(self.name, self.path),
-            _open_lines(raw, self.name) as lines,
-        ):
+        folder, limit = self._folder, self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
+        with self.path.open("rb") as raw, self._name_errors(), self._open_lines(raw) as lines:
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline(limit)
@@ -70,80 +304,29 @@ class LineFile:
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
-        with name_read_errors(self.name, self.path):
-            if self._stream is None or (_is_compressed(self.name) and self._stream.tell() > position):
-                self._stream = self._reopen_lines()
-            _skip_to_position(self._stream, position, seekable=not _is_compressed(self.name))
+        with self._name_errors():
+            if self._stream is None or (self._compressed and self._stream.tell() > position):
+                raw = self.path.open("rb")
+                self._close()
+                self._close = weakref.finalize(self, raw.close)
+                self._stream = self._open_lines(raw)
+            if not self._compressed:
+                self._stream.seek(position)
+            while (distance := position - self._stream.tell()) > 0 and self._stream.read(min(distance, CHUNK_BYTES)):
+                pass
             line = self._stream.readline()
-        return parse_line(line, f"{self.name}, byte {position}", parent_folder(self.path))
+        return parse_line(line, f"{self.name}, byte {position}", self._folder)
 
-    def _reopen_lines(self) -> BinaryIO:
-        raw = self.path.open("rb")
-        self._close()
-        self._close = weakref.finalize(self, raw.close)
-        return _open_lines(raw, self.name)
-
-
-class TextFile:
-    """A .txt, .md or .py file: one row."""
-
-    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
-        self.name: str = name
-        self.path: Path = path
-        self._most_bytes = most_bytes
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield the text as one chunk, only its beginning if it is longer than the limit."""
-        with name_read_errors(self.name, self.path), self.path.open("rb") as file:
-            size = self.path.stat().st_size
-            too_long = size if self._most_bytes and size > self._most_bytes else 0
-            data = file.read(SHOWN_BYTES if too_long else -1)
-        yield Chunk("text", self.name, 0, 0, data, size, parent_folder(self.path), self._most_bytes, too_long)
-
-    def row_at(self, position: int) -> Row | BadRow:
-        """Read the whole text: the only row, at position 0."""
-        with name_read_errors(self.name, self.path):
-            text = self.path.read_bytes().decode("utf-8-sig")
-        return Row(self.name, {"text": text}, parent_folder(self.path))
-
-
-def parent_folder(path: Path) -> str:
-    """Return the folder of a file, absolute."""
-    return str(path.absolute().parent)
-
-
-@contextmanager
-def name_read_errors(name: str, path: Path) -> Iterator[None]:
-    """Turn read errors of a file into DataErrors that name it."""
-    try:
-        yield
-    except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
-            raise DataError(f"cannot read {name} of the corpus ({path}): {error.strerror}") from error
-        reason = "cannot be decompressed, perhaps it was cut off" if _is_compressed(name) else "cannot be read"
-        raise DataError(f"{name} of the corpus ({path}) {reason}: {error}") from error
-
-
-def _arrow_errors() -> tuple[type[Exception], ...]:
-    pyarrow: Any = sys.modules.get("pyarrow")
-    return () if pyarrow is None else (pyarrow.ArrowException, UnicodeDecodeError)
-
-
-def _is_compressed(name: str) -> bool:
-    return name.endswith((GZIP, ZSTD))
-
-
-def _open_lines(raw: BinaryIO, name: str) -> BinaryIO:
-    if _is_compressed(name) and not raw.read(1):  # readers would take an empty file for one without lines
-        raise EOFError("it has 0 bytes")
-    raw.seek(0)
-    if name.endswith(GZIP):
-        return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
-    if name.endswith(ZSTD):
-        return io.BufferedReader(
-            _ZstdStream(import_reader("pyarrow", name).CompressedInputStream(raw, "zstd")), CHUNK_BYTES
-        )
-    return raw
+    def _open_lines(self, raw: BinaryIO) -> BinaryIO:
+        if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
+            raise EOFError("it has 0 bytes")
+        raw.seek(0)
+        if self.name.endswith(GZIP):
+            return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
+        if self.name.endswith(ZSTD):
+            stream = import_reader("pyarrow", self.name).CompressedInputStream(raw, "zstd")
+            return io.BufferedReader(_ZstdStream(stream), CHUNK_BYTES)
+        return raw
 
 
 class _ZstdStream(io.RawIOBase):
@@ -164,87 +347,116 @@ class _ZstdStream(io.RawIOBase):
         return self._position
 
 
-def _skip_to_position(stream: BinaryIO, position: int, *, seekable: bool) -> None:
-    if seekable:
-        stream.seek(position)
-        return
-    while (distance := position - stream.tell()) > 0 and stream.read(min(distance, CHUNK_BYTES)):
-        pass
+class TextFile(RowFile):
+    """A .txt, .md or .py file: one row, at position 0."""
+
+    def chunks(self) -> Iterator[Chunk]:
+        with self._name_errors(), self.path.open("rb") as file:
+            size = self.path.stat().st_size
+            too_long = size if self._most_bytes and size > self._most_bytes else 0
+            data = file.read(SHOWN_BYTES if too_long else -1)
+        yield Chunk("text", self.name, 0, 0, data, size, self._folder, self._most_bytes, too_long)
+
+    def row_at(self, position: int) -> Row | BadRow:
+        with self._name_errors():
+            text = self.path.read_bytes().decode("utf-8-sig")
+        return Row(self.name, {"text": text}, self._folder)
 
 
-class ParquetFile:
+class TableFile(RowFile):
+    """A table, read about CHUNK_BYTES at a time; the position of a row is its number."""
+
+    def chunks(self) -> Iterator[Chunk]:
+        """`end` of a chunk, the bytes read, is estimated by rows."""
+        import_reader("pyarrow", self.name)
+        import pyarrow
+
+        with self._name_errors():
+            first, size, (rows, batches) = 0, self.path.stat().st_size, self._open_batches()
+            for batch in batches:
+                sink = pyarrow.BufferOutputStream()
+                with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
+                    stream.write_batch(batch)
+                end, data = size * (first + len(batch)) // rows, sink.getvalue().to_pybytes()
+                yield Chunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
+                first += len(batch)
+
+    def row_at(self, position: int) -> Row:
+        with self._name_errors():
+            table = self._open_row(position)
+            (record,) = table.to_pylist()
+            return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self._folder)
+
+    @abstractmethod
+    def _open_batches(self) -> tuple[int, Iterator[Any]]:
+        """The number of rows, and batches of them."""
+
+    @abstractmethod
+    def _open_row(self, number: int) -> Any:
+        """A table of this row."""
+
+    def _open_table(self, read: Callable[[Path], Any]) -> Any:
+        pyarrow: Any = import_reader("pyarrow", self.name)
+        try:
+            return read(self.path)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:  # also of names of columns that are not UTF-8
+            raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error}") from error
+
+
+class ParquetFile(TableFile):
     """A .parquet file. A row is read with its row group, which stays in memory until a row of another one is read."""
 
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
-        self.name: str = name
-        self.path: Path = path
-        self._most_bytes = most_bytes
+        super().__init__(name, path, most_bytes)
         self._last_group = lru_cache(maxsize=1)(self._read_group)
 
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield its rows in order, about CHUNK_BYTES at a time; `end`, the bytes read, is estimated by rows."""
-        with name_read_errors(self.name, self.path):
-            first, meta, size = 0, self._file.metadata, self.path.stat().st_size
+    def _read_group(self, number: int) -> Any:
+        return self._file.read_row_group(number)
+
+    def _open_batches(self) -> tuple[int, Iterator[Any]]:
+        meta = self._file.metadata
+
+        def batches() -> Iterator[Any]:
             for number in range(meta.num_row_groups):
                 group = meta.row_group(number)
                 rows = max(1, CHUNK_BYTES * group.num_rows // max(group.total_byte_size, 1))
                 # At most 65,536 rows: `total_byte_size` is that of encoded values, which may be small for many rows.
-                for batch in self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number]):
-                    end, data = size * (first + len(batch)) // meta.num_rows, _serialize_rows(batch)
-                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most_bytes)
-                    first += len(batch)
+                yield from self._file.iter_batches(batch_size=min(rows, 1 << 16), row_groups=[number])
 
-    def row_at(self, position: int) -> Row:
-        """Read the row of this number."""
-        with name_read_errors(self.name, self.path):
-            group = bisect_right(self._group_starts, position) - 1
-            rows = self._last_group(group).slice(position - self._group_starts[group], 1)
-            return Row(f"{self.name}, row {position + 1}", decode_row(rows), parent_folder(self.path))
+        return meta.num_rows, batches()
+
+    def _open_row(self, number: int) -> Any:
+        group = bisect_right(self._group_starts, number) - 1
+        return self._last_group(group).slice(number - self._group_starts[group], 1)
 
     @cached_property
     def _file(self) -> Any:
         parquet: Any = import_reader("pyarrow.parquet", self.name)
-        return _open_table(parquet.ParquetFile, self.name, self.path)
+        return self._open_table(parquet.ParquetFile)
 
     @cached_property
     def _group_starts(self) -> list[int]:
         meta = self._file.metadata
         return list(accumulate((meta.row_group(i).num_rows for i in range(meta.num_row_groups)), initial=0))
 
-    def _read_group(self, number: int) -> Any:
-        return self._file.read_row_group(number)
 
+class ArrowFile(TableFile):
+    """An .arrow file in Arrow's stream or file format, mapped into memory."""
 
-class ArrowFile:
-    """An .arrow file, mapped into memory."""
-
-    def __init__(self, name: str, path: Path, most_bytes: int) -> None:
-        self.name: str = name
-        self.path: Path = path
-        self._most_bytes = most_bytes
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield its rows in order, about CHUNK_BYTES at a time; `end`, the bytes read, is estimated by rows."""
-        first, size = 0, self.path.stat().st_size
-        with name_read_errors(self.name, self.path):
-            rows = self._table_in_file.num_rows
-            for batch in self._table_in_file.to_batches():
+    def _open_batches(self) -> tuple[int, Iterator[Any]]:
+        def batches() -> Iterator[Any]:
+            for batch in self._table.to_batches():
                 batch.validate(full=True)  # else Arrow follows a damaged file's offsets to bytes outside of the file
                 step = max(1, CHUNK_BYTES * len(batch) // max(batch.nbytes, 1))
-                for start in range(0, len(batch), step):
-                    piece = batch.slice(start, step)
-                    end, data = size * (first + len(piece)) // rows, _serialize_rows(piece)
-                    yield Chunk("table", self.name, first, first, data, end, parent_folder(self.path), self._most_bytes)
-                    first += len(piece)
+                yield from (batch.slice(start, step) for start in range(0, len(batch), step))
 
-    def row_at(self, position: int) -> Row:
-        """Read the row of this number."""
-        values = decode_row(self._table_in_file.slice(position, 1))
-        return Row(f"{self.name}, row {position + 1}", values, parent_folder(self.path))
+        return self._table.num_rows, batches()
+
+    def _open_row(self, number: int) -> Any:
+        return self._table.slice(number, 1)
 
     @cached_property
-    def _table_in_file(self) -> Any:
-        """Return the table of the file, in Arrow's stream or file format, mapped into memory."""
+    def _table(self) -> Any:
         pyarrow: Any = import_reader("pyarrow", self.name)
 
         def read_table(path: Path) -> Any:
@@ -257,57 +469,20 @@ class ArrowFile:
                 raise pyarrow.ArrowInvalid("it was cut off: there is no mark of its end")
             return table
 
-        return _open_table(read_table, self.name, self.path)
+        return self._open_table(read_table)
 
 
-def _open_table(read: Any, name: str, path: Path) -> Any:
-    pyarrow: Any = import_reader("pyarrow", name)
-    try:
-        return read(path)
-    except (OSError, ValueError, pyarrow.ArrowException) as error:  # also of names of columns that are not UTF-8
-        raise DataError(f"cannot read {name} of the corpus ({path}): {error}") from error
-
-
-def _serialize_rows(batch: Any) -> bytes:
-    """Return a batch of rows as bytes for another process."""
-    import pyarrow
-
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, batch.schema) as stream:
-        stream.write_batch(batch)
-    return sink.getvalue().to_pybytes()
-
-
-_READERS = {
-    ".txt": TextFile,
-    ".md": TextFile,
-    ".py": TextFile,
-    ".jsonl": LineFile,
-    ".jsonl.gz": LineFile,
-    ".jsonl.zst": LineFile,
+_READERS: dict[str, type[RowFile]] = {
+    **dict.fromkeys((".txt", ".md", ".py"), TextFile),
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst"), LineFile),
     ".parquet": ParquetFile,
     ".arrow": ArrowFile,
 }
 SUFFIXES = tuple(_READERS)
 
 
-class RowFile(Protocol):
-    """A file of rows, which are read in order or one by one."""
-
-    def chunks(self) -> Iterator[Chunk]:
-        """Yield its rows in order, some at a time."""
-        ...
-
-    def row_at(self, position: int) -> Row | BadRow:
-        """Read the row at a position of a chunk."""
-        ...
-
-
 def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile:
-    """Return the reader for the ending of `name`; it calls rows of more than `most_bytes` (0: any) bad ones.
-
-    Nothing is read yet. Reading a row by its position has no limit, as the build has checked the row.
-    """
+    """Return the reader for the ending of `name`. Nothing is read yet."""
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
 
 

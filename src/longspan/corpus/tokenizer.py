@@ -1,8 +1,7 @@
 """Text to token ids, by a folder's tokenizer or a byte-level byte-pair tokenizer that is trained on the corpus.
 
-The ids of a text are those of transformers' tokenizer (with the tokens that it puts around a text, such as the
-beginning of text), and the end-of-text token, if there is one. The names of special tokens in a text are plain text
-unless they are to be parsed. Long texts are encoded in `long_texts.py`.
+The ids are those of transformers' tokenizer, and the end-of-text token, if there is one. The names of special tokens
+in a text are plain text unless they are to be parsed. Long texts are encoded in `long_texts.py`.
 """
 
 import hashlib
@@ -38,10 +37,7 @@ GENERATION = "generation_config.json"
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the files of the tokenizer, with chat templates, and of the image processor, byte for byte.
-
-    Files of the same names in `target` are replaced, or removed where the source has none.
-    """
+    """Copy the files of tokenizer, chat templates and image processor; those that the source lacks are removed."""
     for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
         _replace_with_copy(source / name, target / name)
 
@@ -68,17 +64,14 @@ class RunFolderFiles:
 
 def copy_generation_settings(source: Path | None, folder: Path) -> None:
     """Copy the generation settings of a source folder into a run's folder; if there are none, remove the run's."""
-    if source is None or not (source / GENERATION).is_file():
+    if source is None:
         (folder / GENERATION).unlink(missing_ok=True)
     else:
         _replace_with_copy(source / GENERATION, folder / GENERATION)
 
 
 def ends_of_generation(folder: Path) -> set[int]:
-    """Read the ids at which a folder's model stops generating; an empty set without generation settings.
-
-    Raises DataError for values that are no ids.
-    """
+    """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
     file = folder / GENERATION
     if not file.is_file():
         return set()
@@ -144,16 +137,12 @@ class TextTokenizer:
 
     @cached_property
     def surrounding_ids(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer's post-processor puts before and after a text, read off a text "a"."""
+        """The ids that the tokenizer's post-processor puts before and after a text, read off a text "a"."""
         text_ids, ids_with_special = (
             self.engine.encode("a", add_special_tokens=special).ids for special in (False, True)
         )
         start = next(i for i in range(len(ids_with_special)) if ids_with_special[i : i + len(text_ids)] == text_ids)
         return ids_with_special[:start], ids_with_special[start + len(text_ids) :]
-
-    def read_generation_ends(self) -> set[int]:
-        """Read the ids other than `end` at which generation stops. Raises DataError where its file has none."""
-        return set() if self.folder is None else ends_of_generation(self.folder)
 
     @property
     def opening(self) -> tuple[str, ...]:
@@ -207,31 +196,22 @@ class TextTokenizer:
         return encode_with_spans(self.engine, text, piece=piece)
 
     def set_parsing(self, parse: bool) -> "TextTokenizer":
-        """Set whether names of special tokens in a text are read as these tokens (else as plain text); return self.
-
-        The setting stays until the next call.
-        """
+        """Set, until the next call, whether names of special tokens in a text are read as these tokens; return self."""
         self.engine.encode_special_tokens = not parse
         return self
 
     def count_special_tokens(self, texts: Iterable[str]) -> Counter[str]:
         """Count the name of each special token in the texts."""
-        return (
-            Counter(name for text in texts for name in self._special_pattern.findall(text))
-            if self._special_pattern
-            else Counter()
-        )
+        pattern = any_of_pattern(self.special_names)
+        return Counter(name for text in texts for name in pattern.findall(text)) if pattern else Counter()
 
     @cached_property
-    def _special_pattern(self) -> re.Pattern[str] | None:
-        names = {token.content for token in self.engine.get_added_tokens_decoder().values() if token.special}
-        return any_of_pattern(names)
+    def special_names(self) -> frozenset[str]:
+        """The names of the special tokens."""
+        return frozenset(token.content for token in self.engine.get_added_tokens_decoder().values() if token.special)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files for transformers' AutoTokenizer: those that it was read from, or two for a trained one.
-
-        The folder is made if it is not there.
-        """
+        """Write the files for transformers' AutoTokenizer into a folder, which is made if it is not there."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self.folder is not None:
@@ -265,11 +245,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def reload_with_config(tokenizer: TextTokenizer, config: Path) -> TextTokenizer:
-    """Return a trained tokenizer as transformers reads it in a folder beside the file `config`, a config.json.
-
-    For some kinds of models transformers uses a class that splits a text into words differently. If there is no such
-    file, the tokenizer is read without one.
-    """
+    """Return a trained tokenizer as transformers reads it beside a config.json, whose class may split otherwise."""
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(Path(folder))
         if config.is_file():
@@ -287,7 +263,11 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     folder = Path(folder).expanduser()
     file, settings = folder / FAST_TOKENIZER, folder / "tokenizer_config.json"
     if settings.is_file():
-        _check_settings(settings)
+        try:
+            if not isinstance(read_json(settings), dict):
+                raise ValueError("it holds something else")
+        except ValueError as error:
+            raise DataError(f"{settings} is not a JSON object: {error}") from error
     if not file.is_file():
         return _load_other_files(folder)
     try:  # first, also where transformers reads the file again: its error for a damaged one names no file
@@ -299,16 +279,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     return replace(_make_tokenizer(engine, engine.token_to_id(END_OF_TEXT)), folder=folder)
 
 
-def _check_settings(settings: Path) -> None:
-    try:
-        if not isinstance(read_json(settings), dict):
-            raise ValueError("it holds something else")
-    except ValueError as error:
-        raise DataError(f"{settings} is not a JSON object: {error}") from error
-
-
 def _load_other_files(folder: Path) -> TextTokenizer:
-    """Load the tokenizer of a folder without tokenizer.json, by transformers from its other files."""
     files = vocabulary_files(folder)
     if not files:
         raise DataError(
@@ -342,10 +313,7 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:
-    """Raise DataError if a tokenizer has ids, added tokens aside, without a row in the model's embedding.
-
-    Whether rows name an added token beyond the embedding is known when they were read (`check_largest_id`).
-    """
+    """Raise DataError if a tokenizer has ids, added tokens aside, without a row in the model's embedding."""
     if tokenizer_size > embedding_rows:
         raise DataError(
             f"the vocabulary does not match: tokenizer {tokenizer} has ids up to {tokenizer_size - 1}, "
@@ -358,25 +326,18 @@ def _make_tokenizer(engine: Tokenizer, end: int | None) -> TextTokenizer:
     engine.no_truncation()
     engine.no_padding()
     engine.encode_special_tokens = True
-    return TextTokenizer(engine, end, _engine_digest(engine))
-
-
-def _engine_digest(engine: Tokenizer) -> str:
-    """Return the SHA-256 of the engine without its post-processor (transformers writes an empty one in two ways)."""
     settings: dict[str, object] = json.loads(engine.to_str())
-    del settings["post_processor"]
-    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+    del settings["post_processor"]  # transformers writes an empty one in two ways
+    return TextTokenizer(engine, end, hashlib.sha256(json.dumps(settings).encode()).hexdigest())
 
 
 def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | None:
     """Count the UTF-8 bytes of each token id (V,); None for a kind of vocabulary whose bytes are not known.
 
-    V is the number of ids, or the number of `rows` of the model's embedding if that is larger.
-
-    With these counts a loss per token becomes one per byte of text, which can be compared between tokenizers. Bytes are
-    known in byte-level vocabularies (GPT-2's alphabet of bytes), and in those that write a space as sentencepiece does,
-    with or without bytes as a fallback. Special tokens, and ids without a token up to `rows`, count 0. If the tokenizer
-    changes a text (by a normalizer, or by a space before it), the bytes of the changed text are counted.
+    V is the number of ids, or of `rows` of the model's embedding if that is larger. With these counts a loss per token
+    becomes one per byte of text. Bytes are known in byte-level vocabularies (GPT-2's alphabet of bytes), and in those
+    that write a space as sentencepiece does. Special tokens, and ids without a token, count 0. If the tokenizer changes
+    a text, the bytes of the changed text are counted.
     """
     settings: dict[str, Any] = json.loads(engine.to_str())
     kinds = set(_component_types(settings.get("decoder"))) | set(_component_types(settings.get("pre_tokenizer")))
@@ -396,7 +357,6 @@ def token_bytes(engine: Tokenizer, rows: int = 0) -> npt.NDArray[np.int64] | Non
 
 
 def _component_types(settings: Any) -> list[str]:
-    """List the type of a decoder or pre-tokenizer; of a sequence, its own type and those of its parts."""
     if not isinstance(settings, dict):
         return []
     parts = [part for values in settings.values() if isinstance(values, list) for part in values]

@@ -1,10 +1,7 @@
 """Documents of a padded or packed batch, as collators make it, and values of their tokens back in the batch's shape.
 
-    rows = documents_of(batch)                      # {"input_ids": (B, L), "labels": …, "attention_mask": …}
-    log_probs = token_log_probs(model, plan, rows.documents, world)
-    table = rows.to_batch([log_probs.of(d) for d in range(len(rows.documents))])        # (B, L)
-
-Images and other inputs of encoders are not read.
+rows = documents_of(batch)                      # {"input_ids": (B, L), "labels": …, "attention_mask": …}
+table = rows.to_batch([log_probs.of(d) for d in range(len(rows.documents))])        # (B, L)
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -100,14 +97,11 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
     >>> rows = documents_of({"input_ids": ids, "labels": labels, "attention_mask": mask})
     >>> plan = plan_fixed([len(d) for d in rows.documents], home, cp=2, targets=sum(d.targets for d in rows.documents))
 
-    `input_ids` (B, L) are tensors on any device, or arrays. `labels` (B, L) are not shifted and have −100 for none;
-    without them all tokens but a document's first are targets. `attention_mask` (B, L) has 1 at tokens and 0 at
-    padding, left or right of them; a row of padding only has no document. Where `position_ids` (B, L) begin again at 0
-    another document begins; without them a row is one document. Entries that are None are passed over.
-
-    The first token of a document is never a target, whatever its label: the token before it in a row is padding or
-    another document. Raises DataError for entries of other names, unless `ignore` lists them, for padding between
-    tokens, for labels of padding, and for positions that do not count up from 0.
+    `input_ids`, `labels` (not shifted, −100 for none; without them all tokens are targets), `attention_mask` (1 at
+    tokens, 0 at padding, left or right) and `position_ids` are (B, L), tensors on any device or arrays. Where
+    `position_ids` begin again at 0 another document begins; without them a row is one. The first token of a document is
+    never a target. Raises DataError for entries of other names, unless `ignore` lists them, for padding between tokens,
+    for labels of padding, and for positions that do not count up from 0.
     """
     entries = _read_entries(batch, ignore)
     ids = entries["input_ids"]
@@ -128,11 +122,7 @@ def documents_of(batch: Mapping[str, Any], *, ignore: Collection[str] = ()) -> B
 
 
 def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str, Integers]:
-    """Return the arrays (B, L) of a batch that are read, as int64: input_ids, and labels and masks if they are there.
-
-    Names in `ignore` and values of None are left out. Masks may be booleans. Raises DataError for other names, shapes
-    and types.
-    """
+    """Masks may be booleans; `ignore` and values of None are left out."""
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is {short_text(batch)}; give a mapping of input_ids, labels, attention_mask")
     batch = {name: value for name, value in batch.items() if value is not None and name not in ignore}
@@ -155,7 +145,7 @@ def _read_entries(batch: Mapping[str, Any], ignore: Collection[str]) -> dict[str
 
 
 def _find_token_columns(row: int, mask: Integers) -> tuple[int, int]:
-    """Return the columns from start to stop that have tokens, (0, 0) for none."""
+    """The columns from start to stop that have tokens, (0, 0) for none."""
     if not np.isin(mask, (0, 1)).all():
         raise DataError(
             f"attention_mask of row {row} has values from {mask.min()} to {mask.max()}; give 1 at tokens and 0 at "
@@ -185,7 +175,7 @@ def _check_padding(row: int, labels: Integers, start: int, stop: int) -> None:
 
 
 def _find_first_columns(row: int, positions: Integers, start: int, stop: int) -> list[int]:
-    """Return the columns at which the documents of a row begin: those of position 0; for a row of padding, [start]."""
+    """Those of position 0; for a row of padding, [start]."""
     inside = positions[start:stop]
     begins = np.flatnonzero(inside == 0)
     columns = np.arange(len(inside))

@@ -7,8 +7,6 @@ ids will do. A document may also have these members, which a rank calls with the
   token. As in Hugging Face's `labels` they are not shifted, and position 0 is never predicted.
 - `token_values(positions)`: numbers (n,) by name of the tokens at these positions. `weights` multiply losses.
 - `targets`: how many positions after 0 have a label; every rank needs this number without reading the document.
-
-Documents in files are in `documents.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,22 +28,16 @@ class Labelled(Protocol):
     """A document in which not every token is a target."""
 
     @property
-    def targets(self) -> int:
-        """How many positions after 0 have a label."""
-        ...
+    def targets(self) -> int: ...
 
-    def labels(self, positions: Integers) -> Integers:
-        """Return the token id to predict at each position (n,), −100 for none."""
-        ...
+    def labels(self, positions: Integers) -> Integers: ...
 
 
 @runtime_checkable
 class Valued(Protocol):
     """A document whose tokens have numbers."""
 
-    def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
-        """Return numbers (n,) of the tokens at these positions, by name."""
-        ...
+    def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]: ...
 
 
 class Document:
@@ -56,17 +48,14 @@ class Document:
     (4, 2)
     >>> answer = Document([5, 7, 9, 2], labels=[-100, -100, 9, 2], weights=[0, 0, 1, 0.5], advantage=-0.3)
 
-    `loss_mask` marks the tokens that are targets. `labels` mark them as Hugging Face's do, with −100 for none, and may
-    name other tokens. The first token is never a target. `weights` multiply the losses of tokens. Other keywords are
-    numbers of the document, or of each of its tokens, which a loss of one's own reads by their names; `with_values`
-    makes a document with more of them. Raises DataError for arrays of another length and for values that are no
-    numbers.
+    `loss_mask` marks the targets, or `labels` as Hugging Face's, −100 for none; the first token is never one. `weights`
+    multiply the losses of tokens. Other keywords are numbers of the document, or of each of its tokens, which a loss of
+    one's own reads by their names. Raises DataError for arrays of another length and for values that are no numbers.
     """
 
     def __init__(
         self, ids: Any, *, labels: Any = None, loss_mask: Any = None, weights: Any = None, **values: Any
     ) -> None:
-        """Read the token ids, their labels (as given, or the ids that a mask leaves) and the numbers."""
         self._ids = _read_integers("ids", ids)
         if labels is not None and loss_mask is not None:
             raise DataError("a document has labels and a loss_mask; give one of them: −100 in labels masks a token")
@@ -125,20 +114,15 @@ class Document:
         return int((self._labels[1:] != NO_TARGET).sum())
 
     def _read_values(self, values: Mapping[str, Any]) -> dict[str, npt.NDArray[np.float64]]:
-        """Return numbers of this document by name, each () or (n,). Raises DataError for others."""
         return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
 
 
 def target_count(document: Any) -> int:
-    """Count the targets of a document; without labels they are all tokens but the first."""
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 
 def host_array(name: str, values: Any) -> npt.NDArray[Any]:
-    """Return values as an array on the host; tensors may be on any device, and come without their graph.
-
-    Tensors of floating point come in float64, as numpy has no bfloat16.
-    """
+    """Return values as an array on the host; tensors of floating point come in float64, as numpy has no bfloat16."""
     if hasattr(values, "detach"):  # a tensor; torch is not imported here, so that help texts are printed without it
         values = values.detach()
         return (values.double() if values.is_floating_point() else values).cpu().numpy()
@@ -171,7 +155,6 @@ def _read_mask(values: Any, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]:
-    """Return a document's numbers of a name, one or one for each token, in float64. Raises DataError for others."""
     try:
         array = host_array(repr(name), value).astype(np.float64)
     except (TypeError, ValueError) as error:
@@ -210,14 +193,12 @@ class Pack:
 
     @cached_property
     def ends(self) -> Integers:
-        """The end of each piece in the pack."""
         return np.cumsum([piece.stop - piece.start for piece in self.pieces])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
 
     def __getitem__(self, positions: Integers) -> Integers:
-        """Return the token ids (n,) at these positions of the pack."""
         ids = np.empty(len(positions), dtype=np.int64)
         for document, piece_positions, indices in self._split_positions(positions):
             ids[indices] = (
@@ -241,7 +222,6 @@ class LabelledPack(Pack):
     """A pack of documents in which not every token is a target (`Labelled`)."""
 
     def labels(self, positions: Integers) -> Integers:
-        """Return the token id to predict at each position (n,), −100 for none."""
         labels = np.empty(len(positions), dtype=np.int64)
         for document, piece_positions, indices in self._split_positions(positions):
             labels[indices] = document.labels(piece_positions)
@@ -249,12 +229,11 @@ class LabelledPack(Pack):
 
     @cached_property
     def targets(self) -> int:
-        """How many of its tokens are predicted."""
         return int((self.labels(np.arange(1, len(self))) != NO_TARGET).sum())
 
 
 def make_pack(pieces: tuple[Piece, ...]) -> Pack:
-    """Make one document of these pieces; it has labels if the first one's document has, as all are of one corpus."""
+    """It has labels if the first piece's document has, as all are of one corpus."""
     return (LabelledPack if isinstance(pieces[0].document, Labelled) else Pack)(pieces)
 
 
@@ -280,5 +259,4 @@ class SyntheticDocument:
 
 
 def synthetic_documents(lengths: Sequence[int], vocabulary: int) -> list[SyntheticDocument]:
-    """Return a document of each length, with ids below `vocabulary`."""
     return [SyntheticDocument(i, n, vocabulary) for i, n in enumerate(lengths)]

@@ -15,18 +15,9 @@ from longspan.data.manifest import GrowingArray, map_array
 
 _COLUMNS = {
     "document": "<i8",
-    "start": "<i4",
-    "stop": "<i4",
-    "rows": "<i4",
-    "time": "<i4",
-    "height": "<i4",
-    "width": "<i4",
-    "number": "<i4",
-    "bytes": "<i8",
-    "modified_ns": "<i8",
-    "position": "<i8",
-    "among": "<i4",
-    "frame": "<i4",
+    **dict.fromkeys(("start", "stop", "rows", "time", "height", "width", "number"), "<i4"),
+    **dict.fromkeys(("bytes", "modified_ns", "position"), "<i8"),
+    **dict.fromkeys(("among", "frame"), "<i4"),
     "seconds": "<f8",
 }
 _PATHS, _ENDS = "image_paths.jsonl", "image_paths.npy"
@@ -38,13 +29,10 @@ Stamp = tuple[int, int]  # bytes of a file, and its time of change in ns
 class SampleImage(NamedTuple):
     """An image of a document: `rows` placeholders, the first at `start` and the last before `stop`.
 
-    `grid` is the grid of its patches (0, 0, 0: it has none). `number` counts the images of its row from 0. Its bytes
-    are in the file `path`, or in the row if that is empty; `bytes` and `modified_ns` are the file's size and time of
-    change when it was read. The conversation or text has `among` images, this one included.
-
-    A group of frames of a video is a SampleImage too: `number` counts the videos of the row, `frame` is the first frame
-    of the group, `path` joins the paths of its frames (`join_paths`), and `seconds` is the time from one group to the
-    next. For an image `frame` is −1.
+    `grid` is that of its patches (0, 0, 0: it has none), `number` counts the images of its row from 0. Its bytes are in
+    the file `path`, or in the row if that is empty. The conversation has `among` images, this one included. A group of
+    frames of a video is one too: `number` counts videos, `frame` is the group's first (−1 for an image), `path` joins
+    those of its frames (`join_paths`), and `seconds` is the time from one group to the next.
     """
 
     start: int
@@ -77,7 +65,11 @@ class ImageWriter:
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
         """Write the images of further documents, which have numbers from 0; the folder has `documents` earlier ones."""
-        rows = [_table_row(placed, documents) for placed in images]
+        rows = list[tuple[float, ...]]()
+        for document, image, position in images:
+            place = (documents + document, image.start, image.stop, image.rows, *image.grid)
+            row = (*place, image.number, image.bytes, image.modified_ns, position)
+            rows.append((*row, image.among, image.frame, image.seconds))
         for number, column in enumerate(self._columns.values()):
             column.append(np.array([row[number] for row in rows]))
         for placed in images:
@@ -86,11 +78,9 @@ class ImageWriter:
 
     @property
     def count(self) -> int:
-        """How many images there are."""
         return self._ends.count
 
     def close(self) -> None:
-        """Complete the files."""
         for column in (*self._columns.values(), self._ends):
             column.close()
         self._paths.close()
@@ -100,7 +90,6 @@ class ImageTable:
     """The images of a folder of documents, in the order of documents and of their places; the files are mapped."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the files of a folder; `_ends` is where the path of each image ends in the file of paths."""
         self._ends = map_array(folder / _ENDS)
         self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_file(folder, name)) for name in _COLUMNS}
         # An empty file cannot be mapped.
@@ -115,31 +104,24 @@ class ImageTable:
         return len(self._ends)
 
     def document_images(self, document: int) -> range:
-        """Return the numbers of a document's images."""
         first, last = np.searchsorted(self._columns["document"], (document, document + 1)).tolist()
         return range(first, last)
 
     def __getitem__(self, number: int) -> PlacedImage:
-        """Return image `number` with its document, its place among tokens, and where its bytes are."""
         values: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
         document, position = values.pop("document"), values.pop("position")
         grid = values.pop("time"), values.pop("height"), values.pop("width")
         return PlacedImage(document, SampleImage(grid=grid, path=self.path(number), **values), position)
 
     def path(self, number: int) -> str:
-        """Return the file of an image, or the joined paths of a group of frames; empty if the bytes are in a row."""
         begin = int(self._ends[number - 1]) if number else 0
         return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """Return one value of all images, such as `rows` or `height`."""
         return self._columns[name]
 
     def changes(self) -> Iterator[str]:
-        """Compare the files of images with their stamps, and yield a phrase for each that is gone or has changed.
-
-        Images in rows have no path: the row's file has its own stamp.
-        """
+        """Yield a phrase for each file of an image that is gone or has changed; rows have the stamp of their file."""
         stamps = zip(self._columns["bytes"].tolist(), self._columns["modified_ns"].tolist(), strict=True)
         for number, stamp in enumerate(stamps):
             path = self.path(number)
@@ -156,33 +138,22 @@ def join_paths(paths: Sequence[str]) -> str:
 
 
 def split_paths(paths: str) -> list[str]:
-    """Split joined paths; one path is a list of one."""
     return paths.split(_BETWEEN)
 
 
 def display_paths(paths: str) -> str:
-    """Format one path, or joined ones, for messages."""
     return paths.replace(_BETWEEN, " or ")
 
 
 def file_stamp(path: str) -> Stamp:
-    """Return size and time of change of a file, by which a change is detected."""
     stat = Path(path).stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def join_stamps(stamps: Iterable[Stamp]) -> Stamp:
-    """Join the stamps of frames to one that changes with any of them."""
     sizes, times = zip(*stamps, strict=True)
     return sum(sizes), sum(times) % (1 << 62)  # within int64, as the column is
 
 
 def _file(folder: Path, column: str) -> Path:
     return folder / f"image_{column}.npy"
-
-
-def _table_row(placed: PlacedImage, documents: int) -> tuple[float, ...]:
-    image = placed.image
-    place = (documents + placed.document, image.start, image.stop, image.rows, *image.grid)
-    row = (*place, image.number, image.bytes, image.modified_ns, placed.position)
-    return (*row, image.among, image.frame, image.seconds)

@@ -1,16 +1,14 @@
-"""The JSON files of a corpus: the manifest of its documents, the record of its run, and the files that it was made
-from.
+"""The JSON files of a corpus, and its arrays, which grow and are mapped.
 
 A folder of documents has a manifest (`corpus.json`) and its source files (`sources.jsonl`, `sources.npy`). A run's
-folder has a record (`corpus.json` too), which names the folder of documents. Arrays of a corpus grow and are mapped
-here too.
+folder has a record (`corpus.json` too), which names the folder of documents.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast, overload
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,23 +37,19 @@ def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
     >>> from_pickled(as_pickled(np.load("lengths.npy", mmap_mode="r")))       # nothing is copied
     """
     file = array if isinstance(array, np.memmap) else array.base  # np.asarray of a memmap has that as its base
-    if isinstance(file, np.memmap) and file.filename is not None and _is_whole_file(array, file):
-        return FileArray(str(Path(file.filename).absolute()), array.dtype, file.offset, array.shape)
+    if isinstance(file, np.memmap) and file.filename is not None:
+        is_base_mapped = not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
+        has_same_layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
+        if is_base_mapped and has_same_layout and array.ctypes.data == file.ctypes.data:
+            return FileArray(str(Path(file.filename).absolute()), array.dtype, file.offset, array.shape)
     return array.astype(np.min_scalar_type(int(array.max(initial=0))))
 
 
 def from_pickled(pickled: FileArray | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the array that `as_pickled` was called with, mapped if a file holds it."""
     if not isinstance(pickled, FileArray):
         return pickled
     path, dtype, offset, shape = pickled
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape))
-
-
-def _is_whole_file(array: npt.NDArray[Any], file: "np.memmap[Any, Any]") -> bool:
-    is_base_mapped = file.base is None or not isinstance(file.base, np.ndarray)  # else it is a slice of a memmap
-    has_same_layout = (array.dtype, array.shape, array.strides) == (file.dtype, file.shape, file.strides)
-    return is_base_mapped and has_same_layout and array.ctypes.data == file.ctypes.data
 
 
 class GrowingArray:
@@ -67,12 +61,10 @@ class GrowingArray:
         self._write_header()
 
     def append(self, values: Array) -> None:
-        """Write these values after the earlier ones."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
         self.count += len(values)
 
     def close(self) -> None:
-        """Write the number of values into the header, and close the file."""
         self._file.seek(0)
         self._write_header()
         self._file.close()
@@ -93,7 +85,6 @@ class GrowingCodes:
 
     @property
     def dtype(self) -> str:
-        """The type of a code; empty if there are none."""
         return "" if self._file is None else self._dtype.str
 
     def append(self, codes: Array | None, tokens: int) -> None:
@@ -113,7 +104,6 @@ class GrowingCodes:
             self._file.close()
 
     def _widen_codes(self) -> None:
-        """Write the codes so far again with four bytes each, if there are any; further codes have four bytes."""
         narrow, self._dtype = self._path.with_suffix(".narrow"), np.dtype(np.int32)
         if self._file is None:
             return
@@ -167,10 +157,9 @@ class Manifest:
     """What a folder of documents contains: kinds of rows of each source, counts, and what was left out.
 
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
-    with `closing`. `largest_at` is the row with the token `largest_id`. `special` counts the names of special tokens in
-    texts, `names_as_text` the texts in which `<image>` and the like are plain text, `unseen` what chat templates leave
-    out beside assistant turns. `dtype` is the type of tokens, `codes` that of their codes (empty:
-    none).
+    with `closing`. `largest_at` is the row with the token `largest_id`. `special` counts names of special tokens in
+    texts, `names_as_text` texts in which `<image>` and the like are plain text, `unseen` what chat templates leave out
+    beside assistant turns. `codes` is the type of the tokens' codes (empty: none).
     """
 
     tokenizer_digest: str
@@ -201,12 +190,11 @@ class Manifest:
     left_out: LeftOut = field(default_factory=LeftOut)
 
     def to_json(self) -> str:
-        """Return the manifest as JSON; `from_json` gives an equal one back."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Manifest":
-        """Read a manifest from JSON. Raises KeyError, TypeError or ValueError if the text is no manifest."""
+        """Raises KeyError, TypeError or ValueError for a text that is no manifest."""
         values: dict[str, Any] = parse_json(text)
         if not isinstance(values, dict):
             raise ValueError("it is no JSON object")
@@ -226,7 +214,7 @@ class SourceFile:
     path: str = ""
 
 
-class SourceLines(Sequence[SourceFile]):
+class SourceLines:
     """The source files of a corpus; each is read from `sources.jsonl` when it is used.
 
     The file is mapped, so an open corpus can be read after its folder was removed.
@@ -238,14 +226,7 @@ class SourceLines(Sequence[SourceFile]):
     def __len__(self) -> int:
         return len(self._ends)
 
-    @overload
-    def __getitem__(self, index: int) -> SourceFile: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SourceFile]: ...
-    def __getitem__(self, index: int | slice) -> SourceFile | list[SourceFile]:
-        """Read the source file of an index, or those of a slice. Raises DataError for a damaged line."""
-        if isinstance(index, slice):
-            return [cast(SourceFile, self[i]) for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> SourceFile:
         if not 0 <= index < len(self):
             raise IndexError(f"file {index} of {len(self)}")
         start = int(self._ends[index - 1]) if index else 0
@@ -262,7 +243,6 @@ class SourceLines(Sequence[SourceFile]):
 
     @staticmethod
     def write(folder: Path, sources: Iterable[SourceFile]) -> None:
-        """Write a line about each source file into the folder of a corpus, and where each line ends."""
         ends, end = GrowingArray(folder / "sources.npy", "<i8"), 0
         with (folder / "sources.jsonl").open("wb") as file:
             for source in sources:
@@ -286,7 +266,7 @@ class Record:
     tokenizer_size: int
     around: tuple[str, ...]
 
-    def sources(self, folder: Path) -> Sequence[SourceFile] | None:
+    def sources(self, folder: Path) -> SourceLines | None:
         """Return the files that the documents were made from; None if the documents are gone or damaged."""
         try:
             return SourceLines(folder / self.documents)
@@ -294,12 +274,10 @@ class Record:
             return None
 
     def to_json(self) -> str:
-        """Return the record as JSON; `read_record` gives an equal one back."""
         return json.dumps(asdict(self), indent=1)
 
 
 def read_record(folder: Path) -> Record | None:
-    """Read the record of a folder; None if there is none that can be read."""
     try:
         values: dict[str, Any] = read_json(folder / FILE)
         known = {entry.name: values[entry.name] for entry in fields(Record)}  # version 0.2 wrote others too

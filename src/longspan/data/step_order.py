@@ -1,16 +1,14 @@
 """Which documents, or packs of documents, a step trains on: a function of the seed and the step only.
 
-World size, degrees and planner have no influence, so a resumed run goes on with the same documents. Memory does not
-grow with the corpus: its lengths are mapped from their file, shuffled places are computed (`stream.py`), and only
-the start of every 64th step is kept.
-
-A pack holds documents end to end, cut every so many tokens, as in pre-training. A planner sees a pack as one document,
-with attention across its documents, or each piece in it as a document with positions of its own.
+World size, degrees and planner have no influence, so a resumed run goes on with the same documents. A pack holds
+documents end to end, cut every so many tokens; a planner sees it as one document, or each piece in it as one. Memory
+does not grow with the corpus: shuffled places are computed (`stream.py`), the start of every 64th step is kept.
 """
 
 from array import array
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -28,14 +26,145 @@ from longspan.data.stream import (
     DocumentStream,
     EpochEnds,
     Mixture,
+    StreamPart,
     shuffled_sample,
     shuffled_sources,
 )
-from longspan.data.uncut import EqualBorders, UncutBorders, UncutSpans
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
-_STRIDE = 64  # steps; the start of every 64th is kept
+_STRIDE = 64  # steps; the beginning of every 64th is kept
+
+
+@dataclass(frozen=True)
+class UncutSpans:
+    """Spans (start, stop) of documents, sorted by document and start, none in another.
+
+    >>> UncutSpans(np.array([0, 4]), np.array([2, 0]), np.array([6, 3])).find_spans(np.array([4, 7, 0]))
+    (array([0, 2]), array([0, 2]), array([3, 6]))
+    """
+
+    documents: Integers  # (n,)
+    starts: Integers  # (n,)
+    stops: Integers  # (n,)
+
+    @property
+    def longest(self) -> int:
+        return int((self.stops - self.starts).max(initial=1))
+
+    def find_spans(self, documents: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return the spans of these documents: the index of each span's document, its start and its stop."""
+        first, last = (np.searchsorted(self.documents, documents, side=side) for side in ("left", "right"))
+        counts = last - first  # of spans in each document
+        index = np.repeat(np.arange(len(documents)), counts)
+        # Entry i of `index` is span first[d] + i, less the entries of the documents before d.
+        spans = np.arange(len(index)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return index, self.starts[spans].astype(np.int64), self.stops[spans].astype(np.int64)
+
+
+class EqualBorders:
+    """Borders of packs of a stream, `size` tokens from one to the next; a step takes `packs` packs.
+
+    >>> EqualBorders(8, packs=2).step_borders(1)
+    array([16, 24, 32])
+
+    No pack goes on beyond one of the `ends`: a step that reaches one has fewer packs, and a shorter last one.
+    """
+
+    def __init__(self, size: int, packs: int, ends: EpochEnds = ENDLESS) -> None:
+        self._size, self._packs, self._ends = size, packs, ends
+
+    def step_borders(self, step: int) -> Integers:
+        """Return where the packs of a step begin, and where the last one ends (packs + 1,)."""
+        epoch, step = divmod(step, self._steps_of(self._ends.size))
+        begin = epoch * self._ends.size + step * self._packs * self._size
+        return np.unique(np.minimum(begin + np.arange(self._packs + 1) * self._size, self._ends.next_end(begin)))
+
+    def steps_to(self, token: int) -> int:
+        """Return how many steps take the first `token` tokens of the stream."""
+        epochs, tokens = divmod(token, self._ends.size)
+        return epochs * self._steps_of(self._ends.size) + self._steps_of(tokens)
+
+    def _steps_of(self, tokens: int) -> int:
+        return -(-tokens // (self._packs * self._size))
+
+
+class StepBegins:
+    """Where steps begin, each of them where the one before ends: only the beginning of every 64th step is kept.
+
+    `borders_from(begin)` gives the borders after the beginning of a step, the last of which is its end.
+    """
+
+    def __init__(self, borders_from: Callable[[int], Iterable[int]]) -> None:
+        self._borders_from, self._begins = borders_from, array("q", [0])
+        self._block = lru_cache(maxsize=2)(self._compute_block)
+
+    def borders_of(self, step: int) -> list[int]:
+        """Return the borders of a step, from its beginning to its end."""
+        block, index = divmod(step, _STRIDE)
+        while len(self._begins) <= block:  # each call computes the next 64 steps, and where the step after them begins
+            self._block(len(self._begins) - 1)
+        return self._block(block)[index]
+
+    def count_to(self, place: int) -> int:
+        """Count the steps that begin before a place."""
+        while self._begins[-1] < place:
+            self._block(len(self._begins) - 1)
+        block = max(0, bisect_left(self._begins, place) - 1)
+        return block * _STRIDE + bisect_left(self._block(block), place, key=lambda borders: borders[0])
+
+    def _compute_block(self, block: int) -> list[list[int]]:
+        begin, steps = self._begins[block], list[list[int]]()
+        for _ in range(_STRIDE):
+            steps.append([begin, *self._borders_from(begin)])
+            begin = steps[-1][-1]
+        if block == len(self._begins) - 1:  # else it was computed before, and dropped from the cache
+            self._begins.append(begin)
+        return steps
+
+
+class UncutBorders:
+    """Borders of packs of a stream, at most `size` tokens apart and never inside a span, none of which is longer.
+
+    A border inside a span is moved back to the span's start, and the next pack begins there. So the beginning of a step
+    depends on all steps before it: borders are computed in order, and the beginning of every 64th step is kept.
+    """
+
+    def __init__(
+        self, stream: DocumentStream, spans: UncutSpans, size: int, packs: int, ends: EpochEnds = ENDLESS
+    ) -> None:
+        self._stream, self._spans, self._size, self._packs, self._ends = stream, spans, size, packs, ends
+        self._steps = StepBegins(self._borders_from)
+        self._part_spans = lru_cache(maxsize=2)(self._find_spans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UncutBorders, (self._stream, self._spans, self._size, self._packs, self._ends)
+
+    def step_borders(self, step: int) -> Integers:
+        return np.unique(self._steps.borders_of(step))
+
+    def steps_to(self, token: int) -> int:
+        return self._steps.count_to(token)
+
+    def _borders_from(self, border: int) -> Iterator[int]:
+        """A step that reaches the end of an epoch has the same border for all packs that it lacks."""
+        stream_part, end = self._stream.part_at_token(border), self._ends.next_end(border)
+        for _ in range(self._packs):
+            border = min(border + self._size, end)
+            while border >= stream_part.before + stream_part.ends[-1]:
+                stream_part = self._stream.next_part(stream_part)
+            starts, stops = self._part_spans(stream_part.first)
+            span = bisect_right(starts, border) - 1
+            if span >= 0 and border < stops[span]:
+                border = starts[span]
+            yield border
+
+    def _find_spans(self, first: int) -> tuple[list[int], list[int]]:
+        """In tokens of the stream, of the part whose first place is `first`; a part's `ends` start with 0."""
+        stream_part: StreamPart = self._stream.part_at(first)
+        index, starts, stops = self._spans.find_spans(stream_part.ids)
+        begins = stream_part.before + stream_part.ends[index]
+        return (begins + starts).tolist(), (begins + stops).tolist()
 
 
 class StepOrder:
@@ -45,14 +174,11 @@ class StepOrder:
     >>> order.evaluation, len(order.documents_of_step(0))
     ((3,), 1)
 
-    `targets` are the tokens that each document predicts (None: all but its first), by which a plan counts. `texts` are
-    the numbers of the texts that documents are parts of, ascending (None: each is a text). The seed chooses
-    `eval_documents` texts before anything else; their documents are `evaluation`, and never trained on.
-    Several sources are a `mixture`: tokens of sources are in proportion to their weights, and each source has epochs of
-    its own. A step reaches into the next epoch up to a document that it has already (unless it `may_repeat` documents),
-    except in a run of `epochs` (0: steps without end), which trains each document so often: its steps end where an
-    epoch does. An order pickles without the arrays that are in files. Raises
-    DataError if no document is left to train on.
+    `targets` are the tokens that each document predicts (None: all but its first), `texts` the numbers of the texts
+    that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
+    are `evaluation`. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
+    into the next epoch up to a document that it has already (unless it `may_repeat` documents), except in a run of
+    `epochs` (0: without end), where steps end with the epoch. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -67,7 +193,6 @@ class StepOrder:
         texts: npt.NDArray[Any] | None = None,
         epochs: float = 0.0,
     ) -> None:
-        """Choose the held-out texts, and begin the stream of the other documents."""
         self.lengths, self.targets = np.asarray(lengths), targets
         all_texts = count_texts(self.lengths, texts)
         if eval_documents >= all_texts:
@@ -76,7 +201,10 @@ class StepOrder:
                 f"{plural(all_texts, 'text')}; hold out at most {max(0, all_texts - 1)}"
             )
         held_out = np.sort(shuffled_sample(all_texts, eval_documents, seed, HELD_OUT))
-        held_out = held_out if texts is None else _documents_of_texts(texts, held_out)
+        if texts is not None:  # then the documents of these texts
+            numbers = held_out.astype(texts.dtype)  # another type would copy the array
+            firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
+            held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
         self.texts, self.held_out_texts = all_texts - eval_documents, eval_documents
         self.stream: DocumentStream = DocumentStream(
@@ -87,29 +215,23 @@ class StepOrder:
         self.ends: EpochEnds = ENDLESS
         if epochs:
             self.ends = EpochEnds(self.stream.documents, self.stream.place_after(epochs))
-        self._clear_steps()
-
-    def _clear_steps(self) -> None:
-        self._block_starts = array("q", [0])  # starts, in the stream, of every _STRIDE-th step so far
-        self._starts = lru_cache(maxsize=2)(self._compute_starts)
+        self._steps = StepBegins(self._end_of_step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: without what is computed again, and without lengths, which the stream has."""
-        not_pickled = ("_block_starts", "_starts", "lengths")
+        """Without what is computed again, and without lengths, which the stream has."""
+        not_pickled = ("_steps", "lengths")
         state = {name: value for name, value in self.__dict__.items() if name not in not_pickled}
         return state | {"targets": None if self.targets is None else as_pickled(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
         self.lengths = self.stream.lengths
-        self._clear_steps()
+        self._steps = StepBegins(self._end_of_step)
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        """Return the document ids of a step; steps count from 0."""
         return tuple(self._document_ids(step).tolist())
 
     def lengths_of_step(self, step: int) -> list[int]:
-        """Return the tokens of each document of a step."""
         return self.lengths[self._document_ids(step)].tolist()
 
     def targets_of_step(self, step: int) -> int | None:
@@ -117,11 +239,9 @@ class StepOrder:
         return None if self.targets is None else int(self.targets[self._document_ids(step)].sum(dtype=np.int64))
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
-        """Return the documents of a step, as its plan numbers them."""
         return corpus.select(self.documents_of_step(step))
 
     def source_tokens(self, step: int) -> list[int]:
-        """Return the tokens of each source in a step."""
         ids = self._document_ids(step)
         return self.stream.tokens_of_sources(ids, self.lengths[ids])
 
@@ -131,24 +251,14 @@ class StepOrder:
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0, epochs=2).count_steps()
         6
         """
-        place = self.ends.last
-        while self._block_starts[-1] < place:  # each call computes the next block of steps
-            self._starts(len(self._block_starts) - 1)
-        block = bisect_left(self._block_starts, place) - 1
-        return block * _STRIDE + bisect_left(self._starts(block), place)
+        return self._steps.count_to(self.ends.last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents the steps before a step take."""
-        return self._bounds_of_step(step)[0]
-
-    def _bounds_of_step(self, step: int) -> list[int]:
-        block, index = divmod(step, _STRIDE)
-        while len(self._block_starts) <= block:
-            self._starts(len(self._block_starts) - 1)
-        return self._starts(block)[index : index + 2]
+        return self._steps.borders_of(step)[0]
 
     def _document_ids(self, step: int) -> Integers:
-        return self._ids_between(*self._bounds_of_step(step))
+        return self._ids_between(*self._steps.borders_of(step))
 
     def _ids_between(self, start: int, end: int) -> Integers:
         ids = list[Integers]()
@@ -158,31 +268,20 @@ class StepOrder:
             start += len(ids[-1])
         return np.concatenate(ids)
 
-    def _compute_starts(self, block: int) -> list[int]:
-        """Return the places in the stream at which the steps of a block begin, and the first step after the block."""
-        starts = [self._block_starts[block]]
-        while len(starts) <= _STRIDE:
-            starts.append(self._end_of_step(starts[-1]))
-        if block == len(self._block_starts) - 1:  # else it was computed before, and dropped from the cache
-            self._block_starts.append(starts[-1])
-        return starts
-
-    def _end_of_step(self, start: int) -> int:
-        """`ends` of a part are the tokens before each of its documents, and before the next part. A step that reaches
-        the end of a part goes on in the next with the tokens that are left.
-        """
+    def _end_of_step(self, start: int) -> tuple[int]:
+        """A step that reaches the end of a part goes on in the next with the tokens that are left."""
         stream_part, tokens_left = self.stream.part_at(start), self._budget
         index, last_end = start - stream_part.first, self.ends.next_end(start)
         while True:
             end_index = int(np.searchsorted(stream_part.ends, stream_part.ends[index] + tokens_left, side="right")) - 1
             end = stream_part.first + end_index
             if end_index < len(stream_part.ids) or end >= last_end:
-                return self._end_without_repeats(start, min(max(end, start + 1), last_end))
+                return (self._end_without_repeats(start, min(max(end, start + 1), last_end)),)
             tokens_left -= int(stream_part.ends[end_index] - stream_part.ends[index])
             stream_part, index = self.stream.next_part(stream_part), 0
 
     def _end_without_repeats(self, start: int, end: int) -> int:
-        """Return the end of a step, moved before the first document of the next epoch that the step has already."""
+        """Before the first document of the next epoch that the step has already."""
         rest = self.epoch - start % self.epoch  # of the epoch
         if self.may_repeat or end - start <= rest:
             return end
@@ -192,14 +291,7 @@ class StepOrder:
 
 
 def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
-    """Count the texts of a corpus; `texts` has the number of each document's text (None: each document is one)."""
     return len(lengths) if texts is None else int(texts[-1]) + 1
-
-
-def _documents_of_texts(texts: npt.NDArray[Any], numbers: Integers) -> Integers:
-    numbers = numbers.astype(texts.dtype)  # another type would copy the array
-    firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
-    return np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
 
 
 def sample_documents(count: int, most: int, seed: int) -> tuple[int, ...]:
@@ -229,18 +321,14 @@ class PackOrder:
     >>> packs.lengths_of_step(0)[:3]
     [5120, 3072, 811]
 
-    Packs are cut from the stream of epochs, so each has `pack_to` tokens. The last one of an epoch is shorter, and the
-    last one of its step; with several sources, and where a step is longer than an epoch, it continues in the next.
-    `evaluation` are the documents that `order` holds out: they are not packed.
-
-    A cut inside a span of `uncut` is moved back to its start, and the next pack begins there: packs have at most
-    `pack_to` tokens, and fewer if a span does not fit.
+    Packs are cut from the stream of epochs, so each has `pack_to` tokens; the last of an epoch and of its step is
+    shorter, unless steps go on in the next epoch. A cut inside a span of `uncut` is moved back to its start. Held-out
+    documents are not packed.
     """
 
     def __init__(
         self, order: StepOrder, *, pack_to: int, tokens_per_step: int, across: bool, uncut: UncutSpans | None = None
     ) -> None:
-        """Cut the stream of `order` into packs, as many a step as fit `tokens_per_step`, at least one."""
         self.stream: DocumentStream = order.stream
         self.evaluation: tuple[int, ...] = order.evaluation
         self.texts, self.held_out_texts = order.texts, order.held_out_texts
@@ -257,18 +345,16 @@ class PackOrder:
         )
 
     def lengths_of_step(self, step: int) -> list[int]:
-        """Return the tokens of what a planner sees as documents of a step: packs under `across`, else pieces."""
         if self._across:
             return np.diff(self._borders.step_borders(step)).tolist()
         pieces = self._pieces_of_step(step)
         return (pieces.stops - pieces.starts).tolist()
 
     def targets_of_step(self, step: int) -> int | None:
-        """Return None: the targets of pieces with labels are counted when they are read (`LabelledPack.targets`)."""
+        """None: the targets of pieces with labels are counted when they are read (`LabelledPack.targets`)."""
         return None
 
     def select(self, corpus: Any, step: int) -> Sequence[Pack]:
-        """Return the documents of a step, as its plan numbers them: packs under `across`, else pieces."""
         documents, starts, stops, packs = (values.tolist() for values in self._pieces_of_step(step))
         pieces = [Piece(corpus[d], start, stop) for d, start, stop in zip(documents, starts, stops, strict=True)]
         # The indices of the pieces at which a pack begins, and the end of the last one: without `across` at each piece.
@@ -277,12 +363,10 @@ class PackOrder:
         return corpus.packs(packed) if hasattr(corpus, "packs") else packed  # a list of documents has no images
 
     def source_tokens(self, step: int) -> list[int]:
-        """Return the tokens of each source in a step."""
         pieces = self._pieces_of_step(step)
         return self.stream.tokens_of_sources(pieces.documents, pieces.stops - pieces.starts)
 
     def count_steps(self) -> int:
-        """Count the steps of the run's epochs."""
         return self._borders.steps_to(self.ends.last)
 
     def begin_of_step(self, step: int) -> int:
@@ -290,12 +374,7 @@ class PackOrder:
         return int(self._borders.step_borders(step)[0])
 
     def _pieces_of_step(self, step: int) -> _StepPieces:
-        """Cut the documents of a step at its borders, and return their pieces in order.
-
-        Places are counted in tokens of the stream. First all parts of the stream that the step touches give their
-        documents, and where these begin. A piece begins where a document or a pack begins (`cuts`), and ends at the
-        next cut. Its start and stop are counted in its document.
-        """
+        """A piece begins where a document or a pack does (`cuts`); a place is a token of the stream."""
         borders = self._borders.step_borders(step)
         begin, end = int(borders[0]), int(borders[-1])
         stream_part, ids, begins = self.stream.part_at_token(begin), list[Integers](), list[Integers]()

@@ -1,9 +1,7 @@
 """The endless stream of training documents: shuffled epochs of each source, interleaved by the weights of sources.
 
-The next document is of the source that is furthest behind, in tokens divided by its weight. That is the merge of the
-sources' streams by the tokens before each document over the weight. So a part of the stream is computed from how many
-documents and tokens each source gave before it, and only the beginnings of parts are kept. How documents become steps
-is in `step_order.py`.
+The next document is of the source that is furthest behind, in tokens divided by its weight. So a part of the stream
+is computed from how many documents and tokens each source gave before it. Steps are in `step_order.py`.
 """
 
 import math
@@ -11,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +25,6 @@ _HALF = np.uint64(32)  # bits
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
 
 
-class Shuffled(Protocol):
-    """The numbers below a count in shuffled epochs, one after another without end."""
-
-    def __getitem__(self, places: Integers, /) -> Integers:
-        """Return the numbers at these places."""
-        ...
-
-
 class Epochs:
     """Shuffled epochs of range(count), a function of the seed that is computed only at the places that are used.
 
@@ -47,7 +37,6 @@ class Epochs:
     """
 
     def __init__(self, count: int, *seed: int) -> None:
-        """Choose the sides of a rectangle of at least `count` cells, about square, and draw the keys of all rounds."""
         self._count = count
         root = math.isqrt(max(0, count - 1)) + 1
         # Even: shifts of a column of odd height are even permutations, of which odd ones cannot be composed.
@@ -56,10 +45,7 @@ class Epochs:
         self._keys: Words = np.random.PCG64(list(seed)).random_raw(_ROUNDS)
 
     def __getitem__(self, places: Integers) -> Integers:
-        """Return the document (n,) at each of these places of the stream, each epoch in an order of its own.
-
-        Cells of the rectangle beyond the number of documents are permuted again until they fall on a document.
-        """
+        """Return the document (n,) at each of these places of the stream, each epoch in an order of its own."""
         epochs, cells = np.divmod(places.astype(np.uint64), np.uint64(self._count))
         if (epochs == epochs[:1]).all():  # one key a round serves all places
             epochs = epochs[:1]
@@ -70,11 +56,7 @@ class Epochs:
         return cells.astype(np.int64)
 
     def _permute_cells(self, cells: Words, keys: list[Words]) -> Words:
-        """Permute cells of the rectangle, one round for each key.
-
-        In turn a round moves cells to another row, as far as their column decides, and to another column, as far as
-        their row decides: either can be undone, so no two cells meet.
-        """
+        """A round moves cells to another row by their column, or to another column by their row: no two meet."""
         width = np.uint64(self._width)
         row = cells // width
         column = cells - row * width
@@ -87,7 +69,7 @@ class Epochs:
 
 
 def _shift_by_hash(values: Words, others: Words, key: Words, size: int) -> Words:
-    """Return (value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
+    """(value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
     shifted = _hash_words(others + key)
     shifted >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
     shifted *= np.uint64(size)
@@ -109,9 +91,7 @@ def _hash_words(words: Words) -> Words:
 
 
 def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> Integers:
-    """Return the first `most` numbers of range(count) shuffled by sorting raw bits, without the whole permutation.
-
-    `block` numbers at a time get their bits, so that memory does not grow with the count.
+    """Return the first `most` numbers of range(count) shuffled by sorting raw bits, `block` numbers at a time.
 
     >>> bits = np.random.PCG64([0]).random_raw(9)
     >>> shuffled_sample(9, 3, 0).tolist() == np.argsort(bits)[:3].tolist()
@@ -149,18 +129,15 @@ class ShuffledSource:
     held_out: Integers  # document ids, sorted
     tokens: int  # of the documents that are trained on
     weight: float
-    shuffled: Shuffled  # numbers of its training documents
+    shuffled: Epochs  # numbers of its training documents
 
     @property
     def documents(self) -> int:
-        """How many documents are trained on."""
         return self.stop - self.first - len(self.held_out)
 
     def ids(self, start: int, count: int) -> Integers:
         """Return the ids of `count` documents of this source's endless stream, from place `start` on."""
-        return self._ids_by_number(self.shuffled[np.arange(start, start + count)])
-
-    def _ids_by_number(self, numbers: Integers) -> Integers:
+        numbers = self.shuffled[np.arange(start, start + count)]
         before = self.held_out - self.first - np.arange(len(self.held_out))  # training documents before each
         return self.first + numbers + np.searchsorted(before, numbers, side="right")
 
@@ -168,10 +145,7 @@ class ShuffledSource:
 def shuffled_sources(
     lengths: npt.NDArray[Any], mixture: Mixture | None, held_out: Integers, seed: int
 ) -> tuple[ShuffledSource, ...]:
-    """Return the sources of a corpus, without its held-out documents (sorted); without a mixture all are of one source.
-
-    Raises DataError for a source without documents to train on.
-    """
+    """Return the sources of a corpus, without its held-out documents (sorted); without a mixture there is one."""
     bounds, weights = np.array([0, len(lengths)]), (1.0,)
     if mixture is not None:
         weights = mixture.weights
@@ -207,7 +181,6 @@ class EpochEnds(NamedTuple):
     last: int
 
     def next_end(self, place: int) -> int:
-        """Return the first end behind a place."""
         end = (place // self.size + 1) * self.size
         return min(end, self.last) if place < self.last else end
 
@@ -225,34 +198,23 @@ class StreamPart(NamedTuple):
     source: Integers  # (n,) the number of each document's source
 
 
-class _Mark(NamedTuple):
-    """How many documents and tokens each source gave before a part."""
-
-    documents: tuple[int, ...]
-    tokens: tuple[int, ...]
-
-
 class DocumentStream:
-    """The endless stream of documents, indexed by place or by token.
+    """The endless stream of documents, indexed by place or by token; it pickles without arrays that are in files.
 
     >>> DocumentStream(lengths, sources).part_at(0).ids[:2]      # the first two documents
     array([40, 17])
 
-    Parts are computed one after the other, and their beginnings are kept: some bytes for 16,384 documents. A stream
-    pickles without the arrays that are in files.
+    Parts are computed one after the other, and their beginnings are kept: some bytes for 16,384 documents.
     """
 
     def __init__(self, lengths: npt.NDArray[Any], sources: Sequence[ShuffledSource]) -> None:
-        """Begin before the first part: `_marks`, `_places` and `_tokens` say where each part begins, as far as known.
-
-        Of each source as many documents are candidates for a part as its share of `_DOCUMENTS`.
-        """
         self.sources: tuple[ShuffledSource, ...] = tuple(sources)
         self.lengths = lengths
         # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
         rates = [source.weight * source.documents / source.tokens for source in sources]
         self._candidates = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # documents for a part
-        self._marks, self._places, self._tokens = [_Mark((0,) * len(sources), (0,) * len(sources))], [0], [0]
+        # Where each part begins, as far as known: by documents and tokens of each source, by place and by token.
+        self._marks, self._places, self._tokens = [((0,) * len(sources), (0,) * len(sources))], [0], [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -264,20 +226,16 @@ class DocumentStream:
 
     @property
     def documents(self) -> int:
-        """How many documents are trained on."""
         return sum(source.documents for source in self.sources)
 
     @property
     def tokens(self) -> int:
-        """The tokens of all documents that are trained on."""
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
-        """Return the part that contains a place."""
         return self._find_part(self._places, place)
 
     def part_at_token(self, token: int) -> StreamPart:
-        """Return the part that contains a token."""
         return self._find_part(self._tokens, token)
 
     def _find_part(self, begins: list[int], value: int) -> StreamPart:
@@ -286,7 +244,6 @@ class DocumentStream:
         return self._part(bisect_right(begins, value) - 1)
 
     def next_part(self, part: StreamPart) -> StreamPart:
-        """Return the part that follows another."""
         return self.part_at(part.first + len(part.ids))
 
     def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
@@ -295,15 +252,11 @@ class DocumentStream:
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
     def place_after(self, epochs: float) -> int:
-        """Return the place before which each document stands `epochs` times; a part of an epoch is rounded up.
-
-        Rounding errors of the product do not count. Several sources have no epochs in common.
-        """
+        """Return the place before which each document stands `epochs` times; rounding errors do not count."""
         assert len(self.sources) == 1
         return math.ceil(round(epochs * self.documents, 6))
 
     def tokens_before(self, place: int) -> int:
-        """Return the tokens of all documents before a place."""
         part = self.part_at(place)
         return part.before + int(part.ends[place - part.first])
 
@@ -311,50 +264,33 @@ class DocumentStream:
         """Merge documents of all sources, until the first source has given all of its candidates.
 
         A document's share is the tokens that its source gave before it, over the source's weight. Documents are sorted
-        by their shares, so that tokens are shared out by weight. The part ends at the share at which the first source
-        runs out of candidates: documents of larger shares may have to wait for further ones of that source. The next
-        part begins at a new mark: how many documents and tokens of each source are used.
+        by their shares. The part ends at the share at which the first source runs out of candidates: documents of
+        larger shares may have to wait for further ones of that source.
         """
-        mark = self._marks[number]
-        runs = list[_Run]()
-        for source, used, tokens, n in zip(self.sources, mark.documents, mark.tokens, self._candidates, strict=True):
-            ids = source.ids(used, n)
-            runs.append(_Run(ids, tokens + self._document_ends(ids)))
-        shares = [run.tokens / source.weight for run, source in zip(runs, self.sources, strict=True)]
+        used, used_tokens = self._marks[number]
+        candidates = [
+            source.ids(start, n) for source, start, n in zip(self.sources, used, self._candidates, strict=True)
+        ]
+        # The source's tokens before each candidate, and after the last.
+        before = [start + self._document_ends(ids) for start, ids in zip(used_tokens, candidates, strict=True)]
+        shares = [tokens / source.weight for tokens, source in zip(before, self.sources, strict=True)]
         end_share = min(share[-1] for share in shares)
         counts = [int(np.searchsorted(share, end_share)) for share in shares]
         order = np.argsort(_join_beginnings(shares, counts), kind="stable")
-        ids = _join_beginnings([run.ids for run in runs], counts)[order]
-        merged_part = StreamPart(
-            self._places[number],
-            self._tokens[number],
-            ids,
-            self._document_ends(ids),
-            np.repeat(np.arange(len(runs)), counts)[order],
-        )
+        ids = _join_beginnings(candidates, counts)[order]
+        source_of, ends = np.repeat(np.arange(len(counts)), counts)[order], self._document_ends(ids)
         if number == len(self._marks) - 1:  # else it was computed before, and dropped from the cache
-            documents = (earlier + count for earlier, count in zip(mark.documents, counts, strict=True))
-            tokens = (int(run.tokens[count]) for run, count in zip(runs, counts, strict=True))
-            self._add_mark(_Mark(tuple(documents), tuple(tokens)))
-        return merged_part
-
-    def _add_mark(self, mark: _Mark) -> None:
-        """Note where the next part begins: by source, by place and by token."""
-        self._marks.append(mark)
-        self._places.append(sum(mark.documents))
-        self._tokens.append(sum(mark.tokens))
+            documents = tuple(start + count for start, count in zip(used, counts, strict=True))
+            tokens = tuple(int(tokens[count]) for tokens, count in zip(before, counts, strict=True))
+            self._marks.append((documents, tokens))
+            self._places.append(sum(documents))
+            self._tokens.append(sum(tokens))
+        return StreamPart(self._places[number], self._tokens[number], ids, ends, source_of)
 
     def _document_ends(self, ids: Integers) -> Integers:
         ends = np.zeros(len(ids) + 1, dtype=np.int64)
         np.cumsum(self.lengths[ids], out=ends[1:])
         return ends
-
-
-class _Run(NamedTuple):
-    """Documents of one source, and the source's tokens before each of them and after the last."""
-
-    ids: Integers
-    tokens: Integers
 
 
 def _join_beginnings(arrays: Sequence[npt.NDArray[Any]], counts: Sequence[int]) -> npt.NDArray[Any]:

@@ -28,10 +28,9 @@ from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.build import corpus_line, with_images
-from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.builder import build_documents
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe, special_line
 from longspan.corpus.files import FileSums
-from longspan.corpus.rows.lines import special_line
-from longspan.corpus.store.builder import build_documents
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import sample_documents

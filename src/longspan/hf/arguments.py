@@ -13,8 +13,11 @@ from longspan.errors import LongspanError
 from longspan.layout import Layout
 from longspan.run.checks import check_mode, check_numbers, check_parallel, check_plans
 
-PARALLEL = ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward")
-TRAIN = ("memory", "memory_fraction", "memory_bytes")
+_SECTIONS = {  # of the configuration; other keys are those of [context]
+    **dict.fromkeys(("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward"), "parallel"),
+    **dict.fromkeys(("memory", "memory_fraction", "memory_bytes"), "train"),
+    "machine": "run",
+}
 
 
 def _key(default: Any, text: str) -> Any:
@@ -77,7 +80,7 @@ class LongspanArguments:
                 continue
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
                 value = int(value)
-            keys[f"{_section_name(name)}.{name}"] = value
+            keys[f"{_SECTIONS.get(name, 'context')}.{name}"] = value
         with words_of_scripts():
             return load_config(None, keys)
 
@@ -112,9 +115,3 @@ def words_of_scripts() -> Iterator[None]:
             text = re.sub(pattern, words, text)
         error.args = (text, *error.args[1:])
         raise
-
-
-def _section_name(name: str) -> str:
-    if name in PARALLEL:
-        return "parallel"
-    return "train" if name in TRAIN else "run" if name == "machine" else "context"

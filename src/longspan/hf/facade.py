@@ -1,9 +1,7 @@
 """What a Trainer calls as its model: a batch of all ranks in, log-probabilities of its tokens out, on every rank alike.
 
-A batch is taken apart into documents, which run forward under a plan, without gradients. Their log-probabilities go
-back to the Trainer as a leaf of its graph: what its own loss leaves in the leaf's gradient are the coefficients of one
-`run_step` over all documents of the optimizer step (`steps.py`). So every loss that is a function of tokens'
-log-probabilities is exact, whoever wrote it.
+These are a leaf of the Trainer's graph: what its loss leaves in the leaf's gradient are the coefficients of one
+`run_step` over the batch's documents (`steps.py`).
 """
 
 import inspect
@@ -40,7 +38,6 @@ class FusedHead:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The values of tokens to compute, by longspan's names: TRL's is_top1 is top1."""
         names = {"is_top1": "top1"}
         return tuple(v for v in (names.get(name, name) for name in self.outputs) if v in VALUES)
 
@@ -74,7 +71,7 @@ class CalledBatch(NamedTuple):
     leaf: Tensor
 
     def is_finite(self) -> bool:
-        """Return whether all coefficients that have an effect are finite: those of documents with targets."""
+        """Return whether the coefficients of all documents with targets are finite."""
         if self.leaf.grad is None or bool(self.leaf.grad.isfinite().all()):
             return True
         pairs = zip(self.rows.documents, self.coefficients(), strict=True)
@@ -93,7 +90,6 @@ class TokenOutput(dict[str, Any]):
     """What the model answers: `loss`, and the values of tokens as attributes; of (B, L - 1), as labels are shifted."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an output by name. Raises ModelError for one that no rank has whole."""
         if name in self:
             return self[name]
         raise ModelError(
@@ -103,7 +99,6 @@ class TokenOutput(dict[str, Any]):
         )
 
     def __missing__(self, name: Any) -> Any:
-        """Raise ModelError for an output that is asked for by key or index."""
         return self.__getattr__(name)  # not getattr: a dict has attributes of its own, such as `items`
 
 
@@ -114,7 +109,6 @@ class Offset(NamedTuple):
     first: int
 
     def value(self, name: str, document: int) -> Floats:
-        """Return numbers of a document's tokens (length,) by name, which may be `log_probs`."""
         number = self.first + document
         return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
 
@@ -128,7 +122,7 @@ class AheadBatch(NamedTuple):
     versions: tuple[int, ...]  # of the entries, by `versions_of`
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
-        """Return whether a call has the very tensors of this batch and no others: its rows need no second reading."""
+        """Return whether a call has these very tensors and no others: its rows need no second reading."""
         entries = document_entries(batch)
         if any(x is not None for name, x in batch.items() if name not in entries and name not in IGNORED):
             return False  # reading refuses other entries, such as images
@@ -163,8 +157,7 @@ def versions_of(entries: Mapping[str, Any]) -> tuple[int, ...]:
 class Facade:
     """A prepared model as the Trainer calls it; attributes are the model's.
 
-    `model()` gives the Trainer's model, which may be replaced between trainings. `token_values(facade, documents)`
-    gives the values of documents' tokens, of the model as it stands.
+    `model()` gives the Trainer's model, which may be replaced; `token_values(facade, documents)` those of its tokens.
     """
 
     def __init__(
@@ -182,19 +175,12 @@ class Facade:
         self.labels_apart: Any = None  # of a batch that comes without them: those that compute_loss_func= gets
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model; special methods are not the facade's, as copy and pickle ask for them."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._model(), name)
 
-    def _take_ahead_batch(self, batch: Mapping[str, Any]) -> AheadBatch | None:
-        if not (torch.is_grad_enabled() and self.ahead and self.ahead[0].matches(batch)):
-            return None
-        return self.ahead.pop(0)
-
     @property
     def inner_model(self) -> Any:
-        """The prepared model, without an adapter's wrapper."""
         return unwrap_model(self._model())
 
     def __call__(
@@ -208,9 +194,8 @@ class Facade:
     ) -> TokenOutput:
         """Answer a batch (B, L) of all ranks, on every rank: with its loss and, if `fused_lm_head`, values of tokens.
 
-        Among these, log-probabilities are a leaf of the Trainer's graph. With `logits_of` set, and no `fused_lm_head`,
-        the answer has logits instead; any other answer to a batch without labels is empty. A batch whose step ran ahead
-        is answered by that step's values, without a pass. Raises DataError for a batch that `documents_of` cannot read.
+        With `logits_of` set, and no `fused_lm_head`, the answer has logits instead; any other answer to a batch without
+        labels is empty. A batch whose step ran ahead is answered by that step's values, without a pass.
         """
         if batch.pop("output_router_logits", False):
             raise ConfigError(
@@ -220,7 +205,9 @@ class Facade:
         if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits
             labels, fused_lm_head = self.labels_apart, self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
-        ahead = self._take_ahead_batch(batch) if self.logits_of is None or fused_lm_head else None
+        ahead = None
+        if (self.logits_of is None or fused_lm_head) and torch.is_grad_enabled():
+            ahead = self.ahead.pop(0) if self.ahead and self.ahead[0].matches(batch) else None
         rows = ahead.rows if ahead is not None and ahead.has_same_tensors(batch) else read_batch(batch)
         if self.logits_of is not None and not fused_lm_head:
             return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
@@ -234,7 +221,7 @@ class Facade:
         device = torch.as_tensor(input_ids).device
 
         def table_of(name: str, kind: torch.dtype) -> Tensor:
-            """Return values of tokens by name (B, L - 1), without column 0; 0 where nothing is predicted."""
+            """(B, L - 1), without column 0; 0 where nothing is predicted."""
             document_values = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
             return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
@@ -312,10 +299,7 @@ def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
 
 
 def documents_with_coefficients(batches: list[CalledBatch]) -> list[Document]:
-    """Return the documents of an optimizer step, each with the derivative of the loss by its log-probabilities.
-
-    Those without a target are left out.
-    """
+    """Return a step's documents with targets, each with the derivative of the loss by its log-probabilities."""
     return [
         document.with_values(coefficient=np.asarray(coefficients))
         for batch in batches

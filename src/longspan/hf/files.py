@@ -1,25 +1,23 @@
 """What a Trainer writes and reads: models that transformers and peft load, checkpoints that resume bit for bit.
 
-A checkpoint is the Trainer's folder `checkpoint-8`: the model as `save_model` writes it, whose weights are those that
-are resumed from, in the dtype that is trained; `optimizer/`, a distributed checkpoint of the optimizer; `rng/`, the
-random states of each rank; `order.pt`, the place in the epoch and the states with which its order was drawn;
-`scheduler.pt` and `trainer_state.json` as transformers writes them. It is written in `unfinished/` and gets its name
-when all ranks are done, so one that has its name is whole.
-
-As in transformers, what a collator itself draws at random is not repeated in the first step after a resume in the
-middle of an epoch: its loader had drawn a batch ahead.
+`checkpoint-8` has the model as `save_model` writes it, `optimizer/`, `rng/` by rank, `order.pt` (the place in the
+epoch, and the states that drew its order), and transformers' own files. Until it is whole it stands in `unfinished/`.
 """
 
+import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from transformers.trainer_utils import SaveStrategy, get_last_checkpoint, rotate_checkpoints
 from transformers.utils import logging
 
@@ -29,11 +27,52 @@ from longspan.checkpoint.storage import not_data_text, read_plain_file
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
-from longspan.hf.order import EpochOrder, order_states, set_order_states
 from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.lora.save import write_adapter
 from longspan.model.saving.save import load_weights, stock_configuration, write_configuration
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
+
+GLOBAL: tuple[Any, ...] = (
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (torch.get_rng_state, torch.set_rng_state),
+)
+
+
+class EpochOrder(NamedTuple):
+    """An epoch that runs: its loader, its number, the step at which it began, and the states with which it began."""
+
+    loader: Any
+    number: int
+    first_step: int
+    began: list[Any]
+
+
+def order_states(loader: Any) -> list[Any]:
+    states = [get() for get, _ in (*GLOBAL, *_own_generators(loader))]
+    return tree_map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, states)
+
+
+def set_order_states(loader: Any, states: list[Any]) -> None:
+    """Set what `order_states` returned; states of generators that the loader lacks now are left out."""
+    for (_, set_state), state in zip((*GLOBAL, *_own_generators(loader)), states, strict=False):
+        set_state(state)
+
+
+def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    for value in vars(owner).values():
+        if isinstance(value, torch.Generator):
+            yield value.get_state, value.set_state
+        elif isinstance(value, random.Random):
+            yield value.getstate, value.setstate
+        elif isinstance(value, np.random.RandomState):
+            yield value.get_state, value.set_state
+        elif isinstance(value, np.random.Generator):
+            bits: Any = value.bit_generator
+            yield lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state)
+        elif isinstance(value, (DataLoader, Sampler, IterableDataset)):
+            yield from _own_generators(value)
+
 
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
 ORDER, ARGUMENTS = "order.pt", "training_args.bin"
@@ -46,8 +85,6 @@ class FilesPart(StockTrainer):
     _unfinished: str | None = None  # the folder in which a checkpoint is being written
     _order: dict[str, Any] | None = None  # of a checkpoint: what `order.pt` has
     _epoch: EpochOrder | None = None  # that runs
-
-    # ---- a model
 
     def _try_saving(self) -> None:
         """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks."""
@@ -87,13 +124,10 @@ class FilesPart(StockTrainer):
         # The arguments as they were given: `args` has the batch of all ranks.
         run_on_first_rank(self.world, lambda: torch.save(self._stock_arguments, arguments), CheckpointError)
 
-    # ---- a checkpoint
-
     def _get_output_dir(self, trial: Any) -> str:
         return self._unfinished or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Have the Trainer write its checkpoint into `unfinished/`, then move it to its place; entered by all ranks."""
         root = Path(self._get_output_dir(trial))
         run_on_first_rank(self.world, lambda: _make_empty_folder(root / UNFINISHED), CheckpointError)
         self._unfinished = str(root / UNFINISHED)
@@ -101,25 +135,16 @@ class FilesPart(StockTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._unfinished = None
-        self._note_best_checkpoint(root)
-        self.world.control.barrier("checkpoint")
-        run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
-
-    def _note_best_checkpoint(self, root: Path) -> None:
-        """Note the folder of the best checkpoint, as the Trainer does where it saves: it looked only in `unfinished/`.
-
-        This step's checkpoint counts, whose folder comes next; one of an earlier step only if its folder still exists.
-        """
+        # The Trainer looked for the folder of the best checkpoint in `unfinished/`; this step's folder comes next.
         best_step, step = self.state.best_global_step, self.state.global_step
         folder = root / f"checkpoint-{best_step}"
         if best_step and self.args.save_strategy != SaveStrategy.NO and (best_step == step or folder.exists()):
             self.state.best_model_checkpoint = str(folder)
+        self.world.control.barrier("checkpoint")
+        run_on_first_rank(self.world, lambda: self._publish_checkpoint(root), CheckpointError)
 
     def _publish_checkpoint(self, root: Path) -> None:
-        """Give a whole checkpoint its name, in place of an older one of its step, and remove those over the limit.
-
-        Its files are on disk before that, so that a folder of this name is whole after a crash too.
-        """
+        """Give a checkpoint its name once its files are on disk, so that one of this name is whole after a crash."""
         unfinished, folder = root / UNFINISHED, root / f"checkpoint-{self.state.global_step}"
         self.state.save_to_json(str(unfinished / folder.name / STATE))
         for path in (*(unfinished / folder.name).rglob("*"), unfinished / folder.name):
@@ -135,14 +160,8 @@ class FilesPart(StockTrainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """With the groups go the rows of a step, in which data order is counted, and the seed of dropout's masks."""
         optimizer, root = self._torch_optimizer(), Path(output_dir)
-        groups = [
-            {
-                key: value.item() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in optimizer.param_groups
-        ]
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        groups = tree_map(lambda value: value.item() if isinstance(value, Tensor) else value, groups)
         state = {"rows": self._rows_of_step(), "seed": self.world.seed, "groups": groups}
         step, prepared = self.state.global_step, self._facade.inner_model
         save_checkpoint(root / OPTIMIZER, prepared, optimizer, self.world, step=step, state=state, weights=False)
@@ -152,10 +171,10 @@ class FilesPart(StockTrainer):
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(str(Path(output_dir) / RANDOM / str(self.world.rank)))
         assert self._epoch is not None
-        order = self._epoch.place(self.state.global_step)
+        loader, number, first_step, began = self._epoch
+        steps, now = self.state.global_step - first_step, order_states(loader)
+        order = {"epoch": number, "steps": steps, "began": began, "now": now}
         run_on_first_rank(self.world, lambda: torch.save(order, Path(output_dir) / ORDER), CheckpointError)
-
-    # ---- resuming
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **keywords: Any) -> Any:
         """Train as the Trainer does; a checkpoint to resume from is one of a longspan trainer with as many rows a step.
@@ -178,7 +197,6 @@ class FilesPart(StockTrainer):
         run_on_first_rank(self.world, lambda: self._check_resumable(Path(resume_from_checkpoint)), CheckpointError)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read weights, moments, settings of the optimizer, the schedule and dropout's seed; entered by all ranks."""
         if checkpoint is None:
             return
         prepared, optimizer, root = self._facade.inner_model, self._torch_optimizer(), Path(checkpoint)
@@ -203,7 +221,6 @@ class FilesPart(StockTrainer):
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:
-        """Run an epoch as the Trainer does; in one that goes on rows are drawn with the states that it began with."""
         loader, number, first = keywords["train_dataloader"], keywords["epoch"], self.state.global_step
         if self._order is not None:
             batches = keywords["steps_trained_in_current_epoch"]
@@ -222,7 +239,6 @@ class FilesPart(StockTrainer):
         run_on_every_rank(self.world, lambda: self._load_random_states(folder), CheckpointError)
 
     def _load_random_states(self, folder: Path) -> None:
-        """Take up the random states in a folder, which transformers (5.17 to 5.23) reads without running code."""
         try:
             super()._load_rng_state(str(folder))
         except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
@@ -240,8 +256,6 @@ class FilesPart(StockTrainer):
         _log.info(f"Loading best model from {best_folder} (score: {self.state.best_metric}).")
         load_weights(self._facade.inner_model, best_folder, self.world)
 
-    # ---- what a checkpoint says of the run
-
     def _torch_optimizer(self) -> Any:
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
@@ -249,17 +263,13 @@ class FilesPart(StockTrainer):
         return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
 
     def _check_resumable(self, checkpoint: Path) -> None:
-        """Raise CheckpointError for a folder that a longspan trainer cannot resume from."""
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no checkpoint {checkpoint} to resume from")
         saved = complete_checkpoints(checkpoint / OPTIMIZER)
         if not saved or not all((checkpoint / name).exists() for name in (SCHEDULER, RANDOM, STATE)):
-            stock = (checkpoint / "optimizer.pt").exists()
-            reason = (
-                "it was saved by a Trainer without longspan, whose optimizer holds other tensors"
-                if stock
-                else "it has no state of an optimizer, as save_only_model leaves it out, or it is not whole"
-            )
+            reason = "it has no state of an optimizer, as save_only_model leaves it out, or it is not whole"
+            if (checkpoint / "optimizer.pt").exists():
+                reason = "it was saved by a Trainer without longspan, whose optimizer holds other tensors"
             raise CheckpointError(
                 f"{checkpoint} cannot be resumed from by a longspan trainer: {reason}; begin anew from its weights: "
                 f"AutoModelForCausalLM.from_pretrained({str(checkpoint)!r}), and train() without resume_from_checkpoint"
@@ -290,13 +300,11 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
 
 
 def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
-    """Give an optimizer the settings that it was saved with, its learning rate among them, as torch's own loading
-    does.
-    """
-    if len(groups) != len(optimizer.param_groups):
+    groups_here = len(optimizer.param_groups)
+    if len(groups) != groups_here:
         raise CheckpointError(
-            f"{checkpoint} has {len(groups)} groups of parameters, and this optimizer {len(optimizer.param_groups)}; "
-            "resume with the optimizer and the weight decay that it was saved with"
+            f"{checkpoint} has {len(groups)} groups of parameters, and this optimizer {groups_here}; resume with the "
+            "optimizer and the weight decay that it was saved with"
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():

@@ -1,16 +1,17 @@
 """GRPO and RLOO: answers and rewards come from the first rank, and inference engines get whole weights by name.
 
-Functions of the user (rewards, rollouts, tools, environments) run on the first rank only, so they need not give the
-same on every rank. The other ranks get their results, what they logged, and the state of the random numbers after
-them, so that all ranks go on alike.
+Rewards, rollouts, tools and environments run there only. The other ranks get their results, what they logged, and the
+random states after them, so that all ranks go on alike.
 """
 
+import pickle
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +20,101 @@ from torch.utils._pytree import tree_map
 from transformers import set_seed
 
 import longspan
-from longspan.comm.all_ranks import is_first_rank
+from longspan.comm import World
+from longspan.comm.all_ranks import is_first_rank, leave_together
+from longspan.comm.watch import one_line
 from longspan.data.document import Document
-from longspan.errors import ConfigError, ModelError
-from longspan.hf.first_rank import FirstRank
+from longspan.errors import CommError, ConfigError, LongspanError, ModelError
 from longspan.hf.one_process import StockTrainer
+
+Result = TypeVar("Result")
+_RESULT, _ERROR, _MESSAGE = "result", "error", "work of the first rank"
+
+
+class FirstRank:
+    """The first rank works; the others wait, join its calls, and get its result, or its error.
+
+    >>> first = FirstRank(world, {"weights": lambda: read_all(weights_by_name(model, world))})
+    >>> rewards = first.run(lambda: reward(answers), "rewards")
+
+    `calls` are what all ranks run together, by name (`call_on_others`). The work must not communicate in any other way.
+    """
+
+    def __init__(self, world: World, calls: Mapping[str, Callable[..., Any]]) -> None:
+        self._world, self._calls = world, calls
+        self._waiting: ExitStack | None = None  # while it is open, the other ranks wait
+        self._lock = threading.Lock()  # a rollout may call from threads of its own
+
+    @property
+    def is_working(self) -> bool:
+        return self._waiting is not None
+
+    def run(self, work: Callable[[], Result], what: str) -> Result:
+        """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
+
+        The other ranks raise the first's LongspanError too, or CommError with its text and `what`, words for the
+        result.
+        """
+        if self.is_working:
+            return work()
+        if not is_first_rank(self._world):
+            return self._answer_calls_of_first()
+        self._let_others_wait()
+        try:
+            result = work()
+            message = pickle.dumps((_RESULT, result))
+        except BaseException as error:
+            with suppress(CommError):  # another rank is gone, which is what failed here
+                self._send(pickle.dumps((_ERROR, _make_shared_error(error, what))))
+            self._waiting = None
+            raise
+        self._send(message)
+        return result
+
+    @contextmanager
+    def call_on_others(self, name: str, *arguments: Any) -> Iterator[None]:
+        """Have the other ranks run `calls[name](*arguments)` while the first rank, inside, takes part in that call.
+
+        Outside of work of the first rank it does nothing: all ranks get here by themselves.
+        """
+        if not self.is_working:
+            yield
+            return
+        with self._lock:
+            self._send(pickle.dumps((name, arguments)))
+            try:
+                yield
+            finally:
+                self._let_others_wait()
+
+    def _let_others_wait(self) -> None:
+        self._waiting = ExitStack()
+        self._waiting.enter_context(leave_together(self._world))
+
+    def _send(self, message: bytes) -> None:
+        waiting, self._waiting = self._waiting, None
+        assert waiting is not None
+        waiting.close()
+        self._world.control.broadcast_object(message, what=_MESSAGE)
+
+    def _answer_calls_of_first(self) -> Any:
+        while True:
+            with leave_together(self._world):  # waits until the first rank leaves, too
+                pass
+            name, value = pickle.loads(self._world.control.broadcast_object(b"", what=_MESSAGE))
+            if name == _RESULT:
+                return value
+            if name == _ERROR:
+                raise value
+            self._calls[name](*value)  # what `call_on_others` sent: a name and arguments
+
+
+def _make_shared_error(error: BaseException, what: str) -> LongspanError:
+    if isinstance(error, LongspanError):
+        with suppress(Exception):
+            return pickle.loads(pickle.dumps(error))
+    return CommError(f"the first rank, which makes {what} for all, failed with {one_line(error)}")
+
 
 ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completions")
 LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log
@@ -32,8 +123,7 @@ LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functio
 def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[str, Any], parameter_names: Any) -> None:
     """Raise ConfigError for a way to make answers that longspan does not run, if trainers of this class make any.
 
-    Refused are a gradient of the entropy, `generate` of the prepared model, and a rollout over an engine of several
-    ranks. `constructor_values` are the arguments of the constructor by name, `parameter_names` all that it takes.
+    `constructor_values` are the arguments of the constructor by name, `parameter_names` all that it takes.
     """
     if not hasattr(kind, ANSWERS[0]):
         return
@@ -42,8 +132,10 @@ def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[st
         raise ConfigError(
             "args.use_adaptive_entropy is True: longspan does not compute the gradient of the entropy; leave it out"
         )
+    owners = (base.__module__ for base in kind.__mro__ if any(name in vars(base) for name in ANSWERS))
+    has_own_answers = any(not module.startswith(("trl.", "longspan.hf.generation")) for module in owners)
     if getattr(args, "use_transformers_continuous_batching", False) or not (
-        args.use_vllm or rollout or _has_own_answers(kind)
+        args.use_vllm or rollout or has_own_answers
     ):
         ways = ["use_vllm=True (vllm_mode 'server' or 'colocate')"]
         ways += ["rollout_func="] if "rollout_func" in parameter_names else []
@@ -59,23 +151,16 @@ def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[st
         )
 
 
-def _has_own_answers(kind: type[Any]) -> bool:
-    owners = (base for base in kind.__mro__ if any(name in vars(base) for name in ANSWERS))
-    return any(not base.__module__.startswith(("trl.", "longspan.hf.generation")) for base in owners)
-
-
 class GenerationPart(StockTrainer):
     """What a Trainer does to get answers and rewards."""
 
     @cached_property
     def _first_rank(self) -> FirstRank:
-        return FirstRank(self.world, {"weights": self._gather_weights, "vllm": self._call_vllm})
-
-    def _gather_weights(self, merge_adapter: bool) -> None:
-        deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0)
-
-    def _call_vllm(self, method: str, *arguments: Any) -> None:
-        getattr(self.vllm_generation, method)(*arguments)
+        calls: dict[str, Callable[..., Any]] = {
+            "weights": lambda merge_adapter: deque(self.weights_by_name(merge_adapter=merge_adapter), maxlen=0),
+            "vllm": lambda method, *arguments: getattr(self.vllm_generation, method)(*arguments),
+        }
+        return FirstRank(self.world, calls)
 
     def weights_by_name(self, *, merge_adapter: bool = True) -> Iterator[tuple[str, Tensor]]:
         """Yield whole weights by the names of transformers, one at a time, for an inference engine of your own.
@@ -92,8 +177,6 @@ class GenerationPart(StockTrainer):
                     yield name_and_weight
             finally:
                 deque(weights, maxlen=0)  # the other ranks gather to the end
-
-    # ---- work of the first rank
 
     def _generate(self, *args: Any, **keywords: Any) -> Any:
         return self._result_of_first_rank(lambda: super(GenerationPart, self)._generate(*args, **keywords), "answers")
@@ -124,7 +207,6 @@ class GenerationPart(StockTrainer):
         return result
 
     def _token_values(self, facade: Any, documents: list[Document]) -> Any:
-        """Return values of documents' tokens; entered by all. Raises ModelError where only the first rank works."""
         if self._first_rank.is_working:
             raise ModelError(
                 "the model is called inside a reward, a rollout or _generate_single_turn, which longspan runs on the "
@@ -133,11 +215,8 @@ class GenerationPart(StockTrainer):
             )
         return super()._token_values(facade, documents)
 
-    # ---- construction
-
     @contextmanager
     def _replace_generation(self) -> Iterator[None]:
-        """Let TRL's constructor inside make our vLLM in place of its own, with ranks seeded alike."""
         if not hasattr(self, ANSWERS[0]):  # a trainer that makes no answers
             yield
             return
@@ -146,12 +225,9 @@ class GenerationPart(StockTrainer):
         with replace_vllm(self):
             yield
         set_seed(self.args.seed)  # TRL seeds each rank apart, and shuffles with it
-        if not is_first_rank(self.world):
-            self._release_user_functions()
-
-    def _release_user_functions(self) -> None:
-        """Move reward models off the GPU of a rank that calls none, and give it environments without effect."""
-        for reward in self.reward_funcs:
+        if is_first_rank(self.world):
+            return
+        for reward in self.reward_funcs:  # this rank calls none
             if isinstance(reward, nn.Module):
                 reward.to("cpu")
         if getattr(self, "environment_factories", None) is not None:
@@ -162,5 +238,4 @@ class GenerationPart(StockTrainer):
 class NoEnvironment:
     """The environment of a rank whose answers come from the first."""
 
-    def reset(self, **_: Any) -> None:
-        """Add nothing to the prompt."""
+    def reset(self, **_: Any) -> None: ...

@@ -1,15 +1,14 @@
 """To a Trainer all ranks are one process: what accelerate says while trainers of ours are open.
 
-Samplers, orders, counts of items, schedules, callbacks and metrics of transformers and TRL are then their own code,
-with the batch of all ranks. Accelerate's state is one for the whole process, so it is put back when the last trainer
-ends, and a stock Trainer made meanwhile, which would not sum its gradients, is refused.
+Samplers, orders, schedules and metrics of transformers and TRL are then their own code, with the batch of all ranks.
+The last trainer puts accelerate's state back; a stock Trainer made meanwhile, which would sum nothing, is refused.
 """
 
 import copy
 import os
 from collections.abc import Callable
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,39 +20,9 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
-if TYPE_CHECKING:
-
-    class StockTrainer:
-        """The Trainer class that comes after our parts in the order of bases: any, with whatever names it has."""
-
-        def __init__(self, *args: Any, **keywords: Any) -> None: ...
-        def __getattr__(self, name: str) -> Any: ...
-
-        # what our parts call of it
-        _calculate_rewards: Any
-        _generate: Any
-        _get_output_dir: Any
-        _init_training_state: Any
-        _load_rng_state: Any
-        _precompute_ref_logps: Any
-        _prepare_for_training: Any
-        _prepare_input: Any
-        _run_epoch: Any
-        _save_checkpoint: Any
-        _save_rng_state: Any
-        _token_values: Any
-        compute_loss: Any
-        create_accelerator_and_postprocess: Any
-        evaluate: Any
-        evaluation_loop: Any
-        get_batch_samples: Any
-        get_train_dataloader: Any
-        predict: Any
-        prediction_step: Any
-        train: Any
-        training_step: Any
-else:
-    StockTrainer = object
+StockTrainer: Any = (
+    object  # for a type checker: the Trainer class after our parts in the order of bases, whatever it has
+)
 
 OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 
@@ -98,7 +67,6 @@ class OneProcess:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
         return len(self.home.ranks)
 
     def remove_trainer(self) -> None:
@@ -125,21 +93,17 @@ class OneProcess:
         copied.per_device_eval_batch_size *= self.ranks
         return copied
 
-    # ---- accelerate
-
     def _patch_libraries(self) -> None:
-        """Patch transformers and accelerate so that they see one process, and refuse a stock trainer meanwhile."""
         PartialState._shared_state.update({"num_processes": 1, "distributed_type": DistributedType.NO})
         make_stock, save_stock = Trainer.__init__, Trainer.save_model
         set_up = TrainingArguments.__dict__["_setup_devices"]
-        one = self
 
         @wraps(make_stock)  # constructors are asked for their signature
         def refuse_stock(trainer: Any, *args: Any, **keywords: Any) -> None:
             if not hasattr(trainer, "longspan"):
                 raise ConfigError(
                     f"{type(trainer).__name__} is made while a longspan trainer is open, and would train on "
-                    f"{one.ranks} ranks without summing their gradients; call end() of the longspan trainer first, or "
+                    f"{self.ranks} ranks without summing their gradients; call end() of the longspan trainer first, or "
                     "make this one by with_longspan, too"
                 )
             make_stock(trainer, *args, **keywords)
@@ -152,35 +116,29 @@ class OneProcess:
                 save_stock(trainer, output_dir, _internal_call)
 
         def set_up_devices(args: TrainingArguments) -> torch.device:
-            return one._run_under_stock_state(lambda: set_up.func(args))
+            """Run under the state that accelerate had before any trainer of ours: it writes into the state."""
+            states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
+            PartialState._shared_state.update(self._state)
+            try:
+                return set_up.func(args)
+            finally:
+                for kind, state in states:
+                    kind._shared_state.clear()
+                    kind._shared_state.update(state)
 
         devices = cached_property(set_up_devices)
         devices.__set_name__(TrainingArguments, "_setup_devices")
         # Arguments of ours have the batch of all ranks, so they count one process; other arguments count all ranks.
-        size = property(lambda args: 1 if hasattr(args, OURS) else one.ranks)
-        self._patch(Trainer, "__init__", refuse_stock)
-        self._patch(Trainer, "save_model", save_on_all_ranks)
-        self._patch(TrainingArguments, "_setup_devices", devices)
-        self._patch(TrainingArguments, "world_size", size)
-        self._patch(PartialState, "wait_for_everyone", lambda state: one.world.control.barrier("accelerate"))
-
-    def _patch(self, owner: Any, name: str, value: Any) -> None:
-        self._patched.append((owner, name, owner.__dict__[name]))
-        setattr(owner, name, value)
-
-    def _run_under_stock_state(self, work: Callable[[], torch.device]) -> torch.device:
-        """Run `work` under the state that accelerate had before any trainer of ours, then put the present one back.
-
-        Setting up the devices of arguments writes into the state, so the present one is kept whole.
-        """
-        states = [(kind, dict(kind._shared_state)) for kind in (PartialState, AcceleratorState)]
-        PartialState._shared_state.update(self._state)
-        try:
-            return work()
-        finally:
-            for kind, state in states:
-                kind._shared_state.clear()
-                kind._shared_state.update(state)
+        patches: tuple[tuple[Any, str, Any], ...] = (
+            (Trainer, "__init__", refuse_stock),
+            (Trainer, "save_model", save_on_all_ranks),
+            (TrainingArguments, "_setup_devices", devices),
+            (TrainingArguments, "world_size", property(lambda args: 1 if hasattr(args, OURS) else self.ranks)),
+            (PartialState, "wait_for_everyone", lambda _: self.world.control.barrier("accelerate")),
+        )
+        for owner, name, value in patches:
+            self._patched.append((owner, name, owner.__dict__[name]))
+            setattr(owner, name, value)
 
 
 def _count_ranks() -> int:
@@ -200,14 +158,12 @@ class OneAccelerator(Accelerator):
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """0, the index of the only process."""
         return 0
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this rank writes what the main process of a run writes."""
         return self.every_rank_writes or super().is_main_process
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """Leave a model to be evaluated, a reference, where it is: longspan's `prepare` moves what a rank keeps."""
+        """Leave a reference model where it is: longspan's `prepare` moves what a rank keeps."""
         return model if evaluation_mode else super().prepare_model(model, device_placement, evaluation_mode)

@@ -37,9 +37,7 @@ class PreferencesPart(StockTrainer):
     """Precomputing of a reference's log-probabilities, under the plan of evaluation."""
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """The first rank reads and writes TRL's cache of the reference's log-probabilities; other ranks, which may see
-        another disk, take its content.
-        """
+        """The first rank reads and writes TRL's cache; other ranks, which may see another disk, take its content."""
         self._refuse_reference()
         self._prepare_once()
         reference = self.ref_model or self._facade
@@ -75,10 +73,7 @@ class PreferencesPart(StockTrainer):
             )
 
     def _cache_of_first_rank(self, path: str) -> str:
-        """Return this rank's path of the cache that the first rank has at `path`.
-
-        The other ranks get a copy of that file in a folder of their own, or no file where the first has none.
-        """
+        """Return this rank's copy of the cache that the first rank has at `path`, if there is one."""
         is_first, cache = self.world.rank == 0, Path(path)
         content = cache.read_bytes() if is_first and cache.exists() else None
         content = self.world.control.broadcast_object(content)
@@ -108,12 +103,10 @@ def take_reference_adapter(model: Any) -> Any:
 class ReferenceAdapter:
     """The adapter that training began with, in place of TRL's copy: the trained one has its values for a while.
 
-    `config` is the copy's; TRL finds it in `peft_config`, and asks the PeftModel around the prepared model to
-    `set_adapter("ref")` before the reference's passes, and the trained one after them.
+    TRL finds the copy's `config` in `peft_config`, and calls `set_adapter("ref")` of the PeftModel for the reference.
     """
 
     def __init__(self, peft_model: Any, prepared: nn.Module, config: Any) -> None:
-        """Copy the adapter's values, which are still those that training begins with, and answer `set_adapter`."""
         (self._trained,) = peft_model.peft_config
         self._active_adapter = self._trained
         self._refuse = peft_model.set_adapter  # `prepare` made it refuse all but the trained adapter
@@ -124,10 +117,7 @@ class ReferenceAdapter:
 
     @torch.no_grad()
     def set_adapter(self, name: str, *args: Any, **keywords: Any) -> None:
-        """Let the model compute with the trained adapter or with the reference's: their values change places.
-
-        Other names are refused as `prepare` does.
-        """
+        """Exchange the values of the trained adapter and of the reference's; `prepare` refuses other names."""
         if name not in (self._trained, REFERENCE):
             self._refuse(name, *args, **keywords)
         if name == self._active_adapter:

@@ -45,16 +45,10 @@ _OF_LAUNCHER: dict[str, str] = {
 }
 
 
-def refuse_arguments(args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for the first setting of a trainer's constructor that longspan does not run."""
-    for reason in _argument_reasons(args, longspan_arguments, constructor_values):
-        raise ConfigError(reason)
-
-
-def _argument_reasons(
+def refused_arguments(
     args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]
 ) -> Iterator[str]:
-    """`args` are the TrainingArguments, `constructor_values` all arguments of the trainer's constructor, by name."""
+    """Yield why settings of a trainer's constructor, whose `constructor_values` are by name, are not run."""
     for name, why in _SETTINGS.items():
         if value := getattr(args, name, None):
             yield f"args.{name} is {value!r}, which a longspan trainer does not run: {why}"
@@ -143,11 +137,7 @@ def refuse_model(trainer: Any) -> None:
 
 
 def has_cross_entropy_loss(trainer: Any) -> bool:
-    """Return whether a trainer's loss is taken for the cross entropy, for which a step needs one pass and not two.
-
-    That is so without compute_loss_func=, if `compute_loss` is transformers' own, or TRL's and args.loss_type is "nll",
-    by which TRL asks for the cross entropy.
-    """
+    """Return whether a trainer's loss is taken for the cross entropy: transformers' own, or TRL's "nll"."""
     if callable(trainer.compute_loss_func):  # before transformers 5.19 TRL puts a text there
         return False
     owners = (kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
@@ -157,10 +147,7 @@ def has_cross_entropy_loss(trainer: Any) -> bool:
 
 
 def refuse_search(*_: Any, **__: Any) -> NoReturn:
-    """Raise ConfigError in place of `Trainer.hyperparameter_search`.
-
-    A trial would make models and optimizers anew on ranks that are in the middle of a plan.
-    """
+    """Raise ConfigError: a trial would make models anew on ranks that are in the middle of a plan."""
     raise ConfigError(
         "hyperparameter_search is not run by a longspan trainer: start one process group for each trial, such as one "
         "torchrun with its own arguments"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from longspan.hf.facade import (
     versions_of,
 )
 from longspan.hf.one_process import StockTrainer
+from longspan.hf.refusals import has_cross_entropy_loss
 from longspan.model.adapters import unwrap_model
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import local_tensor
@@ -45,14 +46,15 @@ from longspan.train import (
     token_log_probs,
 )
 from longspan.train import grad_norm as norm_of
+from longspan.train.loss import Head
+from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.plans import find_run_cost, query_heads
+from longspan.train.read_rows import LocalBatch
+from longspan.train.step import input_terms
 from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
+from longspan.train.step_inputs import check_step
 
-
-class _Failure(NamedTuple):
-    """An error that a data loader raised in the place of a batch, also the StopIteration at its end."""
-
-    error: Exception
+_log = logging.getLogger(__name__)
 
 
 class BatchesAhead:
@@ -63,32 +65,31 @@ class BatchesAhead:
 
     def __init__(self, batches: Iterator[Any]) -> None:
         self._batches, self._newest = batches, None
-        self._ready = deque[Any]()  # made ahead, and not asked for yet
+        self._ready = deque[Any]()  # made ahead, and not asked for yet; the last may be the loader's error
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch, which may have been made ahead; raise the loader's error in its place."""
         batch = self._ready.popleft() if self._ready else next(self._batches)
-        if isinstance(batch, _Failure):
-            raise batch.error
+        if isinstance(batch, Exception):
+            raise batch
         self._newest = batch
         return batch
 
     def make_batches(self, count: int) -> list[Any]:
         """Make what the next step of `count` batches will ask for; return the step's batches, as many as there are.
 
-        Accelerate's loader holds back the newest batch, which is the step's first. So the step asks for its other
-        batches and one that is held back next. An error of the loader is kept until its batch is asked for.
+        Accelerate's loader holds back the newest batch, the step's first: the step asks for the others and for the one
+        that is held back next. An error of the loader is kept until its batch is asked for.
         """
-        while len(self._ready) < count and not (self._ready and isinstance(self._ready[-1], _Failure)):
+        while len(self._ready) < count and not (self._ready and isinstance(self._ready[-1], Exception)):
             try:
                 self._ready.append(next(self._batches))
             except Exception as error:
-                self._ready.append(_Failure(error))
+                self._ready.append(error)
         coming = [self._newest, *islice(self._ready, count - 1)]
-        return [batch for batch in coming if not isinstance(batch, _Failure)]
+        return [batch for batch in coming if not isinstance(batch, Exception)]
 
 
 class HostBatches:
@@ -115,7 +116,7 @@ class HostBatches:
         base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
 
     def make_batches(self, count: int) -> list[Any]:
-        """Make the batches of the next step ahead; return them, [] where they are not known."""
+        """Make the batches of the next step ahead; [] where they are not known."""
         return [] if self._batches is None else self._batches.make_batches(count)
 
 
@@ -162,8 +163,8 @@ class ComingStep:
 def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDocuments], list[Document], list[int]]:
     """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
 
-    Each target's coefficient is −1 / `items`, the number of targets of all batches. None: the Trainer does not count
-    them, and its loss is the mean of the batches' means: −1 / (targets of the batch × number of batches).
+    A target's coefficient is −1 / `items`, the targets of all batches, or −1 / (targets of the batch × batches) for
+    None.
     """
     all_rows, documents, firsts = list[BatchDocuments](), list[Document](), list[int]()
     for batch in batches:
@@ -176,7 +177,6 @@ def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDo
 
 
 def documents_digest(documents: Sequence[Document]) -> str:
-    """Return a digest of the ids and labels of documents."""
     digest = blake2b(digest_size=16)
     for document in documents:
         digest.update(np.int64(len(document)).tobytes())
@@ -196,7 +196,6 @@ class CollectedTokens:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __call__(self, log_probs: Tensor, at: LossRows) -> Tensor:
-        """Return log-probabilities (t,) times their coefficients, and keep the values of these tokens."""
         values = [log_probs.detach(), *(getattr(at, name) for name in self._names)]
         self._parts.append((at.document, at.position, torch.stack(values)))
         return at["coefficient"] * log_probs
@@ -241,15 +240,11 @@ def same_coefficients(documents: Sequence[Document], guessed: Sequence[Document]
     return True
 
 
-_log = logging.getLogger(__name__)
-
-
 class StepsPart(StockTrainer):
     """What a Trainer does in a step, over plans.
 
-    A step whose loss is the mean cross entropy of its tokens takes one pass: it runs ahead of the Trainer's loss with
-    the coefficients of that, and its values of tokens answer the Trainer's calls. What the loss then leaves in their
-    gradients is compared with these; where it differs, the step runs again with what it left, and no later one ahead.
+    The step runs ahead of the Trainer's loss as the mean cross entropy, and its values of tokens answer the Trainer's
+    calls. If the loss leaves other coefficients in them, the step runs again with these, and no later one runs ahead.
     """
 
     _runs_ahead = True  # whether steps run ahead of the Trainer's loss
@@ -283,10 +278,8 @@ class StepsPart(StockTrainer):
         }
 
     def _cached_plan(self, documents: list[Document], *, training: bool) -> Any:
-        """Return the plan of documents; the last one is kept, as both passes of a step have the same."""
-        targets = sum(document.targets for document in documents)
-        lengths = [len(document) for document in documents]
-        key = (training, targets, lengths)
+        """The last plan is kept, as both passes of a step have the same."""
+        key = training, [(len(document), document.targets) for document in documents]
         if self._last_plan[0] != key:
             self._last_plan = key, self._make_plan(documents, training=training)
         return self._last_plan[1]
@@ -298,33 +291,24 @@ class StepsPart(StockTrainer):
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
         self._agree_on_rows(documents)
-        prepared = facade.inner_model
-        training = prepared.training
+        prepared, head, training = facade.inner_model, facade.head, facade.inner_model.training
         plan = self._cached_plan(documents, training=training)
-        head = facade.head
+        values = {"also": head.values, "temperature": head.temperature}
         try:
             with torch.autocast(self.args.device.type, enabled=False):
-                return token_log_probs(
-                    prepared, plan, documents, self.world, also=head.values, temperature=head.temperature
-                )
+                return token_log_probs(prepared, plan, documents, self.world, **values)
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
-        """Raise CommError on all ranks unless their documents are the same, by `digest` ("": it is computed here)."""
         self.world.control.agree(
             digest or documents_digest(documents),
             what="batches of a Trainer",
             hint="all ranks of a longspan trainer read the same rows; seed samplers, collators and datasets alike",
         )
 
-    # ---- a step
-
     def _prepare_for_training(self, *args: Any) -> Any:
-        """Prepare for training as the Trainer does, and drop what an earlier training left that was stopped in a step.
-
-        The Trainer begins with gradients of zero, so batches and documents of that step must not count either.
-        """
+        """Drop what an earlier training left that was stopped in a step: the Trainer begins with gradients of zero."""
         self._coming_batches, self._guessed_documents, self._was_cut_short, self._next_step = (), (), False, None
         self._facade.called, self._facade.ahead = [], []
         return super()._prepare_for_training(*args)
@@ -380,9 +364,7 @@ class StepsPart(StockTrainer):
         return move_to_device(data, self.args.device) if isinstance(data, Tensor) else super()._prepare_input(data)
 
     def _run_ahead(self, batches: Sequence[Any]) -> None:
-        """The step has the coefficients of the cross entropy; if the Trainer's loss has others, `_finish_step` runs it
-        again. A step without targets, or with a batch without labels, has no cross entropy and does not run ahead.
-        """
+        """A step without targets, or with a batch without labels, has no cross entropy and does not run ahead."""
         step, self._next_step = self._next_step, None
         if step is None or not step.has_batches(batches):
             step = self._read_coming_step(batches, self._coming_targets)
@@ -391,15 +373,14 @@ class StepsPart(StockTrainer):
         values = self._run_step(step.documents, names=self._facade.head.values, coming=step)
         # A step that goes on after a stream's end runs in two parts.
         self._guessed_documents = [*self._guessed_documents, *step.documents]
+        all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
             AheadBatch(entries, rows, Offset(values, first), versions_of(entries))
-            for entries, rows, first in zip(
-                [document_entries(moved) for _, moved in self._moved], step.rows, step.firsts, strict=True
-            )
+            for entries, rows, first in zip(all_entries, step.rows, step.firsts, strict=True)
         ]
 
     def _read_coming_step(self, batches: Sequence[Any], items: float | None) -> ComingStep | None:
-        """Read batches into the step of their mean cross entropy; None without a target, or if a batch lacks labels."""
+        """None without a target, or if a batch lacks labels."""
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
         rows, documents, firsts = read_step(batches, items)
@@ -415,7 +396,6 @@ class StepsPart(StockTrainer):
             torch.cuda.current_stream(self.world.device).synchronize()
 
     def _prepare_next_step(self) -> None:
-        """Make the next step's batches, documents and plan while the device works; the step itself raises errors."""
         if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
@@ -427,9 +407,7 @@ class StepsPart(StockTrainer):
                 self._next_step = self._read_coming_step(batches, None if items is None else float(items))
 
     def _finish_step(self) -> None:
-        """Raises NonFiniteError for coefficients that are not finite. After a loss that was not guessed no step runs
-        ahead.
-        """
+        """After a loss that was not guessed no step runs ahead."""
         calls, self._facade.called = self._facade.called, []
         guessed, self._guessed_documents = self._guessed_documents, ()
         cut, self._was_cut_short = self._was_cut_short, False
@@ -462,9 +440,6 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
-        """`names` are further values of tokens to return; `coming` is the step as it was read ahead, with digest and
-        plan.
-        """
         self._agree_on_rows(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
         collected = CollectedTokens(plan.lengths, names)
@@ -491,7 +466,7 @@ class StepsPart(StockTrainer):
         return type(self).training_step is not StepsPart.training_step or "training_step" in vars(self)
 
     def _clip_grad_norm(self, model: Any) -> float:
-        """Clip gradients and return their norm, which is the step's own if nothing has written to gradients since."""
+        """The norm is the step's own if nothing has written to gradients since."""
         model, (norm, versions), limit = self._facade.inner_model, self._norm_and_versions, self.args.max_grad_norm
         if self._has_step_below or versions != gradient_versions(model):
             return clip_grad_norm(model, limit, self.world)
@@ -504,11 +479,56 @@ class StepsPart(StockTrainer):
 
 
 def gradient_versions(model: Any) -> list[tuple[int, int]]:
-    """Return which tensors the gradients of a model are, and how often each was written to.
-
-    >>> before = gradient_versions(model)
-    >>> before == gradient_versions(model)      # nothing has changed them meanwhile
-    True
-    """
+    """Return which tensors the gradients of a model are, and how often each was written to."""
     gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     return [(gradient.data_ptr(), gradient._version) for gradient in gradients]
+
+
+class EvaluationPart(StockTrainer):
+    """What a Trainer does in an evaluation; where metrics or predictions are wanted, the model answers with logits.
+
+    `eval_loss` is the Trainer's own figure, a mean of the means of batches; `eval_token_loss` is that over tokens.
+    """
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **keywords: Any) -> Any:
+        self._prepare_once()
+        self._facade.evaluated = (0.0, 0)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **keywords)
+        total, tokens = self._facade.evaluated
+        if tokens and has_cross_entropy_loss(self):
+            output.metrics[f"{metric_key_prefix}_token_loss"] = total / tokens
+        return output
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, **keywords: Any) -> Any:
+        self._facade.logits_of = None if prediction_loss_only else self._document_logits
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, **keywords)
+        finally:
+            self._facade.logits_of = None
+
+    def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
+        self._agree_on_rows(documents)
+        plan = self._cached_plan(documents, training=False)
+        with torch.autocast(self.args.device.type, enabled=False):
+            return gather_logits(facade.inner_model, plan, documents, self.world)
+
+
+def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:
+    """Return logits (length, V) of all of a plan's documents, in the model's dtype, on every rank; all enter."""
+    inputs = check_step(model, plan, documents, world, backward=False)
+    terms = input_terms(inputs)
+    batches = read_batches(inputs, terms)
+    parts: list[Tensor] = []
+
+    def keep_logits(batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        parts.append(head(hidden))
+        return hidden.new_zeros((), dtype=torch.float64)
+
+    run_passes(Passes.of(inputs, terms, keep_logits), batches)
+    gathered: dict[int, Tensor] = {}
+    for batch, local in zip(batches, parts, strict=True):
+        rows = batch.shard.gather(local.detach())
+        numbers = [d for group in batch.shard.micro_batch.groups for d in group.documents]
+        lengths = [plan.lengths[d] for d in numbers]
+        gathered |= dict(zip(numbers, rows.split(lengths), strict=True))
+    return [gathered[d] for d in range(len(plan.lengths))]

@@ -1,35 +1,135 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
 import inspect
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import longspan
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
-from longspan.config.sections import RunConfig
+from longspan.config.keys import AUTO
+from longspan.config.sections import LoraSection, RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.hf.arguments import LongspanArguments, words_of_scripts
-from longspan.hf.evaluation import EvaluationPart
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
-from longspan.hf.memory import CHECKPOINTING, choose_memory, prepare_options
 from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
-from longspan.hf.refusals import refuse_arguments, refuse_kind, refuse_model, refuse_search
-from longspan.hf.steps import StepsPart
+from longspan.hf.refusals import refuse_kind, refuse_model, refuse_search, refused_arguments
+from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
-from longspan.model.adapters import unwrap_model
+from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.refusals import guard_model, stock_class_name
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
+from longspan.train.plans import query_heads
+from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
+from longspan.train.training import memory_options
+
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
+OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
+MOST_ROWS = 4096  # of a dataset with columns, whose lengths are looked at: the first
+FEW_ROWS = 256  # of another one, which may read files: at equal distances
+_log = logging.getLogger(__name__)
+
+
+def asks_recomputation(args: Any) -> bool:
+    return any(getattr(args, name, None) for name in CHECKPOINTING)
+
+
+def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
+    """Return the configuration of a trainer's plans, and the plan of memory (None: none is made); entered by all ranks.
+
+    A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set; not if `memory` is "none", no length of a
+    document is known, or the user asked for recomputation. TRL asks for it by default, so only arguments that differ
+    from their class's default count as the user's. Rows of a slot that are "auto" become the plan's, or 0 (no limit).
+    """
+    config, args = _run_config(trainer), trainer._stock_arguments
+    default = {key.name: key.default for key in fields(args)}
+    if asks_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
+        config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
+    lengths, rows, memory = _document_lengths(trainer), 0, None
+    if lengths:
+        model, home = unwrap_model(trainer.model).config, trainer.world.home
+        # Steps 0 to 63, with lengths drawn at random, stand for all steps.
+        batch = trainer.args  # of all ranks
+        rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
+
+        def lengths_of_step(step: int) -> list[int]:
+            return np.random.default_rng(step).choice(np.asarray(lengths), rows_of_step).tolist()
+
+        steps = ComingSteps(lengths_of_step, home, query_heads(model), 0, 64)
+        run = RunMemory(config=config, model=model, ahead=steps, gpu=trainer.world.device.type == "cuda")
+        rows, memory = choose_memory_on_ranks(run, trainer.world, _log.info)
+    if config.context.max_tokens_per_slot == AUTO:
+        limit = rows if memory is not None else 0
+        config = replace(config, context=replace(config.context, max_tokens_per_slot=limit))
+    return config, memory
+
+
+def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:
+    """A reference (without `training`) takes no step. A plan of memory was made by the same keys, and goes before."""
+    args, config = trainer._stock_arguments, trainer.longspan.config()
+    computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
+    options = PrepareOptions(
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        sequence_parallel=config.parallel.sequence_parallel,
+        attention_kernel=config.context.attention_kernel or None,
+        compute_dtype=None if unwrap_model(model).dtype == computes_in else computes_in,
+    )
+    if not training:
+        return options
+    by_arguments = replace(config.train, activation_checkpointing="full" if asks_recomputation(args) else "none")
+    measures = memory_options(replace(config, train=by_arguments), memory, training=True)
+    return replace(options, compiled=config.train.compiled, **measures)
+
+
+def _run_config(trainer: Any) -> RunConfig:
+    # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
+    # memory does not depend on the learning rate.
+    config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
+    dtype = str(model.dtype).removeprefix("torch.")
+    computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
+    model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
+    name = OPTIMIZERS.get(getattr(args.optim, "value", args.optim), "torch.optim.AdamW")
+    lora = LoraSection()
+    if (adapter := find_adapter(model)) is not None:
+        targets = getattr(adapter.config, "target_modules", None)  # a string is a pattern; () is the default
+        lora = replace(lora, rank=adapter.config.r, targets=() if isinstance(targets, str) else tuple(targets or ()))
+    return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
+
+
+def _document_lengths(trainer: Any) -> list[int]:
+    """The lengths of the trainer's documents, or the longest that its arguments allow; [] for neither."""
+    data, args = trainer.train_dataset, trainer.args
+    if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
+        rows = data.select(range(min(len(data), MOST_ROWS)))
+        if "seq_lengths" in data.column_names:  # of packed rows
+            return [int(n) for lengths in rows["seq_lengths"] for n in lengths]
+        return [len(ids) for ids in rows["input_ids"]]
+    if data is not None and hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data):
+        numbers = np.linspace(0, len(data) - 1, min(len(data), FEW_ROWS)).astype(int).tolist()
+        rows = [data[number] for number in numbers]
+        if all(isinstance(row, Mapping) and "input_ids" in row for row in rows):
+            return [len(row["input_ids"]) for row in rows]
+    longest_allowed = getattr(args, "max_length", None)
+    if (answer := getattr(args, "max_completion_length", None)) is not None:
+        # Prompts without a limit are taken to be as long as answers.
+        longest_allowed = answer + (getattr(args, "max_prompt_length", None) or answer)
+    return [int(longest_allowed)] if longest_allowed else []
+
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -37,47 +137,38 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class GivenArguments:
     """What a trainer of the class `kind` is made with; `init` is the constructor to call, without `self`.
 
-    `values` are the arguments by name. Those that `init` takes as *args or **kwargs have the names that the stock
-    constructor gives them: that of the first base which has a parameter `args`, the TrainingArguments.
-    `parameter_names` are those of both constructors. Raises TypeError for arguments that `init` does not take.
+    `values` are the arguments by name. What `init` takes as *args or **kwargs has the names of the first base with a
+    parameter `args`, the TrainingArguments. `parameter_names` are those of both constructors.
     """
 
     def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
-        """Bind the arguments to the names of `init`, and its *args and **kwargs to those of the stock constructor."""
         self._bound = inspect.signature(init).bind_partial(*args, **keywords)
-        self._names, self._var_positional, self._var_keyword = _parameter_names(self._bound.signature)
+        self._names, self._star, self._stars = _parameter_names(self._bound.signature)
         self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameter_names(_signature(base))[0])
-        stock = _signature(self._stock)
+        stock, bound = _signature(self._stock), self._bound.arguments
         self.parameter_names: set[str] = {*self._names, *stock.parameters}
-        self.values = {name: value for name, value in self._bound.arguments.items() if name in self._names}
+        self.values = {name: value for name, value in bound.items() if name in self._names}
+        self._positional, self._keywords = bound.get(self._star, ()), bound.get(self._stars, {})
         with suppress(TypeError):  # *args of a class between `kind` and `_stock`: they stand for other parameters
-            passed_values = self._argument_value(self._var_positional, ())
-            passed_keywords = self._argument_value(self._var_keyword, {})
-            stock_call = stock.bind_partial(None, *passed_values, **passed_keywords)  # None: for self
+            stock_call = stock.bind_partial(None, *self._positional, **self._keywords)  # None: for self
             self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
 
     @property
     def args(self) -> TrainingArguments:
         """The TrainingArguments, or those that the stock class makes for itself."""
-        # Positional arguments have no name in `values` where they stand for other parameters (see the constructor).
-        values = (self.values.get("args"), *self._argument_value(self._var_positional, ()))
+        values = (self.values.get("args"), *self._positional)  # the latter may stand for other parameters
         return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
 
     def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the call, with the caller's TrainingArguments replaced.
-
-        The new ones go to the parameter `args`, else to the caller's place among *args, else to **kwargs. Raises
-        ConfigError for a constructor without any of these.
-        """
-        positional, bound = self._argument_value(self._var_positional, ()), self._bound.arguments
+        """Return the positional and keyword arguments of the call, with the caller's TrainingArguments replaced."""
+        bound, are_args = self._bound.arguments, [isinstance(value, TrainingArguments) for value in self._positional]
         if "args" in self._names:
             bound["args"] = arguments
-        elif any(isinstance(value, TrainingArguments) for value in positional):
-            bound[self._var_positional] = tuple(
-                arguments if isinstance(value, TrainingArguments) else value for value in positional
-            )
-        elif self._var_keyword:
-            bound[self._var_keyword] = self._argument_value(self._var_keyword, {}) | {"args": arguments}
+        elif any(are_args):
+            pairs = zip(self._positional, are_args, strict=True)
+            bound[self._star] = tuple(arguments if is_args else value for value, is_args in pairs)
+        elif self._stars:
+            bound[self._stars] = self._keywords | {"args": arguments}
         else:
             raise ConfigError(
                 f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "
@@ -85,15 +176,14 @@ class GivenArguments:
             )
         return self._bound.args, self._bound.kwargs
 
-    def _argument_value(self, name: str, default: Any) -> Any:
-        return self._bound.arguments.get(name, default)
-
     def _default_arguments(self) -> TrainingArguments:
         """TRL's trainers have arguments of a class of their own (SFTConfig), and name the folder by model and class."""
-        hints = _signature(self._stock).parameters["args"].annotation
-        classes = _argument_classes(hints, self._stock)
-        config = next((kind for kind in classes if kind is not TrainingArguments), TrainingArguments)
-        if config is TrainingArguments:
+        annotation = _signature(self._stock).parameters["args"].annotation
+        if isinstance(annotation, str):
+            annotation = eval(annotation, vars(inspect.getmodule(self._stock)))
+        kinds = (kind for kind in getattr(annotation, "__args__", (annotation,)) if isinstance(kind, type))
+        config_kinds = (kind for kind in kinds if issubclass(kind, TrainingArguments) and kind is not TrainingArguments)
+        if (config := next(config_kinds, None)) is None:
             return TrainingArguments(output_dir="tmp_trainer")  # transformers' own default
         model = self.values.get("model")
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -109,17 +199,6 @@ def _parameter_names(signature: inspect.Signature) -> tuple[list[str], str, str]
     variadic_names = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
     names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
     return names, variadic_names.get(_VARIADIC[0], ""), variadic_names.get(_VARIADIC[1], "")
-
-
-def _argument_classes(annotation: Any, owner: type[Any]) -> list[type[Any]]:
-    """Return the argument classes that an annotation names; a string is evaluated in the module of its `owner`."""
-    if isinstance(annotation, str):
-        annotation = eval(annotation, vars(inspect.getmodule(owner)))
-    return [
-        argument_class
-        for argument_class in getattr(annotation, "__args__", (annotation,))
-        if isinstance(argument_class, type) and issubclass(argument_class, TrainingArguments)
-    ]
 
 
 SAVES = "trainer.save_model(folder)"
@@ -139,7 +218,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         construction = GivenArguments(type(self), super().__init__, args, keywords)
         arguments, model = construction.args, construction.values.get("model")
         # What can be refused before the world is opened is refused here.
-        refuse_arguments(arguments, self.longspan, construction.values)
+        for reason in refused_arguments(arguments, self.longspan, construction.values):
+            raise ConfigError(reason)
         if isinstance(model, nn.Module):
             refuse_kind(model)
         refuse_generation(type(self), arguments, construction.values, construction.parameter_names)
@@ -149,7 +229,10 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             folder = Path(arguments.output_dir or ".")
             run_on_first_rank(self.world, lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
             self._stock_arguments = arguments
-            arguments_here = _turn_off_checkpointing(self._one_process.arguments_for_all_ranks(arguments))
+            arguments_here = self._one_process.arguments_for_all_ranks(arguments)
+            for name in CHECKPOINTING:  # `prepare` recomputes
+                if getattr(arguments_here, name, None):
+                    setattr(arguments_here, name, False)
             if isinstance(model, str):  # TRL loads it by its name, and must not spread it over all GPUs
                 clear_device_map(arguments_here)
             positional, keyword_arguments = construction.call_with(arguments_here)
@@ -172,7 +255,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         return self._one_process.world
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator that takes the rows of all ranks."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OneAccelerator
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads a stream, not the first only
@@ -181,13 +263,8 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: `prepare` moves what a rank keeps."""
 
-    # ---- the model
-
     def _prepare_once(self) -> None:
-        """Prepare the model, and a reference model of TRL, before the first pass or optimizer; again if it is replaced.
-
-        First what TRL put on a model is taken off: a fused head, or a copy of the adapter.
-        """
+        """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced."""
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
         inside = unwrap_model(self.model)
@@ -224,8 +301,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._prepare_once()
         return self._facade
 
-    # ---- what fails on one rank ends all
-
     def train(self, *args: Any, **keywords: Any) -> Any:
         """Train as the Trainer does; entered by all ranks."""
         with self._report_errors_to_others():
@@ -243,10 +318,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     @contextmanager
     def _report_errors_to_others(self) -> Iterator[None]:
-        """Report an error that only this rank raises inside, as of a collator or a metric, to the ranks that wait.
-
-        All ranks wait for each other at the end, so that none goes on without a rank whose metric failed.
-        """
+        """Report an error of this rank alone, as of a metric; all wait at the end, so that none goes on without it."""
         try:
             with words_of_scripts():
                 yield
@@ -255,8 +327,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             if not getattr(error, "on_all_ranks", False):
                 self.world.watch.leave(error)
             raise
-
-    # ---- the end
 
     def end(self) -> None:
         """End the trackers; the last trainer of ours closes the world and puts accelerate's state back."""
@@ -271,7 +341,6 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
 
 def layout_line(config: RunConfig, home: Layout) -> str:
-    """Write how ranks will share documents, in a line for the console."""
     training, evaluation = PlanChoice.training(config).text, PlanChoice.evaluation(config).text
     degrees = {"tp": home.tp, "ep": home.ep, "dp_replicate": home.dp_replicate}
     also = "".join(f", {name} {degree}" for name, degree in degrees.items() if degree > 1)
@@ -280,13 +349,6 @@ def layout_line(config: RunConfig, home: Layout) -> str:
         f"longspan: {plural(len(home.ranks), 'rank')}, {plural(home.slots, 'slot')}{also}; training {training}, "
         f"evaluation {evaluation}; weights sharded over {plural(shards, 'rank')}"
     )
-
-
-def _turn_off_checkpointing(args: TrainingArguments) -> TrainingArguments:
-    for name in CHECKPOINTING:
-        if getattr(args, name, None):
-            setattr(args, name, False)
-    return args
 
 
 def _route_calls(prepared: Any, facade: Facade) -> None:

@@ -1,7 +1,6 @@
 """TRL's vLLM under longspan: whole weights by name go to it, and on every GPU it makes a share of the answers.
 
-A server is talked to by the first rank. Engines in the ranks' own processes ("colocate") share the prompts, as they do
-in stock TRL on as many processes, and all ranks get all answers.
+A server is talked to by the first rank. Engines in the ranks' own processes ("colocate") share the prompts.
 """
 
 import inspect
@@ -21,7 +20,6 @@ class LongspanVLLM(VLLMGeneration):
     """vLLM as a trainer of TRL calls it, over the weights of a prepared model. `_trainer` is the longspan trainer."""
 
     def __init__(self, _trainer: Any, *args: Any, **keywords: Any) -> None:
-        """Make TRL's vLLM, with an accelerator that counts the ranks: the trainer's own shows one process."""
         arguments = inspect.signature(super().__init__).bind(*args, **keywords).arguments
         self._trainer, self._world = _trainer, _trainer.world
         arguments["accelerator"] = RankAccelerator(arguments["accelerator"], self._world)
@@ -33,17 +31,15 @@ class LongspanVLLM(VLLMGeneration):
         return self._trainer.weights_by_name()
 
     def sync_weights(self) -> None:
-        """Give vLLM the weights: the server, or the engine of every rank, which then all enter."""
         with (
             nullcontext() if self.mode == "server" else self._trainer._first_rank.call_on_others("vllm", "sync_weights")
         ):
             super().sync_weights()
 
     def generate(self, prompts: list[Any], images: Any, num_generations: int, profiler: Any = None) -> Any:
-        """Return answers to all prompts, as VLLMGeneration.generate gives them.
+        """Return answers to all prompts: the first rank asks a server; without one each rank's engine makes a share.
 
-        The first rank asks a server; without one each rank's engine makes a share of the answers. Engines get no
-        `images`: models that read them are refused at construction. `profiler` is TRL's context that takes the time.
+        Engines get no `images`: models that read them are refused. `profiler` is TRL's context that takes the time.
         """
         first_rank, generate_stock = self._trainer._first_rank, super().generate
         if self.mode == "server":
@@ -55,8 +51,7 @@ class LongspanVLLM(VLLMGeneration):
     def generate_in_shares(self, prompts: list[Any], num_generations: int, asleep: bool) -> Any:
         """Return all answers, of which each rank's engine makes an equal share; entered by all ranks.
 
-        The last prompt is repeated until shares are equal, and answers beyond the prompts are dropped. Engines whose
-        weights are `asleep`, as vLLM calls it, get the weights first.
+        The last prompt is repeated until shares are equal. Engines whose weights are `asleep` get them first.
         """
         if asleep:
             self.sync_weights()
@@ -94,7 +89,6 @@ class RankAccelerator:
 
 @contextmanager
 def replace_vllm(trainer: Any) -> Iterator[None]:
-    """Let the modules of a trainer's classes make LongspanVLLM inside where they make VLLMGeneration."""
     modules_of_bases = [sys.modules[name] for name in dict.fromkeys(kind.__module__ for kind in type(trainer).__mro__)]
     modules = [module for module in modules_of_bases if vars(module).get("VLLMGeneration") is VLLMGeneration]
 

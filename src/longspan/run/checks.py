@@ -31,7 +31,7 @@ from longspan.config.sections import (
     section_kinds,
 )
 from longspan.corpus.files import STDLIB, find_files
-from longspan.corpus.rows.kinds import COLUMNS
+from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
 from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.document_encoder import cut_row
 from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.store.document_encoder import cut_row
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
 from longspan.errors import DataError

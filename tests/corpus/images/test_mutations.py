@@ -22,7 +22,7 @@ def family(name: str) -> Callable[..., Any]:
     return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
-ROWS = "corpus.rows.placeholders"
+ROWS = "corpus.rows.media"
 Change = tuple[str, str, str]
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
@@ -35,14 +35,14 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     ),
     "another image's pixels": (
         (
-            "corpus.image_reader",
+            "corpus.image_documents",
             "self._load_pictures(placed, self._find_bytes(placed))",
             "self._load_pictures(placed, self._find_bytes(self._table[0]))",
         ),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (
-        ("corpus.image_reader", "frames[frame : frame + ", "frames[0 : "),
+        ("corpus.image_documents", "frames[frame : frame + ", "frames[0 : "),
         videos.test_frames_as_bytes_in_tables_and_cuts_between_groups,
     ),
     "times of groups as if of frames": (
@@ -54,7 +54,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         videos.test_pixels_are_those_of_the_image_processor,
     ),
     "videos of a row are one": (
-        ("corpus.image_reader", "(placed.document, placed.image.number)", "0"),
+        ("corpus.image_documents", "(placed.document, placed.image.number)", "0"),
         partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
     ),
     "the images of the document before": (
@@ -66,7 +66,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("video_llama_3"),
     ),
     "an image alone in its document": (
-        ("corpus.image_reader", "pictures[0], placed.image.among", "pictures[0], 1"),
+        ("corpus.image_documents", "pictures[0], placed.image.among", "pictures[0], 1"),
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (
@@ -74,11 +74,15 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "places in the row, not in its part": (
-        ("corpus.store.document_encoder", "_shift_image(image, -piece.start)", "_shift_image(image, 0)"),
+        (
+            "corpus.document_encoder",
+            "image._replace(start=image.start - piece.start, stop=image.stop - piece.start)",
+            "image",
+        ),
         tables.test_long_documents_are_cut_before_an_image,
     ),
     "cut in an image": (
-        ("corpus.store.document_encoder", "if start < a < stop < b", "if False"),
+        ("corpus.document_encoder", "if start < a < stop < b", "if False"),
         tables.test_long_documents_are_cut_before_an_image,
     ),
 }

@@ -16,7 +16,7 @@ from transformers import Qwen2_5_VLConfig
 from longspan.cli.eval import main as eval_main
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.corpus.image_reader import ImageReader
+from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder

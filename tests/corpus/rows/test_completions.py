@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import MASKS
-from longspan.corpus.rows.sample import Row, RowSettings, Sample
+from longspan.corpus.rows.sample import MASKS, Row, RowSettings, Sample
 from longspan.corpus.tokenizer import load_tokenizer
 from tests.corpus.rows.conversations import PLAIN, asks, says
 from tests.corpus.rows.families import encoding_of, write_folder

@@ -5,8 +5,7 @@ import pickle
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.kinds import common_kind, rows_hold
-from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, common_kind, rows_hold
 from longspan.corpus.tokenizer import END_OF_TEXT, train_tokenizer
 from longspan.errors import DataError
 

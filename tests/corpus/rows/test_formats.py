@@ -13,9 +13,7 @@ from longspan.config.sections import DataConfig
 from longspan.corpus.build import configured_tokenizer, ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.formats import rename_columns
-from longspan.corpus.rows.kinds import Kind, row_kind
-from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
+from longspan.corpus.rows.sample import BadRow, Kind, Row, RowSettings, Sample, rename_columns, row_kind
 from longspan.corpus.tokenizer import RunFolderFiles, load_tokenizer
 from longspan.errors import ConfigError, DataError
 from longspan.model.weights.file_names import TEMPLATE_FILES

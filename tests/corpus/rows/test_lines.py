@@ -6,8 +6,7 @@ import pytest
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.rows.lines import missing_end_line, rows_line, unseen_line
+from longspan.corpus.corpus_settings import CorpusSettings, missing_end_line, rows_line, unseen_line
 from longspan.corpus.rows.sample import Row, Sample, Unseen
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.manifest import LeftOut

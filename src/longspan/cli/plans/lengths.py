@@ -99,8 +99,8 @@ def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
 
 def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
     # A limit of 0 means none, for the bytes of a row as for the tokens of a document.
+    from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.rows.encoding import RowEncoding
-    from longspan.corpus.store.document_encoder import DocumentEncoder, FileChunk
     from longspan.corpus.tokenizer import load_tokenizer
 
     encoding = RowEncoding(kind_of_files(files, skip_bad=False, most_bytes=0), load_tokenizer(tokenizer))

@@ -1,9 +1,7 @@
 """Images in files or in rows, and videos as lists of frames: their sizes from headers, and their pixels.
 
-Images are turned upright by the EXIF orientation in their header, with three channels, as transformers' `load_image`
-does (which also looks after the pixels of a PNG). Only formats that are nothing but pixels are read: Pillow gives some
-others to programs, as EPS to Ghostscript. Of several frames in a file the first is read. What an image becomes for a
-model is in `processor.py`.
+They are turned upright by EXIF, with three channels, as transformers' `load_image` does. Only formats that are
+nothing but pixels are read: Pillow gives some others to programs, as EPS to Ghostscript.
 """
 
 import io
@@ -49,8 +47,12 @@ class ImageFile(NamedTuple):
         with self._open_image() as image:
             turned, kind = _orientation(image) in _TURNED, image.format or ""
             size = (image.width, image.height) if turned else (image.height, image.width)
-        if not self._has_end(kind):
-            self.load()
+        if kind in _ENDS:
+            with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
+                file.seek(max(0, file.seek(0, io.SEEK_END) - _TAIL))
+                has_end = _ENDS[kind] in file.read()
+            if not has_end:
+                self.load()
         return size
 
     def load(self) -> "Image":
@@ -62,22 +64,12 @@ class ImageFile(NamedTuple):
             return upright.convert("RGB")
 
     def stamp(self) -> Stamp:
-        """Return size and time of change of a file, to detect changes; for bytes in a row their number and 0."""
-        if not self.path:
-            return len(self.data), 0
-        return file_stamp(self.path)
-
-    def _has_end(self, kind: str) -> bool:
-        """Return whether the file ends as complete ones of its kind do; true for kinds without an end mark."""
-        if kind not in _ENDS:
-            return True
-        with Path(self.path).open("rb") if self.path else io.BytesIO(self.data) as file:
-            file.seek(max(0, file.seek(0, io.SEEK_END) - _TAIL))
-            return _ENDS[kind] in file.read()
+        """Return size and time of change of a file; for bytes in a row their number and 0."""
+        return file_stamp(self.path) if self.path else (len(self.data), 0)
 
     @contextmanager
     def _open_image(self) -> "Iterator[Image]":
-        """Open the image, unread. Inside, errors of reading it become DataErrors that name it."""
+        """Inside, errors of reading the image become DataErrors that name it."""
         pil: Any = import_pillow()
         try:
             self._check_file()
@@ -101,7 +93,7 @@ class ImageFile(NamedTuple):
             raise DataError(f"{self._name} is no image that Pillow can read: {reason}") from error
 
     def _check_file(self) -> None:
-        """Raise DataError for what is no regular file (a pipe may never end), and for too many bytes."""
+        """A pipe may never end."""
         size = len(self.data)
         if self.path:
             stat = Path(self.path).stat()
@@ -149,10 +141,7 @@ def _readable_formats() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def import_pillow() -> Any:
-    """Import the module PIL.Image. Raises DataError, with the command that installs it, if it is missing.
-
-    Pillow's warning about images with more than half of its limit of pixels is turned off, as it needs no action.
-    """
+    """Import PIL.Image, without its warning of many pixels. Raises DataError, with the command that installs it."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -171,11 +160,13 @@ class VideoFile(NamedTuple):
     interval: float
 
     def size(self) -> Size:
-        """Return height and width of every upright frame, from the headers.
-
-        Raises DataError, naming the frame, if one is missing, no image, or of another size than the first.
-        """
-        sizes = [_frame_size(frame, number) for number, frame in enumerate(self.frames)]
+        """Return height and width of every upright frame, from the headers. Raises DataError where they differ."""
+        sizes = list[Size]()
+        for number, frame in enumerate(self.frames):
+            try:
+                sizes.append(frame.size())
+            except DataError as error:
+                raise DataError(f"frames[{number}]: {error}") from error
         index = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if index is not None:
             (height, width), (first_height, first_width) = sizes[index], sizes[0]
@@ -184,10 +175,3 @@ class VideoFile(NamedTuple):
                 "frames of a video are of one size"
             )
         return sizes[0]
-
-
-def _frame_size(frame: ImageFile, number: int) -> Size:
-    try:
-        return frame.size()
-    except DataError as error:
-        raise DataError(f"frames[{number}]: {error}") from error

@@ -1,8 +1,7 @@
 """The processor of a model's folder: placeholders and grid of an image of a size, and an image's pixels.
 
-It is transformers' own processor (the folder's files name its class) with the image processor of its PIL backend, so
-that torchvision is not needed and pixels are equal on every machine. How it is loaded, and videos, are in
-`without_torchvision.py`.
+It is transformers' own with the image processor of its PIL backend, so that torchvision is not needed and pixels are
+equal on every machine. How it is loaded, and videos, are in `without_torchvision.py`.
 """
 
 import sys
@@ -69,10 +68,10 @@ class Processor:
 
     @cached_property
     def placeholder(self) -> int:
-        """Return the token id whose places take the rows of images; it need not be the id of `token`.
+        """The token id whose places take the rows of images; it need not be the id of `token`.
 
-        It is the id that the tokenizer or the processor names, if the processor writes it for an image; else the id
-        that it writes most often.
+        It is the id that tokenizer or processor names, if the processor writes it; else the id that it writes most
+        often.
         """
         ids = (getattr(component, "image_token_id", None) for component in (self.stock.tokenizer, self.stock))
         known_id = next((int(i) for i in ids if i is not None), None)
@@ -81,7 +80,6 @@ class Processor:
 
     @property
     def name(self) -> str:
-        """The name of the image processor's class."""
         return type(self.stock.image_processor).__name__
 
     @cached_property
@@ -91,7 +89,6 @@ class Processor:
 
     @property
     def has_grids(self) -> bool:
-        """Whether images are cut into a grid of patches that depends on their size."""
         return GRIDS in self.stock.image_processor.model_input_names
 
     def grid(self, size: Size) -> Grid | None:
@@ -124,8 +121,10 @@ class Processor:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The names of the model's inputs for an image. Raises DataError if images cannot be processed."""
-        return tuple(argument_names(self.image(_blank(_SMALL))))
+        """The names of the model's inputs for an image."""
+        image = self.image(_blank(_SMALL))
+        present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
+        return tuple(name for name, is_present in present.items() if is_present) + tuple(image.fields)
 
     @cached_property
     def _sees_others(self) -> bool:
@@ -133,7 +132,7 @@ class Processor:
 
     @cached_property
     def has_fixed_placeholders(self) -> bool:
-        """Return whether images of every size take the same placeholders."""
+        """Whether images of every size take the same placeholders."""
         try:
             counts = self.stock._get_num_multimodal_tokens(image_sizes=list(_PROBES))
         except Exception:  # some processors lack this method, or have one that does not run
@@ -162,7 +161,6 @@ class Processor:
         return grid if grid[1] * grid[2] == processor.get_number_of_image_patches(*size, {}) else None
 
     def _find_text(self, size: Size, grid: Grid | None, several: bool) -> str:
-        """Find what the processor writes for images of this size: by their grid, or else by a blank image."""
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
@@ -196,7 +194,7 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
     """Return the first image of a processor's output for a text and its images.
 
     Pixels are (n, 3, H, W), for n tiles. Where a processor puts them into (1, n, 3, H, W), the leading dim is removed,
-    as in other fields whose first two dims are the same. Raises DataError for a field that is no tensor.
+    as in other fields whose first two dims are the same.
     """
     tensors = {name: _as_tensor(name, value) for name, value in outputs.items() if name not in _OF_TEXT}
     pixels = tensors.pop(PIXELS)
@@ -208,12 +206,6 @@ def read_model_inputs(outputs: Mapping[str, Any]) -> ImageInput:
         None if size is None else tuple(size.reshape(-1, 2)[0].tolist()),  # type: ignore[arg-type]
         {name: x[0] if nested is not None and x.shape[:2] == nested else x for name, x in tensors.items()},
     )
-
-
-def argument_names(image: ImageInput) -> list[str]:
-    """List the arguments of the model that an image has."""
-    present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
-    return [name for name, is_present in present.items() if is_present] + list(image.fields)
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:

@@ -1,14 +1,11 @@
 """Transformers' processor of a model's folder, for images and videos, loaded without torchvision.
 
-transformers 5.17 to 5.23 loads a processor together with its video processor, and that needs torchvision. So the stock
-processor is loaded here without its parts for video, with the image processor of the PIL backend; and the video
-processors of Qwen2-VL and Qwen3-VL are written again: settings from the folder's files with the defaults of the class
-that they name, sizes by the class's `smart_resize` (bounds are pixels of a frame, or of all frames in Qwen3-VL), frames
-resized by Pillow and cut into patches by the folder's image processor. No frames are chosen or left out.
+transformers 5.17 to 5.23 loads a processor together with its video processor, which needs torchvision. So it is
+loaded here without its parts for video, and the video processors of Qwen2-VL and Qwen3-VL are written again: settings
+of the folder with the class's defaults, sizes by its `smart_resize`, frames resized by Pillow.
 
-This file may go once transformers loads processors without torchvision, or torchvision is a dependency of the extra
-`images`. `AutoProcessor.from_pretrained` then takes its place. Corpora with videos must be compared before that, as
-torchvision does not resize frames exactly as Pillow does.
+Once transformers loads processors without torchvision, `AutoProcessor.from_pretrained` takes the place of this file;
+compare corpora with videos before, as torchvision does not resize frames exactly as Pillow does.
 """
 
 import copy
@@ -67,15 +64,17 @@ def load_stock_processor(folder: Path) -> Any:
     stock = _stock_class(_class_name(folder))
 
     def load_parts(cls: Any, path: Any, *_: Any, **__: Any) -> list[Any]:
-        """Load only the tokenizer and the image processor; the stock method would load the video processor too."""
         loaders = {
             "tokenizer": lambda: AutoTokenizer.from_pretrained(path, **FOLDER_OPTIONS),
             "image_processor": lambda: AutoImageProcessor.from_pretrained(path, backend="pil", **FOLDER_OPTIONS),
         }
         return [loaders[name]() if name in loaders else None for name in cls.get_attributes()]
 
-    # A subclass that neither loads nor checks the part for video.
-    methods = {"_get_arguments_from_pretrained": classmethod(load_parts), "check_argument_for_proper_class": _no_check}
+    # A subclass that neither loads the part for video nor checks its class.
+    methods = {
+        "_get_arguments_from_pretrained": classmethod(load_parts),
+        "check_argument_for_proper_class": lambda *_: None,
+    }
     processor = type(stock.__name__, (stock,), methods).from_pretrained(folder, **FOLDER_OPTIONS)
     for attribute in ("image_processor", "image_token"):
         if getattr(processor, attribute, None) is None:
@@ -102,10 +101,6 @@ def _stock_class(name: str) -> Any:
         del sys.modules[needs_torchvision]
 
 
-def _no_check(*_: Any) -> None:
-    """Accept any part: stock processors check the classes of their parts, and the part for video is None here."""
-
-
 def _class_name(folder: Path) -> str:
     """processor_config.json goes before preprocessor_config.json, and an ending "Fast" is dropped."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -126,7 +121,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def processor_digest(folder: Path) -> str:
-    """Return the SHA-256 of the values in the files of a folder's processor; nothing is loaded."""
     values = [_read_json(folder / name) for name in PROCESSOR_FILES]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
@@ -149,19 +143,16 @@ class VideoProcessor:
     def of(cls, folder: Path, stock: Any) -> "VideoProcessor":
         """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes.
 
-        Its class is the one that the folder names, or else the one that transformers uses with the class of `stock`.
-        Settings that the folder lacks are the class's defaults. Qwen2-VL may write the bounds of a frame's pixels as
-        min_pixels and max_pixels in place of the edges of `size`.
+        Its class is the one that the folder names, or else transformers' for the class of `stock`; settings that the
+        folder lacks are its defaults. Qwen2-VL may write bounds of a frame's pixels as min_pixels and max_pixels.
         """
-        settings = _read_video_settings(folder)
-        names = [
-            name for name in (settings.get("video_processor_type"), _OF_PROCESSORS.get(_stock_name(stock))) if name
-        ]
-        kind = names[0].removesuffix("Fast") if names else ""
+        nested, stock_name = _read_json(folder / NESTED).get("video_processor"), type(stock).__name__
+        settings = nested or _read_json(folder / OWN_FILE) or _read_json(folder / LEGACY)
+        kind = (settings.get("video_processor_type") or _OF_PROCESSORS.get(stock_name, "")).removesuffix("Fast")
         if kind not in _DEFAULTS or getattr(stock, "video_token_id", None) is None:
             raise DataError(
                 f"videos are processed here as {' and '.join(_DEFAULTS)} do, and {folder} has a "
-                f"{kind or _stock_name(stock)}; give frames as images, each with its place in the text"
+                f"{kind or stock_name}; give frames as images, each with its place in the text"
             )
         defaults = _DEFAULTS[kind] | _ALL
         settings = defaults | {key: value for key, value in settings.items() if value is not None}
@@ -175,12 +166,10 @@ class VideoProcessor:
 
     @property
     def token(self) -> str:
-        """The text of a video before it is processed."""
         return str(self.stock.video_token)
 
     @property
     def placeholder(self) -> int:
-        """The token id whose places take the rows of videos."""
         return int(self.stock.video_token_id)
 
     @property
@@ -220,10 +209,7 @@ class VideoProcessor:
         return self._texts[key]
 
     def pixels(self, frames: Sequence[Any], grid: Grid) -> "Tensor":
-        """Return the patches (h · w, C · frames · p²) of a group of PIL images, p pixels a side.
-
-        The last group of a video may be short; its last image is repeated.
-        """
+        """Return patches (h · w, C · frames · p²) of a group of PIL images; a short group repeats its last image."""
         import torch
 
         patches = [self._frame_patches(frame, grid) for frame in frames]
@@ -231,7 +217,7 @@ class VideoProcessor:
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
-        """Resize one frame to the size of the grid; return its patches (h · w, C, p²)."""
+        """(h · w, C, p²) of one frame, resized to the grid."""
         patch = int(self.settings["patch_size"])
         if self.settings["do_resize"]:
             frame = frame.resize((grid[2] * patch, grid[1] * patch), resample=self.settings["resample"])
@@ -241,12 +227,11 @@ class VideoProcessor:
         return pixels.view(len(pixels), -1, patch**2)
 
     def _sides_of_frames(self, frames: int, size: Size, factor: int) -> Size:
-        """Return the height and width of frames by the class's formula and bounds.
+        """The height and width of frames by the class's formula and bounds.
 
-        `size` bounds the pixels of a frame in Qwen2-VL, and those of the whole video in later classes. If
-        `cap_pixels_per_frame` is set, `max_video_tokens` are a second bound: in Qwen2-VL of a video, shared out over
-        its frames, in later classes of one frame. A frame may always have 1.05 times the fewest pixels (0.9 and 1.05
-        are the classes').
+        `size` bounds the pixels of a frame in Qwen2-VL, of the whole video later. With `cap_pixels_per_frame` the
+        tokens bound a video, shared out over its frames, in Qwen2-VL, and one frame later. 0.9 and 1.05 are the
+        classes'.
         """
         resize: Any = import_module(_RESIZE[self.kind]).smart_resize
         fewest_pixels, most_pixels = self.settings["size"]["shortest_edge"], self.settings["size"]["longest_edge"]
@@ -258,19 +243,5 @@ class VideoProcessor:
             return resize(*size, factor=factor, min_pixels=fewest_pixels, max_pixels=most_pixels)
         if capped:
             most_pixels = max(min(tokens * factor**2, most_pixels // frames), int(fewest_pixels * 1.05)) * frames
-        bounds = {
-            "temporal_factor": self.group,
-            "factor": factor,
-            "min_pixels": fewest_pixels,
-            "max_pixels": most_pixels,
-        }
-        return resize(frames, *size, **bounds)
-
-
-def _stock_name(stock: Any) -> str:
-    return type(stock).__name__
-
-
-def _read_video_settings(folder: Path) -> dict[str, Any]:
-    nested = _read_json(folder / NESTED).get("video_processor")
-    return nested or _read_json(folder / OWN_FILE) or _read_json(folder / LEGACY)
+        bounds = {"factor": factor, "min_pixels": fewest_pixels, "max_pixels": most_pixels}
+        return resize(frames, *size, temporal_factor=self.group, **bounds)

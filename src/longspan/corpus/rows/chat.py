@@ -1,9 +1,7 @@
 """Encodes conversations by the tokenizer's chat template; the texts of the assistant are targets.
 
-The rendering is tokenized once, and nothing is put around it: the template writes the beginning of text if the model
-needs it. A token is a target if it has a character of the assistant's. Pixels are not read: in the rendering each image
-or video is one placeholder, which is replaced by as many as it takes (`placeholders.py`) before the text is tokenized.
-The spans of the assistant come from the template's marks, or from `infer_turns.py`.
+The rendering is tokenized once, and nothing is put around it. A token is a target if it has a character of the
+assistant's, by the template's marks or by `infer_turns.py`. In place of an image stand its placeholders.
 """
 
 import json
@@ -13,13 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from longspan.corpus.rows.infer_turns import TurnTokens, find_assistant_spans, marked_spans, turn_tokens
+from longspan.corpus.rows.media import NOTHING_SHOWN, RowImages, RowMedia, check_counts, kinds_of_parts
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
-from longspan.corpus.rows.named_media import check_counts, kinds_of_parts
-from longspan.corpus.rows.placeholders import RowImages
-from longspan.corpus.rows.row_media import NOTHING_SHOWN, RowMedia
 from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, require_key
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.tokenizer import TextTokenizer
@@ -37,10 +32,9 @@ class ChatEncoding:
     template: ChatTemplate
     settings: RowSettings = field(default_factory=RowSettings)
     images: RowImages | None = None
-
-    @cached_property
-    def _encodings(self) -> "dict[str, ChatEncoding]":
-        return {}
+    _encodings: "dict[str, ChatEncoding]" = field(
+        default_factory=dict[str, "ChatEncoding"], init=False, repr=False, compare=False
+    )
 
     def with_variables(self, values: Mapping[str, Any]) -> "ChatEncoding":
         """Return the encoding with a row's chat_template_kwargs; those used first are forgotten."""
@@ -73,16 +67,15 @@ class ChatEncoding:
     def _encode_turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia
     ) -> Iterator[Sample]:
-        """Yield the samples of a chat: one with all learnt turns or, with turns "split", one up to each learnt turn."""
+        """One sample with all learnt turns or, with turns "split", one up to each learnt turn."""
         if self.settings.turns == "together":
             yield self._encode_sample(messages, tools, learnt, media)
             return
         for i, first in zip(learnt, [0, *(i + 1 for i in learnt)], strict=False):
             beginning = messages[: i + 1]
             kinds = kinds_of_parts(beginning)
-            yield self._encode_sample(
-                beginning, tools, [i], media.first_files(kinds.count("image"), kinds.count("video")), first
-            )
+            first_media = RowMedia(media.images[: kinds.count("image")], media.videos[: kinds.count("video")])
+            yield self._encode_sample(beginning, tools, [i], first_media, first)
 
     def _encode_sample(
         self,
@@ -111,10 +104,7 @@ class ChatEncoding:
         return self.images.add_images(sample, expanded)
 
     def _end_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
-        """Put `end_of_chat` behind an answer that ends a chat, and is learnt. Calls end at other tokens, and get none.
-
-        Raises RowError for the name of no token, and if the template writes an end itself.
-        """
+        """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
         end, engine = self.settings.end_of_chat, self.tokenizer.engine
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
         if not end or not is_answer or sample.labels is None or (sample.labels == NO_TARGET).all():
@@ -133,9 +123,13 @@ class ChatEncoding:
         return sample._replace(ids=ids, labels=labels)
 
     def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
-        """Tokenize a rendering; return its ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""
+        """Return ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""
         ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text)
-        return ids, np.where(tokens_in_spans(offsets, spans), ids, NO_TARGET)
+        begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+        is_target = np.zeros(len(begins), dtype=bool)
+        for start, stop in spans:  # a token is one if it has a character in a span
+            is_target |= (begins < stop) & (ends > start)
+        return ids, np.where(is_target, ids, NO_TARGET)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
@@ -167,22 +161,7 @@ class ChatEncoding:
 
     @cached_property
     def _tokens_with_tools(self) -> TurnTokens:
-        """Return the tokens between turns of conversations with tools.
-
-        They are those of conversations without tools if the template refuses the plain conversation with a tool.
-        """
         try:  # a template may write tools at a place that this conversation lacks
             return turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._tokens_without_tools
-
-
-def tokens_in_spans(
-    offsets: Sequence[tuple[int, int]] | Integers, spans: Sequence[tuple[int, int]]
-) -> npt.NDArray[np.bool_]:
-    """Return which tokens (n,) have a character in a span; offsets and spans are (start, stop) in characters."""
-    begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    inside = np.zeros(len(begins), dtype=bool)
-    for start, stop in spans:
-        inside |= (begins < stop) & (ends > start)
-    return inside

@@ -1,7 +1,6 @@
 """Encodes rows of one kind: texts, prompts with completions, tokens, and conversations (`chat.py`).
 
-A `RowEncoding` pickles, so that worker processes can use it. A sample is as long as its row; rows are cut into
-documents in `store/document_encoder.py`.
+A `RowEncoding` pickles for worker processes. Rows are cut into documents in `document_encoder.py`.
 """
 
 import hashlib
@@ -17,15 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
-from longspan.corpus.rows.formats import read_chat
-from longspan.corpus.rows.kinds import CHATS, MASKS, Kind, check_keys, check_objects, has_media_keys, media_key
-from longspan.corpus.rows.messages import check_messages
+from longspan.corpus.rows.messages import check_messages, read_chat
 from longspan.corpus.rows.sample import (
+    CHATS,
+    MASKS,
     BadRow,
+    Kind,
     Row,
     RowError,
     RowSettings,
     Sample,
+    check_keys,
+    check_objects,
+    has_media_keys,
+    media_key,
     preview,
     require_key,
     require_string,
@@ -38,16 +42,12 @@ from longspan.model.weights.file_names import has_processor
 
 if TYPE_CHECKING:  # of conversations and images, which texts do without
     from longspan.corpus.rows.chat import ChatEncoding
-    from longspan.corpus.rows.placeholders import RowImages
-    from longspan.corpus.rows.row_media import RowMedia
+    from longspan.corpus.rows.media import RowImages, RowMedia
     from longspan.corpus.rows.template import ChatTemplate
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
-    """Encode texts with the tokens that the tokenizer puts around them; every token is a target.
-
-    Short texts are encoded together, at the end; a long one by itself, as it may turn out a bad row.
-    """
+    """Encode texts together, each with the tokens around it; a long one by itself, as it may turn out a bad row."""
     texts, results = list[str](), list[BadRow | npt.NDArray[np.int64] | None]()
     for row in rows:
         try:
@@ -121,18 +121,14 @@ def _read_mask(values: Any, name: str, length: int) -> npt.NDArray[np.bool_]:
 
 
 def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
-    """Return a list of a row, which may be empty, as an array of integers (n,). Raises RowError for anything else.
-
-    An array of numpy, also of objects, counts as the list of its entries.
-    """
+    """An array of numpy, also of objects, counts as the list of its entries."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list):
         raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
     # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
-    array = (
-        np.asarray(values) if all(isinstance(value, int | float | np.number | np.bool_) for value in values) else None
-    )
+    are_numbers = all(isinstance(value, int | float | np.number | np.bool_) for value in values)
+    array = np.asarray(values) if are_numbers else None
     if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list
         raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(values)}")
     return array.astype(np.int64)
@@ -145,7 +141,6 @@ def _check_length(values: npt.NDArray[np.int64], name: str, length: int) -> npt.
 
 
 def _check_ids(ids: npt.NDArray[np.int64], name: str, vocabulary_size: int) -> None:
-    """Raise RowError for an id that is not in the vocabulary."""
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary_size))
     if len(wrong):
         raise RowError(
@@ -173,11 +168,10 @@ class RowEncoding:
             _ = self.template  # raises DataError without a chat template
 
     def encode(self, rows: Sequence[Row]) -> list[Sample | BadRow]:
-        """Encode rows in their order; a conversation that is split gives a sample for each turn.
-
-        Texts without media are encoded together, which is faster.
-        """
-        if self.kind == "text" and not any(self._may_have_media(row.values) for row in rows):
+        """Encode rows in their order; a conversation that is split gives a sample for each turn."""
+        # Without an image processor only a list under such a key counts: a column "image" may hold anything.
+        has_media = has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
+        if self.kind == "text" and not any(has_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
 
@@ -185,13 +179,12 @@ class RowEncoding:
         """Count the texts in which `<image>` and the like are plain text, if the model takes images."""
         if self.images is None:
             return Counter()
-        from longspan.corpus.rows.named_media import count_plain_names
+        from longspan.corpus.rows.media import count_plain_names
 
         return sum((count_plain_names(row.values) for row in rows), Counter[str]())
 
     @cached_property
     def digest(self) -> str:
-        """Return SHA-256 of everything that decides the tokens of a row."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
         template: tuple[Any, ...] = ()
         if self.kind in (*CHATS, "prompt+completion"):
@@ -204,26 +197,21 @@ class RowEncoding:
 
     @cached_property
     def template(self) -> "ChatTemplate":
-        """Return the tokenizer's chat template. Raises DataError if it has none."""
         from longspan.corpus.rows.template import ChatTemplate
 
         return ChatTemplate.of(self.tokenizer)
 
     @cached_property
     def images(self) -> "RowImages | None":
-        """Return what makes placeholders of images; None if the tokenizer's folder has no image processor."""
+        """What makes placeholders of images; None if the tokenizer's folder has no image processor."""
         if not has_processor(self.tokenizer.folder):
             return None
-        from longspan.corpus.rows.placeholders import RowImages
+        from longspan.corpus.rows.media import RowImages
 
         template = None
         with suppress(DataError):  # texts need none
             template = self.template
         return RowImages(self.tokenizer, template)
-
-    def _may_have_media(self, values: Mapping[str, Any]) -> bool:
-        """Without an image processor only a list under such a key counts: a column "image" may hold anything."""
-        return has_media_keys(values) if self.images is not None else media_key(values, lists=True) is not None
 
     def _encode_row(self, i: int, row: Row) -> list[Sample | BadRow]:
         try:
@@ -232,15 +220,14 @@ class RowEncoding:
             return [BadRow(row.where, str(error), error.masked)]
         except LongTextError as error:
             return [BadRow(row.where, str(error))]
+        masked = BadRow(row.where, "none of its tokens is a target", masked=True)
         return [
-            _masked_row(row) if sample.labels is not None and (sample.labels[1:] == NO_TARGET).all() else sample
+            masked if sample.labels is not None and (sample.labels[1:] == NO_TARGET).all() else sample
             for sample in samples
         ]
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
-        """Prompt and completion as lists of messages are one conversation, in which the messages of the prompt are no
-        targets. Prompt and completion as strings cannot have images: only a chat template places these.
-        """
+        """Prompt and completion as messages are one conversation; as strings they have no place for images."""
         check_keys(row.values, self.kind)
         values, media = self._extract_media(row._replace(values=read_chat(row.values, self.kind)))
         check_objects(values)
@@ -255,13 +242,10 @@ class RowEncoding:
             return [token_sample(values, self.tokenizer.size)]
         prompt, completion = require_key(values, "prompt"), require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
-            prompt_messages, answers = (
-                check_messages(part, name, images=self.images is not None)
-                for part, name in ((prompt, "prompt"), (completion, "completion"))
-            )
-            messages = [*prompt_messages, *answers]
-            values = {**values, "messages": messages}
-            return self._chat.with_variables(values).samples(values, len(prompt_messages), media)
+            prompt = check_messages(prompt, "prompt", images=self.images is not None)
+            answers = check_messages(completion, "completion", images=self.images is not None)
+            values = {**values, "messages": [*prompt, *answers]}
+            return self._chat.with_variables(values).samples(values, len(prompt), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [completion_sample(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
@@ -273,10 +257,7 @@ class RowEncoding:
         return ChatEncoding(self.tokenizer, self.template, self.settings, self.images)
 
     def _extract_media(self, row: Row) -> "tuple[Mapping[str, Any], RowMedia | None]":
-        """Return a row's values, in which media are bare parts of messages (`row_and_media`), and the media in order.
-
-        Raises RowError for media in a row whose kind or tokenizer cannot have them.
-        """
+        """Return a row's values, in which media are bare parts of messages, and the media in order."""
         values = row.values
         if self.images is None:
             without_parts = self.kind in ("text", "input_ids")  # with these a column "image" need not be an image
@@ -287,13 +268,9 @@ class RowEncoding:
                     "leave them out"
                 )
             return values, None
-        from longspan.corpus.rows.named_media import row_and_media
+        from longspan.corpus.rows.media import row_and_media
 
         bare_values, media = row_and_media(row)
         if media and self.kind == "input_ids":
             raise RowError("images stand beside input_ids; give text or messages, whose placeholders are made here")
         return bare_values, media
-
-
-def _masked_row(row: Row) -> BadRow:
-    return BadRow(row.where, "none of its tokens is a target", masked=True)

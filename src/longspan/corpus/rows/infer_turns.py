@@ -1,18 +1,14 @@
 """Infers the turns of an assistant from the rendering of a conversation, for templates that do not mark them.
 
-Of this file only `marked_spans` concerns templates with {% generation %} marks.
+Turns are located in the rendering of the whole conversation, as templates write a turn differently once others follow
+it. A span begins after the prompt that inference writes there, and ends after the token that ends the turn. Texts
+that the template leaves out are no targets. No span contains a text of another message.
 
-The rendering of the whole conversation decides. Turns are located in it and never rendered one by one, because
-templates write a turn differently once others follow it. A span begins after the prompt that inference writes there,
-and ends after the token that ends the turn. Texts that the template leaves out (an earlier thought, say) are not in the
-rendering and so no targets. No span contains a text of another message.
-
-Texts are located with marks: words that occur nowhere in the rendering. A mark is put after each text of each message,
-and in place of each blank text of a message that is not an assistant's, and the conversation is rendered again. If the
-second rendering without its marks equals the first, the marks stand where the texts end. Otherwise the template depends
-on what the texts are. Then blank texts are left as they are, and if that does not help, each text is marked in a
-rendering of its own: the rest of that rendering after the mark must end the first rendering.
-Texts are listed in `messages.py`.
+Texts are located with marks: words that occur nowhere in the rendering. A mark is put after each text of each
+message, and in place of each blank text of a message that is not an assistant's, and the conversation is rendered
+again. If the second rendering without its marks equals the first, the marks stand where the texts end. Else blank
+texts are left as they are, and if that does not help, each text is marked in a rendering of its own: the rest of that
+rendering after the mark must end the first rendering.
 """
 
 import re
@@ -25,7 +21,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
-from longspan.corpus.rows.messages import Field, replace_field, texts_of_messages
+from longspan.corpus.rows.messages import THOUGHTS, Field, replace_field, texts_of_messages
 from longspan.corpus.rows.sample import RowError, Unseen, map_strings, preview, strings
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
 from longspan.corpus.tokenizer import any_of_pattern
@@ -38,10 +34,9 @@ _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
 class TurnTokens:
     """The tokens that begin and end turns.
 
-    `prompts` are the prompt of an answer and the beginnings of it that precede earlier answers, the longest first.
-    `ends` are the tokens at which generation stops. `closing` is the token after an earlier answer, if it is another
-    one. `headers` are tokens that begin turns. `special` are the tokenizer's special tokens, `plain` its other added
-    tokens.
+    `prompts` are the prompt of an answer and its beginnings that precede earlier answers, the longest first. Generation
+    stops at `ends`; `closing` is another token after an earlier answer; `headers` begin turns. `special` are the
+    tokenizer's special tokens, `plain` its other added tokens.
     """
 
     prompts: tuple[str, ...]
@@ -53,40 +48,30 @@ class TurnTokens:
 
     @cached_property
     def any_token(self) -> re.Pattern[str] | None:
-        """Return a pattern for any of the tokens, the longest first; None if there are none."""
         return any_of_pattern(self.ends | self.headers | self.special)
 
     @cached_property
     def _risky_characters(self) -> re.Pattern[str]:
-        """Return the pattern of characters with which a text can form a token.
-
-        They are the first and last ones of tokens, and all of their characters except those in words (`_is_word`).
-        Without tokens the pattern matches nothing.
-        """
+        """The characters with which a text can form a token: first and last ones of tokens, and those not in words."""
         names = self.ends | self.headers | self.special
         characters = {
             character
             for name in names
             for i, character in enumerate(name)
-            if i in (0, len(name) - 1) or not _is_word(character)
+            if i in (0, len(name) - 1) or not (character.isalnum() or character in "_- ")
         }
         return re.compile(f"[{re.escape(''.join(sorted(characters)))}]" if characters else "(?!)")
 
     @cached_property
     def _risky_or_plain(self) -> re.Pattern[str]:
-        """Return a pattern for names of `plain` tokens, then for `_risky_characters`.
-
-        Templates look for these names, so they stay as they are; they come first, to be matched as a whole.
-        """
+        """Names of `plain` tokens come first, to be matched as a whole: templates look for these names."""
         plain = any_of_pattern(self.plain - self.ends - self.headers)
         return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
-        """Return whether no string in a value has a character with which a text can form a token."""
         return not any(self._risky_characters.search(text) for _, text in strings(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
-        """Replace the characters with which the strings in a value could form a token; names of `plain` tokens stay."""
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
         return map_strings(value, lambda text: self._risky_or_plain.sub(replaced, text))
 
@@ -96,7 +81,7 @@ class TurnTokens:
         If a token that ends generation follows it directly, the turn ends after that one. The token must stand before
         `limit`, and no other turn may begin before it. Another special token ends the turn too, if nothing but blanks
         stands between that token and the next turn or the end of the text. The last turn of the text needs no token at
-        its end. Raises RowError otherwise; the message names the turn as `turn`.
+        its end.
         """
         tokens = list(self.any_token.finditer(text, start, limit)) if self.any_token else []
         inside = list(takewhile(lambda token: token.group() not in self.headers - self.ends, tokens))
@@ -129,13 +114,11 @@ class TurnTokens:
 def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
     """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation.
 
-    A conversation of four turns, each a word that nothing else contains, is rendered: what stands between the second
-    and the third word are the end of an answer and the header of a question, and what stands after the last word ends
-    the text.
-
-    Of several tokens between the two words the first ends the answer and the others begin the question. A single one
-    ends the answer if generation stops at it or if it also ends the text; otherwise it begins the question. The first
-    token after an answer is `closing` only where none of the tokens there stops generation.
+    Four turns, each a word that nothing else contains, are rendered. Between the second and the third word stand the
+    end of an answer and the header of a question; what stands after the last word ends the text. Of several tokens
+    between the two words the first ends the answer and the others begin the question. A single one ends the answer if
+    generation stops at it or if it also ends the text. The first token after an answer is `closing` only where none
+    there stops generation.
     """
     added = engine.get_added_tokens_decoder().values()
     special, ordinary = (
@@ -160,8 +143,11 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
         for tokens_after in (separators if first_is_end else [], tail_tokens)
         if tokens_after and not ends.intersection(tokens_after)
     )
+    stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
+    stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
+    beginnings = tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
     return TurnTokens(
-        prompts=_list_needed_beginnings(_prompt_beginnings(prompt, tokens), answer_heads),
+        prompts=_list_needed_beginnings(beginnings, answer_heads),
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
@@ -170,16 +156,8 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     )
 
 
-def _is_word(character: str) -> bool:
-    """Return whether a character is common in words: one inside a token's name does not make a text form the token."""
-    return character.isalnum() or character in "_- "
-
-
 def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
-    """Return what the template writes behind a question as the prompt of an answer.
-
-    It begins where the question rendered with the prompt begins to differ from the question rendered without it.
-    """
+    """It begins where the question rendered with the prompt begins to differ from the question rendered without it."""
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
     common = next((i for i, (a, b) in enumerate(zip(plain, with_prompt, strict=False)) if a != b), len(plain))
@@ -189,17 +167,11 @@ def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: 
     return with_prompt[common:]
 
 
-def _prompt_beginnings(prompt: str, tokens: re.Pattern[str] | None) -> tuple[str, ...]:
-    stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
-    stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
-    return tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
-
-
 def _list_needed_beginnings(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
     """List the beginnings of a prompt from the longest down to the longest one that every head of an answer contains.
 
-    `beginnings` are in this order. A head is the text between a question and its answer, in which a template may write
-    less than in a prompt. A head that contains no beginning does not count.
+    A head is the text between a question and its answer, in which a template may write less than in a prompt. One that
+    contains no beginning does not count.
     """
     # The index of the longest beginning in each head; 0 for a head with none.
     indices = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
@@ -243,13 +215,9 @@ class _Conversation:
         return self.template.render(messages, self.tools).text
 
     def turn_before(self, turn: _Turn) -> _Turn:
-        """Return the last earlier turn that the template also writes before this one; an empty turn without one."""
+        """The last earlier turn that the template also writes before this one; an empty turn without one."""
         earlier = [t for t in self.turns if t.message < turn.message and t.ends[-1] <= turn.ends[0]]
         return earlier[-1] if earlier else _Turn(-1, (), (0,))
-
-    def latest_end(self, turn: _Turn) -> int:
-        later = [t.ends[0] for t in self.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1]]
-        return later[0] if later else len(self.text)
 
     def messages_in(self, start: int, stop: int) -> set[int]:
         # The number len(messages) is above every message's, so that all texts that end at a place count.
@@ -257,9 +225,9 @@ class _Conversation:
         return {message for _, message in self.ends[first:last]}
 
     def messages_around(self, start: int, stop: int) -> range:
-        count_to_start, count_to_stop = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
-        first = self.ends[count_to_start - 1][1] if count_to_start else 0
-        last = self.ends[count_to_stop][1] if count_to_stop < len(self.ends) else len(self.messages) - 1
+        before, behind = (bisect_right(self.ends, (at, len(self.messages))) for at in (start, stop))
+        first = self.ends[before - 1][1] if before else 0
+        last = self.ends[behind][1] if behind < len(self.ends) else len(self.messages) - 1
         return range(first, last + 1)
 
 
@@ -272,11 +240,7 @@ def find_assistant_spans(
     learnt: Collection[int],
     first: int,
 ) -> Spans:
-    """Find the spans of the `learnt` messages of an assistant in the rendering `text` of all messages.
-
-    Also counts what the rendering lacks (`_count_unseen`). Raises RowError for a span that its surroundings do not
-    determine.
-    """
+    """Find the spans of the `learnt` messages of an assistant in the rendering `text`, and count what it lacks."""
     fields = texts_of_messages(messages)
     conversation, ends = _locate_turns(fields, messages, text, template, tools)
     unseen = _count_unseen(conversation, fields, ends, learnt, first)
@@ -294,8 +258,7 @@ def marked_spans(
 ) -> Spans:
     """Select the template's own marks of the `learnt` messages, and count what the rendering lacks.
 
-    A mark without a text belongs to the assistant's messages between the texts next to it. Raises RowError for a mark
-    of learnt messages and of others.
+    A mark without a text belongs to the assistant's messages between the texts next to it.
     """
     answers = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
     all_learnt, fields = answers == set(learnt), texts_of_messages(messages)  # then no mark is another message's
@@ -339,7 +302,7 @@ def _count_unseen(
     messages, turns = conversation.messages, [turn for turn in conversation.turns if turn.message in learnt]
     absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
     lacking = [field for field in absent if field.message in learnt]
-    thoughts = sum(field.is_thought for field in lacking)
+    thoughts = sum(field.path[0] in THOUGHTS for field in lacking)
     cut_thoughts = sum(bool(_cut_thought(conversation, turn)) for turn in turns)
     blank = len(set(learnt) - {field.message for field in fields})
     roles = {field.message: messages[field.message]["role"] for field in absent if field.message >= first}
@@ -365,26 +328,25 @@ def _locate_turns(
     template: ChatTemplate,
     tools: Sequence[Any] | None,
 ) -> tuple[_Conversation, list[tuple[int, ...]]]:
-    """Locate the turns in a rendering; also return where each field's text ends in it, which may be several places."""
+    """Also return where each field's text ends in the rendering, which may be several places."""
     render: Render = lambda changed: template.render(changed, tools).text  # noqa: E731
     ends = locate_ends(fields, messages, text, render)
-    turns = tuple(turn for i in range(len(messages)) if (turn := _make_turn(i, fields, ends)).ends)
+    turns = list[_Turn]()
+    for message in range(len(messages)):  # of a text that is rendered several times the last end counts
+        pairs = [(at[-1], field) for field, at in zip(fields, ends, strict=True) if field.message == message and at]
+        pairs.sort(key=lambda pair: pair[0])
+        if pairs:
+            turns.append(_Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs)))
     places = sorted((end, field.message) for field, field_ends in zip(fields, ends, strict=True) for end in field_ends)
-    return _Conversation(messages, text, template, tools, turns, tuple(places)), ends
-
-
-def _make_turn(message: int, fields: Sequence[Field], ends: Sequence[tuple[int, ...]]) -> _Turn:
-    """Make the turn of a message from its texts; where a text is rendered several times, its last end counts."""
-    pairs = [(places[-1], f) for f, places in zip(fields, ends, strict=True) if f.message == message and places]
-    pairs.sort(key=lambda pair: pair[0])
-    return _Turn(message, tuple(field for _, field in pairs), tuple(end for end, _ in pairs))
+    return _Conversation(messages, text, template, tools, tuple(turns), tuple(places)), ends
 
 
 def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) -> Iterator[tuple[int, int]]:
-    """Yield the spans of a turn that are generated: one, or several where tokens inside the turn end generation."""
+    """One span of a turn, or several where tokens inside the turn end generation."""
     name = f"messages[{turn.message}]"
     start = _find_start(conversation, turn, tokens)
-    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], conversation.latest_end(turn), name)
+    later = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
+    end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], next(later, len(conversation.text)), name)
     if start is None:
         thought = _cut_thought(conversation, turn)
         hint = f"the template leaves out its thought {preview(thought)}: give the answer alone, or " if thought else ""
@@ -428,8 +390,8 @@ def _find_start(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
 def _find_start_after_question(conversation: _Conversation, turn: _Turn, turn_before: _Turn) -> int | None:
     """Find where an answer begins: after its question, and what the template writes between the two.
 
-    The messages before the answer are rendered as a prompt. The end of this prompt is looked for in the text, from the
-    last words of the question on. None if the two have nothing in common behind these words, or the prompt is refused.
+    The end of the prompt for the answer is looked for from the last words of the question on. None if the prompt is
+    refused, or has nothing in common with what is behind these words.
     """
     try:
         prompt = conversation.template.render(conversation.messages[: turn.message], conversation.tools, prompt=True)
@@ -462,8 +424,8 @@ def locate_ends(
 ) -> list[tuple[int, ...]]:
     """Find the ends of each text in the rendering, in characters; empty for a text that is not in it.
 
-    All are marked in one rendering. If that fails, blank texts, which a template may leave out, stay unmarked; if that
-    fails too, each other text is marked in its own rendering, as is any field whose mark is a quoted key (`added`).
+    All are marked in one rendering. If that fails, blank texts stay unmarked; if that fails too, each other text is
+    marked in its own rendering, as is any field whose mark is a quoted key (`added`).
     """
     marks = _make_marks(text, len(fields))
     texts = [k for k, field in enumerate(fields) if not field.added]
@@ -482,7 +444,7 @@ def locate_ends(
 def _locate_marks(
     messages: Sequence[Message], fields: Mapping[str, Field], text: str, render: Render
 ) -> dict[str, list[int]] | None:
-    """Return the places in `text` of the marks of `fields`; None if the template refuses marks or alters the rest."""
+    """None if the template refuses marks or alters the rest."""
     if not fields:
         return {}
     for mark, field in fields.items():

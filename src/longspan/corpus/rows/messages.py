@@ -3,20 +3,16 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from longspan.corpus.rows.kinds import check_message_keys
-from longspan.corpus.rows.sample import RowError, preview, type_name
+from longspan.corpus.rows.sample import Kind, RowError, preview, require_string, type_name, unread_keys
 from longspan.files import parse_json
 
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Keys of a message, in other formats, that decide whether it is learnt.
 LEARNT = ("weight", "train", "training", "trainable", "loss")
 
 
 def check_messages(value: Any, name: str = "messages", *, images: bool = False) -> list[dict[str, Any]]:
-    """Check messages, each an object with a role. Raises RowError for anything else, and for parts that are no text.
-
-    With `images` a part may be an image or a video.
-    """
+    """Check messages, each an object with a role; with `images` a part may be an image or a video."""
     if not isinstance(value, list) or not value:
         raise RowError(
             f'"{name}" is {"empty" if value == [] else type_name(value)}; give a list of objects with role and content'
@@ -25,21 +21,17 @@ def check_messages(value: Any, name: str = "messages", *, images: bool = False) 
 
 
 def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
-    """Check a message: its role, content, calls, and keys about targets. Raises RowError for what is wrong.
-
-    Content is a string, nothing, or a list of parts: texts, and with `images` places of images and videos. Returns the
-    message, whose parts lack keys with null: templates ask whether a part has a key.
-    """
+    """Return a message without keys with null in its parts: templates ask whether a part has a key."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        hint = (
-            "; from and value are called role and content here"
-            if isinstance(message, dict) and {"from", "value"} <= message.keys()
-            else ""
-        )
+        is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()
+        hint = "; from and value are called role and content here" if is_turn else ""
         raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
-        content = [_drop_null_values(part) for part in content]
+        content = [
+            {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
+            for part in content
+        ]
         message = {**message, "content": content}
         for k, part in enumerate(content):
             if images and part in ({"type": "image"}, {"type": "video"}):
@@ -55,10 +47,6 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     return message
 
 
-def _drop_null_values(part: Any) -> Any:
-    return {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part
-
-
 def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
     """A message that is not an assistant's is never learnt, so that only 0 is right for it."""
     for key, value in message.items():
@@ -71,14 +59,12 @@ def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
                 f"{name}.{key} is {preview(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
             )
-    check_message_keys(message, name)
+    for key, why in unread_keys(message, "message"):
+        raise RowError(f"{name}.{key} is not read: {why}")
 
 
 def learnt_messages(messages: Sequence[Mapping[str, Any]], first: int) -> list[int]:
-    """List the assistant's messages from number `first` on that are learnt: those without a 0 under a LEARNT key.
-
-    Raises RowError if there are none.
-    """
+    """List the assistant's messages from number `first` on that are learnt: those without a 0 under a LEARNT key."""
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
     if not answers:
         raise RowError("no message is of an assistant, so that there is nothing to learn; leave the row out")
@@ -101,7 +87,6 @@ def _check_tool_calls(calls: Any, name: str) -> None:
 
 
 def read_tools(value: Any) -> list[Any] | None:
-    """Read the tools of a row: a list of schemas, or its JSON; None if there are none. Raises RowError otherwise."""
     if (value := read_json_value(value, "tools")) is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -110,7 +95,6 @@ def read_tools(value: Any) -> list[Any] | None:
 
 
 def read_json_value(value: Any, name: str) -> Any:
-    """Return the value of a key, parsed if it is a string, None if it is blank. Raises RowError if it is no JSON."""
     try:
         return value if not isinstance(value, str) else parse_json(value) if value.strip() else None
     except ValueError as error:
@@ -120,8 +104,7 @@ def read_json_value(value: Any, name: str) -> Any:
 class Field(NamedTuple):
     """A text of a message, with the keys that lead to it.
 
-    `added`: the value is not a text, and a key is added to it as a mark. `blank`: there is no text, but its place in
-    the rendering belongs to its message.
+    `added`: it is no text, and its mark is a further key. `blank`: there is no text, but its place is the message's.
     """
 
     message: int
@@ -129,11 +112,6 @@ class Field(NamedTuple):
     value: Any
     added: bool = False
     blank: bool = False
-
-    @property
-    def is_thought(self) -> bool:
-        """Return whether the text is a thought of the assistant, by its key."""
-        return self.path[0] in _THOUGHTS
 
 
 def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
@@ -144,10 +122,9 @@ def texts_of_messages(messages: Sequence[Mapping[str, Any]]) -> list[Field]:
 def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
     """Yield the texts of message `i`: an assistant's thought, its content, and one field for each call.
 
-    A blank content counts too, as no span of targets may contain its place. An assistant's does not: if the message has
-    no other text, nothing of it is a target.
+    A blank content counts too, as no span of targets may contain its place. An assistant's does not.
     """
-    thought = next((key for key in _THOUGHTS if _is_text(message.get(key))), None)
+    thought = next((key for key in THOUGHTS if _is_text(message.get(key))), None)
     if thought is not None and message.get("role") == "assistant":
         yield Field(i, (thought,), message[thought])
     content = message.get("content")
@@ -163,10 +140,7 @@ def _text_fields(i: int, message: Mapping[str, Any]) -> Iterator[Field]:
 
 
 def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
-    """Return what templates write last of call `number` of message `i`: its last argument if that is a text.
-
-    Otherwise it is all arguments, which may be one string; without arguments it is the function's name.
-    """
+    """Return what templates write last of a call: its last argument if that is a text, else all, else its name."""
     path: tuple[str | int, ...] = ("tool_calls", number)
     if "function" in call:
         path, call = (*path, "function"), call["function"]
@@ -182,7 +156,6 @@ def _call_field(i: int, number: int, call: Mapping[str, Any]) -> Field:
 
 
 def replace_field(messages: Sequence[Mapping[str, Any]], field: Field, value: Any) -> list[Mapping[str, Any]]:
-    """Return the messages with another value of a field."""
     copies = list(messages)
     copies[field.message] = _put_value(messages[field.message], field.path, value)
     return copies
@@ -200,3 +173,43 @@ def _put_value(container: Any, path: tuple[str | int, ...], value: Any) -> Any:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
+
+
+_ROLES = {  # of ShareGPT's turns
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+
+
+def read_chat(values: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+    """Return a row of a kind of chats as one with messages. Raises RowError for turns that are not of its format."""
+    if kind == "conversations":
+        turns = values["conversations"]
+        if not isinstance(turns, list) or not turns:
+            raise RowError(f'"conversations" is {type_name(turns) if turns != [] else "empty"}; give a list of turns')
+        messages = [_read_turn(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
+    elif kind == "instruction+output":
+        texts = [require_string(values.get(key) or "", key) for key in ("instruction", "input", "output")]
+        question = "\n".join(filter(None, texts[:2]))
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": texts[2]}]
+    else:
+        return values
+    return {**values, "messages": messages}
+
+
+def _read_turn(turn: Any, name: str) -> dict[str, Any]:
+    if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
+        roles = ", ".join(_ROLES)
+        hint = ' (data.columns = ["messages=conversations"] reads role and content)' * ("role" in str(turn))
+        raise RowError(f"{name} needs an object with from, one of {roles}, and value; found {preview(turn)}{hint}")
+    present = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
+    if unknown := sorted(present.keys() - {*LEARNT}):
+        raise RowError(f"{name}.{unknown[0]} is not read: a turn has from and value, perhaps {', '.join(LEARNT)}")
+    message = {"role": _ROLES[turn["from"]], **present}
+    if turn["from"] != "function_call":
+        return {**message, "content": require_string(turn.get("value"), "value")}
+    calls = read_json_value(turn.get("value"), f"{name}.value")
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**message, "content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}

@@ -5,7 +5,7 @@ A check raises what is wrong as one line. Files and tokenizers are not used here
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.images import SampleImage
+from longspan.errors import DataError
 
 DATE = "26 Jul 2024"  # for templates that write one: the default of Llama 3's
 
@@ -26,7 +27,6 @@ class RowError(Exception):
 
 
 def require_key(values: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key. Raises RowError if a row does not have it."""
     if key not in values:
         kind = "an object with a string" if key in ("text", "prompt", "completion") else "an object with"
         raise RowError(f'needs {kind} "{key}"; found keys {sorted(values)}')
@@ -34,7 +34,6 @@ def require_key(values: Mapping[str, Any], key: str) -> Any:
 
 
 def require_string(value: Any, name: str) -> str:
-    """Return a text of a row. Raises RowError for another type, and for a lone surrogate."""
     if not isinstance(value, str):
         raise RowError(f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {preview(value)}')
     check_characters(value, "its text" if name == "text" else f'its "{name}"')
@@ -42,7 +41,7 @@ def require_string(value: Any, name: str) -> str:
 
 
 def check_characters(text: str, name: str) -> None:
-    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read; it calls the text `name`."""
+    """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -53,10 +52,7 @@ def check_characters(text: str, name: str) -> None:
 
 
 def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
-    """Raise RowError for a string in a value that has a lone surrogate, or a name of a token that `special` matches.
-
-    None for `special`: names are not looked for. `name` is what messages call the value.
-    """
+    """Raise RowError for a string in a value with a lone surrogate, or a name of a token that `special` matches."""
     for path, text in strings(value, name):
         check_characters(text, path)
         if special is not None and (match := special.search(text)):
@@ -89,14 +85,12 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def type_name(value: Any) -> str:
-    """Return the name of a JSON value's type."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
 def preview(value: Any) -> str:
-    """Return the beginning of a value, for a message."""
     return json.dumps(value, default=str)[:60]
 
 
@@ -125,10 +119,10 @@ class Unseen(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The tokens of one document (n,), and its labels (n,), −100 for tokens that are no targets.
+    """The tokens of one document (n,), and its labels (n,), −100 for none, not shifted. None: every token but the
+    first.
 
-    Labels are not shifted, as in Hugging Face's. None: every token except the first is a target. `row` is the index of
-    its row among those that were encoded together: a conversation that is split gives several samples.
+    `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
     """
 
     ids: npt.NDArray[np.int64]
@@ -163,7 +157,185 @@ class RowSettings:
 
     @property
     def deciding_values(self) -> dict[str, Any]:
-        """The values by name; those that came with version 0.4 only where they are set, so that old corpora fit."""
+        """Those that came with version 0.4 only where they are set, so that old corpora fit."""
         values = {"parse_special_tokens": self.parse_special_tokens, "turns": self.turns, "date_string": DATE}
         values |= {"end_of_chat": self.end_of_chat} if self.end_of_chat else {}
         return values | ({"columns": [*self.columns]} if self.columns else {})
+
+
+Kind = Literal["text", "messages", "prompt+completion", "input_ids", "conversations", "instruction+output"]
+CHATS: tuple[Kind, ...] = ("messages", "conversations", "instruction+output")  # the last two are read as messages
+KEYS: dict[Kind, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "prompt+completion": ("prompt", "completion"),
+    "input_ids": ("input_ids",),
+    "conversations": ("conversations",),
+    "instruction+output": ("instruction", "output"),
+}
+# Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
+MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
+MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
+COLUMNS = (  # that are read, with any row
+    *(key for keys in KEYS.values() for key in keys),
+    *("input", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
+    *(key for keys in MEDIA_KEYS.values() for key in keys),
+)
+_SHOWN: dict[Kind, str] = {
+    "text": "text",
+    "messages": "messages (chat)",
+    "prompt+completion": "prompt and completion",
+    "input_ids": "input_ids (tokens)",
+    "conversations": "conversations (chat, as ShareGPT has it)",
+    "instruction+output": "instruction and output (chat, as Alpaca has it)",
+}
+_OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
+_HINTS = {
+    "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
+    "instruction": "; its answer is called output",
+}
+_KEYS_TEXT = "text, messages, prompt and completion, input_ids, conversations, or instruction and output"
+_COLUMNS = '; data.columns gives columns other names, as ["prompt=question", "completion=answer"]'
+Place = Literal["text", "tokens", "chat", "message"]  # rows of text, of input_ids, and any others; a message of a chat
+
+
+class _Unread(NamedTuple):
+    """Keys (a pattern) by which other trainers act, where they would stand, and why nothing is done here."""
+
+    places: tuple[Place, ...]
+    keys: str
+    why: str
+
+
+# The only table of such keys. Beside text only masks are refused: all of a text is learnt, and a label or a weight may
+# be a column for something else.
+_UNREAD = (
+    _Unread(("text", "tokens", "chat"), r".*masks?", f"masks are read beside input_ids alone, as {', '.join(MASKS)}"),
+    _Unread(
+        ("tokens", "chat"),
+        r"labels?|kto_tag",
+        "answers that are liked or not are for a loss of one's own (docs/losses.md), and labels of tokens stand beside "
+        "input_ids, as labels",
+    ),
+    _Unread(
+        ("tokens", "chat"),
+        r"(chosen|rejected)(_.*)?",
+        "pairs of answers are for a loss of one's own (docs/losses.md)",
+    ),
+    _Unread(
+        ("tokens", "chat"),
+        r"(loss_|sample_)?weights?|loss_scale",
+        "rows have no weights; give a source a weight (data.sources)",
+    ),
+    _Unread(("chat",), r"system(_prompt|_message)?|history", "write it as the first messages, or into the prompt"),
+    _Unread(
+        ("chat",), r"functions?|function_calls?|tool", "give schemas as tools, and calls as tool_calls of a message"
+    ),
+    _Unread(
+        ("chat",),
+        r"enable_thinking|thinking(_.*)?|reasoning_(effort|budget|mode)|documents|chat_template|response_format",
+        "the template of the tokenizer's folder writes conversations, and what it takes stands in chat_template_kwargs",
+    ),
+    _Unread(
+        ("message",),
+        r".*masks?|masked|train(ing)?_detail|loss_.*|.*_weight|eo[tm]",
+        "say with weight 0 that the whole message is no target, or give input_ids with labels",
+    ),
+    _Unread(("message",), r"function_call", 'give it as tool_calls: [{"function": …}]'),
+    _Unread(("message",), r"reasoning_details|thoughts?|thinking_blocks", "give a thought as reasoning_content"),
+)
+
+
+def common_kind(rows: Sequence[Row]) -> Kind:
+    """Return the kind of rows. Raises DataError for a row of no kind or of two, and for rows of different kinds."""
+    if not rows:
+        raise DataError("there are no rows; give rows with one of: " + _KEYS_TEXT)
+    kind, first = row_kind(rows[0]), rows[0]
+    for row in rows[1:]:
+        if (other := row_kind(row)) != kind:
+            raise DataError(
+                f"{row.where} holds {_SHOWN[other]}, and {first.where} holds {_SHOWN[kind]}; rows of one source must "
+                "be of one kind: give each kind a source of its own"
+            )
+    return kind
+
+
+def row_kind(row: Row) -> Kind:
+    kinds = _kinds_in(row.values)
+    if len(kinds) > 1:
+        raise DataError(f"{row.where} {_several_kinds(kinds)}")
+    if not kinds:
+        hint = next((hint for key, hint in _HINTS.items() if key in row.values), _COLUMNS)
+        raise DataError(f"{row.where}: needs {_KEYS_TEXT}; found keys {sorted(row.values)}{hint}")
+    return kinds[0]
+
+
+def check_objects(values: Mapping[str, Any]) -> None:
+    """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
+    keys = ("messages", "prompt", "completion") if values.get("objects") else ()
+    named_texts = (named_text for key in keys for named_text in strings(values.get(key), key))
+    for path, text in named_texts:
+        if name := next((name for name in _OF_OBJECTS if name in text), None):
+            raise RowError(
+                f'{path} holds {name}, for which "objects" has words or boxes that are not put in here; write them '
+                "into the text as the model takes them"
+            )
+
+
+def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
+    if len(kinds := _kinds_in(values)) > 1:
+        raise RowError(_several_kinds(kinds))
+    read_keys = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
+    places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
+    for key, why in unread_keys(values, places.get(kind, "chat")):
+        if key not in read_keys:
+            raise RowError(f'"{key}" stands beside {_SHOWN[kind]}, and is not read: {why}; leave the key out')
+
+
+def unread_keys(values: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str]]:
+    """Yield the keys that are not read in such a place, with why; one without a value, as [] or "", has no effect."""
+    rules = [rule for rule in _UNREAD if place in rule.places]
+    for key, value in values.items():
+        if value is not None and not (isinstance(value, str | list | dict) and not value):
+            yield from ((key, rule.why) for rule in rules if re.fullmatch(rule.keys, key))
+
+
+def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
+    return [kind for kind, keys in KEYS.items() if all(values.get(key) is not None for key in keys)]
+
+
+def _several_kinds(kinds: Sequence[Kind]) -> str:
+    kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
+    return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.columns does"
+
+
+def rows_hold(kind: Kind) -> str:
+    return f"rows hold {display_kind(kind)}"
+
+
+def display_kind(kind: str) -> str:
+    return next((text for name, text in _SHOWN.items() if name == kind), kind)
+
+
+def has_media_keys(values: Mapping[str, Any]) -> bool:
+    return any(key in values for keys in MEDIA_KEYS.values() for key in keys)
+
+
+def media_key(values: Mapping[str, Any], *, lists: bool) -> str | None:
+    """Return the first of "images", "videos" and "audios" of which a row has a value, under this key or its singular.
+
+    None if there is no such value. With `lists` only values that are lists count.
+    """
+    entries = ((keys[0], values.get(key)) for keys in MEDIA_KEYS.values() for key in keys)
+    return next((list_key for list_key, value in entries if value and (isinstance(value, list) or not lists)), None)
+
+
+def rename_columns(row: Row, columns: Sequence[str]) -> Row:
+    """Give columns of a row the names that are read here, by entries OURS=THEIRS; with OURS= the column is left out."""
+    if not columns:
+        return row
+    pairs = [(ours, theirs) for ours, _, theirs in (column.partition("=") for column in columns)]
+    gone = {name for pair in pairs for name in pair}
+    values = {key: value for key, value in row.values.items() if key not in gone}
+    return row._replace(values=values | {ours: row.values[theirs] for ours, theirs in pairs if theirs in row.values})

@@ -19,10 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
-from longspan.corpus.rows.kinds import rows_hold
 from longspan.corpus.rows.messages import Field, read_json_value, replace_field
-from longspan.corpus.rows.sample import DATE, RowError, preview, type_name
-from longspan.corpus.tokenizer import TextTokenizer
+from longspan.corpus.rows.sample import DATE, RowError, preview, rows_hold, type_name
+from longspan.corpus.tokenizer import TextTokenizer, ends_of_generation
 from longspan.errors import DataError
 from longspan.model.weights.file_names import has_processor
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
@@ -93,20 +92,20 @@ class ChatTemplate:
             )
         template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
-        return cls(template, with_tools, special, _names_of_ends(tokenizer))
+        ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
+        ends = (tokenizer.engine.id_to_token(i) for i in sorted(ids))  # None for ids that the tokenizer does not have
+        return cls(template, with_tools, special, tuple(name for name in ends if name is not None))
 
     def has_marks(self, tools: Sequence[Any] | None) -> bool:
-        """Return whether the template marks what is generated."""
         return _MARKS.search(self._template(tools)) is not None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """Render messages. Raises RowError if the template raises.
+        """Render messages; with `prompt` up to where an answer begins, with `marks` also with the template's own marks.
 
-        With `prompt` the text ends where an answer begins; with `marks` the spans that the template marks as generated
-        are returned too. A content that is a text becomes a list of parts, or a list a text, if the template reads only
-        the other form.
+        A content that is a text becomes a list of parts, or a list a text, if the template reads only the other form.
+        Raises RowError if the template raises.
         """
         contents = [self._contents.get((m["role"], bool(tools)), _TEXT).fit_content(m) for m in messages]
         return self._render_messages(contents, tools, prompt=prompt, marks=marks)
@@ -119,9 +118,9 @@ class ChatTemplate:
     def _try_contents(self, role: str, tools: Sequence[Any] | None) -> "_Contents":
         """Try which contents of messages of a role the template reads.
 
-        The template reads parts if these give the same text as one text, except blanks. Other templates write the list
-        itself, as Python or JSON, or leave it out. Some read only parts, or only the first part. A template of which
-        neither form shows a word counts as one that reads texts.
+        It reads parts if these give the same text as one text, except blanks. Other templates write the list itself, as
+        Python or JSON, or leave it out; some read only parts, or only the first. One that shows no word in either form
+        counts as one that reads texts.
         """
         words_text = "".join(_WORDS)
         make_parts = lambda words: [{"type": "text", "text": word} for word in words]  # noqa: E731
@@ -138,8 +137,8 @@ class ChatTemplate:
     def _render_content(self, role: str, content: Any, tools: Sequence[Any] | None, *arguments: Any) -> str:
         """Render a short conversation with a message of this role and content; "" if the template refuses it.
 
-        A tool's message needs a call before it, which has the first of the `arguments` that the template takes. The
-        contents of the conversation's other messages have the same form as `content`: text or parts.
+        A tool's message needs a call before it, with the first of the `arguments` that the template takes. Other
+        messages have contents of the same form: text or parts.
         """
         message = {"role": role, "content": content, "name": "f", "tool_call_id": _ID}
         sample_content = "Zq" if isinstance(content, str) else [{"type": "text", "text": "Zq"}]
@@ -158,9 +157,9 @@ class ChatTemplate:
     def fit_arguments(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
         """Return messages whose calls have arguments as the template takes them: as objects, or as their JSON.
 
-        A template that would quote a string of JSON, or refuse it, gets the object, as whoever reads the call expects
-        one. A template that refuses an object, or would print it as Python does, gets its JSON. Raises RowError for a
-        string that would be quoted and is no object of JSON; one that is blank counts as {}.
+        A template that would quote a string of JSON, or refuse it, gets the object; one that refuses an object, or
+        would print it as Python does, gets its JSON. Raises RowError for a string that would be quoted and is no object
+        of JSON.
         """
         fitted = list(messages)
         for i, message in enumerate(messages):
@@ -185,14 +184,11 @@ class ChatTemplate:
         return {bool(tools): self._try_arguments(tools) for tools in (None, SOME_TOOL)}
 
     def _try_arguments(self, tools: Sequence[Any] | None) -> type | None:
-        """Try which arguments of a call the template writes: an object (dict), its JSON (str), or both (None)."""
+        """Which arguments of a call the template writes: an object (dict), its JSON (str), or both (None)."""
         arguments = dict([_WORDS])
         text = json.dumps(arguments)
         as_object, as_text = (
-            next(
-                filter(None, (self._render_content("tool", content, tools, form) for content in _SAMPLE_CONTENTS)),
-                "",
-            )
+            next(filter(None, (self._render_content("tool", c, tools, form) for c in _SAMPLE_CONTENTS)), "")
             for form in (arguments, text)
         )
         if text in as_text and (not as_object or str(arguments) in as_object):
@@ -202,11 +198,7 @@ class ChatTemplate:
     def _render_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False, marks: bool = False
     ) -> Rendered:
-        """Render messages by transformers' renderer. Raises RowError with what the template raised.
-
-        With `prompt` the rendering ends as an answer begins; with `marks` it has the spans of characters that the
-        template marks as answers. Keys without a value are left out, as templates ask whether a key is there.
-        """
+        """Keys without a value are left out, as templates ask whether a key is there."""
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
@@ -236,12 +228,7 @@ class _Contents:
     parts: bool
 
     def fit_content(self, message: Message) -> Message:
-        """Return a message whose content is of a form that the template reads.
-
-        A list of text parts becomes one text if the template does not read several parts; a text, also such a one,
-        becomes a list of one part if it reads only parts. Anything else stays: images and videos among the parts, and a
-        message without content.
-        """
+        """Several text parts become one, and a text a list of one part, where the template reads only that."""
         content = message.get("content")
         if isinstance(content, list):
             if self.parts or not all(isinstance(part.get("text"), str) for part in content):
@@ -256,7 +243,6 @@ _TEXT = _Contents(text=True, parts=False)
 
 
 def read_variables(value: Any) -> dict[str, Any]:
-    """Read a row's chat_template_kwargs, variables of its template: an object, or its JSON; {} if there are none."""
     value = read_json_value(value, "chat_template_kwargs") or {}
     if not isinstance(value, dict):
         raise RowError(f'"chat_template_kwargs" is {type_name(value)}; give an object: {preview(value)}')
@@ -281,10 +267,3 @@ def _date_variables(template: str) -> dict[str, Any]:
         "date_string": DATE,
         "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats},
     }
-
-
-def _names_of_ends(tokenizer: TextTokenizer) -> tuple[str, ...]:
-    """Ids that the tokenizer does not have are left out."""
-    ids = tokenizer.read_generation_ends() | ({tokenizer.end} if tokenizer.end is not None else set[int]())
-    names = (tokenizer.engine.id_to_token(i) for i in sorted(ids))
-    return tuple(name for name in names if name is not None)

@@ -10,9 +10,8 @@ from longspan.config.defaults import set_steps
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
-from longspan.data.step_order import PackOrder, StepOrder, count_texts
+from longspan.data.step_order import PackOrder, StepOrder, UncutSpans, count_texts
 from longspan.data.stream import Mixture
-from longspan.data.uncut import UncutSpans
 from longspan.errors import ConfigError, plural
 from longspan.train.optim.schedule import Schedule
 

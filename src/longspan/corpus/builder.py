@@ -1,8 +1,7 @@
 """Builds a folder of documents: files are read in order, encoded by several processes, and written.
 
-A `Recipe` contains everything that decides the documents. Rows do not stay in memory, so a corpus may be larger than
-it. How rows become documents is in `document_encoder.py`; which files and encodings there are is in
-`corpus_settings.py`.
+A `Recipe` contains everything that decides the documents. Rows do not stay in memory. How rows become documents is in
+`document_encoder.py`; which files and encodings there are is in `corpus_settings.py`.
 """
 
 import fcntl
@@ -14,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
+from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
-from longspan.corpus.store.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
 from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceLines
 from longspan.errors import DataError, plural
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding
 
 
-_POLL_SECONDS, _NEWS_SECONDS = 0.2, 30.0
+_POLL_SECONDS, _WAIT_NEWS_SECONDS = 0.2, 30.0
 
 
 def cache_folder(setting: str) -> Path:
@@ -64,11 +63,7 @@ class Cache:
     def open_or_build_documents(
         self, key: str, is_whole: Callable[[Path], bool], build: Callable[[Path], object], log: LogLine
     ) -> tuple[Path, bool]:
-        """Return the folder of the documents with this key, and whether it was built now.
-
-        Documents are built if the folder is missing, or if `is_whole` says that files in it are damaged. Other runs
-        wait meanwhile.
-        """
+        """Return the folder of the documents with this key, and whether it was built now; other runs wait meanwhile."""
         folder = self.folder / key[:40]  # of 64 hexadecimal digits: enough to be different
         if folder.is_dir() and is_whole(folder):
             return folder, False
@@ -85,17 +80,18 @@ class Cache:
             try:
                 with name_file_in_errors(partial):
                     build(partial)
-                    _move_folder(partial, folder)
+                    try:
+                        partial.rename(folder)
+                    except OSError:  # without locks another run may have made it first
+                        if not folder.is_dir():
+                            raise
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return folder, True
 
     @contextmanager
     def _lock_documents(self, folder: Path, log: LogLine) -> Iterator[bool]:
-        """Lock these documents for the context, after waiting for a run that has locked them.
-
-        Yields True, or False if the file system has no locks.
-        """
+        """Lock these documents, after waiting for a run that has; yields False if the file system has no locks."""
         last_log_time = 0.0
         with folder.with_suffix(".lock").open("a") as file:
             while True:
@@ -103,7 +99,7 @@ class Cache:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() - last_log_time > _NEWS_SECONDS:
+                    if time.monotonic() - last_log_time > _WAIT_NEWS_SECONDS:
                         log("another run tokenizes the same corpus: waiting for it")
                         last_log_time = time.monotonic()
                     time.sleep(_POLL_SECONDS)
@@ -113,23 +109,13 @@ class Cache:
             yield True
 
 
-def _move_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder, unless another run made it first (on a file system without locks)."""
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-
-
 def cache_error(folder: Path, error: OSError) -> DataError:
-    """Return the error for a cache that cannot be written."""
     free = ""
     with suppress(OSError):
         free = f" ({shutil.disk_usage(folder).free:,} bytes are free)"
     return DataError(
         f"the corpus cannot be kept in {folder}: {error.strerror or error}{free}; set data.cache to a folder with room "
-        'for its tokens, or to "none", with which rows are tokenized again when they are read'
+        "for its tokens"
     )
 
 
@@ -143,12 +129,11 @@ _CHATS_BYTES = 4 << 20  # of rows of other kinds
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the documents of a corpus, and by how many `workers`.
+    """Everything that decides the documents of a corpus, and by how many `workers` (0: one for each core).
 
     `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
-    source's rows, by number of source. `longest` is the most tokens of a document (0: any). A row of more than
-    `most_bytes` (0: any) is a bad one. A bad row is an error, or left out with `skip_bad`. `workers` is a number of
-    processes (0: one for each core). `path` names the corpus in messages.
+    source's rows. `longest` is the most tokens of a document, `most_bytes` of a row (0: any). A bad row is an error, or
+    left out with `skip_bad`. `path` names the corpus in messages.
     """
 
     path: str
@@ -162,10 +147,7 @@ class Recipe:
 
     @cached_property
     def key(self) -> str:
-        """Return the SHA-256 of all that decides the documents.
-
-        Equal files give equal keys wherever they are, unless rows may have images.
-        """
+        """The SHA-256 of all that decides the documents; equal for equal files, unless rows may have images."""
         digests = [encoding.digest for encoding in self.encodings]
         # Defaults add nothing, so that these settings change the key only of a corpus that uses them.
         further_settings = [self.most_bytes] * (self.most_bytes != MAX_TEXT_BYTES)
@@ -180,27 +162,23 @@ class Recipe:
 
     @property
     def images(self) -> bool:
-        """Return whether rows may have images."""
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property
     def records_texts(self) -> bool:
-        """Return whether a text may become several documents, and it is recorded which."""
+        """Whether a text may become several documents, and it is recorded which."""
         splits = any(encoding.settings.turns == "split" for encoding in self.encodings)
         return splits or self.longest > 0
 
     @property
     def encoder(self) -> DocumentEncoder:
-        """Return the encoder of rows, for any process.
-
-        Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four.
-        """
+        """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
         return DocumentEncoder(self.encodings, self.longest, "<u2" if fits_uint16 else "<u4", self.skip_bad)
 
     @property
     def processes(self) -> int:
-        """Return how many processes encode: one if the corpus is so small that it is done before others start."""
+        """How many processes encode: one if the corpus is so small that it is done before others start."""
         size = sum(source.bytes for source in self.sources)
         small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
         return 1 if size <= small_bytes else self.workers or usable_cores()
@@ -237,9 +215,6 @@ class _Writer:
     """Writes the files of a folder of documents from their beginnings to their ends."""
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
-        """`origins` has the number of each document's file. With several sources another column has the number of each
-        document's source.
-        """
         self._recipe, self._folder = recipe, folder
         columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8"}
         if len(recipe.encodings) > 1:
@@ -265,7 +240,6 @@ class _Writer:
                 file.close()
 
     def write_rows(self, encoded: Encoded) -> None:
-        """Write the documents of the next rows; offsets go on from the tokens written so far."""
         # A text is a row: a file and a position there.
         begins = np.diff(encoded.files, prepend=-1) | np.diff(encoded.positions, prepend=-1) != 0
         values = {  # of all columns that a corpus can have; this one may lack some
@@ -294,9 +268,20 @@ class _Writer:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
             (self._folder / "texts.npy").unlink(missing_ok=True)
-        notes = self._notes
-        return replace(
-            _initial_manifest(self._recipe),
+        notes, encoding = self._notes, self._recipe.encodings[0]  # all sources have one tokenizer and settings
+        return Manifest(
+            tokenizer_digest=encoding.tokenizer.digest,
+            tokenizer_size=encoding.tokenizer.size,
+            dtype=self._recipe.encoder.dtype,
+            max_document_tokens=self._recipe.longest,
+            key=self._recipe.key,
+            kinds=tuple(encoding.kind for encoding in self._recipe.encodings),
+            encodings=tuple(encoding.digest for encoding in self._recipe.encodings),
+            files=len(self._recipe.files),
+            parse_special_tokens=encoding.settings.parse_special_tokens,
+            columns=encoding.settings.columns,
+            opening=encoding.tokenizer.opening,
+            closing=encoding.tokenizer.closing,
             codes=self._codes.dtype,
             rows=notes.rows,
             documents=self._columns["lengths"].count,
@@ -314,26 +299,6 @@ class _Writer:
         )
 
 
-def _initial_manifest(recipe: Recipe) -> Manifest:
-    """Return a manifest with the fields that do not depend on rows; all sources have one tokenizer and settings."""
-    encoding = recipe.encodings[0]
-    tokenizer = encoding.tokenizer
-    return Manifest(
-        tokenizer_digest=tokenizer.digest,
-        tokenizer_size=tokenizer.size,
-        dtype=recipe.encoder.dtype,
-        max_document_tokens=recipe.longest,
-        key=recipe.key,
-        kinds=tuple(encoding.kind for encoding in recipe.encodings),
-        encodings=tuple(encoding.digest for encoding in recipe.encodings),
-        files=len(recipe.files),
-        parse_special_tokens=encoding.settings.parse_special_tokens,
-        columns=encoding.settings.columns,
-        opening=tokenizer.opening,
-        closing=tokenizer.closing,
-    )
-
-
 class _Progress:
     """Logs the progress of a build every few seconds."""
 
@@ -344,7 +309,6 @@ class _Progress:
         self._start_time = self._last_log_time = time.monotonic()
 
     def announce_long_rows(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
-        """Yield the batches; before one with a chunk of more than `_LONG_BYTES`, log that it takes long."""
         for batch in batches:
             longest_chunk = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
             if (size := len(longest_chunk.data)) > _LONG_BYTES:
@@ -364,8 +328,9 @@ class _Progress:
         if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
             self._last_log_time = time.monotonic()
             seconds = self._last_log_time - self._start_time
-            seconds_left = seconds * (self._total_bytes - bytes_read) / max(bytes_read, 1)
-            self._log(f"{self._progress_line(writer, bytes_read)}, about {_duration(seconds_left)} left")
+            left = seconds * (self._total_bytes - bytes_read) / max(bytes_read, 1)
+            left_text = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+            self._log(f"{self._progress_line(writer, bytes_read)}, about {left_text} left")
 
     def log_total(self, writer: _Writer) -> None:
         self._log(self._progress_line(writer, self._total_bytes))
@@ -376,10 +341,6 @@ class _Progress:
             f"tokenized {bytes_read / 1e6:,.1f} of {self._total_bytes / 1e6:,.1f} MB: "
             f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
         )
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:

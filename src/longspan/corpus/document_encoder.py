@@ -4,8 +4,9 @@ How a row becomes tokens is in `rows/`; how files are read in order and written 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing.connection import Connection
@@ -15,11 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.corpus.chunk import Chunk, chunk_rows
-from longspan.corpus.rows.formats import rename_columns
-from longspan.corpus.rows.sample import BadRow, Row, Sample
+from longspan.corpus.row_files import Chunk, chunk_rows
+from longspan.corpus.rows.sample import BadRow, Row, Sample, rename_columns
 from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
-from longspan.data.images import PlacedImage, SampleImage
+from longspan.data.images import PlacedImage
 from longspan.data.manifest import SHORTEST
 from longspan.errors import DataError, LongspanError
 from longspan.launch.worker import Worker, next_request
@@ -41,21 +41,18 @@ class FileChunk(NamedTuple):
 
 
 class Notes:
-    """Notes about some rows: their number, their largest token id, counts of what is left out (fields of LeftOut),
-    names of special tokens in them, names of images that are plain text, what a chat template leaves out, the first bad
-    rows, and files that are not UTF-8."""
+    """Notes about some rows; `left_out` counts fields of LeftOut, `unseen` what a chat template leaves out."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.largest: tuple[int, str] = -1, ""  # the largest token id, labels included, and the place of its first row
         self.left_out: Counter[str] = Counter[str]()
-        self.special: Counter[str] = Counter[str]()
-        self.names_as_text: Counter[str] = Counter[str]()
+        self.special: Counter[str] = Counter[str]()  # names of special tokens in texts
+        self.names_as_text: Counter[str] = Counter[str]()  # of images, which are plain text
         self.unseen: Counter[str] = Counter[str]()
-        self.bad, self.skipped = list[str](), list[str]()
+        self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
 
     def add_notes(self, other: "Notes") -> None:
-        """Add the notes about further rows."""
         self.rows += other.rows
         self.largest = max(self.largest, other.largest, key=lambda pair: pair[0])
         self.left_out.update(other.left_out)
@@ -69,8 +66,8 @@ class Notes:
 class Encoded(NamedTuple):
     """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
-    `positions` are the places of the documents' rows in their files. `codes` are None if every token is predicted as
-    itself. `images` count documents from 0.
+    `positions` are those of rows in files. Without `codes` every token is its own label. `images` count documents from
+    0.
     """
 
     ids: npt.NDArray[Any]
@@ -96,7 +93,6 @@ class DocumentEncoder:
     skip_bad: bool = False
 
     def encode_chunks(self, pieces: Sequence[FileChunk]) -> Encoded:
-        """Encode the rows of these chunks in order. Raises DataError for a bad row, unless bad rows are skipped."""
         batch = _BatchDocuments(self)
         for source, group in groupby(pieces, key=lambda piece: piece.source):
             rows, places = list[Row](), list[tuple[int, int]]()
@@ -122,7 +118,6 @@ class _BatchDocuments:
         self._notes = Notes()
 
     def read_rows(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
-        """Yield the rows of a chunk with their positions; a text that is not UTF-8 has none and is noted."""
         try:
             for position, row in chunk_rows(piece.chunk):
                 self._notes.rows += 1
@@ -131,7 +126,7 @@ class _BatchDocuments:
             self._notes.skipped.append(piece.chunk.name)
 
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
-        """Add the documents of rows, which are at these places (file, position), and note what their texts name."""
+        """`places` are those of the rows (file, position)."""
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
         if encoding.kind == "text":
             texts = (row.values.get("text") for row in rows)
@@ -147,10 +142,7 @@ class _BatchDocuments:
             self._add_sample(sample, places[sample.row], rows[sample.row].where)
 
     def _add_sample(self, sample: Sample, place: tuple[int, int], where: str) -> None:
-        """`place` is the number of the row's file, and the row's position there; `where` names the row in messages. A
-        sample is counted as a bad row if the type of tokens cannot hold one of its ids, or if an image takes more
-        tokens than a document may have. Without codes (`encode_labels`) every token but the first is a target.
-        """
+        """Without codes (`encode_labels`) every token but the first is a target."""
         ids, codes = sample.ids, encode_labels(sample.ids, sample.labels)
         largest_id = np.iinfo(self._encoder.dtype).max
         if ids.size and not (ids.min() >= 0 and ids.max() <= largest_id):
@@ -166,10 +158,9 @@ class _BatchDocuments:
         self._notes.largest = max(self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0])
         file, position = place
         for piece in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
-            images = (image for image in sample.images if piece.start <= image.start < piece.stop)
-            self._images += (  # len(self._facts) is the number of this document, whose facts are added below
-                PlacedImage(len(self._facts), _shift_image(image, -piece.start), position) for image in images
-            )
+            for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
+                moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
+                self._images.append(PlacedImage(len(self._facts), moved, position))  # whose facts are added below
             document_ids, document_codes = ids[piece], None if codes is None else codes[piece].copy()
             targets = len(document_ids) - 1
             if document_codes is not None:
@@ -180,7 +171,6 @@ class _BatchDocuments:
             self._facts.append((len(document_ids), targets, file, position))
 
     def add_bad_row(self, row: BadRow) -> None:
-        """Count a row that gives no document. Raises DataError unless the row is masked or bad rows are skipped."""
         if row.masked:
             self._notes.left_out["masked_rows"] += 1
             return
@@ -191,10 +181,7 @@ class _BatchDocuments:
             self._notes.bad.append(f"{row.where}: {row.reason}")
 
     def collect_documents(self) -> Encoded:
-        """Return all documents that were added; their codes have one byte each unless labels name other tokens.
-
-        Without codes, or if all of them are OWN_TOKEN (0), every token is predicted as itself.
-        """
+        """Codes have one byte each unless labels name other tokens; if all are OWN_TOKEN there are none."""
         codes = None
         if any(code is not None and code.any() for code in self._codes):
             pairs = zip(self._codes, self._ids, strict=True)
@@ -204,10 +191,6 @@ class _BatchDocuments:
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
         lengths, targets, files, positions = (column.copy() for column in table.T)
         return Encoded(ids, codes, lengths, targets, files, positions, self._notes, self._images)
-
-
-def _shift_image(image: SampleImage, by: int) -> SampleImage:
-    return image._replace(start=image.start + by, stop=image.stop + by)
 
 
 def cut_row(
@@ -239,7 +222,7 @@ def cut_row(
 
 
 def _cut_outside_spans(length: int, step: int, uncut: Sequence[tuple[int, int]]) -> list[slice]:
-    """Cut `length` tokens into parts of at most `step` tokens; a part that would end inside a span ends before it."""
+    """A part that would end inside a span ends before it."""
     parts, start = list[slice](), 0
     while start < length:
         stop = min(start + step, length)
@@ -255,94 +238,68 @@ Batch = Sequence[FileChunk]
 
 
 def encode_batches(encoder: DocumentEncoder, batches: Iterable[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Yield each batch with its documents, in order.
+    """Yield each batch with its documents, in order, encoded by `workers` processes (0 and 1: by this one).
 
-    They are encoded by `workers` processes, or by this process if `workers` is 0 or 1. Raises DataError for a bad row
-    that is not left out, and if a process ended.
+    In flight are two batches for each worker: one that it encodes, and one that waits. A batch of more than
+    IN_FLIGHT_BYTES is sent once no other is in flight.
     """
     if workers <= 1:
         for batch in batches:
             yield batch, encoder.encode_chunks(batch)
         return
-    with _Encoders(encoder, workers) as pool:
-        yield from pool.encode_in_order(batches)
-
-
-class _Encoders:
-    """A context with worker processes, and as many threads, each of which waits for one worker at a time."""
-
-    def __init__(self, encoder: DocumentEncoder, count: int) -> None:
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokenizing")
-        self._workers = [_Encoder(encoder) for _ in range(count)]
-        self._idle = SimpleQueue[_Encoder]()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._most_batches = 2 * count  # in flight: one that each worker encodes, and one that waits for it
-
-    def __enter__(self) -> "_Encoders":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the workers, then the threads: a thread that waits for a worker returns only once the worker ended."""
-        for worker in self._workers:
-            worker.end_process()
-        self._threads.shutdown(cancel_futures=True)
-
-    def encode_in_order(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-        """A batch of more than IN_FLIGHT_BYTES is sent once no other is in flight."""
-        in_flight, bytes_in_flight = deque[tuple[Batch, int, Future[Encoded]]](), 0
+    in_flight, bytes_in_flight = deque[tuple[Batch, int, Future[Encoded]]](), 0
+    with _worker_processes(encoder, workers) as encode:
         for batch in batches:
             size = sum(len(piece.chunk.data) for piece in batch)
-            while in_flight and (len(in_flight) >= self._most_batches or bytes_in_flight + size > IN_FLIGHT_BYTES):
+            while in_flight and (len(in_flight) >= 2 * workers or bytes_in_flight + size > IN_FLIGHT_BYTES):
                 oldest_batch, oldest_size, future = in_flight.popleft()
                 bytes_in_flight -= oldest_size
                 yield oldest_batch, future.result()
-            in_flight.append((batch, size, self._threads.submit(self._encode_by_idle_worker, batch)))
+            in_flight.append((batch, size, encode(batch)))
             bytes_in_flight += size
         while in_flight:
             oldest_batch, _, future = in_flight.popleft()
             yield oldest_batch, future.result()
 
-    def _encode_by_idle_worker(self, batch: Batch) -> Encoded:
-        worker = self._idle.get()
+
+@contextmanager
+def _worker_processes(encoder: DocumentEncoder, count: int) -> Iterator[Callable[[Batch], Future[Encoded]]]:
+    """Inside there are as many threads, each of which waits for one worker at a time."""
+    environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # as workers take all cores
+    # Without a terminal's signals: an interrupted parent ends its workers itself.
+    workers = [Worker(serve_batches, environment=environment, own_session=True) for _ in range(count)]
+    threads, idle = ThreadPoolExecutor(count, thread_name_prefix="tokenizing"), SimpleQueue[Worker]()
+    for worker in workers:
+        worker.connection.send(encoder)
+        idle.put(worker)
+
+    def encode_by_idle_worker(batch: Batch) -> Encoded:
+        worker = idle.get()
         try:
-            return worker.encode_batch(batch)
-        finally:
-            self._idle.put(worker)
-
-
-class _Encoder:
-    """A worker process, as its parent uses it; it computes in one thread, as workers take all cores."""
-
-    def __init__(self, encoder: DocumentEncoder) -> None:
-        environment = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        # Without a terminal's signals: an interrupted parent ends its workers itself.
-        self._worker = Worker(serve_batches, environment=environment, own_session=True)
-        self._worker.connection.send(encoder)
-
-    def encode_batch(self, batch: Batch) -> Encoded:
-        try:
-            self._worker.connection.send(batch)
-            answer = self._worker.connection.recv()
+            worker.connection.send(batch)
+            answer = worker.connection.recv()
         except (EOFError, OSError) as error:
             raise DataError(
-                f"a process that tokenizes ended (status {self._worker.process.wait()}); where memory is short use "
+                f"a process that tokenizes ended (status {worker.process.wait()}); where memory is short use "
                 "fewer cores (taskset), each of which has one"
             ) from error
+        finally:
+            idle.put(worker)
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def end_process(self) -> None:
-        self._worker.end()
-        self._worker.connection.close()
+    try:
+        yield lambda batch: threads.submit(encode_by_idle_worker, batch)
+    finally:  # the workers first: a thread that waits for one returns only once it ended
+        for worker in workers:
+            worker.end()
+            worker.connection.close()
+        threads.shutdown(cancel_futures=True)
 
 
 def serve_batches(connection: "Connection[Any, Any]", parent: int) -> None:
-    """Encode the batches that come through `connection`, as a worker, until none comes or process `parent` is gone.
-
-    The encoder comes first. Errors of rows are sent back as answers.
-    """
+    """Encode the batches that come after the encoder, until none comes or process `parent` is gone."""
     encoder: DocumentEncoder = connection.recv()
     while (batch := next_request(connection, parent)) is not None:
         try:
