@@ -13,12 +13,12 @@ _HEAD = """# Silent errors of others
 
 This page lists {count} errors that happened in other systems without a message, and says why each cannot happen here.
 
-They are no blame: the threads are where people found, measured and mostly repaired them, and each of them could have
-been ours. What a thread says is as of September 2026.
+In these threads people found, measured and mostly repaired them; each could have been ours. What a thread says is as of
+September 2026.
 
-A check computes in float64 and compares with a dense model, or compares integers: loss and every gradient within 1e-10.
-The checks are tests ([tests/zoo](../tests/zoo/test_zoo.py)): each of them runs once more with the other system's error
-put into our source, and must fail. The text below is made from the records next to the checks.
+A test ([tests/zoo](../tests/zoo/test_zoo.py)) checks each error: it compares loss and every gradient with a dense model
+in float64 (within 1e-10), or compares integers. It runs once more with the other system's error put into our source, and
+must then fail.
 """
 
 
