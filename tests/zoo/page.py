@@ -17,8 +17,8 @@ In these threads people found, measured and mostly repaired them; each could hav
 September 2026.
 
 A test ([tests/zoo](../tests/zoo/test_zoo.py)) checks each error: it compares loss and every gradient with a dense model
-in float64 (within 1e-10), or compares integers. It runs once more with the other system's error put into our source, and
-must then fail.
+in float64 (within 1e-10), or compares integers. It runs once more with the other system's error put into our source,
+and must then fail.
 """
 
 
