@@ -38,7 +38,7 @@ from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
 from longspan.comm.all_ranks import run_on_every_rank
-from longspan.comm.groups.channels import Channels
+from longspan.comm.channel import Channels
 from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.errors import CommError
 from longspan.versions import versions
@@ -61,7 +61,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "step: agreement on the end": lambda world: world.control.any_ranks(False, False),
     "run: errors of a rank, none": lambda world: raise_first_error(world, None),
     "run: work of every rank": lambda world: run_on_every_rank(world, int, CommError),
-    "run: signal received, none": lambda world: received_signal(world, StopSignal()),
+    "run: signal received, none": lambda world: received_signal(world, StopSignal().received),
     "run: broadcast of an object": lambda world: world.control.broadcast_object(DIGEST),
     "run: gather of an object": lambda world: world.control.gather_objects(DIGEST),
     "run: barrier": lambda world: world.control.barrier(),

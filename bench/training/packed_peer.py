@@ -24,7 +24,7 @@ from longspan.attention.kernels import fa4
 from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
 from longspan.data.document import SyntheticDocument, synthetic_documents
-from longspan.layout.packing import NO_TARGET
+from longspan.layout.partition import NO_TARGET
 from longspan.model.layers import decoder_layers
 
 PACKED_PEER = "Hugging Face + FSDP2 + compiled layers, whole packed documents"

@@ -1,8 +1,4 @@
-"""Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole.
-
-The system's own error of a failed write carries no file's name; `name_file_in_errors` adds it. Neither torch nor ranks
-are needed here.
-"""
+"""Errors of the disk in a user's words, with the file, the free room and what to do; files that are written whole."""
 
 import errno
 import json
@@ -83,14 +79,10 @@ def os_error_text(error: OSError) -> str:
     text = f"{error.filename or 'a file'}: {error.strerror or error}"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return text
-    advice = "make room there and start the same command again, or set run.dir to another disk"
-    return f"{text}{_free_bytes_text(error)}; {advice}"
-
-
-def _free_bytes_text(error: OSError) -> str:
     path = Path(str(error.filename or ".")).absolute()
     nearest = next((folder for folder in (path, *path.parents) if folder.exists()), None)
-    return "" if nearest is None else f" ({shutil.disk_usage(nearest).free:,} bytes are free)"
+    free = "" if nearest is None else f" ({shutil.disk_usage(nearest).free:,} bytes are free)"
+    return f"{text}{free}; make room there and start the same command again, or set run.dir to another disk"
 
 
 def write_durably(path: Path, text: str, *, named: Path | None = None) -> None:

@@ -30,9 +30,8 @@ def find_local(
     '/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…'
 
     A data set's name may go on with a path inside it. A model's folder must have its weights only with `weights`. With
-    `download` what the cache lacks of these files is downloaded into it, by one process of the host at a time, so that
-    the others find it there.
-    Raises ConfigError for a name that is not there, or that the hub does not give.
+    `download` what the cache lacks is downloaded, by one process of the host at a time. Raises ConfigError for a name
+    that is not there, or that the hub does not give.
     """
     name = _NAME.fullmatch(path)
     if name is None or (kind == "model" and name["inside"]) or Path(path).expanduser().exists():
@@ -86,7 +85,6 @@ def _cached_folder(snapshot: Callable[..., str], repo: str, options: dict[str, A
 
 
 def check_push(name: str) -> None:
-    """Raise ConfigError unless `name` is ORG/NAME and the hub knows who is logged in."""
     match = _NAME.fullmatch(name)
     if match is None or match["inside"]:
         raise ConfigError(f"--push {name!r} is no name of the hub; give ORG/NAME, such as my-name/my-model")

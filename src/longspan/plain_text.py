@@ -13,13 +13,11 @@ def text_table(names: Sequence[str], rows: Sequence[Sequence[str]], *, left: int
     16     12.0
     """
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    return "\n".join(
-        "  ".join(_pad_cell(cell, widths[i], i < left) for i, cell in enumerate(row)).rstrip() for row in (names, *rows)
-    )
-
-
-def _pad_cell(cell: str, width: int, left: bool) -> str:
-    return cell.ljust(width) if left else cell.rjust(width)
+    lines = list[str]()
+    for row in (names, *rows):
+        cells = (c.ljust(widths[i]) if i < left else c.rjust(widths[i]) for i, c in enumerate(row))
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def markdown_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -20,7 +20,7 @@ from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention import all_to_all
 from longspan.attention.all_to_all import HeadSplit
 from longspan.attention.saved_outputs import Recording
-from longspan.comm.groups import channel
+from longspan.comm import channel
 from longspan.plan import AttentionCall, plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.attention.test_attend import needs

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Group
-from longspan.attention.members import Members
+from longspan.attention.call import Members
 from longspan.attention.tiles import Mask, tiles_between
 from longspan.comm.shard import ShardPart
 from longspan.layout import Partition, Segments
@@ -87,7 +87,7 @@ def check_members(lengths, degree, inner, mask, padding):
             assert owner is reader or reader.window_rows.receive_counts[owner.member] == len(needed)
 
 
-TILES, MEMBERS = "attention.tiles", "attention.members"
+TILES, MEMBERS = "attention.tiles", "attention.call"
 MUTATIONS = [
     (TILES, "q, k = _cut_at_chunks(q, k, chunk)", "window = min(window or chunk, chunk)"),  # a window, not a chunk
     (TILES, "segments.start // chunk, -(-", "0 * segments.start, -(-"),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.attention import fused_rows as fused
+from longspan.attention import rows as fused
 from longspan.attention.rows import head_slice_by_member, member_views
 
 Called = list[tuple[str, tuple[int, ...], tuple[Any, ...]]]
@@ -49,7 +49,7 @@ def copy(rows: int, columns: int = 64, dtype: torch.dtype = torch.float32, shift
     storage = torch.zeros(rows * columns + 64 + shift, dtype=dtype)
     at = -storage.data_ptr() % 64 // dtype.itemsize + shift
     source = storage.as_strided((rows, 1, columns), (columns, columns, 1), at)
-    fused.copy_rows([(source, source)], None)
+    fused.fused_copy_rows([(source, source)], None)
 
 
 def test_a_launch_like_one_before_goes_to_the_compiled_kernel_with_the_same_arguments(kernels: Kernels) -> None:

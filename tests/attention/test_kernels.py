@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.attention import KERNELS, AttendCall, choose_kernel
-from longspan.attention.call import Saved
+from longspan.attention.call import Members, Saved
 from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
-from longspan.attention.members import Members
 from longspan.attention.tiles import Launch, Mask, Tile, Tiling, visible_keys
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError

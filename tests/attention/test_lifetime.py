@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.call import cache_of
-from longspan.attention.members import Members
+from longspan.attention.call import Members, cache_of
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard
 from longspan.testing import backend

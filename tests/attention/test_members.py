@@ -8,8 +8,7 @@ import torch
 
 from longspan import Group, MicroBatch
 from longspan.attention.all_to_all import HeadSplit
-from longspan.attention.call import Dropout, _absorb_word
-from longspan.attention.members import Members
+from longspan.attention.call import Dropout, Members, _absorb_word
 from longspan.attention.tiles import Launch, Mask, Tile, Tiling, Tokens
 from longspan.comm import SequenceShard
 
@@ -172,7 +171,7 @@ def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
             shares = 1 - is_kept.double().mean(dim)
             count = is_kept.numel() / len(shares)
             assert (shares - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5, (rate, dim)
-    half = Dropout(0.5, seed=-7).from_head(3).factors(launch, launch.tiles[0], 2, torch.float64)
+    half = Dropout(0.5, seed=-7, first_head=3).factors(launch, launch.tiles[0], 2, torch.float64)
     assert torch.equal(half, Dropout(0.5, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64)[3:5])
 
 

@@ -87,9 +87,13 @@ MUTATIONS = [
         "index_copy_(0, window_rows.received_places, handle",
         "index_copy_(0, window_rows.received_places.flip(0), handle",
     ),
-    ("attention.all_to_all", "start = self.split.q_heads(self._me).start + slice_index", "start = slice_index"),
+    ("attention.all_to_all", "start = self.own_heads.start + slice_index", "start = slice_index"),
     ("attention.all_to_all", "slice_index * cuts // self.slices)", "slice_index * (cuts == self.slices))"),
-    ("attention.all_to_all", "all_heads[self.split.q_heads(self._me)] = x", "all_heads[: len(x)] = x"),
+    (
+        "attention.all_to_all",
+        "all_heads[self._swap.own_heads] = torch.cat(dsinks)",
+        "all_heads[: sum(map(len, dsinks))] = torch.cat(dsinks)",
+    ),
     # what a recomputed layer exchanges once more
     ("attention.attend", "part_out, x.lse) for x in slices]", "part_out, slices[0].lse) for x in slices]"),
     (
@@ -116,7 +120,7 @@ MUTATIONS = [
     ),
     ("attention.call", "self.sinks[start:stop]", "self.sinks[: stop - start]"),
     ("attention.call", "return -weight.mul_(", "return weight.mul_("),
-    ("attention.attend", "total += part", "total = part"),
+    ("attention.attend", "dsinks += part", "dsinks = part"),
     # the sign of the scale
     ("attention.attend", "sign=(scale > 0) - (scale < 0)", "sign=1"),
     # edges of masks
@@ -131,14 +135,14 @@ MUTATIONS = [
     ("attention.tiles", "k_stop + window - 1", "k_stop + window - 2"),
     ("attention.tiles", "np.array([0, -1])", "np.array([-1, -1])"),
     (
-        "attention.members",
+        "attention.call",
         "segments.stop, np.asarray(group.lengths)[segments.document]",
         "segments.stop, np.asarray(group.laid_out)[segments.document]",
     ),
     # dropout and softcap
     ("attention.call", "self.first_head, self.first_head + heads", "0, heads"),
     ("attention.call", "document[rows]), q_position[rows]", "document[rows]), 0 * q_position[rows]"),
-    ("attention.members", "lambda: segments.positions", "lambda: 0 * segments.positions"),
+    ("attention.call", "lambda: segments.positions", "lambda: 0 * segments.positions"),
     ("attention.kernels.reference", "dscores *= slope", "pass"),
     ("attention.kernels.reference", "dscores.sub_(delta.unsqueeze(-1)).mul_", "dscores.mul_"),
     ("attention.kernels.reference", "weights if factors is None else weights * factors", "weights"),
@@ -147,14 +151,14 @@ MUTATIONS = [
     ("attention.tiles", "if tile.keys > tile.queries:", "if False:"),
     ("attention.kernels.cpu_flash", "total[rows] += x[0].transpose(0, 1)", "total[rows] = x[0].transpose(0, 1)"),
     # spans: none, on local rows alone, without those that come through a narrow window, in full attention; their edge
-    ("attention.members", "+ span_tiles(queries, keys, self.spans)", ""),
+    ("attention.call", "+ span_tiles(queries, keys, self.spans)", ""),
     (
-        "attention.members",
+        "attention.call",
         "span_tiles(queries, keys, self.spans)",
         "(span_tiles(queries, keys, self.spans) if [*queries.start] == [*keys.start] else ())",
     ),
-    ("attention.members", "self.spans.run_ends(runs)", "runs.stop"),
-    ("attention.members", "spans if mask.causal else NO_SPANS", "spans"),
+    ("attention.call", "self.spans.run_ends(runs)", "runs.stop"),
+    ("attention.call", "spans if mask.causal else NO_SPANS", "spans"),
     ("attention.tiles", "left = k_stop - 1 - stop", "left = k_stop - stop"),
 ]
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Group, MicroBatch, attend
-from longspan.attention.call import AttendCall
+from longspan.attention.call import AttendCall, Members
 from longspan.attention.kernels.table import find_kernel
-from longspan.attention.members import Members
 from longspan.attention.tiles import Mask, span_tiles
 from longspan.comm import SequenceShard
 from longspan.comm.shard import ShardPart

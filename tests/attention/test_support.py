@@ -1,6 +1,5 @@
 """One table for documentation, errors and choices."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,28 +7,46 @@ import pytest
 import torch
 
 from longspan.attention import KERNELS, PATTERNS, AttendCall, HeadSizes, Mask, choose_kernel
-from longspan.attention.support import TYPE_ROWS, fill_tables
+from longspan.attention.support import fill_table
 from longspan.errors import AttentionError
 from longspan.plan.check import COMM_TYPES
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 
 
+def page_rows(title: str) -> list[str]:
+    """The rows of the first table under a title of the page, without its header."""
+    lines = PAGE.read_text(encoding="utf-8").split(f"{title}\n")[1].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| --- |"))
+    return [line for line in lines[first + 1 : first + 20] if line.startswith("|")]
+
+
 def test_the_page_holds_the_tables_of_this_version() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- table: (\w+) -->", page)) == {"features", "types", "kernels"}
-    assert page == fill_tables(page), "run: python -m longspan.attention.support docs/attention.md"
+    assert page.count("<!-- table: kernels -->") == 1
+    assert page == fill_table(page), "run: python -m longspan.attention.support docs/attention.md"
 
 
 def test_the_table_knows_every_type_and_no_other() -> None:
-    named = tuple(row[0].strip("`") for row in TYPE_ROWS[1:])
-    assert len({len(row) for row in TYPE_ROWS}) == 1
+    named = tuple(row.split("`")[1] for row in page_rows("## Communication types"))
     assert (*named, "auto") == COMM_TYPES and set(named) == set(PATTERNS)
+
+
+def test_a_feature_names_the_kernels_that_have_it() -> None:
+    """Spans are computed as windows; what no kernel names is done outside of kernels."""
+    every = {k.name for k in KERNELS}
+    having = {name: {k.name for k in KERNELS if name in k.features} for name in ("window", "softcap", "dropout")}
+    having["deterministic mode"] = {k.name for k in KERNELS if k.deterministic}
+    rows = page_rows("## Features")
+    assert len(rows) == 13
+    for feature, _, kernels in (row.strip("| ").split(" | ") for row in rows):
+        name = "window" if feature in ("sliding window", "spans") else feature
+        assert (every if kernels == "all" else set(kernels.replace("`", "").split(", "))) == having.get(name, every)
 
 
 def test_a_row_that_is_missing_in_the_page_is_noticed() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert fill_tables(page.replace("| `cudnn` |", "| `other` |")) != page.replace("| `cudnn` |", "| `other` |")
+    assert fill_table(page.replace("| `cudnn` |", "| `other` |")) != page.replace("| `cudnn` |", "| `other` |")
 
 
 def test_masks_that_are_not_offered_are_listed() -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from packaging.version import Version
 
-from longspan.attention import AttendCall, fused_rows
+from longspan.attention import AttendCall
 from longspan.attention.call import Saved
 from longspan.attention.kernels import reference, triton_flash
 from longspan.attention.kernels.triton_flash import Blocks
+from longspan.attention.rows import fused_deltas
 from longspan.attention.tiles import Launch, Tile, Tiling
 
 CPU = torch.device("cpu")
@@ -126,7 +127,7 @@ def interpreted():
                 found = triton_flash.forward(q, k, v, launch, call)
                 saved = Saved(q, k, v, wanted, lse)
                 gradients = [kernel.backward(dout, saved, launch, call) for kernel in (triton_flash, reference)]
-                sums = fused_rows.deltas(dout, wanted)
+                sums = fused_deltas(dout, wanted)
                 assert torch.allclose(sums, (dout * wanted).sum(-1), rtol=1e-5, atol=1e-5), (name, size, v_size)
                 pairs = zip((*found, *gradients[0]), (wanted, lse, *gradients[1]), strict=True)
                 errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]

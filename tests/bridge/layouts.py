@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longspan import Layout, Partition
-from longspan.comm.moves.row_exchange import RowGradient
+from longspan.comm.row_exchange import RowGradient
 
 Lists = list[list[int]]
 ITEMS = (5, 1, 7, 2, 4, 9, 3, 6)  # rows of each image

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from longspan import Bridge, Exchange, Layout, Partition, World
-from longspan.comm.moves.row_exchange import RowGradient
+from longspan.comm.row_exchange import RowGradient
 from longspan.errors import LayoutError
 from longspan.testing import backend, run_ranks
 

@@ -7,7 +7,7 @@ from longspan import Document
 from longspan.bridge import Item, ItemDocuments, items_at_placeholders
 from longspan.bridge.item_documents import count_text_targets, find_item_table
 from longspan.errors import DataError
-from longspan.layout.packing import NO_TARGET
+from longspan.layout.partition import NO_TARGET
 
 
 def test_items_are_found_by_their_placeholders() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan import Bridge, World
-from longspan.comm.groups.channel import Channel, Handle
+from longspan.comm.channel import Channel, Handle
 from longspan.testing import backend, run_ranks
 from tests.bridge.layouts import CASES, Case
 from tests.layout.copies import lacking, random_gradients, summed

@@ -7,7 +7,7 @@ import pytest
 
 from longspan import Bridge, Layout, Partition, World
 from longspan.bridge import bridge
-from longspan.comm.moves.row_exchange import forget_moves
+from longspan.comm import row_exchange
 from longspan.errors import CommError, LayoutError
 from longspan.testing import backend, run_ranks
 from tests.bridge.layouts import CASES, Case
@@ -25,25 +25,25 @@ NAMES = [  # in which rows are used by several slots, several times, in every or
 OF_SLOTS = '"partial_over_slots": [tuple(members) for members in slots]'
 MUTATIONS = [
     # the sum over uses of a row: by several slots, by one rank, one slot's twice
-    ("comm.moves.carry_rows", "total.index_add_(0, target, wide(pool[source]))", "pass"),
-    ("comm.moves.carry_rows", "x.index_add_(0, target, x[source])", "pass"),
-    ("comm.moves.carry_rows", "wide(pool[source])", "wide(pool[moves.first[target]])"),
-    ("layout.row_moves", "for group in groups for member", "for group in reversed(groups) for member"),
+    ("comm.row_exchange", "total.index_add_(0, target, wide(pool[source]))", "pass"),
+    ("comm.row_exchange", "x.index_add_(0, target, x[source])", "pass"),
+    ("comm.row_exchange", "wide(pool[source])", "wide(pool[moves.first[target]])"),
+    ("layout.exchange", "for group in groups for member", "for group in reversed(groups) for member"),
     # conventions
-    ("comm.moves.row_exchange", OF_SLOTS, '"partial_over_slots": None'),
-    ("comm.moves.row_exchange", OF_SLOTS, '"partial_over_slots": [[member] for member in range(channel.degree)]'),
-    ("comm.moves.row_exchange", '"identical": None', '"identical": [[member] for member in range(channel.degree)]'),
+    ("comm.row_exchange", OF_SLOTS, '"partial_over_slots": None'),
+    ("comm.row_exchange", OF_SLOTS, '"partial_over_slots": [[member] for member in range(channel.degree)]'),
+    ("comm.row_exchange", '"identical": None', '"identical": [[member] for member in range(channel.degree)]'),
     # axes and order of the home
     ("bridge.bridge", "world.home.tp_groups()", "zip(*world.home.tp_groups())"),
     ("bridge.bridge", "everyone.ranks.index(rank)", "rank"),
     # rows where they belong
-    ("layout.row_moves", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
-    ("layout.row_moves", "begins[me] = arriving.sum()", "begins[me] = 0"),
-    ("comm.moves.carry_rows", "flat.index_copy_(0, places,", "flat.index_copy_(0, places.flip(0),"),
-    ("comm.moves.carry_rows", "(x, [moves.local],", "(x, [moves.local.flip(0)],"),
-    ("comm.moves.carry_rows", "result.index_fill_(0, moves.absent, 0)", "pass"),
+    ("layout.exchange", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
+    ("layout.exchange", "begins[me] = arriving.sum()", "begins[me] = 0"),
+    ("comm.row_exchange", "flat.index_copy_(0, places,", "flat.index_copy_(0, places.flip(0),"),
+    ("comm.row_exchange", "(x, [moves.local],", "(x, [moves.local.flip(0)],"),
+    ("comm.row_exchange", "result.index_fill_(0, moves.absent, 0)", "pass"),
     (
-        "comm.moves.carry_rows",
+        "comm.row_exchange",
         "result.index_copy_(0, moves.summed_rows,",
         "result.index_copy_(0, moves.summed_rows.flip(0),",
     ),
@@ -66,7 +66,7 @@ def noticed(rank: int) -> list[bool]:
 def errs(rank: int, case: Case, world: World) -> bool:
     """Whether this rank is wrong about a case; one that is refused is refused on all ranks."""
     bridge._exchange.cache_clear()
-    forget_moves()
+    row_exchange._moves_by_channel.clear()
     try:
         return bool(wrong(rank, case, world))
     except LayoutError:

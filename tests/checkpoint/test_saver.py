@@ -19,8 +19,7 @@ from longspan.checkpoint import saver as module
 from longspan.checkpoint import storage
 from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import check_contents, check_sizes, complete_checkpoints, publish_checkpoint, step_of
-from longspan.checkpoint.saver import CheckpointSaver
-from longspan.checkpoint.stage import SMALL, Stage, StagedTensors
+from longspan.checkpoint.saver import SMALL, CheckpointSaver, Stage, StagedTensors
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks

@@ -10,10 +10,17 @@ import pytest
 from longspan import Layout, World
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.export import export_checkpoint
-from longspan.checkpoint.files import complete_checkpoints, read_state, remove_unfinished_saves, step_of
+from longspan.checkpoint.files import (
+    StorePath,
+    as_root,
+    checkpoints_root,
+    complete_checkpoints,
+    read_state,
+    remove_unfinished_saves,
+    step_of,
+)
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.checkpoint.storage import shard_name
-from longspan.checkpoint.store_path import StorePath, as_root, checkpoints_root
 from longspan.cli.main import main
 from longspan.errors import CheckpointError
 from longspan.run.loggers import read_metrics

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from longspan.bench.step.command import main
 from longspan.data.document import synthetic_documents
-from longspan.layout.packing import NO_TARGET
+from longspan.layout.partition import NO_TARGET
 from longspan.model.presets import preset_config
 from tests.reference import relative_error
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from longspan.comm.moves.carry_rows import moves_on_device
+from longspan.comm.row_exchange import moves_on_device
 from longspan.layout import Partition
-from longspan.layout.row_moves import cut_into_blocks, plan_moves
+from longspan.layout.exchange import cut_into_blocks, plan_moves
 
 Lists = list[list[int]]
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from longspan.comm import World
-from longspan.comm.moves.row_exchange import all_to_all_rows, exchange_counts
+from longspan.comm.row_exchange import all_to_all_rows, exchange_counts
 from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks

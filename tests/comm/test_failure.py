@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from longspan.comm import answering
-from longspan.comm.answering import AnsweringThread
+from longspan.comm import watch as answering
 from longspan.comm.failure_reports import FailureReports
-from longspan.comm.watch import Watch
+from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World
 from longspan.errors import CommError, RankLostError
 from longspan.launch.launch import run_local

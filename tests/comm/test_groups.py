@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.comm.groups.channel import EVENT_BYTES, Channel, Handle, sum_parts
-from longspan.comm.groups.channels import CommunicatorChoice
-from longspan.comm.groups.process_groups import GroupRecord, ProcessGroups
+from longspan.comm.channel import EVENT_BYTES, Channel, CommunicatorChoice, Handle, sum_parts
+from longspan.comm.process_groups import GroupRecord, ProcessGroups
 from longspan.comm.watch import Operation
 from longspan.comm.world import World
 from longspan.errors import CommError

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.comm import recorded
+from longspan.comm import failure_reports as recorded
 from longspan.comm.world import World
 from longspan.errors import CommError
 from longspan.launch.launch import run_local

@@ -9,8 +9,8 @@ import torch
 from bench.processes.host_scale import Traffic, traffic
 
 from longspan.comm.all_ranks import raise_first_error
+from longspan.comm.control_group import PairRounds
 from longspan.comm.failure_reports import FailureReports
-from longspan.comm.groups.pair_rounds import PairRounds
 from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.comm.world import World
 from longspan.errors import CommError, DataError
@@ -73,9 +73,9 @@ def differences(rank: int) -> list[str]:
             raise_first_error(world, DataError(f"no room for {rank}") if rank in (1, 3) else None)
         raise_first_error(world, None)
         stop = StopSignal()
-        assert received_signal(world, stop) == ""
+        assert received_signal(world, stop.received) == ""
         stop.received = "SIGTERM" if rank == 2 else ""
-        return [str(plans.value), str(errors.value), received_signal(world, stop)]
+        return [str(plans.value), str(errors.value), received_signal(world, stop.received)]
 
 
 def test_differences_are_named_with_their_ranks() -> None:

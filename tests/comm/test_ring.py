@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longspan.attention.rows import add_addends, join_columns
-from longspan.comm.moves.ring import Addend, GradientRing, RingBlocks, split_columns
+from longspan.comm.ring import Addend, GradientRing, RingBlocks, split_columns
 from longspan.comm.world import World
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks

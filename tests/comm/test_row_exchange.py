@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm.moves.row_exchange import RowExchange, RowGradient
+from longspan.comm.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Layout, Partition

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import (
+from longspan.comm.tp_collectives import (
     Gradient,
     tp_copy,
     tp_copy_parameter,

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.process_groups import ProcessGroups
 from longspan.comm.rendezvous import CONNECTIONS, allow_open_files
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
@@ -173,7 +173,7 @@ def open_again(rank: int) -> list[str]:
     with mock.patch.object(dist, "init_process_group", side_effect=RuntimeError("gloo: no route")):
         fails()
     opens()
-    with mock.patch.object(ProcessGroups, "set_parent", side_effect=KeyError("plane")), pytest.raises(KeyError):
+    with mock.patch.object(ProcessGroups, "make_parent", side_effect=KeyError("plane")), pytest.raises(KeyError):
         World(pair, backend=backend(), timeout=60).__enter__()
     opens()
     end_slowly()

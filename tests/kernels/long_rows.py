@@ -26,10 +26,10 @@ from longspan.model.float8.quantise import quantise_columns, quantise_rows
 from longspan.model.float8.weights import Float8Weight
 from longspan.model.seams.forwards.norm_formula import NormFormula
 from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
+from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.convolutions import Convolution, FirstRows, RowsBefore, write_first
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import run_maps
-from longspan.ssm.kernels.runs import LocalRuns
 from longspan.train.loss import row_softmax
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.reference import relative_error

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from longspan import Layout, World
-from longspan.comm import rendezvous
-from longspan.comm.moves import ring
+from longspan.comm import rendezvous, ring
 from longspan.errors import CommError
 from tests.launch.rank_pool import RankPool
 

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from longspan.errors import LayoutError
 from longspan.layout import Partition
-from longspan.layout.row_moves import PIECES, cut_into_blocks, plan_moves
+from longspan.layout.exchange import PIECES, cut_into_blocks, plan_moves
 from tests.layout.copies import lacking, random_gradients, summed
 from tests.layout.strategies import examples, feedings
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from longspan.ssm.kernels import LocalRuns
+from longspan.ssm.kernels.call import CHUNK
 from longspan.ssm.kernels.delta import compute_entry_gradients, run_maps
-from longspan.ssm.kernels.runs import CHUNK
 from tests.reference import relative_error
 from tests.ssm import first_rows
 

@@ -11,7 +11,7 @@ import torch
 
 from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.comm import ShardPart
-from longspan.comm.groups.channel import Channel
+from longspan.comm.channel import Channel
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan, state_bytes
 from longspan.ssm.chains import Chains

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.ssm.kernels import delta as maps
-from longspan.ssm.kernels.pieces import Pieces, cut_into_pieces
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+from longspan.ssm.kernels.call import CHUNK, LocalRuns
+from longspan.ssm.kernels.delta import Pieces, cut_into_pieces
 from tests.mutation import mutated
 
 CPU = torch.device("cpu")
@@ -129,7 +129,7 @@ def test_folds_are_those_of_the_recurrence() -> None:
     ],
 )
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
-    with mutated(("ssm.kernels.pieces", old, new)):
+    with mutated(("ssm.kernels.delta", old, new)):
         assert worst() > 1e-6
 
 
@@ -145,7 +145,7 @@ def test_programs_hold_the_columns_of_states_and_transitions(
             grids.append(grid)
             return lambda *_, **__: None
 
-    monkeypatch.setattr(maps, "_state_kernel", lambda name: Kernel())
+    monkeypatch.setattr(maps, "triton_kernel", lambda name: Kernel())
     keys, values = torch.zeros(1, 5, 3, size), torch.zeros(1, 5, 3, width)
     rows = {**dict.fromkeys(("q", "k", "w"), keys), **dict.fromkeys(("u", "do", "dv"), values), "g": keys[..., 0]}
     runs: Any = SimpleNamespace(lengths=(2, 3), ends=None, chunk=64)

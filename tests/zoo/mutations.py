@@ -85,7 +85,7 @@ MUTATIONS: dict[str, Change] = {
     "windows dropped": ("model.seams.attention_calls", '"window": sliding_window, "chunk": chunk_size(module), "sinks"',
                         '"window": None, "chunk": chunk_size(module), "sinks"'),
     "the last token of an odd length": (
-        "attention.members",
+        "attention.call",
         "        if group.pad_to is None:\n            return segments\n"
         "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])",
         "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",
@@ -141,7 +141,7 @@ MUTATIONS: dict[str, Change] = {
         "pass",
     ),
     "a sum over ranks without its gradient": (
-        "comm.moves.tp_collectives",
+        "comm.tp_collectives",
         '_all_reduce(gradient, world_key, "sum of gradients over tp")',
         "gradient",
     ),

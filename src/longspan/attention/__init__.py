@@ -5,13 +5,4 @@ from longspan.attention.call import AttendCall
 from longspan.attention.kernels import KERNELS, HeadSizes, Kernel, choose_kernel
 from longspan.attention.tiles import Mask
 
-__all__ = [
-    "KERNELS",
-    "PATTERNS",
-    "AttendCall",
-    "HeadSizes",
-    "Kernel",
-    "Mask",
-    "attend",
-    "choose_kernel",
-]
+__all__ = ["KERNELS", "PATTERNS", "AttendCall", "HeadSizes", "Kernel", "Mask", "attend", "choose_kernel"]

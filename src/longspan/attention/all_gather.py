@@ -1,10 +1,8 @@
 """Attention over gathered keys and values (`all_gather`): every member receives all rows of its group at once.
 
 Gathered rows are laid in document order, so that a local run of query rows sees one prefix of its document. Backward
-gathers again instead of keeping the rows, and sums the gradients of keys and values with a reduce-scatter.
-
-Under a byte budget this is done for a few key/value heads at a time, with the query heads that use them: the next
-heads are gathered, and the gradients of those before summed, while the current ones are computed.
+gathers again instead of keeping the rows, and sums the gradients of keys and values with a reduce-scatter. Under a byte
+budget a few key/value heads go at a time: the next are gathered while the current ones are computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,8 +10,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Gradients, Saved, add_block, block_gradients, sink_gradient
-from longspan.attention.members import HeadSlice, Members, backward_groups, cut_heads
+from longspan.attention.call import (
+    AttendCall,
+    Gradients,
+    HeadSlice,
+    Members,
+    Saved,
+    add_block,
+    backward_groups,
+    block_gradients,
+    cut_heads,
+    sink_gradient,
+)
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, concat_heads, join_columns, sum_rows
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.cost import GATHER_SLICE_BYTES, GATHER_SLICES
@@ -27,8 +35,7 @@ def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
     """Return the most bytes that backward holds for one key/value head of a group of `rows` rows.
 
     Keys and values are held twice: as they arrived, and in document order. Gradients in the accumulation dtype are held
-    three times: those of this head in document order, and those of the head before, still on their way, as they were
-    packed to be sent and as they arrive.
+    three times: those of this head, and those of the head before, on their way, as packed and as they arrive.
     """
     width = rows * (k.shape[2] + v.shape[2])
     return width * (2 * k.element_size() + 3 * accumulation_dtype(k.dtype).itemsize)
@@ -115,9 +122,8 @@ class _GradientSums:
         self._finished_slices: list[_Pair] = []  # (dk, dv) of this member's rows
 
     def send_gradients(self, addends: list[Addend], k: Tensor, v: Tensor) -> None:
-        """Start sending every member the gradients of its rows; k and v (S, heads, size) are a slice's, of all rows.
-
-        Those of the slice before are collected first, so that one message at a time takes memory.
+        """Those of the slice before are collected first, so that one message at a time takes memory. k and v are (S,
+        heads, size).
         """
         self._collect_slice()
         self._row_shapes = [x.shape[1:] for x in (k, v)]
@@ -135,8 +141,8 @@ class _GradientSums:
     def _sum_by_member(self, addends: list[Addend], k: Tensor, v: Tensor) -> Tensor:
         """Sum dk and dv, side by side: (S, columns) in the accumulation dtype, rows member after member.
 
-        Every call of the kernel gave one addend; its index (S,) says for each row of the group which of the addend's
-        rows it is (−1: none).
+        Every call of the kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1:
+        none).
         """
         key_indices, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
@@ -145,7 +151,6 @@ class _GradientSums:
         return total
 
     def _collect_slice(self) -> None:
-        """Wait for the gradients of the slice that was sent last, and sum what all members sent for the own rows."""
         if self._started is None:
             return
         # Every member's gradients of the own rows, one after another; unflatten refuses a tensor without rows.

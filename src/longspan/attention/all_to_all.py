@@ -1,21 +1,16 @@
 """Heads for rows (`a2a`, Ulysses): neighbours exchange, so that each holds all their rows for some of the heads.
 
-What is computed in between is a ring of such neighbourhoods: of one block under `a2a`, where the neighbours are the
-whole group, and of `p2p` blocks under `a2a+p2p`, where they are the first level. Rows are laid in document order, so
-that a neighbourhood's rows of a document are few runs, under zigzag two.
+Between is a ring of such neighbourhoods: of one block under `a2a`, of `p2p` blocks under `a2a+p2p`. Rows are laid in
+document order: a neighbourhood's rows of a document are few runs. With fewer key/value heads than neighbours the same
+head goes to several, and their gradients are summed.
 
-Query heads are split in equal numbers. With fewer key/value heads than neighbours, the same head
-goes to several, and their gradients are summed.
+Large tensors go in slices of the heads: the next slice travels while one is computed. Slices that share a key/value
+head send it with the first, and the sum of its gradients with the last. Around a ring of several blocks the slices take
+turns, a block each; slices that share a key/value head share a ring.
 
-Large tensors go in slices of the heads: the next slice travels while one is computed, and the results of one while the
-next is. Slices that share a key/value head send it with the first, and the sum of its gradients with the last. Around
-a ring of several blocks the slices take turns, a block each, so that the blocks and returning gradients of one travel
-while another is computed; slices that share a key/value head share a ring.
-
-The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones, which backward
-does not need. Forward sends q, k, v and out, backward dout and the gradients. Where the local q, k, v and out are saved
-in their place, with the log-sum-exp as exchanged, backward sends them along with dout: of out no more than its products
-with dout, a number of each row and head, if the kernel takes those.
+The exchanged q, k, v, out and log-sum-exp are saved for backward, as many numbers as the local ones. Where the local
+ones are saved in their place, backward sends them along with dout: of out no more than its products with dout, a number
+of each row and head, if the kernel takes those.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,16 +18,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from longspan.attention.call import AttendCall, Gradients, Saved, add_block, sum_addends
-from longspan.attention.members import Members
-from longspan.attention.ring import (
-    Queries,
-    RingGradients,
-    key_blocks,
-    make_queries,
-    ring_backward,
-    ring_forward,
-)
+from longspan.attention.call import AttendCall, Gradients, Members, Saved, add_block, sum_addends
+from longspan.attention.ring import Queries, RingGradients, key_blocks, make_queries, ring_backward, ring_forward
 from longspan.attention.rows import (
     Partial,
     accumulation_dtype,
@@ -53,43 +40,37 @@ from longspan.plan.memory.bytes import count_exchange_slices, count_head_groups
 class HeadSwap:
     """The exchange inside one neighbourhood of M members: (T, all heads) of the local rows for (R, some heads) of all.
 
-    The query heads (N) are M runs, one for each member, and every run is cut into `slices` slices. Key/value heads are
-    cut into fewer slices if neighbouring slices of query heads use the same one.
+    The query heads (N) are M runs, one for each member (`split`), and every run is cut into `slices` slices. Key/value
+    heads are cut into fewer slices if neighbouring slices of query heads use the same one.
     """
 
     def __init__(self, members: Members, split: HeadSplit, slices: int) -> None:
-        """Take the members, and `split`, by which each computes some heads.
-
-        `_counts` are the numbers of rows of each neighbour, and `_me` is this rank's place among them.
-        """
         self.split, self.slices, self._degree = split, slices, split.degree
         self._shared = split.slices_per_kv_head(slices)  # slices in a row that use the same key/value head
         self.heads_of_slice = split.member_heads // slices
         self.members, self._channel, self._counts = members, members.inner_channel, members.inner_counts
-        self._me = self._channel.index
-        self._local_counts = (self._counts[self._me],) * self._degree
+        self._local_counts = (self._counts[self._channel.index],) * self._degree
+        self.own_heads = split.q_heads(self._channel.index)  # query heads that are computed here
 
     @property
     def kv_runs(self) -> list[range]:
-        """Return the runs of slices that share key/value heads: one ring brings them to a whole run."""
+        """The runs of slices that share key/value heads: one ring brings them to a whole run."""
         return [range(first, first + self._shared) for first in range(0, self.slices, self._shared)]
 
     def opens_run(self, slice_index: int) -> bool:
-        """Return whether a slice is the first with its key/value heads."""
         return slice_index % self._shared == 0
 
     def closes_run(self, slice_index: int) -> bool:
-        """Return whether a slice is the last with its key/value heads."""
         return self.opens_run(slice_index + 1)
 
     def tensors_to_send(self, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the tensors to send of each slice: its queries, and keys and values if no slice before has those."""
+        """Of each slice: its queries, and keys and values if no slice before has those."""
         copies = self.split.kv_copies
         tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
 
     def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
-        """Return the saved tensors of a slice, with the keys and values, which the first slice that uses them saves."""
+        """Keys and values are saved by the first slice that uses them."""
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
@@ -104,15 +85,8 @@ class HeadSwap:
         return [slice(0, 3)] if self.split.kv_copies == 1 else [slice(0, 1), slice(1, 3)]
 
     def slice_call(self, call: AttendCall, slice_index: int) -> AttendCall:
-        """Return the call for the query heads of a slice that are computed here."""
-        start = self.split.q_heads(self._me).start + slice_index * self.heads_of_slice
+        start = self.own_heads.start + slice_index * self.heads_of_slice
         return call.for_heads(start, start + self.heads_of_slice)
-
-    def place_heads(self, x: Tensor) -> Tensor:
-        """Put values of the query heads computed here at their indices among all heads: (N,), zero elsewhere."""
-        all_heads = x.new_zeros(self.split.heads)
-        all_heads[self.split.q_heads(self._me)] = x
-        return all_heads
 
     def send_heads(self, tensors: Sequence[Tensor], slice_index: int, label: str) -> Handle:
         """Start sending a slice of the heads of tensors (T, N, size), to every member its own."""
@@ -134,7 +108,7 @@ class HeadSwap:
         ]
 
     def _slice_count(self, x: Tensor) -> int:
-        """Return how many slices a member's heads of x (T, N, size) are cut into: query heads, or key/value heads."""
+        """How many slices a member's query heads, or key/value heads, are cut into."""
         return self.slices if x.shape[1] == self.split.heads else self.slices // self._shared
 
     def receive_heads(self, handle: Handle, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -152,7 +126,7 @@ class HeadSwap:
         return self._channel.all_to_all_rows(packed, self._counts, self._local_counts, label)
 
     def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
-        """Wait for the rows of `send_rows`, and write them to this slice of every head group of `into` (T, N, size)."""
+        """Write the rows of `send_rows` to this slice of every head group of `into` (T, N, size)."""
         places = self._slice_views(into, slice_index)
         arrived = member_views(handle.wait(), self._degree, [x.shape[2] for x in places])
         copy_rows(list(zip(arrived, places, strict=True)))
@@ -200,8 +174,8 @@ def _forward_turns(
 ) -> Iterator[None]:
     """Run the ring of slices that share keys and values: a turn for each block, in which all slices attend to it.
 
-    Yields between turns. `messages` are the tensors of every slice, and the handles of those that still arrive. The
-    handles of outputs on their way back, and what backward needs, are appended to `results`.
+    `messages` are the tensors of every slice, and the handles of those that still arrive. The handles of outputs on
+    their way back, and what backward needs, are appended to `results`.
     """
     (sent, arriving), (leaving, saved), members = messages, results, swap.members
     q, own_k, own_v = swap.receive_heads(arriving.pop(0), sent[run.start])
@@ -230,9 +204,8 @@ def _forward_turns(
 def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: AttendCall) -> Gradients:
     """Return the gradients of the local rows.
 
-    Around a ring of several members the slices of heads take turns, so that one is computed while another's block
-    travels. Turns hold the float32 sums of all slices; where these are too large, slices are computed one after
-    another, and only the next one is in flight. Copies of a key/value head are summed at the end.
+    Around a ring of several members the slices of heads take turns. Turns hold the float32 sums of all slices; where
+    these are too large, slices are computed one after another, and only the next one is in flight.
     """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
@@ -257,6 +230,8 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
 class _Backward:
     """Backward of one call, a slice of heads at a time: receives a slice, computes it and sends its gradients back.
 
+    `in_flight` slices of heads are sent first: dout and, where the local q, k, v and out were saved, these too. With a
+    kernel that takes deltas (dout · out of each row) these travel in place of the output, which is larger.
     `_leaving` are the gradients on their way, as (index of the slice, which of dq, dk and dv, handle).
     """
 
@@ -270,11 +245,6 @@ class _Backward:
         *,
         in_flight: int,
     ) -> None:
-        """Start sending `in_flight` slices of heads: dout and, where the local q, k, v and out were saved, these too.
-
-        A further slice is sent when one has arrived. With a kernel that takes deltas (dout · out of each row) these
-        travel in place of the output, which is larger.
-        """
         self._leaving: list[tuple[int, slice, Handle]] = []
         self._received: tuple[Tensor, ...] = ()  # dq, dk and dv of the local rows, once the first slices have arrived
         self._dout, self._saved, self._swap, self._call, self._kv_dtype = dout, saved, swap, call, kv_dtype
@@ -295,10 +265,6 @@ class _Backward:
         self._kv_addends: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
 
     def compute_slice(self, slice_index: int) -> None:
-        """Compute the gradients of a slice, from its ring or its only block, and send them.
-
-        Those of keys and values are summed over the slices that share them, and leave with the last one.
-        """
         swap, queries = self._swap, self._receive_queries(slice_index)
         slice_gradients = ring_backward(queries.dout, [queries.saved], swap.members, queries.call)
         self._dsinks[slice_index] = slice_gradients.sinks
@@ -316,9 +282,8 @@ class _Backward:
     def ring_turns(self, run: range) -> Iterator[None]:
         """Run the ring of slices that share keys and values; yields after each turn, so that other rings advance too.
 
-        There is a turn for each block of another member, one for the own block, and one for the sums. Work on the own
-        block waits for nobody, so it fills gaps: that of the first half of all slices is done before the first block
-        arrives, that of the others while the last gradients travel.
+        Work on the own block waits for nobody, so it fills gaps: that of the first half of all slices is done before
+        the first block arrives, that of the others while the last gradients travel.
         """
         queries, own_pairs = list[Queries](), list[_Pair]()
         if self._is_local:  # keys and values arrive with the first queries; exchanged ones are at hand
@@ -342,10 +307,7 @@ class _Backward:
         self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
 
     def receive_gradients(self) -> tuple[Tensor, ...]:
-        """Receive the gradients that are on their way; returns dq, dk and dv (T, heads, size), complete at the end.
-
-        dk and dv have every copy of a head.
-        """
+        """Return dq, dk and dv (T, heads, size), complete at the end, with every copy of a head."""
         if not self._received and self._leaving:
             self._received = _empty_gradients(self._dout, self._saved[0], self._swap.split, self._kv_dtype)
         for slice_index, gradient_slice, handle in self._leaving:
@@ -354,9 +316,13 @@ class _Backward:
         return self._received
 
     def sink_gradients(self) -> Tensor | None:
-        """Return the sinks' gradient (N,) over the rows of this neighbourhood, of the heads that are computed here."""
+        """Return the sinks' gradient (N,) over the rows of this neighbourhood."""
         dsinks = [x for _, x in sorted(self._dsinks.items()) if x is not None]
-        return self._swap.place_heads(torch.cat(dsinks)) if dsinks else None
+        if not dsinks:
+            return None
+        all_heads = dsinks[0].new_zeros(self._swap.split.heads)
+        all_heads[self._swap.own_heads] = torch.cat(dsinks)
+        return all_heads
 
     def _send_slice(self, slice_index: int) -> None:
         self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
@@ -364,7 +330,6 @@ class _Backward:
     def _receive_queries(self, slice_index: int) -> Queries:
         """Receive dout for the query heads of a slice, and join it with what forward saved of them.
 
-        If forward saved the local rows with all heads, the neighbours' q, k, v and out (or deltas) arrive with dout.
         The slice after those in flight is sent, to travel while this one is computed.
         """
         swap = self._swap
@@ -391,8 +356,7 @@ class _Backward:
 def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
     """Choose in how many slices heads are exchanged, by the member with the most rows, so that all choose the same.
 
-    A narrow window takes one slice: its rows are fetched in one exchange, so that slices would have no other blocks to
-    take turns on.
+    Under a narrow window rows are fetched in one exchange: slices would have no other blocks to take turns on.
     """
     if members.has_narrow_window:
         return 1
@@ -401,7 +365,6 @@ def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
 
 
 def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Make empty tensors (T, heads, size) for dq, dk and dv; dk and dv in `dtype`, with every copy of a head."""
     kv_heads = split.kv_heads * split.kv_copies
     return (
         dout.new_empty((len(dout), split.heads, saved.q.shape[2])),

@@ -1,9 +1,8 @@
 """`attend`: exact attention over a sharded micro-batch, whatever the degree and the way its groups communicate.
 
 One autograd function per call goes through the parts of a shard (one per group that this slot is in) in plan order, and
-in backward in reverse, which is the one order in which every rank enters its collectives. Backward gets q,
-k, v, out and the log-sum-exp of the local rows, or, where heads were exchanged for rows, the exchanged ones, which are
-as many numbers (inside a recording, whose layers are recomputed, the local ones: `saved_outputs.py`).
+in backward in reverse: the one order in which every rank enters its collectives. Backward gets q, k, v, out and the
+log-sum-exp of the local rows, or, where heads were exchanged for rows, the exchanged ones, which are as many numbers.
 """
 
 import math
@@ -21,9 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward, gather_bytes_per_head
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.call import AttendCall, CallPart, Dropout, Gradients, Saved, cache_of, mix_seed
+from longspan.attention.call import AttendCall, CallPart, Dropout, Gradients, Members, Saved, cache_of, mix_seed
 from longspan.attention.kernels import choose_kernel
-from longspan.attention.members import Members
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, cast_rows, take_rows
 from longspan.attention.saved_outputs import active_recording
@@ -88,7 +86,6 @@ def _check_plain_tensor(name: str, x: Tensor) -> None:
 
 
 def _check_same_type(tensors: dict[str, Tensor]) -> None:
-    """Raise AttentionError unless q, k and v have one device and one dtype that attention computes in."""
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1:
         raise AttentionError(f"q, k and v need one dtype, got {_values_text(dtypes)}; cast them before attend")
@@ -104,11 +101,7 @@ def _values_text(values: dict[str, str]) -> str:
 
 
 def check_features(arguments: Arguments) -> None:
-    """Raise AttentionError for masks and numbers that cannot be computed exactly.
-
-    A window and a chunk look back from each position, so they need a causal mask. A scale may be negative or 0, a soft
-    cap may not.
-    """
+    """Raise AttentionError for masks and numbers that cannot be computed exactly."""
     dropout = arguments.dropout
     if not isinstance(dropout, Real) or not 0 <= dropout < 1:
         raise AttentionError(
@@ -148,7 +141,7 @@ def check_capture(dropout: float) -> None:
 
 
 def is_count(value: object) -> bool:
-    """Return whether the value is an integer, numpy's among them, of at least 1."""
+    """An integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -208,7 +201,7 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
 
 
 def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: AttendCall) -> CommChoice:
-    """Return how one group communicates: by the call's type, else the group's; from a list of types, the layer's."""
+    """The call's type wins over the group's; of a list of types the layer's is taken."""
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_comm_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
@@ -229,7 +222,6 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
 
 
 def _make_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
-    """Return the choice with its a2a degree: that of the levels, of the whole group for a2a, 1 for other types."""
     if kind == "a2a+p2p":
         assert sizes is not None
         return CommChoice(kind, sizes[0])
@@ -237,7 +229,6 @@ def _make_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
 
 
 def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) -> CommChoice:
-    """Return the type that the machine model expects to be fastest for this group and call, cached by shard."""
     automatic, key = cache_of(shard).automatic, (index, call)
     if key not in automatic:
         group, world = shard.micro_batch.groups[index], world_of(shard.world_key)
@@ -263,7 +254,6 @@ def _check_type(kind: str, where: str) -> None:
 
 
 def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
-    """Raise AttentionError unless the a2a and p2p sizes of a2a+p2p multiply to the group's degree."""
     if sizes is not None and sizes[0] * sizes[1] == degree:
         return
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
@@ -295,8 +285,7 @@ def pack_call(
     """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact.
 
     A window that hides nothing is dropped. Kernels take positive scales, so the sign is kept apart, and a scale of 0 is
-    a sign of 0. The kernel is chosen for the whole call; each part of the shard, the rows of one group, gets its
-    communication type and members. A part of padding rows belongs to no group (index −1), and any type will do.
+    a sign of 0. A part of padding rows belongs to no group (index −1), and any communication type will do.
     """
     check_tensors(q, k, v, shard)
     check_features(arguments)
@@ -328,7 +317,7 @@ def pack_call(
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
-    """Return a part of the shard with its type and members; members with the same mask are made once for a shard."""
+    """Members with the same mask are made once for a shard."""
     mask, cache = call.mask.for_lengths(part.group.lengths), cache_of(shard)
     key = (part.index, choice.inner, mask)
     if key not in cache.members:
@@ -438,7 +427,8 @@ def attend(
     call = _find_call(q, k, v, sinks, shard, arguments)
     if dropout:
         check_capture(dropout)
-        call = replace(call, dropout=Dropout(dropout, _layer_seed(dropout_seed, shard, layer), first_head))
+        words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
+        call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
         q, k, v = _contiguous_heads(q, k, v)
@@ -472,11 +462,6 @@ def _find_call(
     return call
 
 
-def _layer_seed(seed: int | None, shard: SequenceShard, layer: int | None) -> int:
-    """Return the seed of dropout: mixed from the caller's seed alone, else from the shard's and the layer's index."""
-    return mix_seed(*shard.seed, -1 if layer is None else layer) if seed is None else mix_seed(seed)
-
-
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
@@ -502,11 +487,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of q, k, v and the sinks.
-
-        It goes through parts of the shard from the last to the first, as every member does. What forward saved lies in
-        one list: _SAVED tensors for each slice of each part; None stands for the rows of the output, which are saved
-        once.
+        """Parts go from the last to the first, as on every member: forward saved _SAVED tensors for each slice of each
+        part.
         """
         sinks, out, *saved = ctx.saved_tensors
         dout, call = gradients[0].contiguous(), _put_sinks(ctx.call, sinks)
@@ -517,25 +499,24 @@ class _Attend(torch.autograd.Function):
             saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
             with _disable_autocast(dout):
                 parts.insert(0, find_pattern(cp_comm_type)[1](take_rows(dout, rows), saved_slices, members, call))
-        dq, dk, dv = _join_rows_of_parts(
-            [(part_gradients.q, part_gradients.k, part_gradients.v) for part_gradients in parts], dout, ctx.shapes
-        )
-        return (
-            dq,
-            dk,
-            dv,
-            None if sinks is None else _sum_sink_gradients([part_gradients.sinks for part_gradients in parts], sinks),
-            None,
-        )
+        dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, ctx.shapes)
+        dsinks = None
+        if sinks is not None:
+            dsinks = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
+            for part_gradients in parts:
+                assert part_gradients.sinks is not None
+                dsinks += part_gradients.sinks
+            dsinks = dsinks.to(sinks.dtype)
+        return dq, dk, dv, dsinks, None
 
 
 def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
-    """Return tensors (T, N, H), copied where the numbers of a head are not contiguous, as kernels want them."""
+    """Kernels want the numbers of a head to be contiguous."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
 def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
-    """Return the call with these sinks, which the shard's cache must not keep: each layer has others."""
+    """The shard's cache must not keep sinks: each layer has others."""
     return call if sinks is None else replace(call, sinks=sinks)
 
 
@@ -544,8 +525,8 @@ def _attend_parts(
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    In what is saved None stands for the output of a part: the whole output is saved. With `save_local` the own rows' q,
-    k, v and out are saved under every type, in place of what was exchanged: backward exchanges them once more.
+    With `save_local` the own rows' q, k, v and out are saved under every type, in place of what was exchanged: backward
+    exchanges them once more.
     """
     parts = list[tuple[Tensor, Sequence[Saved]]]()
     with _disable_autocast(q):
@@ -559,27 +540,15 @@ def _attend_parts(
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Make a context without autocast, which would round products of float32 scores to half precision."""
+    """Autocast would round products of float32 scores to half precision."""
     return torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
 
 
 def _join_rows_of_parts(
     parts: Sequence[Sequence[Tensor]], like: Tensor, shapes: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous.
-
-    A slot without a part gets tensors of no rows.
-    """
+    """Join the rows of all parts, tensor by tensor: (rows, *shape) in the dtype of `like`, contiguous."""
     if len(parts) == 1:
         return cast_rows(parts[0], like.dtype)
     no_rows = [like.new_empty((0, *shape)) for shape in shapes]
     return [torch.cat([x.to(like.dtype) for x in rows]) for rows in zip(no_rows, *parts, strict=True)]
-
-
-def _sum_sink_gradients(parts: Sequence[Tensor | None], sinks: Tensor) -> Tensor:
-    """Sum the gradients of the sinks over the parts in the accumulation dtype; return the sum in the sinks' dtype."""
-    total = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
-    for part_gradient in parts:
-        assert part_gradient is not None
-        total += part_gradient
-    return total.to(sinks.dtype)

@@ -1,29 +1,279 @@
-"""A call of `attend` as one value, and one block of it: what is computed, by which kernel, and with whom.
+"""A call of `attend` as one value: who shares keys and values with whom, what is computed, and by which kernel.
 
-Its arguments are checked and packed in `arguments.py`, once for all layers of a micro-batch. A block is the local query
-rows against one set of key rows. The communication patterns (`ring.py`, `all_gather.py`, `all_to_all.py`) decide which
-key rows there are and when; what is computed with them is here, and is the same for all patterns. Attention of disjoint
-key sets is merged by its log-sum-exp, gradients are added by rows (`rows.py`).
+`Members` is one group's geometry. A block is the local query rows against one set of key rows; the patterns (`ring.py`,
+`all_gather.py`, `all_to_all.py`) decide which key rows there are and when. Attention of disjoint key sets is merged by
+its log-sum-exp, gradients are added by rows (`rows.py`).
 
-Dropout's mask depends only on who attends to whom. Whether a weight is kept is a hash of (seed, query head, document,
-query position, key position), all as they are in the whole micro-batch. So the mask is the same for every degree,
-communication type, rank and recomputation, in forward and in backward, and nothing of it is stored. The hash is
+Whether dropout keeps a weight is a hash of (seed, query head, document, query position, key position), all as in the
+whole micro-batch: the same for every degree, type, rank and recomputation, and nothing of it is stored. The hash is
 splitmix64's finaliser (Steele, Lea, Flood 2014), in 64-bit integers that wrap, which CPUs and GPUs do alike.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.members import Members
 from longspan.attention.rows import Partial, RowSum, deltas, take_rows
-from longspan.attention.tiles import Launch, Mask, Tile
-from longspan.comm import Addend, SequenceShard
+from longspan.attention.tiles import Launch, Mask, Tile, Tokens, span_tiles, tiles_between
+from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
+from longspan.layout import Segments
+from longspan.layout.segments import Integers, expand_runs, segments_from_runs
+from longspan.layout.spans import NO_SPANS, Spans
 from longspan.plan import AttentionCall
+from longspan.plan.cost.type_price import fetched_share
+from longspan.plan.memory.bytes import count_head_groups
+
+_NO_ROWS = np.empty(0, dtype=np.int64)
+
+
+class WindowRows(NamedTuple):
+    """The rows that one member's rows see under a narrow window or chunks, its own among them, in document order.
+
+    `rows_to_send[m]` are the rows of this member that member m sees, none for itself, and `all_rows_to_send` all of
+    those. From member m come `receive_counts[m]` rows, and what arrives, member after member, goes to
+    `received_places`. Of the member's own rows those in `own_rows` are seen; they go to `own_places`. `row_count` rows
+    are seen in all.
+    """
+
+    launches: tuple[Launch, ...]
+    rows_to_send: tuple[Tensor, ...]
+    all_rows_to_send: Tensor
+    receive_counts: tuple[int, ...]
+    received_places: Tensor
+    own_rows: Tensor
+    own_places: Tensor
+    row_count: int
+
+
+class Members:
+    """The members of one group that share keys and values; `inner` neighbouring ranks that exchange heads act as one.
+
+    There are `degree` members; this rank is number `member`, or belongs to it. Member m holds `counts[m]` rows, in
+    document order where `inner` > 1. Under a causal mask rows of `spans` see the later rows of their span as well. Made
+    once per shard, so that layers share what it derives.
+    """
+
+    def __init__(
+        self, part: ShardPart, mask: Mask, device: torch.device, inner: int = 1, spans: Spans = NO_SPANS
+    ) -> None:
+        assert part.degree % inner == 0, (part.degree, inner)
+        self.part: ShardPart = part
+        self.mask: Mask = mask
+        self.device: torch.device = device
+        self.inner: int = inner
+        self.spans: Spans = spans if mask.causal else NO_SPANS
+        self.degree: int = part.degree // inner
+        self.member: int = part.member // inner
+        slot_counts = np.asarray(part.counts, dtype=np.int64).reshape(self.degree, inner)
+        self.counts: tuple[int, ...] = tuple(slot_counts.sum(1).tolist())
+        self.inner_counts: tuple[int, ...] = tuple(slot_counts[self.member].tolist())
+        self._launches: dict[int | None, tuple[Launch, ...]] = {}
+        self._gathered_orders: dict[tuple[int, ...], Tensor] = {}
+
+    @cached_property
+    def channel(self) -> Channel:
+        """The ring: every `inner`-th slot of the group. Raises CommError where the world has been left."""
+        slots = self.part.group.slots[self.part.member % self.inner :: self.inner]
+        return world_of(self.part.world_key).channels.find_channel(slots)
+
+    @cached_property
+    def inner_channel(self) -> Channel:
+        """The neighbours that act as one member with this rank."""
+        slots = self.part.group.slots[self.member * self.inner : (self.member + 1) * self.inner]
+        return world_of(self.part.world_key).channels.find_channel(slots)
+
+    def segments(self, member: int) -> Segments:
+        """Return the rows of one member as its tensors hold them, padding included."""
+        if self.inner == 1:
+            return self.part.group.shares.segments(member)
+        document, start, stop = self._list_runs(member)
+        order = np.lexsort((start, document))
+        return segments_from_runs(document[order], start[order], stop[order])
+
+    def _list_runs(self, member: int) -> tuple[Integers, Integers, Integers]:
+        """Document, start and stop of every run, rank after rank."""
+        neighbours = range(member * self.inner, (member + 1) * self.inner)
+        runs = [(s.document, s.start, s.stop) for s in map(self.part.group.shares.segments, neighbours)]
+        document, start, stop = (np.concatenate(column) for column in zip(*runs, strict=True))
+        return document, start, stop
+
+    def real_segments(self, member: int) -> Segments:
+        """The rows of one member without those that pad documents out: padding takes no part in attention."""
+        segments, group = self.segments(member), self.part.group
+        if group.pad_to is None:
+            return segments
+        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])
+        real = segments.start < stop
+        return Segments(segments.document[real], segments.start[real], stop[real], segments.offset[real])
+
+    @cached_property
+    def arrival_orders(self) -> tuple[Tensor, Tensor] | None:
+        """How rows from the neighbours are put in document order, and back; None where they arrive in it.
+
+        Two indices (R,), first and second: `arrived[first]` is in document order if `arrived` is in order of arrival,
+        rank after rank, and `in_order[second]` is in order of arrival if `in_order` is in document order.
+        """
+        document, start, stop = self._list_runs(self.member)
+        order, sizes = np.lexsort((start, document)), stop - start
+        begins = np.empty_like(start)
+        begins[order] = np.cumsum(sizes[order]) - sizes[order]  # where each run that arrives begins in document order
+        places = expand_runs(begins, begins + sizes)  # the place of each row that arrives, in document order
+        if (np.diff(places) == 1).all():
+            return None
+        inverse = np.empty_like(places)
+        inverse[places] = np.arange(len(places))
+        return to_device(inverse, self.device), to_device(places, self.device)
+
+    def document_order(self, starts: tuple[int, ...]) -> Tensor:
+        """Which gathered row each row in document order is: (S,). Member m's rows begin at `starts[m]`."""
+        assert self.inner == 1, "only members of the group itself gather"
+        if starts not in self._gathered_orders:
+            order = np.empty(sum(self.counts), dtype=np.int64)
+            for member, start in enumerate(starts):
+                order[self.part.group.shares.rows(member)] = np.arange(start, start + self.counts[member])
+            self._gathered_orders[starts] = to_device(order, self.device)
+        return self._gathered_orders[starts]
+
+    @cached_property
+    def keys_by_member(self) -> list[Tensor]:
+        """For each launch on all rows an index (S,): which of its keys each row of the group is, −1 for none.
+
+        The rows are listed member after member.
+        """
+        by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
+        places = (_find_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+        return [to_device(x, self.device) for x in places]
+
+    def launches(self, owner: int | None) -> tuple[Launch, ...]:
+        """Return the launches of this member's rows against the block of `owner`, or against all rows (None)."""
+        if owner not in self._launches:
+            if owner is None:  # every document's positions count from 0
+                laid_out, starts = self._document_extents()
+                lengths = np.asarray(self.part.group.lengths, dtype=np.int64)
+                keys = Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, starts)
+                self._launches[owner] = self._make_launches(keys, lambda: expand_runs(0 * laid_out, laid_out))
+            else:  # rows that pad documents out are no keys, but have positions in the block
+                segments = self.segments(owner)
+                self._launches[owner] = self._make_launches(self.real_segments(owner), lambda: segments.positions)
+        return self._launches[owner]
+
+    def _document_extents(self) -> tuple[Integers, Integers]:
+        """The rows of each document, padding included, and where each starts among the group's rows."""
+        laid_out = np.asarray(self.part.group.laid_out, dtype=np.int64)
+        return laid_out, np.cumsum(laid_out) - laid_out
+
+    def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
+        """`positions` returns the position in its document of every row of the key tensor; only dropout calls it."""
+        document_ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
+
+        # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
+        # cycle the launches' tensors would stay on the device until Python's garbage collector runs.
+        def tokens() -> Tokens:
+            document = np.repeat(document_ids[segments.document], segments.stop - segments.start)
+            return Tokens(document, segments.positions, positions())
+
+        queries = self.real_segments(self.member)
+        tilings = tiles_between(queries, keys, **self.mask._asdict()) + span_tiles(queries, keys, self.spans)
+        return tuple(Launch(tiling, self.device, tokens) for tiling in tilings)
+
+    @property
+    def turns(self) -> int:
+        """In how many blocks the rows that this member sees arrive, the own block included."""
+        return 1 if self.has_narrow_window else self.degree
+
+    @cached_property
+    def has_narrow_window(self) -> bool:
+        """Members send each other just the rows that are seen, instead of blocks around a ring."""
+        return fetched_share(self.part.group.lengths, self.degree, self.mask.window, self.mask.chunk) < 1
+
+    @cached_property
+    def window_rows(self) -> WindowRows:
+        keys, all_members = self.visible_rows(self.member), range(self.degree)
+        seen = [self._find_rows(keys, owner) for owner in all_members]
+        to_send = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in all_members]
+        own_rows, own_places = seen[self.member]
+        to_send[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
+        return WindowRows(
+            self._make_launches(keys, lambda: keys.positions),
+            rows_to_send=tuple(to_device(rows, self.device) for rows in to_send),
+            all_rows_to_send=to_device(np.concatenate(to_send), self.device),
+            receive_counts=tuple(len(rows) for rows, _ in seen),
+            received_places=to_device(np.concatenate([places for _, places in seen]), self.device),
+            own_rows=to_device(own_rows, self.device),
+            own_places=to_device(own_places, self.device),
+            row_count=keys.rows,
+        )
+
+    def visible_rows(self, reader: int) -> Segments:
+        """Return the rows that one member's rows see under a window or chunks and in their spans, in document order.
+
+        A run of rows sees from the first row of its window (or chunk) on to the end of the run, or of the last span in
+        it. Rows that several runs see are returned once.
+        """
+        _, window, chunk = self.mask
+        assert window is not None or chunk is not None
+        runs = self.real_segments(reader)
+        start = np.zeros_like(runs.start) if window is None else np.maximum(runs.start - window + 1, 0)
+        if chunk is not None:
+            start = np.maximum(start, runs.start - runs.start % chunk)
+        same_document, stop = runs.document[1:] == runs.document[:-1], self.spans.run_ends(runs)
+        # What a run sees begins where that of the run before ends, at the earliest: so no row is in two.
+        start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
+        return segments_from_runs(runs.document, start, stop)
+
+    def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
+        """Rows are compared by their number among the group's rows in document order. A row before all runs of keys
+        gets run −1, whose stop is the 0 that is appended, so that the row is in no run.
+        """
+        _, document_starts = self._document_extents()
+        segments = self.segments(owner)
+        rows = expand_runs(
+            segments.start + document_starts[segments.document], segments.stop + document_starts[segments.document]
+        )
+        starts, stops = keys.start + document_starts[keys.document], keys.stop + document_starts[keys.document]
+        run = np.searchsorted(starts, rows, side="right") - 1
+        is_among = np.flatnonzero(rows < np.append(stops, 0)[run])
+        return is_among, keys.offset[run[is_among]] + rows[is_among] - starts[run[is_among]]
+
+
+class HeadSlice(NamedTuple):
+    """Key/value heads that are computed together, and the query heads that use them."""
+
+    kv: slice
+    q: slice
+
+
+def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
+    """Cut heads into slices of `at_once` key/value heads; the last may have fewer.
+
+    >>> [(part.kv.start, part.q.start) for part in cut_heads(8, 4, 3)]
+    [(0, 0), (3, 6)]
+    """
+    per_kv_head = heads // kv_heads
+    bounds = [(start, min(start + at_once, kv_heads)) for start in range(0, kv_heads, at_once)]
+    return [HeadSlice(slice(a, b), slice(a * per_kv_head, b * per_kv_head)) for a, b in bounds]
+
+
+def backward_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
+    """Return the groups of heads that backward computes one after another, to hold one group's float32 sums at a time.
+
+    `rows` is how many the largest member has, so that all members cut alike; q (T, N, H) are one member's queries.
+    """
+    count = count_head_groups(rows * q.shape[1] * q.shape[2] * 4, kv_heads)  # 4 bytes a number
+    return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
+
+
+def _find_places(rows: slice | Integers, count: int) -> Integers:
+    places = np.full(count, -1, dtype=np.int64)
+    places[rows] = np.arange(len(places[rows]))
+    return places
+
 
 _BITS = 31  # of the hash that are compared with the rate
 
@@ -45,16 +295,8 @@ class Dropout:
     seed: int
     first_head: int = 0  # of the tensors at hand, among all query heads
 
-    def from_head(self, head: int) -> "Dropout":
-        """Return the same dropout for a slice of the heads at hand that begins at this one."""
-        return replace(self, first_head=self.first_head + head)
-
     def factors(self, launch: Launch, tile: Tile, heads: int, dtype: torch.dtype) -> Tensor:
-        """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate).
-
-        A weight is kept where the hash of seed, head, document and both positions, cut to its upper bits, is at least
-        the rate: the same at every degree, as no rank's place enters.
-        """
+        """Return what each weight of a tile is multiplied by: (heads, query rows, key rows), 0 or 1 / (1 − rate)."""
         document, q_position, k_position = launch.tokens
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         head = torch.arange(self.first_head, self.first_head + heads, device=launch.device)
@@ -67,7 +309,6 @@ class Dropout:
 
 
 def mix_seed(*words: int) -> int:
-    """Mix several integers into one seed."""
     state = torch.zeros((), dtype=torch.int64)
     for word in words:
         state = _absorb_word(state, torch.tensor(_to_signed_word(word)))
@@ -75,7 +316,7 @@ def mix_seed(*words: int) -> int:
 
 
 def _absorb_word(state: Tensor | int, word: Tensor) -> Tensor:
-    """Return splitmix64's finaliser of state + (word + 1) · golden ratio; with the 1 a word of 0 changes the state."""
+    """splitmix64's finaliser of state + (word + 1) · golden ratio; with the 1 a word of 0 changes the state."""
     x = state + (word + 1) * _GOLDEN
     x.bitwise_xor_(_shift_right(x, 30)).mul_(_FIRST)
     x.bitwise_xor_(_shift_right(x, 27)).mul_(_SECOND)
@@ -83,7 +324,7 @@ def _absorb_word(state: Tensor | int, word: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Return x >> bits of unsigned words: the sign bit does not spread."""
+    """x >> bits of unsigned words: the sign bit does not spread."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -104,27 +345,8 @@ class Saved(NamedTuple):
     lse: Tensor
 
     def deltas(self, dout: Tensor) -> Tensor:
-        """Return dout · out of each row and head (T, N), in the accumulation dtype."""
+        """dout · out of each row and head (T, N), in the accumulation dtype."""
         return self.out if self.out.ndim == 2 else deltas(dout, self.out)
-
-
-class BlockKernel(Protocol):
-    """What computes one launch: a row of the support table (`kernels/table.py`)."""
-
-    @property
-    def forward(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """(q, k, v, launch, call) -> out, lse."""
-        ...
-
-    @property
-    def backward(self) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        """(dout, saved, launch, call) -> dq, dk, dv."""
-        ...
-
-    @property
-    def takes_deltas(self) -> Callable[..., bool]:
-        """(call) -> whether backward takes dout · out of each row and head in place of the output."""
-        ...
 
 
 class CallPart(NamedTuple):
@@ -165,13 +387,13 @@ class AttendCall:
     one_document: bool = False
     spans: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
-    kernel: BlockKernel | None = None
+    kernel: "Kernel | None" = None
     parts: tuple[CallPart, ...] = ()
     sinks: Tensor | None = field(default=None, compare=False)
 
     @property
     def sizes(self) -> AttentionCall:
-        """Return the sizes by which `Machine` predicts the time of this call in a step with a backward pass."""
+        """The sizes by which `Machine` predicts the time of this call in a step with a backward pass."""
         return AttentionCall(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -185,7 +407,7 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """Return which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
+        """Which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
         window = self.mask.window or self.spans or None  # later keys of a span are masked as by a window
         values = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
         return frozenset(name for name, value in values.items() if value is not None)
@@ -195,7 +417,79 @@ class AttendCall:
         if self.sinks is None and self.dropout is None:
             return self
         sinks = None if self.sinks is None else self.sinks[start:stop]
-        return replace(self, sinks=sinks, dropout=self.dropout and self.dropout.from_head(start))
+        dropout = self.dropout and replace(self.dropout, first_head=self.dropout.first_head + start)
+        return replace(self, sinks=sinks, dropout=dropout)
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Head sizes of queries and values that a kernel takes, padded with zeros where it wants others.
+
+    `largest` bounds both (None: no bound); `pairs` of (query, value) are taken beyond it.
+    """
+
+    largest: int | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def accept(self, query: int, value: int) -> bool:
+        return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
+
+    def __str__(self) -> str:
+        if self.largest is None:
+            return "any"
+        beyond = "".join(f", or {query} with values of {value}" for query, value in self.pairs)
+        return f"at most {self.largest}{beyond}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A row of the support table: what a kernel can do, and its two functions.
+
+    `packed` describes how it runs several documents, `needs` what it depends on; `device_lack` returns what this
+    installation or device lacks of that ("" where nothing). `one_document_only`: by name it
+    runs every launch, but without a name it is chosen only for calls with one document in each group. `takes_deltas`
+    tells of a call whether backward takes dout · out of each row and head in place of the output.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    forward: Callable[..., tuple[Tensor, Tensor]] = field(repr=False)
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
+    features: frozenset[str] = frozenset()
+    head_sizes: HeadSizes = HeadSizes()
+    deterministic: bool = True
+    one_document_only: bool = False
+    packed: str = ""
+    needs: str = ""
+    device_lack: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
+    takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
+
+    def lack_for(self, call: AttendCall) -> str:
+        """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
+        if call.device.type not in self.devices:
+            return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
+        if call.dtype not in self.dtypes:
+            return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
+        if not self.head_sizes.accept(call.head_size, call.value_size):
+            got = str(call.head_size)
+            got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
+            return f"needs a head size of {self.head_sizes}, got {got}"
+        if unsupported := call.features - self.features:
+            only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows
+            extra = " and ".join("spans" if only_spans and name == "window" else name for name in sorted(unsupported))
+            return f"needs a call without {extra}, got {extra}"
+        if call.deterministic and not self.deterministic:
+            return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
+        return self.device_lack(call.device)
+
+    def suits(self, call: AttendCall) -> bool:
+        """The kernel can compute the call and may be chosen without being named."""
+        return (call.one_document or not self.one_document_only) and not self.lack_for(call)
+
+
+def dtype_name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
 
 
 class AttentionCache:
@@ -216,7 +510,6 @@ _caches = WeakKeyDictionary[SequenceShard, AttentionCache]()  # freed with their
 
 
 def cache_of(shard: SequenceShard) -> AttentionCache:
-    """Return the cache of what attention derives from a shard, made on first use."""
     cache = _caches.get(shard)
     if cache is None:
         has_lists = any(not isinstance(group.cp_comm_type, str) for group in shard.micro_batch.groups)
@@ -263,7 +556,6 @@ def block_gradients(
 
 
 def sum_addends(addends: list[Addend], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the addends of a block's gradients: dk (Tk, K, H) and dv (Tk, K, Hv), for the block's k and v."""
     dk, dv = RowSum(tuple(k.shape), k), RowSum(tuple(v.shape), v)
     for rows, (k_addend, v_addend) in addends:
         dk.add(rows, k_addend)

@@ -3,11 +3,10 @@
 While a block is computed the next is in flight; two or three blocks are held at a time, whatever the degree. Backward
 walks the ring again instead of keeping the blocks, and each block's gradient travels behind it, home to its owner.
 
-What no query sees is not computed. Under a window, or chunks, narrow against the documents it is not sent either, and
-there is no ring: a member's runs of rows need at most window − 1 rows before each, the window rows, which come straight
-from their owners (`members.py` finds which). They arrive in one exchange and are laid with the member's own
-rows in document order, so that a run sees one band and nothing is merged; their gradients go straight back. A ring
-could not leave out much, for in zigzag order one of the two neighbours whose rows are seen comes last in it.
+What no query sees is not computed. Under a window, or chunks, narrow against the documents it is not sent either: a
+member's runs of rows need at most window − 1 rows before each, which come straight from their owners in one exchange
+and are laid with the member's own rows in document order; their gradients go straight back. A ring could not leave out
+much: in zigzag order one of the two neighbours whose rows are seen comes last in it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,20 +18,19 @@ from torch import Tensor
 from longspan.attention.call import (
     AttendCall,
     Gradients,
+    Members,
     Saved,
     add_block,
+    backward_groups,
     block_gradients,
     sink_gradient,
     sum_addends,
 )
-from longspan.attention.members import Members, backward_groups
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, add_addends, concat_heads, join_columns
 from longspan.attention.tiles import Launch
 from longspan.comm import Addend, GradientRing, RingBlocks, split_columns
 
 HALVES_BYTES = 48 << 20  # of a block's gradients: a larger message is worth one more launch to hide it (H200)
-
-
 KeyBlock = tuple[tuple[Launch, ...], Tensor, Tensor]
 
 
@@ -45,12 +43,10 @@ class Queries(NamedTuple):
     dq: RowSum
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        """Return dq, and the gradient of the sinks."""
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
 
 
 def make_queries(dout: Tensor, saved: Saved, call: AttendCall) -> Queries:
-    """Make the query heads as they are before the first block."""
     return Queries(dout, saved, call, RowSum(tuple(saved.q.shape), saved.q))
 
 
@@ -101,10 +97,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
 
 
 def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """Return the gradients of this member's rows, of all heads at hand.
-
-    The own block waits for no one: computing it hides the first and the last message.
-    """
+    """The own block waits for no one: computing it hides the first and the last message."""
     if members.has_narrow_window:
         return _window_backward(dout, saved, members, call)
     queries = make_queries(dout, saved, call)
@@ -139,10 +132,7 @@ class RingGradients:
         next(self._blocks)  # the own block: the first of another member is on its way
 
     def compute_next_block(self, queries: Sequence[Queries]) -> None:
-        """Wait for the next block, add what the queries get from it to their dq, and send the sums of its dk and dv on.
-
-        A block of another member travels on to the next one; its sums follow it.
-        """
+        """A block of another member travels on to the next one; the sums of its dk and dv follow it."""
         owner, (k, v) = next(self._blocks)
         launches, addends = self._members.launches(owner), list[Addend]()
         for dout, saved, call, dq in queries:
@@ -150,20 +140,17 @@ class RingGradients:
         self._sums.add(owner, addends)
 
     def own_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
-        """Return dk and dv that the own block gets from the queries; add dq that they get from it to their sum."""
         return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return dk and dv of the own block, summed over the members; `own` are this member's, which are added last."""
+        """`own` are this member's dk and dv of the own block, which are added last."""
         dk, dv = self._sums.finish([Addend(slice(0, len(of_own[0])), of_own) for of_own in own])
         return dk, dv
 
 
 def _own_head_slices(saved: Saved) -> list[slice]:
-    """Return the slices of key/value heads in which the own block is computed: one, or where messages are large two.
-
-    Of two the first hides the first message around the ring, and the second the last. A message has a block's
-    gradients in float32.
+    """The own block is computed in one slice of key/value heads, or where messages are large in two: the first hides
+    the first message around the ring, and the second the last. A message has a block's gradients in float32.
     """
     rows, kv_heads, head_size = saved.k.shape
     message = rows * kv_heads * (head_size + saved.v.shape[2]) * 4
@@ -184,7 +171,6 @@ def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple
 
 
 def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
-    """Return the gradients of this member's rows under a window: it fetches the rows that they see, in one exchange."""
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)

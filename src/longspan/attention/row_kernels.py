@@ -1,4 +1,4 @@
-"""Triton kernels of `fused_rows.py`, their only importer: CPU builds of torch lack triton."""
+"""Triton kernels of `rows.py`, their only importer: CPU builds of torch lack triton."""
 
 # pyright: basic, reportMissingImports=false
 

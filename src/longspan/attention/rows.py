@@ -1,36 +1,183 @@
 """Copies, sums and merges of rows between tensors that lie differently: by heads, by member, in document order.
 
-`Partial` and `RowSum` collect the outputs and gradients of blocks that arrive one after another. Sums over blocks
-accumulate in float32 (float64 for float64 inputs), so that the error does not grow with the number of blocks. A sum of
-one addend stays in the addend's dtype: nothing would be gained by widening it. On GPUs each copy, sum and merge is one
-pass over memory (`fused_rows.py`).
+`Partial` and `RowSum` collect the outputs and gradients of blocks that arrive one after another, in float32 (float64
+for float64 inputs), so that the error does not grow with the number of blocks. A sum of one addend stays in the
+addend's dtype. On GPUs each copy, sum and merge is one pass over memory, by Triton's kernels (`row_kernels.py`), which
+come with torch's CUDA builds; elsewhere torch's own operations take several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longspan.attention import fused_rows as fused
 from longspan.comm import Addend
-from longspan.comm.moves.ring import Block, covers
+from longspan.comm.ring import Block, covers
+
+_PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
+_COPIES = 3  # at most, in one launch
+_REMEMBERED = 4096  # launches with their numbers; those of one micro-batch are some dozens
+_compiled: dict[Hashable, Any] = {}
+
+
+@cache
+def kernel_module() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.attention.row_kernels")
+
+
+def fused_merge_rows_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+    count, heads, size = out.shape
+    if count == 0:
+        return
+    index = rows if isinstance(rows, Tensor) else None
+    if index is None:
+        total_out, total_lse = total_out[rows], total_lse[rows]
+    strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
+    arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
+    constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+    _launch_kernel("merge_rows", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
+
+
+def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """Columns are contiguous."""
+    rows, members, _ = moves[0][1].shape
+    by_member = [
+        _Move(source, source.stride(0), source.stride(1), into, into.stride(0), into.stride(1), into.shape[2])
+        for source, into in moves
+    ]
+    _launch_copies(by_member, index, rows, members)
+
+
+def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy into ← source for pairs (source, into) of (rows, …), all with one number of rows and elements in order."""
+    whole_rows = [
+        _Move(source, source.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for source, into in moves
+    ]
+    _launch_copies(whole_rows, None, len(moves[0][1]), 1)
+
+
+class _Move(NamedTuple):
+    """A copy of (rows, members, width), as the kernel takes it."""
+
+    source: Tensor
+    source_row_stride: int
+    source_member_stride: int
+    into: Tensor
+    into_row_stride: int
+    into_member_stride: int
+    width: int
+
+
+def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, members: int) -> None:
+    """Where a launch has fewer than _COPIES, the others repeat its first, and COUNT leaves them out."""
+    if not rows or not members:
+        return
+    for first in range(0, len(moves), _COPIES):
+        launched = moves[first : first + _COPIES]
+        a, b, c = (*launched, *[launched[0]] * (_COPIES - len(launched)))
+        widths = {"A": _padded_width(a.width), "B": _padded_width(b.width), "C": _padded_width(c.width)}
+        constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
+        distinct = 1 + len(a) * len(launched)  # the index, and the moves before those that repeat the first
+        _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, distinct)
+
+
+def fused_add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
+    """Elements of a row are in order. A launch takes two pairs; an odd last one is passed twice, and HAS_B leaves the
+    second out.
+    """
+    rows = moves[0][0].shape[0]
+    if not rows:
+        return
+    for first in range(0, len(moves), 2):
+        pair_arguments = [
+            (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
+            for source, into in moves[first : first + 2]
+        ]
+        a, b = pair_arguments[0], pair_arguments[-1]
+        widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
+        constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
+        _launch_kernel("add_rows", (rows, 1, 1), (index, *a, *b), constants)
+
+
+def fused_sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """A launch adds two addends; the first of all overwrites the total. An odd last one is passed twice, added once."""
+    if not total.shape[0]:
+        return
+    for first in range(0, len(addends), 2):
+        (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
+        a_arguments, b_arguments = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
+        constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _padded_width(total.shape[1])}
+        arguments = (total, total.stride(0), *a_arguments, *b_arguments, total.shape[1])
+        _launch_kernel("sum_rows", (total.shape[0], 1, 1), arguments, constants)
+
+
+def fused_deltas(dout: Tensor, out: Tensor) -> Tensor:
+    rows, heads, size = out.shape
+    sums = out.new_empty((rows, heads), dtype=torch.float32)
+    if sums.numel():
+        arguments = (dout, out, sums, rows * heads, heads, size, *dout.stride()[:2], *out.stride()[:2])
+        _launch_kernel(
+            "deltas", (-(-rows * heads // _PAIRS), 1, 1), arguments, {"PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+        )
+    return sums
+
+
+def _launch_kernel(
+    name: str,
+    grid: tuple[int, int, int],
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+    distinct: int | None = None,
+) -> None:
+    """Launch a kernel; its compiled form is remembered by the launch's numbers, dtypes, devices and constants.
+
+    Triton would look for it in every launch, which takes the host several times as long as the launch. The form depends
+    on no more than that, and on whether 16 divides each address: only launches where it divides all are remembered.
+    With `distinct` only that many first arguments are looked at: the others repeat some of those.
+    """
+    addresses, key, values = 0, [name, grid], constants.values()
+    for x in arguments[:distinct]:
+        if type(x) is int or x is None:
+            key.append(x)
+        else:
+            key += (x.dtype, x.get_device())
+            addresses |= x.data_ptr()  # 16 divides their union if it divides each
+    launch_key = (*key, *values)
+    compiled_kernel = None if addresses % _ALIGNED else _compiled.get(launch_key)
+    if compiled_kernel is not None:
+        compiled_kernel[grid](*arguments, *values)
+        return
+    compiled_kernel = getattr(kernel_module(), name)[grid](*arguments, **constants)
+    if not addresses % _ALIGNED:
+        if len(_compiled) >= _REMEMBERED:
+            _compiled.clear()
+        _compiled[launch_key] = compiled_kernel
+
+
+def _padded_width(size: int) -> int:
+    """The next power of two, which Triton's ranges must be."""
+    return 1 << (size - 1).bit_length()
+
 
 RowIndex = slice | Tensor
 Move = tuple[Tensor, Tensor]
 
-_ALIGNED = 16  # bytes
+_ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
 
 
 def runs_fused(x: Tensor) -> bool:
-    """Return whether Triton's kernels take tensors of this one's device."""
-    return x.is_cuda and fused.kernel_module() is not None
+    return x.is_cuda and kernel_module() is not None
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64, else float32."""
+    """float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -41,7 +188,7 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
     σ(l − L) from the total to out: exact at L = −inf, and without an exponential that could overflow.
     """
     if total_out.dtype == torch.float32 and runs_fused(total_out):
-        fused.merge_rows_(total_out, total_lse, rows, out, lse)
+        fused_merge_rows_(total_out, total_lse, rows, out, lse)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - rows_lse)
@@ -55,12 +202,11 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
 
 
 def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
-    """Copy into[r] ← source[index[r]], or source[r] without an index, for pairs (source, into).
-
-    All are (rows, members, width).
+    """Copy into[r] ← source[index[r]], or source[r] without an index, for pairs (source, into) of (rows, members,
+    width).
     """
     if runs_fused(moves[0][1]):
-        fused.copy_rows(moves, index)
+        fused_copy_rows(moves, index)
         return
     for source, into in moves:
         into.copy_(source if index is None else source.index_select(0, index))
@@ -71,7 +217,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
     index = rows if isinstance(rows, Tensor) else None
     moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
     if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
-        fused.add_rows([(_contiguous_rows(source), into) for source, into in moves], index)
+        fused_add_rows([(_contiguous_rows(source), into) for source, into in moves], index)
         return
     for source, into in moves:
         if index is None:
@@ -106,16 +252,15 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
-    """Copy into ← source, for pairs (source, into) of (rows, …)."""
     if runs_fused(moves[0][1]):
-        fused.copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
+        copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
         return
     for source, into in moves:
         into.copy_(source)
 
 
 def _contiguous_rows(x: Tensor) -> Tensor:
-    """Return x (rows, …), copied where the elements of a row do not follow each other."""
+    """Copied where the elements of a row do not follow each other."""
     step = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size != 1 and stride != step:
@@ -174,14 +319,13 @@ def head_slice_by_member(x: Tensor, members: int, slices: int, slice_index: int)
 
 
 def concat_heads(parts: Sequence[Tensor]) -> Tensor:
-    """Join slices of the heads (rows, some heads, …) to (rows, heads, …); a copy unless there is only one."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W); an index of −1 adds nothing."""
     if addends and runs_fused(total) and total.dtype == torch.float32:
-        fused.sum_rows(total, addends)
+        fused_sum_rows(total, addends)
         return
     total.zero_()
     for x, index in addends:
@@ -192,12 +336,12 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 def deltas(dout: Tensor, out: Tensor) -> Tensor:
     """Return dout · out of each row and head (T, N), in the accumulation dtype, for dout and out (T, N, Hv).
 
-    Without the fused kernel a few rows are multiplied at a time: the products of all, in the accumulation dtype, would
-    take several times the memory of the queries.
+    Without the fused kernel a few rows are multiplied at a time: the products of all would take several times the
+    memory of the queries.
     """
     dtype = accumulation_dtype(dout.dtype)
     if dtype == torch.float32 and runs_fused(dout):
-        return fused.deltas(*(x if x.stride(2) == 1 else x.contiguous() for x in (dout, out)))
+        return fused_deltas(*(x if x.stride(2) == 1 else x.contiguous() for x in (dout, out)))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
     sums = [(a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)]
     return sums[0] if len(sums) == 1 else torch.cat(sums)
@@ -207,7 +351,7 @@ def numbers_as_heads(numbers: Tensor, dtype: torch.dtype, heads_of_slice: int) -
     """View numbers of rows and heads (T, N) bit by bit as heads (T, N, size) of `dtype`, to travel with such heads.
 
     Behind each number come zeros, so many that the numbers of a slice of `heads_of_slice` heads take a multiple of 16
-    bytes: kernels want rows at such addresses, and what travels behind these numbers is at one then.
+    bytes: kernels want rows at such addresses.
     """
     aligned = _ALIGNED // numbers.itemsize
     wide = numbers.new_zeros((*numbers.shape, aligned // gcd(aligned, heads_of_slice)))
@@ -221,7 +365,6 @@ def heads_as_numbers(heads: Tensor) -> Tensor:
 
 
 def pad_heads(x: Tensor, size: int) -> Tensor:
-    """Pad each head of x (rows, heads, …) with zeros to `size`; x itself where it has that size."""
     return x if x.shape[2] == size else pad(x, (0, size - x.shape[2]))
 
 
@@ -248,9 +391,8 @@ class Partial:
         merge_rows_(total_out, total_lse, rows, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Return out (T, N, Hv) and lse (T, N), in the accumulation dtype.
-
-        Where one launch gave all rows of out and nothing was merged, out keeps the kernel's dtype.
+        """In the accumulation dtype; where one launch gave all rows and nothing was merged, out keeps the kernel's
+        dtype.
         """
         if self._total is None:
             dtype = accumulation_dtype(self._like.dtype)
@@ -293,7 +435,6 @@ class RowSum:
             add_rows([(x, self._full_sum()[:, heads])], slice(0, self._shape[0]))
 
     def _full_sum(self) -> Tensor:
-        """Return the sum in the accumulation dtype, to be added to in place."""
         (self._total,) = cast_rows((self.result(),), accumulation_dtype(self._like.dtype))
         return self._total
 

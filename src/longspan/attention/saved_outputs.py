@@ -1,16 +1,14 @@
 """Attention outputs that outlive the forward pass of a layer whose other activations are recomputed in backward.
 
-`attend` looks for an active recording. Inside `Recording.forward()` what its forward pass gives is computed and kept,
-inside `Recording.recompute()` it is taken from there, call by call in the same order, so that the kernels of attention
-do not run a second time. Kept are the output and the log-sum-exp of the local rows: queries, keys and values are
-recomputed, and where heads are exchanged for rows, backward exchanges them once more. Elsewhere nothing is kept.
-`model/activations/recompute.py` opens a recording for each layer.
+Inside `Recording.forward()` what `attend` gives is kept, inside `Recording.recompute()` it is taken from there, call by
+call in the same order: the kernels of attention do not run a second time. Kept are the output and the log-sum-exp of
+the local rows: queries, keys and values are recomputed, and where heads are exchanged for rows, exchanged once more.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -18,12 +16,7 @@ from torch.utils._pytree import tree_map
 Result = TypeVar("Result")
 
 
-class Park(Protocol):
-    """Moves a tensor to another place: `parked = park(x)`, and later `x = parked()`."""
-
-    def __call__(self, x: Tensor) -> Callable[[], Tensor]:
-        """Take a tensor; what is returned gives it back."""
-        ...
+Park = Callable[[Tensor], Callable[[], Tensor]]  # moves a tensor to another place: x = park(x)()
 
 
 class _InputView(NamedTuple):
@@ -36,8 +29,6 @@ class _InputView(NamedTuple):
 
 
 class _Parked(NamedTuple):
-    """A tensor that was parked, and how to get it back."""
-
     fetch: Callable[[], Tensor]
 
 
@@ -51,7 +42,7 @@ class Recording:
     """
 
     def __init__(self, park: Park | None = None, *, keep_exchanged: bool = False) -> None:
-        self._park: Park = park or _park_in_place
+        self._park: Park = park or (lambda x: x.detach)
         self.keep_exchanged = keep_exchanged
         self._calls: list[Any] = []
         self._next: int | None = None  # while recomputing, the call that comes next; None: results are recorded
@@ -89,9 +80,8 @@ class Recording:
         )
 
     def _keep_output(self, x: Any, inputs: Sequence[Tensor]) -> Any:
-        """Keep what attention returned: a tensor is parked, or, in the memory of an input, noted as a view of that.
-
-        Empty tensors are parked: they have no memory by which an input is recognised.
+        """A tensor is parked, or, in the memory of an input, noted as a view of that. Empty tensors are parked: they
+        have no memory by which an input is recognised.
         """
         if not isinstance(x, Tensor):
             return x
@@ -122,7 +112,7 @@ class _Reentrant(AbstractContextManager[None]):
 
 @contextmanager
 def _activate_recording(recording: Recording, start: int | None) -> Iterator[None]:
-    """Make a recording the active one within the context, from its call `start` on (None: it records)."""
+    """From its call `start` on (None: it records)."""
     token, recording._next = active_recording.set(recording), start
     try:
         yield
@@ -135,8 +125,3 @@ def _restore_output(x: Any, inputs: Sequence[Tensor]) -> Any:
         source = inputs[x.input_index]
         return source.as_strided(x.size, x.stride, source.storage_offset() + x.offset)
     return x.fetch() if isinstance(x, _Parked) else x
-
-
-def _park_in_place(x: Tensor) -> Callable[[], Tensor]:
-    """Leave a tensor where it is: the `Park` of a run that moves none."""
-    return x.detach

@@ -1,9 +1,8 @@
 """Tiles, and launches of them: rectangles of query rows and key rows under one mask that kernels have.
 
 A tile is a run of consecutive query rows against a run of consecutive key rows. Its mask is all, causal, or a band. A
-`Tiling` is the tiles of one kernel launch; a `Launch` is a tiling on a device, with its index tensors. For kernels that
-take one document at a time and align a causal mask to the first key, tiles are cut into dense calls. Which
-tiles a block of one member needs of another's rows is at the end. Not covered: what kernels compute (`kernels/`).
+`Tiling` is the tiles of one kernel launch; a `Launch` is a tiling on a device, with its index tensors. Which tiles a
+block of one member needs of another's rows is at the end. Not covered: what kernels compute (`kernels/`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,25 +37,21 @@ class Tile(NamedTuple):
 
     @property
     def queries(self) -> int:
-        """Return the number of query rows."""
         return self.q_stop - self.q_start
 
     @property
     def keys(self) -> int:
-        """Return the number of key rows."""
         return self.k_stop - self.k_start
 
     def pieces(self, rows: int) -> "Iterator[Tile]":
-        """Yield this tile in tiles of at most `rows` query rows."""
         return (self.part(start, min(start + rows, self.queries)) for start in range(0, self.queries, rows))
 
     def part(self, start: int, stop: int) -> "Tile":
         """Return the part of this tile of its query rows start to stop, counted in the tile, with the keys they see.
 
-        In this tile row i is aligned to key i + `shift`. The part's keys begin `left` keys before the key that its
-        first row is aligned to, and end `right` keys after that of its last row. The part aligns its last row to its
-        last key, as every tile does: that is `moved` keys before the row's key in this tile. Limits count from the
-        aligned key, so they change by as much.
+        In this tile row i is aligned to key i + `shift`. The part aligns its last row to its last key, as every tile
+        does: that is `moved` keys before the row's key in this tile. Limits count from the aligned key, so they change
+        by as much.
         """
         shift = self.keys - self.queries
         first_key = 0 if self.left is None else max(0, start + shift - self.left)
@@ -85,7 +80,6 @@ class Tiling:
 
     @staticmethod
     def from_tiles(tiles: Iterable[Tile]) -> "Tiling":
-        """Make a tiling of these tiles, which have one mask."""
         tile_list = tuple(tiles)
         return Tiling(
             np.asarray([tile[:4] for tile in tile_list], dtype=np.int64), tile_list[0].left, tile_list[0].right
@@ -93,15 +87,13 @@ class Tiling:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """Return the tiles one by one."""
         return tuple(Tile(a, b, c, d, self.left, self.right) for a, b, c, d in self.bounds.tolist())
 
     def q_rows(self) -> slice | Integers:
-        """Return the query rows of all tiles in order; a slice where they follow each other."""
+        """The query rows of all tiles in order; a slice where they follow each other."""
         return _row_index(self.bounds[:, 0], self.bounds[:, 1])
 
     def k_rows(self) -> slice | Integers:
-        """Return the key rows of all tiles in order; a slice where they follow each other."""
         return _row_index(self.bounds[:, 2], self.bounds[:, 3])
 
     def packed_tiling(self) -> "Tiling":
@@ -114,8 +106,8 @@ class Tiling:
     def blocks(self, rows: int, *, of_keys: bool) -> npt.NDArray[np.int32]:
         """Cut every tile into blocks of `rows` query rows, or of keys: the tile and the block's first row in it (n, 2).
 
-        Blocks that meet the most keys (or rows) come first. A block meets those between the limits around the keys that
-        its first and its last row are aligned to.
+        Blocks that meet the most keys (or rows) come first: those between the limits around the keys that the block's
+        first and last row are aligned to.
         """
         sizes = self.bounds[:, 1::2] - self.bounds[:, ::2]
         lengths, other_lengths = sizes[:, int(of_keys)], sizes[:, int(not of_keys)]
@@ -139,7 +131,6 @@ class Tiling:
 
 
 def _row_index(starts: Integers, stops: Integers) -> slice | Integers:
-    """Return the rows of all runs [start, stop) in order; a slice where each run begins where the one before ends."""
     if (starts[1:] == stops[:-1]).all():
         return slice(int(starts[0]), int(stops[-1]))
     return expand_runs(starts, stops)
@@ -172,12 +163,12 @@ class Launch:
 
     @cached_property
     def tiles(self) -> tuple[Tile, ...]:
-        """Return the tiles one by one, over the rows that a kernel receives."""
+        """The tiles one by one, over the rows that a kernel receives."""
         return self.tiling.packed_tiling().tiles
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Return where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
+        """Where tiles begin among the query rows and among the key rows: two of (tiles + 1,) int32."""
         ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int32)
         ends[:, 1:] = self.tiling.packed_tiling().bounds[:, 1::2].T
         q_ends, k_ends = to_device(ends, self.device)
@@ -185,7 +176,7 @@ class Launch:
 
     @cached_property
     def max_lengths(self) -> tuple[int, int]:
-        """Return the most query rows and the most key rows of a tile."""
+        """The most query rows and the most key rows of a tile."""
         queries, keys = (self.tiling.bounds[:, 1::2] - self.tiling.bounds[:, ::2]).max(0).tolist()
         return queries, keys
 
@@ -200,7 +191,7 @@ class Launch:
 
     @cached_property
     def tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return documents and positions of the query rows that a kernel receives, and positions of its key rows."""
+        """Documents and positions of the query rows that a kernel receives, and positions of its key rows."""
         assert self._tokens is not None, "this launch was made without tokens"
         document, q_position, k_position = self._tokens()
         q_rows, k_rows = self.tiling.q_rows(), self.tiling.k_rows()
@@ -240,7 +231,6 @@ class DenseCall(NamedTuple):
     first: bool = True  # whether no call before had these rows
 
     def write_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Write the call's out and lse into its rows of the totals; merge them where another call had these rows."""
         if self.first:
             total_out[self.rows], total_lse[self.rows] = out, lse
         else:
@@ -250,8 +240,8 @@ class DenseCall(NamedTuple):
 def dense_calls(tile: Tile) -> Iterator[DenseCall]:
     """Yield the calls of a tile without a window.
 
-    A causal tile with more keys than rows is a square on the last keys, and a full one. A single row is aligned to the
-    last key, so that it sees all keys without a mask.
+    A causal tile with more keys than rows is a square on the last keys, and a full one. A single row sees all keys
+    without a mask: it is aligned to the last key.
     """
     assert tile.left is None and (tile.right in (None, 0) or tile.queries == 1), "a window takes a mask"
     rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
@@ -275,7 +265,7 @@ class Mask(NamedTuple):
     chunk: int | None = None
 
     def for_lengths(self, lengths: Sequence[int]) -> "Mask":
-        """Return the mask over documents of these lengths, without a window or chunk that hides none of their keys."""
+        """Drop a window or chunk that hides no key of documents of these lengths."""
         longest = max(lengths, default=0)
         window, chunk = (None if x is None or x >= longest else x for x in (self.window, self.chunk))
         return Mask(self.causal, window, chunk)
@@ -293,7 +283,6 @@ class TileArrays(NamedTuple):
     right: Integers
 
     def where(self, keep: Flags) -> "TileArrays":
-        """Return the tiles to keep."""
         return TileArrays(*(column[keep] for column in self))
 
 
@@ -325,7 +314,7 @@ def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segm
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:
-    """Every document has as many numbers as one of `longest` positions has chunks, so that no two chunks share one."""
+    """Every document has as many numbers as `longest` positions have chunks, so that no two chunks share one."""
     first_chunk, end_chunk = segments.start // chunk, -(-segments.stop // chunk)
     number, run = expand_runs(first_chunk, end_chunk), np.repeat(np.arange(len(segments)), end_chunk - first_chunk)
     start = np.maximum(segments.start[run], number * chunk)
@@ -355,7 +344,7 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
 
 
 def _make_tiling(tiles: TileArrays) -> Tiling:
-    """Make the tiling of one launch, without a limit that hides no key from a row of any of its tiles."""
+    """A limit that hides no key from a row of any of the tiles is left out."""
     bounds = np.stack([tiles.q_start, tiles.q_stop, tiles.k_start, tiles.k_stop], axis=1)
     left, right = _find_hiding_limits(tiles)
     limits = (int(tiles.left[0]) if left.any() else None, int(tiles.right[0]) if right.any() else None)
@@ -363,7 +352,6 @@ def _make_tiling(tiles: TileArrays) -> Tiling:
 
 
 def _find_hiding_limits(tiles: TileArrays) -> tuple[Flags, Flags]:
-    """Return for each tile whether its left, and its right, limit hides any of its keys from any of its rows."""
     left = (tiles.left >= 0) & (tiles.left < tiles.k_stop - tiles.k_start - 1)
     right = (tiles.right >= 0) & (tiles.right < tiles.q_stop - tiles.q_start - 1)
     return left, right
@@ -384,7 +372,7 @@ def pair_runs(q: Segments, k: Segments) -> tuple[Integers, Integers, Integers]:
 
 
 def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]:
-    """Return the documents in the tensor's order, and where the rows of each begin and end in it."""
+    """The documents in the tensor's order, and where the rows of each begin and end in it."""
     first_runs = np.flatnonzero(np.diff(segments.document, prepend=-1))
     last_runs = np.append(first_runs, len(segments))[1:] - 1
     stops = segments.offset + segments.stop - segments.start
@@ -392,7 +380,6 @@ def _document_extents(segments: Segments) -> tuple[Integers, Integers, Integers]
 
 
 def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
-    """Return the tiles in which every row of a document sees all of its keys."""
     (document, q_start, q_stop), (k_document, k_start, k_stop) = _document_extents(q), _document_extents(k)
     document, q_index, k_index = np.intersect1d(document, k_document, assume_unique=True, return_indices=True)
     no_limit = np.full_like(document, -1)
@@ -404,9 +391,8 @@ def _whole_tiles(q: Segments, k: Segments) -> TileArrays:
 def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
     """Return the causal tiles of some rows and keys: each query row sees a prefix of the keys.
 
-    A tile is a range of rows that all see the same first keys, except on its diagonal. For each pair of a run of q and
-    a run of k there are two: the rows at the positions of the run of k, which see one key more with every row, and
-    those after it up to the next run of k, which see all of it.
+    For each pair of a run of q and a run of k there are two tiles: the rows at the positions of the run of k, which see
+    one key more with every row, and those after it up to the next run of k, which see all of it.
     """
     q_run, k_run, first_k_run = pair_runs(q, k)  # indices: of q's run, of k's run, of the document's first run of k
     document, start, stop = q.document[q_run], q.start[q_run], q.stop[q_run]
@@ -448,11 +434,10 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
 
-    A pair of runs gives one tile: the rows that see any of the keys, and the keys that any of these sees. A `Tile`
-    aligns its last row to its last key (bottom right, as FlashAttention does). Where the row's position is `ahead`
-    positions behind that key's, every row is aligned to the key `ahead` positions before its own: so it sees `ahead`
-    keys to the right of that key, and that many fewer than window − 1 to the left. `left` ≥ 0, because a row more than
-    window − 1 positions behind the last key sees none.
+    A pair of runs gives one tile: the rows that see any of the keys, and the keys that any of these sees. Its last row
+    is aligned to its last key; where the row's position is `ahead` positions behind that key's, every row sees `ahead`
+    keys to the right of the key that it is aligned to, and that many fewer than window − 1 to the left. `left` ≥ 0,
+    because a row more than window − 1 positions behind the last key sees none.
     """
     q_run, k_run, _ = pair_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
@@ -473,7 +458,7 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
-    """Tiles whose last row and last key are at one position are left as they are, so that all of them keep one mask."""
+    """Tiles whose last row and last key are at one position stay as they are, so that all of them keep one mask."""
     left, right = _find_hiding_limits(tiles)
     ahead = tiles.right > 0
     return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
@@ -497,9 +482,8 @@ def split_left_limits(tiles: TileArrays) -> TileArrays:
 def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
     """Return the tilings that cover what rows of `q` see of the later rows of their spans among the rows of `k`.
 
-    Whole spans on both sides, however many, are one tiling; a span that is cut between members adds a few.
-    Tiles whose limits are on the left are tried as they are and split, which gives fewer masks for some spans and more
-    for others: the fewest tilings are taken.
+    Whole spans on both sides, however many, are one tiling; a span that is cut between members adds a few. Splitting
+    left limits gives fewer masks for some spans and more for others: the fewest tilings are taken.
     """
     if not len(spans):
         return ()
@@ -510,8 +494,8 @@ def span_tiles(q: Segments, k: Segments, spans: Spans) -> tuple[Tiling, ...]:
 def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
     """Return the tiles of rows of q with the keys of k that come after them; the documents of q and k are spans.
 
-    A row sees all keys after itself, so rows of a run have a limit on the left only: the last one sees keys from the
-    next position on, each row before it one key more.
+    Rows of a run have a limit on the left only: the last one sees keys from the next position on, each row before it
+    one key more.
     """
     q_run, k_run, _ = pair_runs(q, k)
     start, k_stop = q.start[q_run], k.stop[k_run]

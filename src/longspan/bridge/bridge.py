@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from longspan.comm import SequenceShard
-from longspan.comm.moves.row_exchange import RowExchange, RowGradient
+from longspan.comm.row_exchange import RowExchange, RowGradient
 from longspan.comm.world import World
 from longspan.layout import Exchange, Partition
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from longspan.errors import DataError, plural
 from longspan.layout import Integers, Partition
-from longspan.layout.packing import NO_TARGET
+from longspan.layout.partition import NO_TARGET
 from longspan.plan.items import Item, ItemTable
 
 

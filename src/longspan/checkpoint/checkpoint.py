@@ -1,18 +1,10 @@
 """Checkpoints: saved by all ranks with torch's distributed checkpoint, complete or not there at all.
 
-A checkpoint is a folder `step-000100` with a safetensors file from each rank (`storage.py`), `state.json` (step,
-configuration), `optimizer.json` (what of the optimizer is no tensor) and, written last, `manifest.json`: size and
-SHA-256 of every file, taken by its writer while it wrote. It is written as `step-000100.partial`, synced and renamed,
-so an interrupted save never damages an older one. A checkpoint cannot run code. Weights and optimizer state are stored
-by name and global shape, as they are in the whole model: any number of ranks may load them, in any
-number of pipeline stages. Of a model with an adapter a checkpoint holds the adapter, and what is trained of an encoder.
-The data position is only the step (`step_order.py`), and dropout's masks are drawn from the run's seed and the step,
-so neither needs a state of its own. What stands in a folder is judged by `files.py`; before a checkpoint is loaded, its
-files are hashed once, each by one of the ranks.
-
-An optimizer has after loading the moments that it had when it was saved: a parameter that never had a gradient has
-none. torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has none, to have something to
-load into, and if there are gradients it silently makes and loads none.
+A folder `step-000100` has a safetensors file from each rank (`storage.py`), `state.json` (step, configuration),
+`optimizer.json` (what of the optimizer is no tensor) and, written last, `manifest.json` with the SHA-256 of every file.
+It is written as `step-000100.partial`, synced and renamed. Weights and moments are stored by name and global shape, as
+in the whole model: any number of ranks load them, in any division. Of a model with an adapter only the adapter is
+stored, and what is trained of an encoder. Data position and dropout follow from the step and the run's seed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +29,7 @@ from longspan.checkpoint.files import (
     OPTIMIZER,
     STATE,
     Digest,
+    as_root,
     check_contents,
     check_sizes,
     checkpoint_path,
@@ -52,14 +45,7 @@ from longspan.checkpoint.files import (
     remove_folder,
     remove_old_checkpoints,
 )
-from longspan.checkpoint.storage import (
-    DTYPES,
-    SafetensorsReader,
-    SafetensorsWriter,
-    first_failure_text,
-    read_metadata,
-)
-from longspan.checkpoint.store_path import as_root
+from longspan.checkpoint.storage import DTYPES, SafetensorsReader, SafetensorsWriter, first_failure_text, read_metadata
 from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
@@ -90,9 +76,8 @@ def save_checkpoint(
 
     `root` is on storage that all machines share. `state` is whatever else a resumed run wants to see, as JSON. The
     newest `keep` good checkpoints stay (0: all), and that of step `best`. Without `weights` the optimizer alone is
-    written, for who keeps the weights in a folder of `save_model`. Returns the checkpoint's folder; `CheckpointSaver`
-    writes while training goes on. Raises CheckpointError on every rank if any could not write, and CommError with the
-    rank that is lost; an older checkpoint is never damaged.
+    written, beside weights of `save_model`. Returns the checkpoint's folder. Raises CheckpointError on every rank if
+    any could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
     """
     root = as_root(root)
     path = checkpoint_path(root, step)
@@ -122,14 +107,14 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     >>> checkpoint = find_checkpoint("runs/mine", world)
     >>> done = load_checkpoint(checkpoint, model, optimizer, world)["step"] if checkpoint else 0
 
-    All ranks call it together; each compares the hashes of a part of the files with those written. What is unfinished
-    or damaged is skipped and logged on the first rank; with `note`, damage is written down in the checkpoint too, which
+    All ranks call it together; each compares a part of the files with their hashes. What is unfinished or damaged is
+    skipped and logged on the first rank; with `note`, damage is also written into the checkpoint, which
     `save_checkpoint` then counts as no good one. Raises CheckpointError if some were saved to the end, all damaged now.
     """
     root = as_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
-    check, local_log = partial(check_checkpoint, world=world), log if is_first_rank(world) else lambda _: None
-    newest, damage = newest_good_checkpoint(paths, check, local_log)
+    local_log = log if is_first_rank(world) else lambda _: None
+    newest, damage = newest_good_checkpoint(paths, partial(check_checkpoint, world=world), local_log)
     if note:
         run_on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
     return newest
@@ -153,13 +138,11 @@ def load_checkpoint(
     >>> load_checkpoint("runs/mine/step-000100", model, optimizer, world)
     {'step': 100, 'epoch': 2}
 
-    All ranks call it together. The home may be another one than that which saved it: any number of ranks, in any
-    division, of each module of a MultimodalModel. Moments and step counts come from the checkpoint; a parameter that
-    never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters (lr, weight
-    decay, betas, eps): a resumed run follows its own configuration, and sets the learning rate of each step. Files are
-    not compared with their hashes here (`find_checkpoint` does). Without `weights` the model stays as it is. Raises
-    CheckpointError where the folder is missing, belongs to another model, holds no weights that are asked for, or lacks
-    moments of parameters that were frozen, and CommError where a rank is lost.
+    All ranks call it together, of any number and in any division. Moments and step counts come from the checkpoint; a
+    parameter that never had a gradient keeps none. Gradients are dropped. The optimizer keeps its own hyperparameters
+    (lr, weight decay, betas, eps). Files are not compared with their hashes here (`find_checkpoint` does). Without
+    `weights` the model stays as it is. Raises CheckpointError where the folder is missing, belongs to another model, or
+    lacks weights or moments that are asked for, and CommError where a rank is lost.
     """
     path = as_root(path)
     state, stored, metadata = run_on_first_rank(
@@ -202,7 +185,7 @@ def load_checkpoint(
 
 
 def holds_encoders(path: Path) -> bool:
-    """Return whether a checkpoint is of a model with encoders. Raises CheckpointError where it cannot be read."""
+    """Raises CheckpointError for a checkpoint that cannot be read."""
     weights = _names_under("model.", read_metadata(path))
     return are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
 
@@ -219,7 +202,6 @@ class OptimizerValues(NamedTuple):
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> "OptimizerValues":
-        """Choose what is no tensor of an optimizer's entries, by name."""
         updated = names_with_moments(entries)
         return cls(
             {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
@@ -237,7 +219,7 @@ def contents_of_ranks(
 
 
 def read_optimizer_values(path: Path) -> OptimizerValues:
-    """Read what of the optimizer is no tensor in a checkpoint. Raises CheckpointError if it is missing or damaged."""
+    """Raises CheckpointError if they are missing or damaged."""
     values = read_checkpoint_json(path / OPTIMIZER)
     try:
         numbers, settings = values["numbers"], values["settings"]
@@ -254,9 +236,9 @@ def contents_to_save(
 ) -> tuple[dict[str, dict[str, Tensor]], OptimizerValues]:
     """Return tensors of the "model" and the "optimizer" by name, and what of the optimizer is no tensor.
 
-    Without moments, which torch would make, if the optimizer has no state yet. Of an adapted model only the adapter is
-    returned, here and in `make_entries_to_fill`: the base is not trained. Raises CheckpointError, on every rank, with
-    the name of what a checkpoint cannot hold: torch would write it without an error into a file that nothing reads.
+    Moments are left out if the optimizer has no state yet: torch would make some. Raises CheckpointError, on every
+    rank, with the name of what a checkpoint cannot hold: torch would write it without an error into a file that nothing
+    reads.
     """
     fresh = not optimizer.state
     entries, moments = get_state_dict(model, optimizer, options=BY_NAME)
@@ -281,7 +263,8 @@ def contents_to_save(
 def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Return weights, and moments for every parameter, which a checkpoint is loaded into; gradients are dropped.
 
-    The optimizer's states are cleared first, so that torch makes moments for every parameter, trained so far or not.
+    torch (2.11 to 2.15) makes moments by a step with zero gradients if an optimizer has no states, so they are cleared;
+    with gradients it would silently make and load none.
     """
     if optimizer is None:
         return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0]), "optimizer": {}}
@@ -292,13 +275,13 @@ def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[
 
 
 def names_with_moments(names: Iterable[str]) -> set[str]:
-    """Return the names of moments cut at each of their dots: nothing marks where a parameter's name ends in them."""
+    """Return the names of moments cut at each dot: nothing marks where a parameter's name ends."""
     moments = (name.removeprefix(MOMENTS).split(".") for name in names if name.startswith(MOMENTS))
     return {".".join(parts[:count]) for parts in moments for count in range(1, len(parts))}
 
 
 def settings_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of the settings that an optimizer has for each parameter, without what schedulers add."""
+    """Return the names of each parameter's settings, without what schedulers add."""
     settings = dict[str, list[str]]()
     for name in sorted(name.removeprefix(SETTINGS) for name in names if name.startswith(SETTINGS)):
         parameter, _, key = name.rpartition(".")
@@ -318,9 +301,8 @@ def drop_absent_moments(
     """Drop the moments of parameters that have none in the checkpoint: they had no gradient before it was saved.
 
     The optimizer loses them, and so does `tensors`, into which the checkpoint is read. `saved` are the names of its
-    moments. The saved optimizer must have had `settings` for these parameters. Without any moments only the settings'
-    names tell the optimizer's class, so they must be those of this one. All ranks call it together. Raises
-    CheckpointError, on every rank, for other checkpoints.
+    moments. The saved optimizer must have had `settings` for these parameters; without any moments only the settings'
+    names tell the optimizer's class. All ranks call it together. Raises CheckpointError, on every rank, otherwise.
     """
     local_moments, saved_moments = names_with_moments(tensors["optimizer"]), names_with_moments(saved)
     updated = {name: p for name, p in model.named_parameters() if name in local_moments}

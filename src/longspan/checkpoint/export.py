@@ -1,18 +1,18 @@
 """A checkpoint as a Hugging Face folder, in one process on the CPU: a decoder layer at a time, never the whole model.
 
-Weights are stored by the names and shapes of the whole model, whatever home saved them. The other files of the folder
-are kept in the run's folder (`run/set_up.py`).
+An adapter becomes a folder that stock peft loads, or is merged into its base model. The other files of the folder are
+kept in the run's folder (`run/set_up.py`).
 """
 
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,34 +21,35 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.checkpoint.export_adapter import (
-    ExportedDepths,
-    MtpNames,
-    make_saved_adapter,
-    merge_weights_by_layer,
-    refuse_merge,
-    write_saved_adapter,
-)
 from longspan.checkpoint.files import (
     check_contents,
     check_sizes,
+    checkpoints_root,
     complete_checkpoints,
     newest_good_checkpoint,
     read_state,
 )
 from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, read_metadata
-from longspan.checkpoint.store_path import checkpoints_root
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import RunFolderFiles
-from longspan.errors import CheckpointError, ModelError
+from longspan.errors import CheckpointError, ConfigError, ModelError, plural
+from longspan.files import read_json
+from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
+from longspan.model.add_depths import add_mtp
 from longspan.model.load import torch_dtype
-from longspan.model.lora.save import CONFIGURATION
+from longspan.model.lora.save import CONFIGURATION, WEIGHTS, largest_trained_modules, select_entries, write_adapter
+from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.mtp.names import PREFIX, publication_names
 from longspan.model.multimodal.multimodal_model import map_stock_names
+from longspan.model.parts import is_tied
+from longspan.model.presets import PRESETS
 from longspan.model.saving.save import stock_configuration, write_configuration
 from longspan.model.weights.file_names import PROCESSOR_FILES
-from longspan.model.weights.fill import empty_model, find_images_class
+from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.write import (
     FILE_BYTES,
     OF_MODEL,
@@ -58,6 +59,158 @@ from longspan.model.weights.write import (
     replace_files,
     weight_unit,
 )
+from longspan.train.terms.mtp import add_configured_depths, find_depth_weights
+from longspan.train.training import add_configured_adapter, load_run_model
+
+Value = TypeVar("Value")
+MtpNames = Literal["published", "own", "none"]
+"""published: as models of the family are published, own where there is no such name; own: mtp.layers.0 and so on."""
+
+
+@dataclass(frozen=True)
+class ExportedDepths:
+    """How a run's depths are written: `rename` turns our name of a weight into its name in the files."""
+
+    rename: Callable[[str], str]
+    left_out: bool = False
+
+    @classmethod
+    def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
+        """Add the depths that are written, to the stock model `empty`, and log under which names they are written.
+
+        Published names are taken where the family has them: then the model's configuration also describes its depths,
+        as published configurations do.
+        """
+        depths, text = run.mtp.depths, empty.config.get_text_config()
+        own_names = cls(lambda name: name, left_out=names == "none")
+        if not depths:
+            return own_names
+        title = f"{plural(depths, 'depth')} of multi-token prediction"
+        if own_names.left_out:
+            log(f"{title}: left out")
+            return own_names
+        blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
+        blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
+        published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
+        rename = published if names == "published" else None
+        if rename is None:
+            log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
+            return own_names
+        config: Any = text  # gets the keys with which published configurations describe depths
+        config.num_nextn_predict_layers = depths
+        if len(blocks) > 1:
+            config.mtp_layers_block_type = [block.block_type for block in blocks]
+        log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
+        return cls(rename)
+
+    def select_weights(self, weights: Mapping[str, Value]) -> dict[str, Value]:
+        return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}
+
+
+class SavedAdapter(NamedTuple):
+    """The adapter of a run, its whole tensors by name, and by which factor each adapted linear scales what it adds.
+
+    The tensors of `modules`, a tower or a projector that was trained with it, are among them.
+    """
+
+    adapter: Adapter
+    tensors: Mapping[str, Tensor]
+    scalings: Mapping[str, float]
+    modules: tuple[str, ...] = ()
+
+
+def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: Mapping[str, Tensor]) -> SavedAdapter:
+    """Return a run's adapter with the tensors that its checkpoint has `stored`, by their names in the stock model.
+
+    Names and scalings are found by adding what [lora] describes to a model without weights. Other tensors are of
+    modules that were trained whole. Raises CheckpointError if the tensors have other names.
+    """
+    tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
+    stock = empty_model(configuration, torch.float32, find_images_class(configuration))
+    empty = add_configured_depths(run, stock, read=False)
+    modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
+    model = add_configured_adapter(run, empty).get_base_model()
+    adapter = find_adapter(model)
+    assert adapter is not None
+    layers: dict[str, Any] = {**peft_modules(model)}
+    names = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    names |= select_entries(modules, dict(model.named_parameters())).keys()
+    if names != tensors.keys():
+        raise CheckpointError(
+            f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
+            f"{len(names)}; different are {', '.join(sorted(names ^ tensors.keys())[:4])}"
+        )
+    scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items()}
+    return SavedAdapter(adapter, tensors, scalings, modules)
+
+
+def merge_weights_by_layer(
+    saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the weights of the base model with the adapter added, those of a layer together.
+
+    Those that the adapter changes are in float32, or in float64 if the run's model is. Raises CheckpointError if the
+    base model cannot be made again here, and for an adapter of a tied head.
+    """
+    _check_random_weights(run, configuration, run_dir)
+    images = find_images_class(configuration) is not None
+    model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
+    _refuse_adapted_tie(saved, model)
+    wide = torch.float64 if run.model.dtype == "float64" else torch.float32
+    deferred = pop_deferred_weights(model)
+    weights: Iterable[tuple[str, Tensor]] = model.state_dict().items()
+    if deferred is not None:
+        parts = {name: LocalPart.of(tensor) for name, tensor in weights}
+        weights = deferred.source.read(parts, torch.device("cpu"))
+    for _, group in groupby(weights, lambda entry: weight_unit(entry[0])):
+        yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
+
+
+def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight of the base model plus what the adapter adds to it, W + s B A, added in `dtype`.
+
+    s is the adapter's scaling of this weight, A and B are its two matrices. A weight that was trained whole is returned
+    as it was trained.
+    """
+    if name in saved.tensors:
+        return saved.tensors[name]
+    linear, adapter = name.removesuffix(".weight"), saved.adapter.name
+    if linear not in saved.scalings:
+        return weight
+    matrix_a, matrix_b = (
+        saved.tensors[f"{linear}.lora_{matrix_name}.{adapter}.weight"].to(dtype) for matrix_name in "AB"
+    )
+    return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
+
+
+def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
+    """Raise CheckpointError for weights, of a base model or its depths, that this CPU would draw differently."""
+    name = run.model.preset_name
+    drawn_depths = run.mtp.depths and find_depth_weights(run, configuration) is None
+    # Nothing was drawn, or a tiny preset was (without `rows`): its weights are drawn on the CPU on every machine.
+    if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
+        return
+    try:
+        device = read_json(run_dir / "run.json")["device"]
+    except (OSError, ValueError, KeyError, TypeError):
+        device = "an unknown device"
+    if device != "CPU":
+        raise CheckpointError(
+            f"{run_dir}: the {'depths have' if run.model.path else 'base model has'} random weights that were drawn on "
+            f"{device}, and a CPU draws others; export the adapter alone, without --merge"
+        )
+
+
+def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    adapted = [name for name, module in model.named_modules() if module in embeddings and name in saved.scalings]
+    if adapted and is_tied(model):
+        raise CheckpointError(
+            f"--merge: {adapted[0]} has an adapter, and shares its weight with the other end of the "
+            f"{type(model).__name__} (tie_word_embeddings), which must not change; export the adapter without --merge, "
+            "which stock peft loads over the base model, or train one without it in lora.targets"
+        )
+
 
 _REPLACED = "|".join(
     [OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, PROCESSOR_FILES)]
@@ -65,8 +218,7 @@ _REPLACED = "|".join(
 _LOGGED_EVERY = 5 * 10**9  # bytes from one line of progress to the next
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """What was written: the `folder`, from which `checkpoint`, and how many tensors, weights, bytes and files."""
 
     folder: str
@@ -77,10 +229,6 @@ class Exported:
     parameters: int
     bytes: int
     files: int
-
-    def row(self) -> dict[str, Any]:
-        """The values by name."""
-        return asdict(self)
 
 
 def export_checkpoint(
@@ -101,13 +249,12 @@ def export_checkpoint(
     is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it was trained.
 
     Raises CheckpointError for a checkpoint that is missing, damaged or of another model, and ModelError for a folder
-    that is not empty. With `overwrite` a folder may hold a model, whose weights, configuration and tokenizer are
-    replaced.
+    that is not empty. With `overwrite` the weights, configuration and tokenizer of a model in it are replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
     config, run = _read_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
-        refuse_merge(run_dir)
+        raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_images_class(config))
@@ -117,15 +264,21 @@ def export_checkpoint(
         with staging_folder(folder) as partial:
             saved = make_saved_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
             if saved is not None and as_adapter:
-                saved = saved._replace(tensors=depths.select_weights(saved.tensors))
                 if dtype == "auto":  # as adapters are trained
                     file_dtype = torch.float64 if run.model.dtype == "float64" else torch.float32
-                written = write_saved_adapter(saved, partial, run_dir, file_dtype)
+                tensors = {name: x.to(dtype=file_dtype) for name, x in depths.select_weights(saved.tensors).items()}
+                write_adapter(partial, saved.adapter, tensors, RunFolderFiles(run_dir), saved.modules)
+                weights = sum(x.numel() for x in tensors.values())
+                written = WeightTotals(len(tensors), weights, (partial / WEIGHTS).stat().st_size, 1)
             else:
                 file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
                 if saved is not None:
                     groups = map(depths.select_weights, merge_weights_by_layer(saved, run, config, run_dir))
-                written = _write_weights(partial, empty, _log_progress(groups, log), run_dir, depths)
+                writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
+                for group in _log_progress(groups, log):
+                    writer.write_unit(group)
+                written = writer.finish()
+                write_configuration(empty, partial, RunFolderFiles(run_dir))
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
     step, name = int(read_state(checkpoint)["step"]), str(file_dtype).removeprefix("torch.")
@@ -133,10 +286,7 @@ def export_checkpoint(
 
 
 def check_export_folder(folder: Path, *, overwrite: bool) -> None:
-    """Raise ModelError where a model cannot be written to `folder`: a file, or a folder with files in it.
-
-    With `overwrite` a folder may hold a model, which is replaced.
-    """
+    """Raise ModelError where a model cannot be written to `folder`."""
     if folder.exists() and not folder.is_dir():
         raise ModelError(f"{folder} is a file; name a folder to write the model to")
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -181,21 +331,8 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
     return newest
 
 
-def _write_weights(
-    partial: Path, empty: PreTrainedModel, groups: Iterator[dict[str, Tensor]], run_dir: Path, depths: ExportedDepths
-) -> WeightTotals:
-    writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
-    for group in groups:
-        writer.write_unit(group)
-    written = writer.finish()
-    write_configuration(empty, partial, RunFolderFiles(run_dir))
-    return written
-
-
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
-    """Layers come in the order of the `empty` model, and weights in their stored dtype. Raises ModelError for a weight
-    that the model has not.
-    """
+    """Layers come in the order of the `empty` model. Raises ModelError for a weight that the model has not."""
     metadata = read_metadata(checkpoint)
     entries = depths.select_weights(_weights_in(metadata))
     # Weights of a vision-language model are stored under the names of its two modules.

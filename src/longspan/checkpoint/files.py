@@ -1,21 +1,127 @@
 """The files of a checkpoint: where they are, whether they are complete, and which checkpoint is the newest good one.
 
-No torch and no ranks here: a folder is judged only by its manifest. Folders may be in a store (`store_path.py`).
+A folder is judged only by its manifest. A store of fsspec, such as `s3://bucket/run`, has no folders to rename and
+nothing to sync: there a checkpoint is written under its own name, and is unfinished as long as it has no manifest.
 """
 
 import hashlib
 import json
 import os
+import posixpath
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any, cast
 
-from longspan.checkpoint.store_path import StorePath
 from longspan.errors import CheckpointError
 from longspan.files import parse_json, write_durably
+
+
+def as_root(root: str | Path) -> Path:
+    """Return the folder of this name, or the place in a store where it is a URL.
+
+    >>> as_root("runs/mine"), as_root("s3://bucket/mine")
+    (PosixPath('runs/mine'), s3://bucket/mine)
+
+    Raises CheckpointError where fsspec, or the package of the store, is not installed.
+    """
+    if isinstance(root, str) and "://" in root:
+        return cast(Path, StorePath.of(root))
+    return root if isinstance(root, StorePath) else Path(root)  # pyright: ignore[reportReturnType]
+
+
+def checkpoints_root(run_dir: Path, named: str) -> Path:
+    """Return `named` (`run.checkpoints`), or the run's folder `checkpoints` if it is ""."""
+    return as_root(named) if named else run_dir / "checkpoints"
+
+
+class StorePath:
+    """A place in a store of fsspec, with those methods of `pathlib.Path` that checkpoints need."""
+
+    def __init__(self, store: Any, path: str) -> None:
+        self._store, self._path = store, path.rstrip("/")
+
+    @classmethod
+    def of(cls, url: str) -> "StorePath":
+        """Raises CheckpointError where a package for the URL is missing."""
+        try:
+            from fsspec.core import url_to_fs
+
+            return cls(*url_to_fs(url))
+        except (ImportError, ValueError) as error:
+            scheme = url.partition("://")[0]
+            raise CheckpointError(
+                f"{url} cannot be opened: {error}; install fsspec (pip install longspan[stores]) and the package of "
+                f"the store, such as s3fs for s3://, or name a folder instead of {scheme}://"
+            ) from error
+
+    def __str__(self) -> str:
+        return self._store.unstrip_protocol(self._path)
+
+    __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorePath) and str(self) == str(other)
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __truediv__(self, name: str) -> "StorePath":
+        return StorePath(self._store, f"{self._path}/{name}")
+
+    @property
+    def name(self) -> str:
+        return posixpath.basename(self._path)
+
+    @property
+    def parent(self) -> "StorePath":
+        return StorePath(self._store, posixpath.dirname(self._path))
+
+    def exists(self) -> bool:
+        return self._store.exists(self._path)
+
+    def is_file(self) -> bool:
+        return self._store.isfile(self._path)
+
+    def is_dir(self) -> bool:
+        return self._store.isdir(self._path)
+
+    def stat(self) -> Any:
+        """Return the size of a file in bytes as `st_size`, and nothing else."""
+        return SimpleNamespace(st_size=int(self._store.size(self._path)))
+
+    def iterdir(self) -> "Iterator[StorePath]":
+        """Yield what is directly here as the store lists it now, not as fsspec remembers it."""
+        self._store.invalidate_cache()
+        for path in self._store.ls(self._path, detail=False):
+            if path.rstrip("/") != self._path:
+                yield StorePath(self._store, path)
+
+    def mkdir(self, *_: Any, **__: Any) -> None:
+        self._store.makedirs(self._path, exist_ok=True)
+
+    def open(self, mode: str = "r") -> IO[Any]:
+        return self._store.open(self._path, mode)
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self._store.cat_file(self._path).decode(encoding)
+
+    def write_text(self, text: str, encoding: str = "utf-8") -> None:
+        self._store.pipe_file(self._path, text.encode(encoding))
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        if self.exists() or not missing_ok:
+            self._store.rm_file(self._path)
+
+    def remove(self) -> None:
+        """Remove this place with everything under it, if there is anything."""
+        self._store.invalidate_cache()
+        if self.exists():
+            self._store.rm(self._path, recursive=True)
+
 
 FORMAT = 2  # of what is written here; longspan 0.1 to 0.3 wrote format 1 (format_1.py)
 PARTIAL = ".partial"
@@ -26,7 +132,6 @@ Check = Callable[[Path], object]  # raises CheckpointError
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
     return root / f"step-{step:06d}"
 
 
@@ -37,7 +142,6 @@ def step_of(path: Path) -> int:
 
 
 def create_partial(partial: Path) -> None:
-    """Make an empty folder to write into, in place of what an interrupted save left there."""
     remove_folder(partial)
     partial.mkdir(parents=True)
 
@@ -48,7 +152,6 @@ def partial_path(path: Path) -> Path:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Whether the save of a checkpoint was interrupted."""
     return not (path / MANIFEST).is_file() if isinstance(path, StorePath) else path.name.endswith(PARTIAL)
 
 
@@ -66,8 +169,8 @@ def publish_checkpoint(
 ) -> int:
     """Write JSON files and, last, the manifest of a checkpoint into `partial`, durably; then name the folder `path`.
 
-    `contents` are values by the name of their file, and `digests` those of the files that each rank wrote. In a store
-    both paths are one, and nothing is to be synced. Returns the bytes of the ranks' files.
+    `contents` are values by the name of their file, and `digests` those of the files that each rank wrote. Returns the
+    bytes of the ranks' files.
     """
     in_store = isinstance(partial, StorePath)
     write: Any = type(partial).write_text if in_store else write_durably
@@ -118,7 +221,7 @@ def complete_checkpoints(root: Path, log: LogLine = lambda _: None) -> list[Path
 def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) -> tuple[Path | None, dict[Path, str]]:
     """Return the first of `paths` (the newest first) that passes `check`, and what is wrong with those before it.
 
-    Without paths None is returned in place of the first. Raises CheckpointError if there are paths and none passes.
+    Returns None for no paths. Raises CheckpointError if there are paths and none passes.
     """
     damage: dict[Path, str] = {}
     for path in paths:
@@ -140,7 +243,7 @@ def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) ->
 def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
     """Write into each damaged checkpoint what is wrong, so that it does not count as good when older ones are removed.
 
-    An earlier note in the checkpoint `good` is removed: its files may have been restored.
+    An earlier note in `good` is removed: its files may have been restored.
     """
     with suppress(OSError):  # on a full disk the run goes on
         if good is not None:
@@ -150,7 +253,7 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
 
 
 def check_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
-    """Compare the files of a checkpoint with its manifest, and return the manifest's size and hash of each by name.
+    """Compare the files of a checkpoint with its manifest; returns the manifest's size and hash of each by name.
 
     Raises CheckpointError for a file that is missing or of another size, and for another `version` of the format.
     """
@@ -186,7 +289,7 @@ def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Dig
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint. Raises CheckpointError if it is missing or damaged, or of another format."""
+    """Raises CheckpointError for a state that is missing or damaged, or of another format."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     check_format(path)
@@ -194,7 +297,6 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_format(path: Path, version: int = FORMAT) -> None:
-    """Raise CheckpointError for a checkpoint that another version of longspan wrote in another format."""
     stored = read_checkpoint_json(path / MANIFEST).get("format")
     if stored is None:
         raise CheckpointError(
@@ -238,7 +340,7 @@ def _read_manifest(path: Path, version: int) -> dict[str, Digest]:
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
-    """Read the JSON object in a file of a checkpoint. Raises CheckpointError if it cannot be read or is damaged."""
+    """Raises CheckpointError for a file that cannot be read or is no JSON object."""
     try:
         value = parse_json(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -256,7 +358,7 @@ def _digest(path: Path) -> Digest:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Have the disk keep a file, or the entries of a folder, before the process goes on."""
+    """Return when the disk has a file, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

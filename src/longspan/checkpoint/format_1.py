@@ -20,6 +20,8 @@ from longspan.checkpoint.files import (
     MANIFEST,
     OPTIMIZER,
     STATE,
+    StorePath,
+    as_root,
     check_contents,
     check_sizes,
     complete_checkpoints,
@@ -31,7 +33,6 @@ from longspan.checkpoint.files import (
     step_of,
 )
 from longspan.checkpoint.storage import Chunk, not_data_text, shard_name, write_chunks
-from longspan.checkpoint.store_path import StorePath, as_root
 from longspan.errors import CheckpointError, LongspanError
 
 
@@ -114,7 +115,6 @@ def _load(file: Path, first: int, length: int) -> Any:
 
 
 def main(words: list[str]) -> int:
-    """Rewrite the checkpoints of the folder that is named, or the one that is."""
     if len(words) != 1:
         print(f"usage: python -m longspan.checkpoint.format_1 FOLDER, {len(words)} words given", file=sys.stderr)
         return 2

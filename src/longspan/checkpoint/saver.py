@@ -1,19 +1,15 @@
 """Checkpoints that are written while training goes on: `CheckpointSaver`.
 
-A save copies what it holds to the host (`stage.py`), which overlaps the next forward and backward passes and ends
-before the optimizer writes, and a thread writes the files. The threads of all ranks agree over a gloo group that
-nothing else uses: a collective of theirs on the group of the steps' agreements would meet another one there. The first
-rank's thread publishes the checkpoint once all have written, whatever training does meanwhile, an evaluation too, and
-only then removes older ones. What goes wrong is raised where the ranks meet next: `raise_failure`, `wait`, `save`.
-
-A process of its own would import the caller's `__main__` again, so this is a thread. It hashes and writes without
-Python's lock.
+A save copies what it holds to the host, during the next forward and backward passes, and a thread writes the files: a
+process would import the caller's `__main__` again. The threads of all ranks agree over a gloo group that nothing else
+uses: a collective of theirs on the group of the steps' agreements would meet another one there.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,6 +30,7 @@ from torch.optim import Optimizer
 from longspan.checkpoint.checkpoint import OptimizerValues, contents_of_ranks, contents_to_save, save_checkpoint
 from longspan.checkpoint.files import (
     Digest,
+    as_root,
     checkpoint_path,
     create_partial,
     is_unfinished,
@@ -42,15 +39,135 @@ from longspan.checkpoint.files import (
     remove_folder,
     remove_old_checkpoints,
 )
-from longspan.checkpoint.stage import Stage, StagedTensors
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
-from longspan.checkpoint.store_path import as_root
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host_memory import free_host_bytes
 from longspan.layout.layout import excerpt
+from longspan.model.activations.host_arena import ALIGNMENT, HostArena
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text
+from longspan.train.optim.offload_states import make_sharded_tensor
+
+PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
+SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StagedTensors:
+    """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
+
+    `to_copy` are pairs (target, source) of tensors on the host, which `finish` copies. `copied` is the event after the
+    copies from the GPU (None without any), whose `sources` are kept until then.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    to_copy: list[tuple[Tensor, Tensor]]
+    copied: torch.cuda.Event | None
+    sources: list[Tensor]
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            for target, source in self.to_copy:
+                target.copy_(source)
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.to_copy.clear()
+        self.sources.clear()
+
+
+class Stage:
+    """The memory for copies of a model's and an optimizer's local tensors on the host, kept from save to save.
+
+    >>> stage = Stage(world.device)
+    >>> staged = stage.begin_copies(tensors, model)   # of contents_to_save
+    >>> staged.finish()
+
+    What `begin_copies` returned must have been written before the next `begin_copies`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._arena = device, HostArena(device)
+        self._places = dict[str, tuple[Any, Tensor, Any]]()  # by name: its signature, memory and range
+
+    @property
+    def bytes(self) -> int:
+        return self._arena.bytes
+
+    def bytes_to_take(self, tensors: Tensors) -> int:
+        return sum(_aligned_bytes(local) for _, local in self._tensors_to_place(tensors))
+
+    def take_memory(self, tensors: Tensors) -> None:
+        """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it.
+
+        It is taken in pieces of at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
+        """
+        items = self._tensors_to_place(tensors)
+        while items:
+            count, size = 1, _aligned_bytes(items[0][1])  # a tensor larger than PIECE has a range of its own
+            while count < len(items) and size + _aligned_bytes(items[count][1]) <= PIECE:
+                size += _aligned_bytes(items[count][1])
+                count += 1
+            host_range, first = self._arena.take(size), 0
+            for name, local in items[:count]:
+                memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
+                memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
+                self._places[name] = _signature(local), memory, host_range
+                first += _aligned_bytes(local)
+            items = items[count:]
+
+    @torch.no_grad()
+    def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
+        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
+
+        Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
+        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`.
+        """
+        self.take_memory(tensors)
+        # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
+        steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
+        staged: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
+        on_host, on_gpu = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+        for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
+            source = local_tensor(value.detach())
+            changes = group == "model" and source.data_ptr() not in steady
+            target = self._places[f"{group}.{name}"][1] if source.nbytes else torch.empty_like(source, device="cpu")
+            if source.device.type == "cuda":
+                on_gpu.append((target, source.clone() if changes else source))
+            elif changes or source.nbytes <= SMALL:
+                target.copy_(source)
+            else:
+                on_host.append((target, source))
+            staged[group][name] = make_sharded_tensor(value, target)
+        copied, stream = None, self._arena.copies
+        if stream is not None and on_gpu:  # after what the GPU computes now
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                for target, source in on_gpu:
+                    target.copy_(source, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+        return StagedTensors(staged, on_host, copied, [source for _, source in on_gpu])
+
+    def close(self) -> None:
+        self._places.clear()
+        self._arena.close()
+
+    def _tensors_to_place(self, tensors: Tensors) -> list[tuple[str, Tensor]]:
+        items = ((f"{group}.{name}", value) for group, named in tensors.items() for name, value in named.items())
+        local = ((name, local_tensor(value.detach())) for name, value in items)
+        placed = {name: signature for name, (signature, *_) in self._places.items()}
+        return [(name, x) for name, x in local if x.nbytes and placed.get(name) != _signature(x)]
+
+
+def _aligned_bytes(x: Tensor) -> int:
+    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _signature(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.dtype, x.stride()
 
 
 class RunningSave:
@@ -65,9 +182,8 @@ class RunningSave:
         staging: StagedTensors,
         started: float,
     ) -> None:
-        """Begin a save whose copies are being taken since `started`, of time.monotonic."""
         self.path, self.state, self.values, self.keep = path, state, values, keep
-        self.staging, self.started = staging, started
+        self.staging, self.started = staging, started  # of time.monotonic
         self.phase: str = "copying to the host"
         self.failure: BaseException | None = None
         self.shown: float = 0.0  # seconds that training paused for it
@@ -79,16 +195,15 @@ class RunningSave:
 
     @property
     def failure_text(self) -> str:
-        """The failure as a message has it; "" for none."""
-        if self.failure is None or isinstance(self.failure, (CheckpointException, LongspanError)):
-            return first_failure_text(self.failure) if self.failure is not None else ""
-        return f"{type(self.failure).__name__}: {self.failure}"
+        if self.failure is None:
+            return ""
+        known = isinstance(self.failure, (CheckpointException, LongspanError))
+        return first_failure_text(self.failure) if known else f"{type(self.failure).__name__}: {self.failure}"
 
     def run(self, group: ProcessGroup, planner: "CachedPlanner", *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
 
-        `best` returns the step of one more checkpoint to keep; it is called last, for training may have changed it. An
-        error is not raised here, but noted in `failure`.
+        `best` is called last, for training may have changed it. An error is noted in `failure`.
         """
         collectives = _DistWrapper(group, True, 0)  # torch's, of objects; rank 0 of the group coordinates
         folder = partial_path(self.path)
@@ -137,7 +252,7 @@ class RunningSave:
 
 
 class CachedPlanner(DefaultSavePlanner):
-    """torch's planner, for all saves of a series, which plans once and not again while tensors are as they were.
+    """torch's planner, which plans once and not again while the tensors of a series of saves are as they were.
 
     torch keeps the plan (`enable_plan_caching`). Here the list that it compares is not made again either, which holds
     Python's lock.
@@ -151,7 +266,7 @@ class CachedPlanner(DefaultSavePlanner):
         self._signature: Any = None  # of what the last save listed; None before a save
 
     def create_local_plan(self) -> SavePlan:
-        """Return this rank's list of what it saves; empty and not `usable` where torch takes the kept plan."""
+        """Return what this rank saves; empty and not `usable` where torch takes the kept plan."""
         signature = [
             (name, x.shape, x.dtype, (x.placements, x.device_mesh) if isinstance(x, DTensor) else None)
             for name, x in self.state_dict.items()
@@ -163,21 +278,10 @@ class CachedPlanner(DefaultSavePlanner):
         return super().create_local_plan()
 
     def forget(self) -> None:
-        """Plan the next save anew, as after one that failed; on all ranks."""
+        """Plan the next save anew, on all ranks."""
         self._signature, self.state_dict = None, {}
         for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
             getattr(SavePlanner, f"_cached_{name}").pop(self._cached_plans_key, None)
-
-
-def connect_ranks(group: ProcessGroup) -> None:
-    """Send each kind of message of a save once, with empty values, so that gloo connects the ranks of the group now.
-
-    gloo finds its peers through the launcher's store. Ranks whose launcher was killed save once more, when that store
-    is gone.
-    """
-    collectives = _DistWrapper(group, True, 0)
-    collectives.all_reduce("connecting", str, len)
-    collectives.reduce_scatter("connecting", str, list)
 
 
 SPARE = 1.1  # times the bytes of all copies of a host that must be free there
@@ -195,7 +299,6 @@ class SaveFigures(NamedTuple):
     bytes: int
 
     def __str__(self) -> str:
-        """Write the figures in one line: size, seconds of writing, and seconds for which training paused."""
         return (
             f"saved checkpoint {self.step} ({bytes_text(self.bytes)}) in {self.seconds:.1f} s; training paused for "
             f"{self.shown_seconds:.1f} s"
@@ -217,8 +320,8 @@ class CheckpointSaver:
     copies of its ranks, or without `background`, `save` returns when the checkpoint is there. `log` gets a line on the
     first rank where training waits. Leaving the world waits for the save in progress.
 
-    Between `save` and the optimizer's next step nothing but that may change parameters and moments; `wait_for_copies`
-    returns when they are copied.
+    What goes wrong is raised where the ranks meet next: by `raise_failure`, `wait` or `save`. Between `save` and the
+    optimizer's next step nothing but that may change parameters and moments before `wait_for_copies` returns.
     """
 
     def __init__(
@@ -247,17 +350,19 @@ class CheckpointSaver:
             assert group is not None
             self._group = group
             with world.watch.during("making the saves group", world.home.ranks, is_work=True):
-                connect_ranks(group)
+                # gloo finds peers through the launcher's store, which is gone when ranks whose launcher was killed
+                # save once more: one empty message of each kind connects them now.
+                collectives = _DistWrapper(group, True, 0)
+                collectives.all_reduce("connecting", str, len)
+                collectives.reduce_scatter("connecting", str, list)
             world.watch.background = self.activity
             world.on_leaving(self.close)
-
-    # ---- for the thread that trains
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Begin to take the host's memory for the copies, after the optimizer's first step, which makes the moments.
 
         On GPUs memory is registered at a few gigabytes a second, while training goes on; without this call the first
-        `save` waits for it. Whether every host has room is agreed on here.
+        `save` waits for it. All ranks agree here whether every host has room.
         """
         if not self._background or self._preparing is not None:
             return
@@ -361,12 +466,11 @@ class CheckpointSaver:
         self._note_figures(save)
 
     def wait_for_copies(self) -> None:
-        """Return when the save in progress has copied what it holds: parameters and moments may change then."""
         if self._running is not None:
             self._running.staged.wait()
 
     def take_figures(self) -> SaveFigures | None:
-        """Return what the last save took, once, if it is published; None before that and after."""
+        """Return what the last save took, once, after it is published; None before and after."""
         save = self._running  # it stays until the ranks have agreed that it ended: `wait`
         if save is not None and save.ended.is_set() and save.failure is None:
             self._note_figures(save)
@@ -395,8 +499,6 @@ class CheckpointSaver:
         self._world.watch.background = str
         self._planner.forget()
         self._stage.close()
-
-    # ---- inside
 
     def _check_room_on_hosts(self, size: int) -> bool:
         """`size` bytes are for this rank. Without room training waits for this and all later saves."""

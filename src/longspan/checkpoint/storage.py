@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.futures import Future
 
-from longspan.checkpoint.files import Digest
-from longspan.checkpoint.store_path import StorePath
+from longspan.checkpoint.files import Digest, StorePath
 from longspan.errors import CheckpointError, plural
 from longspan.files import name_file_in_errors, os_error_text, parse_json
 
@@ -63,7 +62,6 @@ class Chunk(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of its numbers."""
         return prod(self.sizes) * self.dtype.itemsize
 
 
@@ -76,7 +74,7 @@ class StoredChunk(NamedTuple):
 
 
 def shard_name(rank: int) -> str:
-    """Return the name of a rank's file, which is torch's, that counts from 1."""
+    """torch's name of a rank's file, which counts from 1."""
     return f"shard-{rank + 1:05}-model-00001-of-00001{SUFFIX}"
 
 
@@ -145,10 +143,7 @@ def read_metadata(path: Path) -> Metadata:
 
 
 class SafetensorsWriter(HuggingFaceStorageWriter):
-    """Writes this rank's file into a folder that is there; `digests` has its bytes and hash, by its name.
-
-    It writes in the context `waiting`.
-    """
+    """Writes this rank's file, in the context `waiting`, into a folder; `digests` has its hash by its name."""
 
     def __init__(self, path: Path, waiting: AbstractContextManager[None] | None = None) -> None:
         super().__init__(".", save_distributed=True)  # "." stands in: torch would make a plain Path of a StorePath
@@ -159,7 +154,6 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
         return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write the tensors of the plan; entered by all ranks."""
         items, resolve = {item.index.fqn: item for item in plan.items}, cast(Any, planner.resolve_data)
         chunks = list[Chunk]()
         for name, data in ((item.index.fqn, item.tensor_data) for item in plan.items):
@@ -175,21 +169,17 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
 
 
 class SafetensorsReader(FileSystemReader):
-    """Reads the tensors of a checkpoint as `metadata` (`read_metadata`) describes them.
-
-    It reads in the context `waiting`.
-    """
+    """Reads tensors of a checkpoint, in the context `waiting`, as `metadata` (of `read_metadata`) describes them."""
 
     def __init__(self, path: Path, metadata: Metadata, waiting: AbstractContextManager[None] | None = None) -> None:
         super().__init__(".")  # "." stands in: torch would make a plain Path of a StorePath
         self.path, self._metadata, self._waiting = path, metadata, waiting or nullcontext()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the metadata that was read before, by one rank for all."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan names, file by file; entered by all ranks. An OSError has the file's name."""
+        """An OSError has the file's name."""
         items_of = dict[str, list[ReadItem]]()
         for item in plan.items:
             items_of.setdefault(self.storage_data[item.storage_index].file, []).append(item)
@@ -206,7 +196,7 @@ class SafetensorsReader(FileSystemReader):
 
 
 def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
-    """Read the part of a chunk that an item names: of its rows (first dim) no others are read."""
+    """Of a chunk's rows (first dim) no others are read than the item names."""
     (_, dtype, _, sizes), lengths = place.chunk, list(item.lengths)
     rows, first = (lengths[0], item.storage_offsets[0]) if sizes else (1, 0)
     row_bytes = prod(sizes[1:]) * dtype.itemsize
@@ -221,7 +211,6 @@ def _read_part(file: Any, place: StoredChunk, item: ReadItem) -> Tensor:
 
 
 def _read_header(file: Path) -> list[StoredChunk]:
-    """Raises CheckpointError where the header of a file does not describe the file."""
     try:
         with name_file_in_errors(file), file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -272,7 +261,7 @@ def read_plain_file(file: Path) -> Any:
 
 
 def not_data_text(file: Path, error: Exception) -> str:
-    """Return why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
+    """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
     reason = " ".join(str(error).split())
     if match := re.search(r"GLOBAL (\S+)", reason):
         return (

@@ -78,5 +78,5 @@ def main(argv: Sequence[str]) -> int:
         f"of {written.parameters / 1e6:,.1f} M weights in {written.dtype}, {written.bytes / 1e6:,.1f} MB in "
         f"{plural(written.files, 'file')}; next: longspan eval {written.folder} --data TEXTS"
     )
-    print(as_json(written.row() | pushed) if flags.json else "\n".join([text, *pushed.values()]))
+    print(as_json(written._asdict() | pushed) if flags.json else "\n".join([text, *pushed.values()]))
     return 0

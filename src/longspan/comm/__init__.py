@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from longspan.comm.all_ranks import on_all_ranks as on_all_ranks
     from longspan.comm.all_ranks import raise_first_error as raise_first_error
     from longspan.comm.all_ranks import result_or_first_error as result_or_first_error
-    from longspan.comm.groups.channel import Channel as Channel
-    from longspan.comm.groups.channel import Handle as Handle
-    from longspan.comm.moves.ring import Addend as Addend
-    from longspan.comm.moves.ring import GradientRing as GradientRing
-    from longspan.comm.moves.ring import RingBlocks as RingBlocks
-    from longspan.comm.moves.ring import split_columns as split_columns
+    from longspan.comm.channel import Channel as Channel
+    from longspan.comm.channel import Handle as Handle
+    from longspan.comm.ring import Addend as Addend
+    from longspan.comm.ring import GradientRing as GradientRing
+    from longspan.comm.ring import RingBlocks as RingBlocks
+    from longspan.comm.ring import split_columns as split_columns
     from longspan.comm.shard import SequenceShard as SequenceShard
     from longspan.comm.shard import ShardPart as ShardPart
     from longspan.comm.shard import bind as bind

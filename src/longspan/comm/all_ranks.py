@@ -1,8 +1,7 @@
 """Work on the host that one rank does for all, or all do at once, so that a failure on any becomes every rank's error.
 
-Host objects only, over the world's control group. The work itself may take longer than the world's time-out, as reading
-and writing many gigabytes does: the ranks wait for each other as long as each of them still answers
-(`leave_together`). It must not communicate.
+Host objects only, over the world's control group. The work may take longer than the world's time-out: the ranks wait
+for each other as long as each of them still answers (`leave_together`). It must not communicate.
 """
 
 import re
@@ -27,13 +26,12 @@ _BEAT = 10.0  # seconds between two signs of life, at most
 def leave_together(world: World) -> Iterator[None]:
     """Keep every rank in this context until all ranks have done what is inside; all enter, none communicates inside.
 
-    Another thread meanwhile signals that this rank still works: so the time-out bounds how long a rank may be silent,
-    and not how long it works. Raises CommError for a rank that is lost.
+    Another thread signals meanwhile that this rank still works: the time-out bounds how long a rank may be silent, not
+    how long it works. Raises CommError for a rank that is lost.
     """
     end, failures = Event(), list[BaseException]()
 
     def beat() -> None:
-        """Tell the other ranks again and again whether this one still works, until none does."""
         try:
             while world.control.any_rank(not end.wait(min(_BEAT, world.watch.timeout / 4))):
                 pass
@@ -54,14 +52,11 @@ def leave_together(world: World) -> Iterator[None]:
 def result_or_first_error(
     world: World, work: Callable[[], Result], error_of: Callable[[Exception], LongspanError]
 ) -> Result:
-    """Return this rank's result of `work`, however long it takes.
-
-    Where a rank failed, all raise the first such rank's error.
+    """Return this rank's result of `work`, however long it takes; where a rank failed, all raise the first one's error.
 
     >>> result_or_first_error(world, read_file, lambda error: DataError(f"the file cannot be read: {error}"))
 
-    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error that all ranks raise from what
-    `work` raised.
+    Entered by all ranks, which do not communicate in `work`. `error_of` makes the error to raise from that of `work`.
     """
     result, error = None, None
     with leave_together(world):
@@ -97,7 +92,7 @@ LogLine = Callable[[str], None]
 
 
 def is_first_rank(world: World) -> bool:
-    """Return whether this rank is the one that writes and prints."""
+    """This rank writes and prints."""
     return world.rank == world.home.ranks[0]
 
 
@@ -133,10 +128,7 @@ def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
-    """Return the error to send to the other ranks, an OSError as `os_error_as`.
-
-    One that is neither an OSError nor a LongspanError is no caller's mistake: it is raised here, on this rank only.
-    """
+    """An error that is neither an OSError nor a LongspanError is no caller's mistake: it is raised here."""
     if isinstance(error, OSError):
         return os_error_as(os_error_text(error))
     if isinstance(error, LongspanError):

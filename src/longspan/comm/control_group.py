@@ -3,21 +3,143 @@
 Tensors of the model never come here.
 """
 
+import pickle
+import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from longspan.comm.groups.pair_rounds import PairRounds
-from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.process_groups import ProcessGroups
 from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Floats, Layout
 from longspan.layout.layout import excerpt
 
 T = TypeVar("T")
+Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -> what the member sends
+
+
+class PairRounds:
+    """Sums and broadcasts of one member by rounds of pairs over a gloo `group` that has all `ranks`, in their order.
+
+    >>> PairRounds(group, ranks=(0, 1, 2), rank=0).reduce(x, torch.maximum, "largest lengths")
+
+    There are as many places as the largest power of two that is no more than the ranks; the first have two members
+    each. `limit()` is how many seconds a message is waited for. Every method is entered by all members, one call at a
+    time. Messages match by the name of the call, its number and the size of its tensor: members in different calls
+    wait.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, ranks: Sequence[int], rank: int, limit: Callable[[], float] = lambda: 600.0
+    ) -> None:
+        self._group, self._ranks, self._limit = group, tuple(ranks), limit
+        places = 1 << (len(ranks).bit_length() - 1)
+        self._pairs = len(ranks) - places  # places of two members each, the first ones
+        self._bits = [1 << k for k in range(places.bit_length() - 1)]
+        index = ranks.index(rank)
+        self._place, self._is_second = self._place_of(index)
+        self._partner = index + (-1 if self._is_second else 1) if self._place < self._pairs else None
+        self._calls, self._tag = 0, 0  # calls so far, and the tag of the messages of the last one
+
+    def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
+        """Combine all members' tensors of one shape and dtype, in the order of the members; all get the result."""
+        self._begin_call(f"{what} of {x.nbytes} bytes")
+        return self._reduce_in_rounds(x, self._exchange_tensors, combine)
+
+    def reduce_object(self, value: T | None, combine: Callable[[T, T], T], what: str) -> T | None:
+        """Reduce objects, which are pickled, as `reduce` does tensors; None is no value, and takes 8 bytes a round."""
+
+        def combine_values(first: T | None, second: T | None) -> T | None:
+            if first is None or second is None:
+                return second if first is None else first
+            return combine(first, second)
+
+        self._begin_call(what)
+        return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
+
+    def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
+        """Return the value of the rank `source` on every rank, over the connections of the rounds.
+
+        A source that is the second member of its place first gives the value to the first one. Then, from the highest
+        bit down, each place that has the value gives it to the place that differs in that bit. Other second members get
+        it last.
+        """
+        self._begin_call(what)
+        (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects
+        in_pair = from_second and root == self._place
+        if in_pair and self._partner is not None:
+            received = exchange(self._partner, value, sends=self._is_second, receives=not self._is_second)
+            value = value if self._is_second else received
+        if not self._is_second:
+            for bit in reversed(self._bits):
+                offset = (self._place ^ root) % (2 * bit)
+                if offset in (0, bit):  # 0: this place has the value; `bit`: it gets it now
+                    received = exchange(self._member(bit), value, sends=offset == 0, receives=offset == bit)
+                    value = received if offset == bit else value
+        if self._partner is not None and not in_pair:
+            received = exchange(self._partner, value, sends=not self._is_second, receives=self._is_second)
+            value = received if self._is_second else value
+        return value
+
+    def _begin_call(self, what: str) -> None:
+        self._calls += 1
+        self._tag = zlib.crc32(f"{self._calls} {what}".encode()) >> 1  # gloo takes 31 bits
+
+    def _reduce_in_rounds(self, value: Any, exchange: Exchange, combine: Callable[[Any, Any], Any]) -> Any:
+        """Round i is with the member whose place differs in bit i. The value of the lower place is always the first of
+        the two that are combined, so all members get the same result, bit for bit. Second members of a place first give
+        their value to the first one, and get the result from it at the end.
+        """
+        if self._is_second:
+            exchange(self._partner, value, receives=False)
+            return exchange(self._partner, value, sends=False)
+        if self._partner is not None:
+            value = combine(value, exchange(self._partner, value, sends=False))
+        for bit in self._bits:
+            partner_value = exchange(self._member(bit), value)
+            value = combine(partner_value, value) if self._place & bit else combine(value, partner_value)
+        if self._partner is not None:
+            exchange(self._partner, value, receives=False)
+        return value
+
+    def _place_of(self, index: int) -> tuple[int, bool]:
+        return (index // 2, index % 2 == 1) if index < 2 * self._pairs else (index - self._pairs, False)
+
+    def _member(self, bit: int) -> int:
+        """The first member of the place with this bit flipped."""
+        place = self._place ^ bit
+        return 2 * place if place < self._pairs else place + self._pairs
+
+    def _exchange_tensors(self, member: int, x: Tensor, *, sends: bool = True, receives: bool = True) -> Tensor:
+        into = torch.empty_like(x) if receives else x
+        self._send_and_receive(member, x if sends else None, into if receives else None)
+        return into
+
+    def _exchange_objects(self, member: int, value: object, *, sends: bool = True, receives: bool = True) -> Any:
+        """Sizes go first, and then values that are not None."""
+        packed = torch.empty(0)
+        if sends and value is not None:
+            packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = int(
+            self._exchange_tensors(member, torch.tensor(len(packed), device="cpu"), sends=sends, receives=receives)
+        )
+        into = torch.empty(size if receives else 0, dtype=torch.uint8, device="cpu")
+        self._send_and_receive(member, packed, into)
+        return pickle.loads(into.numpy().tobytes()) if len(into) else None
+
+    def _send_and_receive(self, member: int, sent: Tensor | None, into: Tensor | None) -> None:
+        peer = dist.get_group_rank(self._group, self._ranks[member])
+        works = [self._group.recv([into], peer, self._tag)] if into is not None and into.numel() else []
+        works += [self._group.send([sent], peer, self._tag)] if sent is not None and sent.numel() else []
+        for work in works:
+            work.wait(timedelta(seconds=self._limit()))
+
 
 _LARGE = 1 << 16  # bytes from which an array goes around gloo's ring
 
@@ -31,14 +153,13 @@ class ControlGroup:
     """
 
     def __init__(self, home: Layout, plane: tuple[int, ...], groups: ProcessGroups) -> None:
-        """Make the group over all ranks of the home; small values go over it in rounds of pairs, large ones by gloo."""
         self.home: Layout = home
         self.plane: tuple[int, ...] = plane
         self._groups = groups
         group = groups.make_group(home.ranks, "control", backend="gloo")
         assert group is not None
         self.group = group
-        groups.set_parent("control", group)
+        groups.parents["control"] = group
         watch = groups.watch
         self._rounds = PairRounds(group, home.ranks, watch.rank, lambda: watch.timeout)
         self._rounds_of_plane = PairRounds(group, plane, watch.rank, lambda: watch.timeout)
@@ -57,10 +178,7 @@ class ControlGroup:
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """Compare a digest as `agree` does; returns of each flag whether it is set on any rank.
-
-        One message carries digest and flags, so every rank gives the same number of flags.
-        """
+        """Compare a digest as `agree` does, and as many flags on every rank; returns which are set on any."""
         is_same, any_flags = self._compare_digests(digest, flags, f"comparison of {what}")
         if is_same:
             return any_flags
@@ -81,10 +199,9 @@ class ControlGroup:
         return self._compare_digests(digest, (), what)[0]
 
     def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
-        """Compare a digest over all ranks: return whether all hold it, and which of the flags are set on any.
-
-        One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
-        of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
+        """One message of maxima does it: of the digest's four words, of their complements, and of the flags.
+        Comparisons of all kinds match one another, so that ranks which compare different things find that out, and do
+        not wait.
         """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
@@ -93,10 +210,7 @@ class ControlGroup:
         return torch.equal(largest[:4], ~largest[4:8]), tuple(map(bool, largest[8:].tolist()))
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
-        """Return every rank's value, in the order of the home's ranks.
-
-        For small host data: each rank receives all of it.
-        """
+        """Return every rank's value, in the order of the home's ranks; for small host data."""
         by_rank = self.reduce_object({self._watch.rank: value}, lambda ours, theirs: ours | theirs, what)
         assert by_rank is not None
         return [by_rank[rank] for rank in self.home.ranks]
@@ -112,7 +226,8 @@ class ControlGroup:
 
     def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
         """Return the first rank, in the home's order, whose value is not None, and this value; None if all are."""
-        return self.reduce_object(None if value is None else (self._watch.rank, value), _take_first, what)
+        pair = None if value is None else (self._watch.rank, value)
+        return self.reduce_object(pair, lambda first, _: first, what)
 
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
         """Return the value of the `source` rank (default: the home's first) on every rank. For small host data."""
@@ -121,11 +236,9 @@ class ControlGroup:
             return self._rounds.broadcast_object(value, source, what)  # pyright: ignore[reportReturnType]
 
     def barrier(self, what: str = "barrier") -> None:
-        """Wait until every rank is here."""
         self._reduce(torch.zeros(1), torch.maximum, what)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
         return self.any_ranks(flag)[0]
 
     def any_ranks(self, *flags: bool) -> tuple[bool, ...]:
@@ -144,10 +257,7 @@ class ControlGroup:
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.add, what).tolist()
 
     def sum_over_stages(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
-        """Return sums over the slots of all pipeline stages, in float64 and in one order: the same bits on every rank.
-
-        This is `sum_over_slots` where there is one stage.
-        """
+        """Return sums over the slots of all pipeline stages, in float64 and in one order."""
         if self.home.pp == 1:
             return self.sum_over_slots(values, what)
         is_counted = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
@@ -166,18 +276,12 @@ class ControlGroup:
         return total.numpy()
 
     def largest_of(self, values: Sequence[float], what: str) -> list[float]:
-        """Return the largest of all ranks' values at each index of the list, which has one length on all ranks."""
+        """Return the largest of all ranks' values at each index of the list."""
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def largest(self, value: int) -> int:
-        """Return the largest of all ranks' values."""
         return int(self._reduce(torch.tensor([value]), torch.maximum, "largest of host values").item())
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
-        """Combine all ranks' tensors of one shape and dtype, in the order of the home's ranks."""
         with self._watch.during(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)
-
-
-def _take_first(first: tuple[int, T], _: tuple[int, T]) -> tuple[int, T]:
-    return first

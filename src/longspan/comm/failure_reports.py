@@ -1,24 +1,94 @@
 """What ranks post to their store when a collective fails: who left, what the others do, and the report of it.
 
 The first rank to notice requests a report, every other rank that lives answers, and all read the one report. Reports
-are numbered, so that a world in which ranks caught an error and went on has a new one at its next failure.
+are numbered: a world in which ranks caught an error and went on has a new one at its next failure.
 """
 
 import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import new_connection
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.launch.siblings import has_ended, processes_of_torchrun
 from longspan.layout.layout import excerpt
+
+_c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
+
+PREFIXES = {"_dump_nccl_trace": "nccl_trace_rank_", "_dump_fr_trace": "gloo_trace_rank_"}  # of files, by function
+PATIENCE = 2.0  # seconds in which a recorder answers, next to a device that is stuck
+
+
+def last_collective() -> str:
+    """Return the first collective that NCCL has not completed, else the last that was started; "" for none.
+
+    torch's flight recorder keeps the last 2,000 of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch 2.11 to
+    2.15 have it on). Nothing is raised here: a report without this is a report still.
+
+    >>> last_collective()
+    'gloo:all_reduce number 4 of the group "control", [8] Float'
+    """
+    return _call_with_patience(_read_last_collective) or ""
+
+
+def write_traces(folder: Path, rank: int) -> None:
+    """Write what the recorders hold, with Python's stacks, as files that `torchfrtrace --prefix …` reads."""
+
+    def write_files() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for function, prefix in PREFIXES.items():
+            dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
+            if dump is not None and _entries(f"{function}_json"):
+                (folder / f"{prefix}{rank}").write_bytes(dump())
+
+    _call_with_patience(write_files)
+
+
+def _read_last_collective() -> str:
+    nccl = _entries("_dump_nccl_trace_json")
+    unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
+    if unfinished is not None:
+        return f"{_entry_text(unfinished)}, {unfinished['state']}"
+    entries = sorted([*nccl[-1:], *_entries("_dump_fr_trace_json")[-1:]], key=lambda entry: entry["time_created_ns"])
+    return _entry_text(entries[-1]) if entries else ""
+
+
+def _entries(function: str) -> list[dict[str, Any]]:
+    """The oldest come first; none where this torch has no such recorder."""
+    dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
+    return [] if dump is None else json.loads(dump()).get("entries", [])
+
+
+def _entry_text(entry: dict[str, Any]) -> str:
+    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    sizes = ", ".join(f"{size} {kind}" for size, kind in zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
+    return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
+        f", {sizes}" if sizes else ""
+    )
+
+
+def _call_with_patience(work: Callable[[], str | None]) -> str | None:
+    """Behind a stuck device `work` may never return, and then only a thread of its own waits for it."""
+    results = list[str | None]()
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(work())
+
+    thread = threading.Thread(target=run, name="longspan recorder", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return results[0] if results else None
+
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers
 NAMED, NAMED_NODES = 6, 8  # ranks and nodes named one by one in a message
@@ -87,7 +157,6 @@ class FailureReports:
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
-        """Begin without a report; `ranks` are all of the world, of which `rank` is this one."""
         self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
         self._store = PrefixStore(prefix, root)
         self._processes = processes_of_torchrun()  # process ids of ranks on this host
@@ -96,21 +165,19 @@ class FailureReports:
         self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
     def connect_again(self) -> None:
-        """Use a new connection, where the present one has failed."""
         self._root = new_connection(self._root)
         self._store = PrefixStore(self._prefix, self._root)
 
     def post_departure(self, error: str, *, echo: bool) -> None:
-        """Post that this rank leaves with an error; an echo is one that reports another rank's failure."""
+        """An echo is an error that reports another rank's failure."""
         with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
             self._append_entry("left", {"rank": self._rank, "error": error, "echo": echo})
 
     def has_news(self) -> bool:
-        """Return whether a rank has left with an error or requested a report, so far; one request to the store."""
+        """A rank has left with an error or requested a report, so far; one request to the store."""
         return self._store.check(["news"])
 
     def has_departures(self) -> bool:
-        """Return whether a rank has left with an error."""
         return self._store.check(["left"])
 
     def open_request(self) -> int:
@@ -146,7 +213,7 @@ class FailureReports:
         return FailureReport(**lists, **values)
 
     def has_died(self, rank: int) -> bool:
-        """Return whether a launcher has posted that a rank died; False under torchrun and others that post nothing."""
+        """A launcher has posted that a rank died; torchrun and others post nothing."""
         return self._root.check([f"{DEAD_KEY}{rank}"])
 
     def _collect_report(self, number: int, operation: str) -> FailureReport:
@@ -168,19 +235,14 @@ class FailureReports:
             time.sleep(0.05)
 
     def store_node_text(self) -> str:
-        """Return on which node the store is served, by rank 0 or its torchrun, as the end of a message.
-
-        It is empty if there is one node.
-        """
+        """On which node the store is served, by rank 0 or its torchrun, as the end of a message."""
         if self.nodes is None:
             return ""
         return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
-        """Return how missing ranks died, as far as it is known here.
-
-        It is known of ranks on this host that torchrun started, by their process ids, and of ranks whose launcher has
-        posted it to the store. There, at most 64 ranks are looked up, because each takes a request.
+        """Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
+        posted it. There, at most 64 ranks are looked up: each takes a request.
         """
         processes = {rank: self._processes[rank] for rank in missing if rank in self._processes}
         deaths = {
@@ -190,7 +252,6 @@ class FailureReports:
         return deaths | {rank: self._root.get(f"{DEAD_KEY}{rank}").decode() for rank in posted}
 
     def _entries(self, key: str) -> list[dict[str, Any]]:
-        """Return what ranks appended to a key so far, in the order of arrival."""
         if not self._store.check([key]):
             return []
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
@@ -209,7 +270,6 @@ class FailureReports:
         return self._store.get(key).decode()
 
     def _cause_lines(self, departures: dict[int, Any], missing: list[int], deaths: dict[int, str]) -> list[str]:
-        """Say which ranks left with an error, died or do not answer; errors that echo another rank's are left out."""
         causes = [entry for entry in departures.values() if not entry["echo"]]
         lines = [f"rank {entry['rank']} left with {entry['error']}" for entry in causes[:NAMED]]
         lines += [f"rank {rank} does not answer: it {deaths[rank]}" for rank in list(deaths)[:NAMED]]
@@ -221,25 +281,19 @@ class FailureReports:
 
 
 def _outlier_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Say which ranks are not in the collective that failed, where all answer."""
-    outlier_texts = [
-        f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation
-    ]
-    overflow_note = (
-        [f"{len(outlier_texts) - NAMED} more ranks are not in it either"] if len(outlier_texts) > NAMED else []
-    )
-    return [*outlier_texts[:NAMED], *overflow_note] or [
-        "all ranks are in it: look at the network and the devices between them"
-    ]
+    texts = [f"rank {rank} is {doing.text}" for rank, doing in activities.items() if doing.operation != operation]
+    if not texts:
+        return ["all ranks are in it: look at the network and the devices between them"]
+    more = len(texts) - NAMED
+    return [*texts[:NAMED], f"{more} more ranks are not in it either"] if more > 0 else texts
 
 
 def _activity_lines(activities: Mapping[int, Activity], operation: str) -> list[str]:
-    """Ranks that are not in `operation`, the collective that failed, come first."""
     ranks = sorted(activities, key=lambda rank: (activities[rank].operation == operation, rank))
-    lines = [f"rank {rank} is {activities[rank].text}{_rank_end_text(activities[rank])}" for rank in ranks[:NAMED]]
+    lines = list[str]()
+    for rank in ranks[:NAMED]:
+        recorded = activities[rank].recorded
+        lines.append(
+            f"rank {rank} is {activities[rank].text}" + (f"; torch recorded last: {recorded}" if recorded else "")
+        )
     return [*lines, f"{len(ranks) - NAMED} more ranks answer"] if len(ranks) > NAMED else lines
-
-
-def _rank_end_text(activity: Activity) -> str:
-    """Return the end of a rank's line, with what torch recorded last there; "" for nothing."""
-    return f"; torch recorded last: {activity.recorded}" if activity.recorded else ""

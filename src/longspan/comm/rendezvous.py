@@ -93,9 +93,8 @@ _being_destroyed: list[threading.Thread] = []  # destroying the groups of worlds
 def shared_store(place: Place, timeout: float) -> Store:
     """Return the store that all processes of this launch share: the launcher's, or one that rank 0 serves.
 
-    A process that is alone has no address, and gets a store in its own memory.
-
-    Raises CommError where it cannot be reached in `timeout` seconds.
+    A process that is alone has no address, and gets a store in its own memory. Raises CommError where the store cannot
+    be reached in `timeout` seconds.
     """
     if not place.address:
         return HashStore()
@@ -116,9 +115,9 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     """Wait for all processes of this launch; returns the prefix of the keys of the world that they open now.
 
     Rank 0 gives the world a number and opens it once all others have joined it. A store may outlive the processes of a
-    launch, as torchrun's does at a restart (torch 2.13), and then still has the worlds of these processes. So a process
-    joins no world that an earlier process of its rank joined, and none that was opened for another number of ranks.
-    A process that leaves because others did not come may try again. Raises CommError with the ranks that did not come.
+    launch, as torchrun's does at a restart (torch 2.13): a process joins no world that an earlier process of its rank
+    joined, and none that was opened for another number of ranks. A process that leaves because others did not come may
+    try again. Raises CommError with the ranks that did not come.
     """
     try:
         if place.rank == 0:
@@ -132,9 +131,8 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """Open a world on rank 0 once all others have joined it; returns its prefix.
-
-    The first rank to add to `_DECIDED` decides: where another rank has left the world meanwhile, rank 0 begins another.
+    """The first rank to add to `_DECIDED` decides: where another rank has left the world meanwhile, rank 0 begins
+    another.
     """
     prefix, world_store = "", store
     for _ in _iterate_pauses(place.size, timeout):
@@ -153,7 +151,6 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
 
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
-    """Join the newest world of rank 0 that no process of this rank has joined before, and wait until it is opened."""
     prefix, seen = "", {""}
     try:
         for _ in _iterate_pauses(place.size, timeout):
@@ -176,7 +173,7 @@ def _join_world(store: Store, place: Place, timeout: float) -> str:
 
 
 def _register_rank(world_store: Store, place: Place) -> bool:
-    """Enter a world in the store; returns whether this is the first process of its rank there."""
+    """Return whether this is the first process of its rank in a world of the store."""
     if world_store.add(f"joined/{place.rank}", 1) != 1:
         return False
     world_store.set(f"rank/{place.rank}", place.node)
@@ -229,7 +226,6 @@ def _incomplete_world_error(place: Place, timeout: float, cause: str) -> CommErr
 
 
 def init_default_group(place: Place, store: Store, backend: str, timeout: float) -> None:
-    """Initialise the default process group. Raises CommError where that fails."""
     try:
         with defer_connections():  # longspan itself sends nothing over it
             dist.init_process_group(
@@ -259,21 +255,20 @@ def defer_connections() -> Iterator[None]:
 
 
 def new_connection(store: Store) -> Store:
-    """Open another connection to the same store; its requests wait for 10 s at most."""
+    """Its requests wait for 10 s at most."""
     connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     connection.set_timeout(timedelta(seconds=10))
     return connection
 
 
 def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:
-    """Destroy what a world made: these groups, or with `default` everything.
+    """Destroy these groups, or with `default` everything that a world made.
 
     Without `patient`, as after an error, it waits a second at most, and the rest goes on in a thread: a group with a
     collective in flight ends only when that does.
     """
 
     def destroy() -> None:
-        """Destroy the groups, which may take as long as a collective in flight."""
         if default and dist.is_initialized():
             dist.destroy_process_group()
         elif not default:

@@ -1,10 +1,8 @@
 """What one rank does in one micro-batch: its rows, their positions, and how its groups talk.
 
-`bind` computes it only from integers and never communicates. A SequenceShard is the single extra argument that a model
-receives; it refers to its world by key and holds no process group, so that it may be kept, passed through FSDP2 and
-bound again by activation recomputation.
-
-Rows of a slot: group after group in plan order, document after document, in the order of the group's partition.
+`bind` computes it only from integers and never communicates. A SequenceShard refers to its world by key and holds no
+process group, so that it may be kept, passed through FSDP2 and bound again by activation recomputation. Rows of a slot:
+group after group in plan order, document after document, in the order of the group's partition.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,6 @@ class Immutable:
         raise AttributeError(f"{type(self).__name__} is immutable: bind the micro-batch again, do not set {name}")
 
     def __copy__(self) -> Self:
-        """Return this object itself: what never changes needs no copy."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -76,11 +73,10 @@ class ShardPart(Immutable):
 
     @property
     def degree(self) -> int:
-        """Return the context-parallel degree of the group."""
         return self.group.degree
 
     def segments(self, member: int | None = None) -> Segments:
-        """Return the rows of one member (default: this rank) as runs of positions inside documents."""
+        """The rows of one member (default: this rank) as runs of positions inside documents."""
         return self.group.shares.segments(self.member if member is None else member)
 
     def __repr__(self) -> str:
@@ -143,18 +139,9 @@ def _rows_by_document(part: ShardPart) -> tuple[Integers, Integers]:
 
 
 def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
-    """Concatenate the first arrays of all pairs, and the second ones; empty int64 arrays where there is no pair."""
+    """Empty int64 arrays where there is no pair."""
     none = np.zeros(0, dtype=np.int64)
     return np.concatenate([none, *(one for one, _ in pairs)]), np.concatenate([none, *(other for _, other in pairs)])
-
-
-def counts_of_slots(micro_batch: MicroBatch, slots: int) -> list[int]:
-    """Return how many rows each slot holds."""
-    counts = [0] * slots
-    for group in micro_batch.groups:
-        for slot, rows in zip(group.slots, group.shares.counts, strict=True):
-            counts[slot] += rows
-    return counts
 
 
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
@@ -228,14 +215,12 @@ class Derived(Immutable):
         raise AttributeError(f"{name} of a shard has one writer, which Derived names; do not set it")
 
     def add_items(self, leaf: Tensor, spliced: Mapping[int, RowsAt], added: Mapping[int, RowsAt]) -> None:
-        """Add the rows of one modality's items, and the tensor that collects their gradients."""
         self._set(
             leaves=(*self.leaves, leaf), spliced=_join_rows(self.spliced, spliced), added=_join_rows(self.added, added)
         )
 
 
 def _join_rows(first: Mapping[int, RowsAt], second: Mapping[int, RowsAt]) -> Mapping[int, RowsAt]:
-    """Join the rows of two mappings, key by key: those of `first`, then those of `second`."""
     keys = {**first, **second}
     return MappingProxyType({key: (*first.get(key, ()), *second.get(key, ())) for key in keys})
 
@@ -293,7 +278,6 @@ class SequenceShard(Immutable):
         padding: int = 0,
         seed: tuple[int, int] = (0, 0),
     ) -> None:
-        """Lay out a slot's rows of a micro-batch, and `padding` rows behind them, with their indices on the device."""
         parts = parts_of_slot(micro_batch, slot, world_key, padding)
         rows, positions, documents, cu_seqlens = lay_out(micro_batch, parts)
         self._set(
@@ -313,17 +297,17 @@ class SequenceShard(Immutable):
 
     @property
     def tokens(self) -> int:
-        """Return S, the number of packed rows of the whole micro-batch."""
+        """S, the number of packed rows of the whole micro-batch."""
         return self.micro_batch.tokens
 
     @property
     def local_rows(self) -> int:
-        """Return T, the number of rows that this rank holds, padding included."""
+        """T, the number of rows that this rank holds, padding included."""
         return self.parts[-1].stop if self.parts else 0
 
     @property
     def padding_rows(self) -> int:
-        """Return how many rows `with_padding` appended, at the end of the local rows."""
+        """How many rows `with_padding` appended, at the end of the local rows."""
         return sum(part.stop - part.start for part in self.parts if part.index < 0)
 
     def find_real_rows(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -373,7 +357,7 @@ class SequenceShard(Immutable):
 
     @property
     def has_spans(self) -> bool:
-        """Return whether a row of any document of the micro-batch sees later ones."""
+        """A row of some document of the micro-batch sees later ones."""
         return any(map(len, self.spans or ()))
 
     def spans_of(self, part: ShardPart) -> Spans:
@@ -383,9 +367,8 @@ class SequenceShard(Immutable):
     def scatter(self, x: Tensor, fill: float = 0) -> Tensor:
         """Take this rank's rows (T, …) of packed rows (S, …) that every rank has; padding rows hold `fill`. Local.
 
-        Padding rows are those of `with_padding`, the only rows of a slot without documents, and those of a
-        group with `pad_to`. Labels want `fill=-100`, which torch's cross entropy leaves out: with the 0 that suits
-        token ids, padding would be trained to predict token 0.
+        Padding rows are those of `with_padding`, and those of a group with `pad_to`. Labels want `fill=-100`, which
+        torch's cross entropy leaves out: with the 0 that suits token ids, padding would be trained to predict token 0.
 
         >>> shard = bind(plan.micro_batches[0], world).with_padding()
         >>> ids, labels = shard.scatter(ids), shard.scatter(labels, fill=-100)     # labels shifted in each document
@@ -407,21 +390,12 @@ class SequenceShard(Immutable):
     def gather(self, x_local: Tensor) -> Tensor:
         """Gather all packed rows (S, …) from every rank's rows (T, …); entered by every slot.
 
-        Differentiable. The gradient is taken to be *identical* on all slots, as it is where every rank computes the
-        same from the gathered rows: backward keeps this rank's own rows. Raises LayoutError where x_local does not
-        have T rows.
+        Differentiable. The gradient is taken to be *identical* on all slots, as where every rank computes the same from
+        the gathered rows: backward keeps this rank's own rows. Raises LayoutError where x_local does not have T rows.
         """
         if x_local.shape[0] != self.local_rows:
             raise LayoutError(f"gather got {x_local.shape[0]} rows, the shard holds {self.local_rows}")
         return _Gather.apply(x_local, self)  # pyright: ignore[reportReturnType]
-
-    def _packed_order_on_device(self, starts: tuple[int, ...]) -> Tensor:
-        """Return `packed_order` for these starts, on the device; it is computed again only where the starts differ."""
-        if self.derived.packed_order is None or self.derived.packed_order[0] != starts:
-            order = to_device(packed_order(self.micro_batch, starts), self.device)
-            self.derived._set(packed_order=(starts, order))
-            return order
-        return self.derived.packed_order[1]
 
     def __repr__(self) -> str:
         return f"SequenceShard(slot {self.slot}, {self.local_rows} of {self.tokens} rows, {len(self.parts)} parts)"
@@ -444,7 +418,6 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
 
 
 def _check_fill(fill: float, dtype: torch.dtype) -> None:
-    """Raise LayoutError for a value that a dtype cannot hold."""
     if dtype.is_floating_point or dtype.is_complex:
         return
     lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -457,14 +430,20 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, shard: SequenceShard) -> Tensor:
-        """Gather the rows of all slots, without those of `with_padding`, and put them in packed order."""
         ctx.shard = shard
         world = world_of(shard.world_key)
         channel = world.channels.find_channel(range(world.home.slots))
-        counts = counts_of_slots(shard.micro_batch, world.home.slots)
+        counts = [0] * world.home.slots
+        for group in shard.micro_batch.groups:
+            for slot, group_rows in zip(group.slots, group.shares.counts, strict=True):
+                counts[slot] += group_rows
         local = x_local.detach()[: counts[shard.slot]].contiguous()
         rows = channel.all_gather_rows(local, counts, "gather of rows").wait()
-        return rows.index_select(0, shard._packed_order_on_device(channel.starts(counts)))
+        starts, known = channel.starts(counts), shard.derived.packed_order
+        if known is None or known[0] != starts:
+            known = starts, to_device(packed_order(shard.micro_batch, starts), shard.device)
+            shard.derived._set(packed_order=known)
+        return rows.index_select(0, known[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -23,7 +23,6 @@ class StopSignal:
     """
 
     def __init__(self, save_on: Collection[str] = ()) -> None:
-        """Begin without a signal; `save_on` are the names of signals that ask for a save, such as "SIGUSR1"."""
         self.received = self.save_asked = ""
         self._save_on = {signal.Signals[name] for name in save_on}
         self._received_at = self._save_at = -SAME_PRESS  # so long ago that the next signal is another press
@@ -39,7 +38,7 @@ class StopSignal:
             signal.signal(number, handler)
 
     def reason(self) -> str:
-        """Return in words why this rank would stop work that takes long; "" where no signal to stop has come."""
+        """Why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
         return f"{self.received} was received" if self.received else ""
 
     def answer_save(self) -> None:
@@ -47,9 +46,7 @@ class StopSignal:
         self.save_asked = ""
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
-        """One press of Ctrl-C may arrive twice, so a second signal within SAME_PRESS seconds is the same press. The
-        signal may be that of a terminal that closed, to which nothing can be written any more.
-        """
+        """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
         now, name = time.monotonic(), signal.Signals(number).name
         leave_closed_output()
         if number in self._save_on:
@@ -63,13 +60,9 @@ class StopSignal:
             raise Interrupted(number)
 
 
-def received_signal(world: World, stop: StopSignal) -> str:
-    """Return the signal to stop that any rank received, "" for none; all ranks ask together."""
-    first = world.control.first_object(stop.received or None, "gather of host values")
-    return "" if first is None else first[1]
-
-
-def save_signal(world: World, stop: StopSignal) -> str:
-    """Return the signal to save that any rank received, "" for none; all ranks ask together."""
-    first = world.control.first_object(stop.save_asked or None, "gather of host values")
+def received_signal(world: World, name: str) -> str:
+    """Return the signal of this `name` that any rank received, such as `stop.received`; "" for none; entered by all
+    ranks.
+    """
+    first = world.control.first_object(name or None, "gather of host values")
     return "" if first is None else first[1]

@@ -1,8 +1,14 @@
-"""What a rank is doing: the collective that it is in, and the error to raise where one fails.
+"""What a rank is doing: the collective that it is in, the error where one fails, and the thread that answers for it.
 
-The answers that other ranks get meanwhile are in `answering`, what they exchange in `reports`. Nothing here moves data.
+The thread ends the process where nothing else would: a GPU does not get past a collective in time, gloo does not
+return from one, or this rank waits in one for a rank that has left with an error.
 """
 
+import math
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,28 +19,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import Activity, FailureReport, FailureReports
-from longspan.comm.recorded import PREFIXES, last_collective, write_traces
+from longspan.comm.failure_reports import (
+    ANSWER_SECONDS,
+    PREFIXES,
+    Activity,
+    FailureReport,
+    FailureReports,
+    last_collective,
+    write_traces,
+)
 from longspan.errors import CommError, LongspanError, RankLostError
+from longspan.launch.orphans import launcher_is_gone
 from longspan.layout.layout import excerpt
 
 
 def is_backend_error(error: BaseException) -> bool:
-    """Return whether a collective's backend raised this error. gloo's are plain RuntimeErrors."""
+    """gloo's errors are plain RuntimeErrors."""
     if not isinstance(error, RuntimeError) or isinstance(error, LongspanError) or is_out_of_memory(error):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether this error means that no memory was left, on a device or on the host."""
+    """No memory was left, on a device or on the host."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type of an error and the beginning of its text."""
     text = " ".join(str(error).split()).partition(" This is typically caused by")[0]
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
@@ -52,7 +65,6 @@ class Operation:
     def __init__(
         self, watch: "Watch", what: str, ranks: Sequence[int], step: int | None = None, *, is_work: bool = False
     ) -> None:
-        """Describe the collective `what` between these ranks; its time and limit count from when it is entered."""
         self.watch: Watch = watch
         self.what: str = what
         self.ranks: Sequence[int] = ranks
@@ -73,7 +85,6 @@ class Operation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Turn an error of the backend into one with a failure report; note that the operation is over."""
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and not is_out_of_memory(error):
                 raise self.watch.failure(self, error) from error
@@ -89,13 +100,12 @@ class Operation:
 class Watch:
     """What this rank is doing. `reports` is what ranks exchange when one fails, or None (a single process).
 
-    `gpu`: collectives run on a GPU, where a stuck one raises nothing in the host.
+    `timeout` is the limit of each collective in seconds. `gpu`: a stuck collective raises nothing in the host.
     """
 
     def __init__(
         self, rank: int, ranks: Sequence[int], timeout: float, reports: FailureReports | None, *, gpu: bool = False
     ) -> None:
-        """Begin in no collective; `timeout` is the limit of each in seconds, `ranks` are all ranks of the world."""
         self.rank: int = rank
         self.ranks: tuple[int, ...] = tuple(ranks)
         self.timeout: float = timeout
@@ -114,7 +124,6 @@ class Watch:
         self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
 
     def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
-        """Return a context in which this rank is in the collective `what` with `ranks`."""
         return Operation(self, what, ranks, is_work=is_work)
 
     @contextmanager
@@ -137,24 +146,20 @@ class Watch:
     def watch_works(self, operation: Operation, works: Sequence[Work]) -> None:
         """Note that the device's stream is now ordered behind these works of a collective, which may still run.
 
-        Without a GPU nothing is noted, nor a collective that is captured in a CUDA graph: it does not run now, and has
-        no state to query.
+        A collective that is captured in a CUDA graph is not noted: it does not run now, and has no state to query.
         """
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self.last = operation, lambda: _has_passed(lambda: all(work.is_completed() for work in works))
 
     def watch_stream(self, operation: Operation) -> None:
-        """Note a collective without keeping its works: it has passed when the device's stream is past this point.
-
-        Without a GPU, and in a collective that a CUDA graph captures, nothing is noted.
-        """
+        """Note a collective without keeping its works: it has passed when the device's stream is past this point."""
         if self._passed is not None and not torch.cuda.is_current_stream_capturing():
             self._passed.record()
             passed = self._passed
             self.last = operation, lambda: _has_passed(passed.query)
 
     def collective_on_device(self) -> Operation | None:
-        """Return the last collective that this rank has waited for, if its device is not past it yet."""
+        """Return the last collective that was waited for, if the device is not past it yet."""
         if self.last is None:
             return None
         operation, has_passed = self.last
@@ -182,9 +187,11 @@ class Watch:
             f"{'; '.join(report.causes)}"
         )
         if report.reporter in (self.rank, -1):
-            text = "\n  ".join(
-                [text, *report.activities, *self._detail_lines(), f"the backend said: {one_line(error)}"]
-            )
+            lines = [text, *report.activities, *self.notes]
+            if self.folder is not None:  # a GPU's collectives are in the files of NCCL's recorder
+                prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
+                lines.append(f"what torch recorded on each rank: torchfrtrace --prefix {prefix} {self.folder}")
+            text = "\n  ".join([*lines, f"the backend said: {one_line(error)}"])
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
@@ -192,11 +199,11 @@ class Watch:
         return failure
 
     def activity(self) -> Activity:
-        """Describe what this rank is doing, for failure reports, such as the collective that it or its GPU is in.
+        """Describe what this rank is doing, for failure reports.
 
-        The cases, in this order: the program is in a collective, of this world or another one; its device has not yet
-        passed the last one; it computes; it is in `named` code, where torch starts collectives (FSDP2,
-        DTensor), of which torch's record says which was the last.
+        In this order: it is in a collective, of this world or another one; its device has not yet passed the last one;
+        it computes; it is in `named` code, where torch starts collectives, of which torch's record says which was the
+        last.
         """
         recorded = last_collective()
         operation = self.current or next((watch.current for watch in self.open_watches() if watch.current), None)
@@ -214,18 +221,16 @@ class Watch:
         return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
 
     def write_traces(self) -> None:
-        """Write what torch recorded of this rank's collectives into the folder for it, if there is one."""
         if self.folder is not None:
             write_traces(self.folder, self.rank)
 
     def has_died(self, rank: int) -> bool:
-        """Return whether a rank is known to be dead, by its launcher."""
+        """A launcher has posted that the rank is dead."""
         with suppress(RuntimeError):  # the store does not answer
             return self.reports is not None and self.reports.has_died(rank)
         return False
 
     def _failure_report(self, operation: Operation) -> FailureReport:
-        """Return the report of a collective that failed: the first rank that notices requests it, and all read it."""
         if self.reports is None:
             return FailureReport(("this process has no store to ask through",))
         try:
@@ -234,17 +239,115 @@ class Watch:
             served = "the store does not answer, so the rank or launcher that served it is gone"
             return FailureReport((served + self.reports.store_node_text(),))
 
-    def _detail_lines(self) -> list[str]:
-        lines = list(self.notes)
-        if self.folder is not None:  # a GPU's collectives are in the files of NCCL's recorder
-            prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
-            lines.append(f"what torch recorded on each rank: torchfrtrace --prefix {prefix} {self.folder}")
-        return lines
-
 
 def _has_passed(query: Callable[[], bool]) -> bool:
-    """Return whether the device is past a collective or has failed; the main thread gets the error at its next call."""
+    """A device that failed counts as past it: the main thread gets the error at its next call."""
     try:
         return query()
     except RuntimeError:
         return True
+
+
+SILENT_SECONDS = 60.0  # without an answer, after which this rank asks the store no more
+LATE_SECONDS = 5.0  # after its limit, a collective on the host has ended with an error
+LEFT_SECONDS = 30.0  # once a rank has left with an error, a collective of the others may last this long
+
+
+class AnsweringThread:
+    """Answers for the rank of a watch from `start` to `stop`; in a world of one process the thread does not start."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self._late: Operation | None = None  # the collective that was late when this thread last looked
+        self._left_since: float | None = None  # when this rank first saw that another has left with an error
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
+
+    def start(self) -> None:
+        if self.watch.reports is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(ANSWER_SECONDS)
+
+    def _answer_until_stopped(self) -> None:
+        # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
+        interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
+        reports, silent_since = self.watch.reports, math.inf
+        while not self._stop.wait(interval):
+            self._end_with_stuck_device()
+            self._end_with_stuck_host()
+            if reports is None or launcher_is_gone():  # there is no store to ask any more
+                continue
+            try:
+                if silent_since < math.inf:  # the last question failed
+                    reports.connect_again()
+                if reports.has_news():
+                    self._end_waiting_for_lost_rank(reports)
+                    if number := reports.open_request():
+                        reports.post_answer(number, self.watch.activity())
+                        self.watch.write_traces()
+                silent_since = math.inf
+            except RuntimeError as error:
+                silent_since = min(silent_since, time.monotonic())
+                if time.monotonic() - silent_since >= SILENT_SECONDS:
+                    reports = None
+                    _write_line(
+                        f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that "
+                        f"leave with an error: the store has not answered for {SILENT_SECONDS:g} s; a collective still "
+                        f"ends after {self.watch.timeout:g} s, so check the process that serves the store "
+                        f"({one_line(error)})"
+                    )
+
+    def _end_with_stuck_device(self) -> None:
+        """NCCL's own watchdog ends the process too, but only after a minute or more of dumping (torch 2.11)."""
+        watch, last_collective = self.watch, self.watch.last
+        if last_collective is None:
+            return
+        operation, has_passed = last_collective
+        if time.monotonic() - operation.started < operation.limit:
+            return
+        if has_passed():  # forgotten, unless the main thread has noted another meanwhile
+            watch.last = None if watch.last is last_collective else watch.last
+            return
+        self._end_process(operation, f"timed out: the GPU of rank {watch.rank} has not got past it")
+
+    def _end_with_stuck_host(self) -> None:
+        """gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
+        tries for five times the limit that their group was made with (torch 2.13). The process ends at the second look
+        that finds the same collective late.
+        """
+        operation, late = self.watch.current, self._late
+        if operation is not None and (operation.is_work or operation is self.watch.failed):
+            operation = None
+        if operation is not None and time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
+            operation = None
+        self._late = operation
+        if operation is not None and operation is late:  # a process that stood still has had time to go on
+            self._end_process(
+                operation,
+                f"timed out: rank {self.watch.rank} does not get past it, as at a first message to a rank that is gone",
+            )
+
+    def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
+        """Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on
+        and keeps its connections, nothing would happen before the time-out.
+        """
+        if self._left_since is None:
+            self._left_since = time.monotonic() if reports.has_departures() else None
+        elif time.monotonic() - self._left_since > LEFT_SECONDS:
+            operation = self.watch.current or self.watch.named or self.watch.collective_on_device()
+            if operation is not None:
+                self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
+
+    def _end_process(self, operation: Operation, why: str) -> None:
+        failure = self.watch.failure(operation, RuntimeError(why))
+        _write_line(str(failure))
+        self.watch.leave(failure)
+        os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _write_line(text: str) -> None:
+    print(f"longspan: {text}", file=sys.stderr, flush=True)

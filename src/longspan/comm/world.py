@@ -1,7 +1,7 @@
 """The ranks of a home, opened for talking: what a `World` has, how it is opened, and how it is left.
 
 The only module below `cli/` that reads the environment (torchrun's variables). What is decided per micro-batch is in
-plans; how ranks talk is in what a world has: `control_group`, `groups/channels` and `groups/meshes`.
+plans; how ranks talk is in what a world has: `control_group`, `channel` and `process_groups`.
 """
 
 import atexit
@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-from longspan.comm.answering import AnsweringThread
+from longspan.comm.channel import Channels
 from longspan.comm.control_group import ControlGroup
 from longspan.comm.failure_reports import FailureReports, read_nodes
-from longspan.comm.groups.channels import Channels
-from longspan.comm.groups.meshes import Meshes
-from longspan.comm.groups.process_groups import ByRanks, ProcessGroups
+from longspan.comm.process_groups import ByRanks, Meshes, ProcessGroups
 from longspan.comm.rendezvous import (
     BOTH,
     Place,
@@ -37,7 +35,7 @@ from longspan.comm.rendezvous import (
     wait_for_all_ranks,
     wait_until_destroyed,
 )
-from longspan.comm.watch import Watch
+from longspan.comm.watch import AnsweringThread, Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
 from longspan.layout.layout import excerpt
@@ -70,11 +68,10 @@ class World:
 
     Reads torchrun's variables, or reuses an initialised default process group and does not destroy it on exit.
     `backend` is "gloo" (CPU) or "nccl" (GPU, with gloo for the host's integers); None takes GPUs where there are any.
-    `timeout` in seconds bounds every collective. `max_groups` bounds
-    the communicators of their own that `prepare` makes per slot (None: 4 on GPUs, where each costs 485 MiB; 0 on CPUs).
-
-    `seed` is what dropout's masks are hashed from, with the step: the same on every rank. It begins as the first rank's
-    `torch.initial_seed()`; whoever sets it sets the same on all ranks, before micro-batches are bound.
+    `timeout` in seconds bounds every collective. `max_groups` bounds the communicators of their own that `prepare`
+    makes per slot (None: 4 on GPUs, where each costs 485 MiB; 0 on CPUs). Dropout's masks are hashed from `seed` and
+    the step; it begins as the first rank's `torch.initial_seed()`; whoever sets it sets the same on all ranks, before
+    micro-batches are bound.
 
     While it is open it has `control` (host values of all ranks), `channels` (how ranks talk on their device), `meshes`
     (for FSDP2 and DTensor: `.fsdp`, `.tp`, `.expert`, `.ep`), `process_groups` (`.made`: every communicator of this
@@ -103,8 +100,6 @@ class World:
         self._arguments = (backend, device, max_groups)
         self._inner_worlds = ExitStack()  # worlds that are left with this one, and `on_leaving`
 
-    # ---- opening and leaving
-
     def open(self) -> "World":
         """Open the world as `with` does, and return it; entered by all ranks.
 
@@ -122,7 +117,6 @@ class World:
             self.__exit__(*sys.exc_info())
 
     def __enter__(self) -> "World":
-        """Open the world: wait for all ranks, and make the groups that they talk through."""
         if self.key in _worlds:
             raise CommError("this world is already open")
         wait_until_destroyed(self.timeout)
@@ -135,7 +129,7 @@ class World:
         return self
 
     def _take_place(self, place: Place) -> None:
-        """Set this rank's place, device and machine (an H200 for any GPU); errors are this rank's: nothing was sent."""
+        """Errors here are this rank's: nothing was sent. The machine is an H200 for any GPU."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
         self.coordinates: Coordinates = self.home.coordinates(self.rank)
@@ -147,7 +141,7 @@ class World:
         self.machine: Machine = Machine.known("H200") if self.device.type == "cuda" else Machine.cpus()
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
-        """Make what the ranks talk through, under keys of this prefix in the store; the step is that of open worlds."""
+        """Keys in the store have this prefix; the step is that of open worlds."""
         reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
@@ -162,7 +156,7 @@ class World:
         try:
             if self._made_default:
                 init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
-            self.process_groups.share_groups(_shareable.setdefault(dist.distributed_c10d._get_default_group(), {}))
+            self.process_groups.shareable = _shareable.setdefault(dist.distributed_c10d._get_default_group(), {})
             self.control: ControlGroup = ControlGroup(self.home, self.plane, self.process_groups)
             self.channels: Channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
@@ -184,7 +178,6 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leave the world together with all ranks; after an error, tell them of it."""
         try:
             self._inner_worlds.__exit__(kind, error, trace)
             if error is None:
@@ -205,8 +198,6 @@ class World:
         for name in MEMBERS:
             vars(self).pop(name, None)
         destroy_groups(groups, default=self._made_default, patient=error is None)
-
-    # ---- what others ask an open world for
 
     def open_inner(self, home: Layout) -> "World":
         """Open a world of another home over the same ranks, left with this one; it is this one where homes are equal.
@@ -238,7 +229,6 @@ class World:
         self.channels.make_communicators(plan)
 
     def check_open(self) -> None:
-        """Raise CommError where this world has not been opened or has been left."""
         if self.key not in _worlds:
             raise CommError(
                 "this world is not open; use it inside `with World(home) as world:`, or open it: world.open()"
@@ -264,7 +254,6 @@ class World:
 
 
 def open_worlds() -> list[World]:
-    """Return the worlds that are open on this rank."""
     return [world for world in list(_worlds.values()) if "watch" in vars(world)]
 
 
@@ -281,7 +270,7 @@ def _leave_open_worlds() -> None:
 
 
 def _torchrun_place(home: Layout) -> Place:
-    """Return this process's place by torchrun's variables; a home of one rank needs none."""
+    """A home of one rank needs none of torchrun's variables."""
     absent = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
     if absent and home.ranks == (0,) and os.environ.get("WORLD_SIZE", "1") == "1":
         return Place(0, 1, 0, "")
@@ -298,20 +287,19 @@ def _torchrun_place(home: Layout) -> Place:
 
 
 def _existing_place(home: Layout) -> Place:
-    """Return this process's place in the default group, made by others; without LOCAL_RANK, all ranks are on a host."""
+    """The default group was made by others; without LOCAL_RANK, all ranks are on a host."""
     _check_rank_count(home, dist.get_world_size())
     rank = dist.get_rank()
     return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())
 
 
 def _node_name() -> str:
-    """Name this machine for messages: torchrun's number of the node, if torchrun started this process, and the host."""
+    """torchrun's number of the node, if torchrun started this process, and the host."""
     number = os.environ.get("GROUP_RANK")
     return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
 
 
 def _check_rank_count(home: Layout, size: int) -> None:
-    """Raise CommError unless the home has exactly the ranks that were started."""
     if sorted(home.ranks) != list(range(size)):
         came = (
             "1 process was started, rank 0" if size == 1 else f"{size:,} processes were started, ranks 0 to {size - 1}"

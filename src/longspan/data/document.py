@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from longspan.errors import DataError, short_text
 from longspan.layout import Integers
-from longspan.layout.packing import NO_TARGET
+from longspan.layout.partition import NO_TARGET
 
 
 @runtime_checkable

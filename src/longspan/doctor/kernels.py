@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from longspan.attention import KERNELS, AttendCall, Mask, choose_kernel
-from longspan.attention.kernels.table import Kernel
+from longspan.attention.kernels import Kernel
 from longspan.errors import AttentionError
 from longspan.model.exactness.small_copies import reads_images_alone
 from longspan.model.experts.moe import use_experts

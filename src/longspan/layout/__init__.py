@@ -1,11 +1,9 @@
 """Geometry as values: who is where (Layout), what is laid end to end (Packing), who holds which rows (Partition),
 and what has to move between two such holdings (Exchange). Integers and numpy; no torch."""
 
-from longspan.layout.exchange import Exchange
+from longspan.layout.exchange import Exchange, Placement
 from longspan.layout.layout import Coordinates, Layout, check_degree
-from longspan.layout.packing import Packing, check_lengths
-from longspan.layout.partition import Partition
-from longspan.layout.row_moves import Placement
+from longspan.layout.partition import Packing, Partition, check_lengths
 from longspan.layout.segments import Flags, Floats, Integers, Segment, Segments
 
 __all__ = [

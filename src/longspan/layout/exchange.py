@@ -1,18 +1,316 @@
-"""What has to move so that members who have some rows hold the rows that they need.
+"""What has to move so that members who have some rows hold the rows that they need, and its gradients back.
 
-An Exchange is a value made from two partitions of the same members on the host. `comm/moves/row_exchange.py` carries it
-out; nothing here communicates.
+One rule serves both directions. Members who have a row fall into groups whose copies are the same: of each group one
+member brings the row to a receiver, and what comes from several groups is summed. A forward movement has one group, all
+members; partial gradients have a group for each member. Work is a few array operations over the blocks of all members,
+and indices of rows are made for only one member. `comm/row_exchange.py` carries it out.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from longspan.errors import LayoutError
-from longspan.layout.partition import Partition
-from longspan.layout.row_moves import Blocks, Placement, RowMoves, cut_into_blocks, plan_moves
-from longspan.layout.segments import Integers, make_read_only
+from longspan.layout.partition import GOLDEN, Partition
+from longspan.layout.segments import Flags, Integers, expand_runs, make_read_only
+
+PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
+SPARSE = 4  # a table over all row ids is made unless they are more than this many times the cuts
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of each member's rows, in its order; block b is rows `start[b]` to `start[b] + size[b]`."""
+
+    members: tuple[Integers, ...]
+    start: Integers
+    size: Integers
+
+    def block_begins(self, member: int) -> Integers:
+        """Where each of the member's blocks begins in its order of rows."""
+        sizes = self.size[self.members[member]]
+        return np.cumsum(sizes) - sizes
+
+
+def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
+    """Cut the rows of partitions into blocks, numbered alike for all of them.
+
+    Rows are cut wherever a run of any member begins or ends, and at every multiple of a step inside runs, so that
+    several members that have a long run can each send a part of it. Here with a step of 4:
+
+        row     0   1   2   3   4   5   6   7   8   9
+        have    |------ member 0 -------|-- member 1 ---|
+        need            |---- member 0 -----|
+        cuts    0       2       4       6   7   8       10
+        block   |   0   |   1   |   2   | 3 | 4 |   5   |
+
+    Member 0 of `have` has blocks 0, 1 and 2; member 0 of `need` needs blocks 1, 2 and 3.
+    """
+    runs_by_member = [[partition.runs(member) for member in range(partition.degree)] for partition in partitions]
+    all_runs = [runs for member_runs in runs_by_member for runs in member_runs]
+    rows = sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in all_runs)
+    step = max(1, rows // PIECES)
+    cuts, cut_number = _number_cuts([*all_runs, *(_cuts_inside_runs(runs, step) for runs in all_runs)])
+    start, size = cuts[:-1], np.diff(cuts)
+    return tuple(
+        Blocks(tuple(expand_runs(cut_number(runs[:, 0]), cut_number(runs[:, 1])) for runs in member_runs), start, size)
+        for member_runs in runs_by_member
+    )
+
+
+def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
+    """The multiples of `step` inside runs (n, 2); a run of one row has no inside."""
+    begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
+    return expand_runs(begin // step + 1, -(-end // step)) * step
+
+
+def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
+    """A cut is the id of the row before which it lies. Numbers are looked up in a table over all row ids, or, if the
+    cuts are few among them, by bisection. Up to 65,536 ids the table is always small enough.
+    """
+    last = max(int(ids.max(initial=-1)) for ids in cuts)
+    if last > SPARSE * sum(ids.size for ids in cuts) + (1 << 16):
+        distinct = np.unique(np.concatenate([ids.ravel() for ids in cuts]))
+        return distinct, lambda x: np.searchsorted(distinct, x)
+    is_cut = np.zeros(last + 1, dtype=np.bool_)
+    for ids in cuts:
+        is_cut[ids] = True
+    number = np.cumsum(is_cut) - 1
+    return np.flatnonzero(is_cut), lambda x: number[x]
+
+
+Groups = Sequence[Sequence[int]]
+
+
+class Placement(NamedTuple):
+    """Where rows go: `y[target] = x[source]`, or `+=`, pair by pair."""
+
+    source: Integers
+    target: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class RowMoves:
+    """One member's side of a movement of rows from x, its rows of the source, to y, its rows of the target.
+
+    First x[target] += x[source] for each of `folds` in order. Rows `leaves` of x leave, `sends[m]` of them to member m,
+    one member after another; what arrives, `receives[m]` rows from m, and behind it rows `stays` of x are the pool:
+    y is pool[places], zero where `places` is -1. Row `summed_rows[i]` of y has more addends: for each of
+    `further_addends` in order, pool[source] is added at summed_rows[target]. Targets of one fold, and of one of
+    `further_addends`, are distinct. Where `widened`, some member folds, and rows in half precision travel in float32,
+    so that each sum is rounded once.
+    """
+
+    folds: tuple[Placement, ...]
+    leaves: Integers
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
+    stays: Integers
+    places: Integers
+    summed_rows: Integers
+    further_addends: tuple[Placement, ...]
+    widened: bool
+
+
+def plan_moves(source: Blocks, target: Blocks, me: int, groups: Groups | None = None) -> RowMoves:
+    """Plan this member's side of bringing rows of `source` to where `target` has them.
+
+    `groups` are members whose copies are the same; each member is in one. What comes from several groups, and what a
+    member has several times, is summed, in the order of groups. Without groups a row comes from any one member that
+    has it. Rows that nobody has come as zeros. A block that a member has several times is sent once. Raises LayoutError
+    where members of a group have a row differently often, for then their copies differ.
+    """
+    summed = groups is not None
+    groups = [range(len(source.members))] if groups is None else list(map(sorted, groups))
+    distinct_blocks = [blocks[_first_occurrences(blocks, source)] for blocks in source.members]
+    repeats = [len(distinct) < len(blocks) for distinct, blocks in zip(distinct_blocks, source.members, strict=True)]
+    if summed:  # without repeats no member has a row more often than another
+        _check_copies(source, [group for group in groups if len(group) > 1 and any(repeats[m] for m in group)])
+    arriving = _arriving_blocks(target, distinct_blocks, me, groups)
+    leaving = _leaving_blocks(target, distinct_blocks, me, next(group for group in groups if me in group))
+    places, summed_rows, further_addends = _find_addends(arriving, target, me, groups)
+    begin = np.empty(len(source.size), dtype=np.int64)  # of each block here, in x
+    begin[distinct_blocks[me]] = source.block_begins(me)[_first_occurrences(source.members[me], source)]
+    return RowMoves(
+        folds=_list_folds(source, me, begin) if summed and repeats[me] else (),
+        leaves=_block_rows(begin, np.concatenate(leaving), source.size),
+        sends=tuple(int(source.size[blocks].sum()) for blocks in leaving),
+        receives=tuple(int(source.size[blocks].sum()) if m != me else 0 for m, blocks in enumerate(arriving)),
+        stays=_block_rows(begin, arriving[me], source.size),
+        places=places,
+        summed_rows=summed_rows,
+        further_addends=further_addends,
+        widened=summed and any(repeats),
+    )
+
+
+def _arriving_blocks(target: Blocks, distinct_blocks: Sequence[Integers], me: int, groups: Groups) -> list[Integers]:
+    """Return for each member the blocks that it brings here, in the order in which they are first needed.
+
+    Of each group one member brings a block: this member itself if it has the block, else one of the group's members
+    that have it, chosen so that each sends as much. The holders of a block are numbered within their group.
+    """
+    needed = target.members[me][_first_occurrences(target.members[me], target)]
+    order = np.full(len(target.size), -1, dtype=np.int64)
+    order[needed] = np.arange(len(needed))
+    arriving = [blocks[order[blocks] >= 0] for blocks in distinct_blocks]
+    for group in groups:
+        holder_counts, holder_numbers = _count_holders([arriving[member] for member in group], target)
+        is_here = np.zeros(len(target.size), dtype=np.bool_)
+        if me in group:
+            is_here[arriving[me]] = True
+        for member, number in zip(group, holder_numbers, strict=True):
+            blocks = arriving[member]
+            if member != me:
+                blocks = blocks[(_choose_holder(blocks, holder_counts, me) == number) & ~is_here[blocks]]
+            arriving[member] = blocks[np.argsort(order[blocks])]
+    return arriving
+
+
+def _leaving_blocks(
+    target: Blocks, distinct_blocks: Sequence[Integers], me: int, group: Sequence[int]
+) -> list[Integers]:
+    """Return for each member the blocks that member `me` brings it, in the order in which that member first needs them.
+
+    The counterpart of `_arriving_blocks`: a member of `group`, that of `me`, brings a block that it has to itself.
+    """
+    holder_counts, holder_numbers = _count_holders([distinct_blocks[member] for member in group], target)
+    # Which of a block's holders in the group `me` is, counted from 0; −1 where `me` does not have the block.
+    own_number = np.full(len(target.size), -1, dtype=np.int64)
+    own_number[distinct_blocks[me]] = holder_numbers[group.index(me)]
+    # Marks the blocks that the receiver has; marks of earlier receivers differ, so the array is not cleared.
+    holder = np.full(len(target.size), -1, dtype=np.int64)
+    leaving = list[Integers]()
+    for member, blocks in enumerate(target.members):
+        blocks = blocks[own_number[blocks] >= 0]
+        if member in group:
+            holder[distinct_blocks[member]] = member
+            blocks = blocks[holder[blocks] != member]
+        blocks = blocks[_first_occurrences(blocks, target)]
+        leaving.append(blocks[_choose_holder(blocks, holder_counts, member) == own_number[blocks]])
+    return leaving
+
+
+def _count_holders(distinct_blocks: Sequence[Integers], blocks: Blocks) -> tuple[Integers, list[Integers]]:
+    """Count how many members have each block, and, for each of a member's blocks, how many members before it do."""
+    holder_counts, holders_before = np.zeros(len(blocks.size), dtype=np.int64), list[Integers]()
+    for numbers in distinct_blocks:
+        holders_before.append(holder_counts[numbers])
+        holder_counts[numbers] += 1
+    return holder_counts, holders_before
+
+
+def _choose_holder(blocks: Integers, holder_counts: Integers, receiver: int) -> Integers:
+    """Choose which holder of each block sends it to a receiver, as a number from 0 below the block's number of holders.
+
+    A hash of the block spreads blocks evenly over holders, and the receiver shifts it, so that receivers of one block
+    ask different holders. A block without holders gets any number: no member sends it.
+    """
+    count = holder_counts[blocks]
+    # The upper 32 bits of the hash, scaled from 2^32 to the count.
+    spread = (blocks.astype(np.uint64) * GOLDEN >> np.uint64(32)).astype(np.int64) * count >> 32
+    return (spread + receiver) % np.maximum(count, 1)
+
+
+def _find_addends(
+    arriving: Sequence[Integers], target: Blocks, me: int, groups: Groups
+) -> tuple[Integers, Integers, tuple[Placement, ...]]:
+    """Return the fields `places`, `summed_rows` and `further_addends` of RowMoves.
+
+    The first addend of a block is copied, further ones are added, in the order of groups. `arriving` are the blocks
+    that each member brings, one after another in the pool.
+    """
+    first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
+    columns = [np.empty((3, 0), dtype=np.int64)]
+    pool_begins = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
+    for member in (member for group in groups for member in group):
+        blocks = arriving[member]
+        sizes = target.size[blocks]
+        begins, came_before = pool_begins[member] + np.cumsum(sizes) - sizes, count[blocks]
+        first[blocks[came_before == 0]] = begins[came_before == 0]
+        columns.append(np.stack([blocks, begins, came_before])[:, came_before > 0])
+        count[blocks] += 1
+    needed = target.members[me]
+    places = _block_rows(first, needed, target.size)
+    places[np.repeat(first[needed] < 0, target.size[needed])] = -1
+    summed = np.flatnonzero(count[needed] > 1)
+    summed_rows = expand_runs(
+        target.block_begins(me)[summed], target.block_begins(me)[summed] + target.size[needed[summed]]
+    )
+    further_addends = _list_further_addends(np.concatenate(columns, axis=1), needed[summed], target.size)
+    return places, summed_rows, further_addends
+
+
+def _pool_begins(counts: Sequence[int], me: int) -> Integers:
+    """Rows that arrive come first, member after member, then those that stay."""
+    arriving = np.array(counts, dtype=np.int64)
+    arriving[me] = 0
+    begins = np.cumsum(arriving) - arriving
+    begins[me] = arriving.sum()
+    return begins
+
+
+def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:
+    """Columns of `addends` are (block, where it begins in the pool, how many addends came before it). A target is an
+    index into `summed_rows`, which lists the rows of these blocks one block after another.
+    """
+    target = np.cumsum(size[summed]) - size[summed]
+    rounds = list[Placement]()
+    for number in range(1, int(addends[2].max(initial=0)) + 1):
+        begin = np.full(len(size), -1, dtype=np.int64)
+        blocks, begins, _ = addends[:, addends[2] == number]
+        begin[blocks] = begins
+        has_addend = begin[summed] >= 0
+        sizes = size[summed[has_addend]]
+        rows = expand_runs(target[has_addend], target[has_addend] + sizes)
+        rounds.append(Placement(_block_rows(begin, summed[has_addend], size), rows))
+    return tuple(rounds)
+
+
+def _list_folds(source: Blocks, me: int, begin: Integers) -> tuple[Placement, ...]:
+    """There is a round for the second occurrences of rows here, one for the third, and so on: targets of one fold are
+    distinct. `begin` is where the first occurrence of each block begins among this member's rows.
+    """
+    blocks, places = source.members[me], source.block_begins(me)
+    order = np.argsort(blocks, kind="stable")
+    firsts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
+    number = np.arange(len(order)) - np.repeat(firsts, np.diff(np.append(firsts, len(order))))
+    rounds = [order[number == k] for k in range(1, int(number.max(initial=0)) + 1)]
+    return tuple(
+        Placement(
+            expand_runs(places[repeats], places[repeats] + source.size[blocks[repeats]]),
+            _block_rows(begin, blocks[repeats], source.size),
+        )
+        for repeats in rounds
+    )
+
+
+def _block_rows(begin: Integers, blocks: Integers, size: Integers) -> Integers:
+    return expand_runs(begin[blocks], begin[blocks] + size[blocks])
+
+
+def _first_occurrences(blocks: Integers, all_blocks: Blocks) -> Flags:
+    """numpy keeps the last of several values that are assigned to one index."""
+    place = np.empty(len(all_blocks.size), dtype=np.int64)
+    place[blocks[::-1]] = np.arange(len(blocks) - 1, -1, -1)
+    return place[blocks] == np.arange(len(blocks))
+
+
+def _check_copies(source: Blocks, groups: Groups) -> None:
+    for group in groups:
+        counts = np.stack([np.bincount(source.members[member], minlength=len(source.size)) for member in group])
+        most = counts.max(axis=0)
+        are_fewer = (counts != most) & (counts > 0)
+        if are_fewer.any():
+            fewer, block = (int(axis[0]) for axis in np.nonzero(are_fewer))
+            raise LayoutError(
+                f"ranks {group[fewer]} and {group[int(counts[:, block].argmax())]} are of one slot, whose ranks carry "
+                f"the same gradient, but need row {source.start[block]} {counts[fewer, block]} and {most[block]} "
+                f"times; let them need it equally often, or not at all, or use gradient 'partial'"
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,7 +334,6 @@ class Exchange:
     need: Partition
 
     def __post_init__(self) -> None:
-        """Raise LayoutError for partitions of different degrees, or for needed rows that nobody has."""
         if self.have.degree != self.need.degree:
             raise LayoutError(
                 f"rows of {self.have.degree} members cannot be exchanged for rows of {self.need.degree}; "
@@ -45,12 +342,11 @@ class Exchange:
         self._check_supply()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle only the two partitions, without the moves planned so far."""
+        """Moves planned so far are left out."""
         return Exchange, (self.have, self.need)
 
     @property
     def degree(self) -> int:
-        """How many members take part."""
         return self.have.degree
 
     def received_rows(self, rank: int) -> int:
@@ -97,7 +393,6 @@ class Exchange:
         return make_read_only(np.array([self.moves(rank).sends for rank in range(self.degree)]))
 
     def moves(self, rank: int) -> RowMoves:
-        """Return the rows that one rank sends, receives and keeps."""
         self._check_rank(rank)
         if rank not in self._moves:
             have, need = self.blocks
@@ -106,7 +401,6 @@ class Exchange:
 
     @cached_property
     def blocks(self) -> tuple[Blocks, ...]:
-        """The rows of `have` and `need` in blocks."""
         return cut_into_blocks(self.have, self.need)
 
     @cached_property
@@ -114,10 +408,7 @@ class Exchange:
         return {}
 
     def reverse(self) -> "Exchange":
-        """Return the exchange that brings the rows back.
-
-        Raises LayoutError where a row of `have` was needed by nobody.
-        """
+        """Raises LayoutError where a row of `have` was needed by nobody."""
         return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
@@ -143,7 +434,7 @@ class Exchange:
 
 
 def _find_placement(moves: RowMoves, begin: int, count: int) -> Placement:
-    """Find where rows `begin` to `begin + count` of the pool of `RowMoves` go; sources ascend, from 0 for `begin`."""
+    """Find where rows `begin` to `begin + count` of the pool go; sources ascend, from 0 for `begin`."""
     target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
     order = np.argsort(moves.places[target], kind="stable")
     return Placement(make_read_only(moves.places[target][order] - begin), make_read_only(target[order]))

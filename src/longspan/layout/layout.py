@@ -1,7 +1,7 @@
 """The home of a run: an ordered list of ranks factored into pipeline stages, slots and tensor-parallel ranks.
 
 Weights live in the home. `dp` and `cp` are not properties of it: which slots work together on which documents is
-decided per micro-batch, by a plan. Communication groups are made elsewhere (`comm/groups/process_groups.py`).
+decided per micro-batch, by a plan. Communication groups are made elsewhere (`comm/process_groups.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,6 @@ class Layout:
     def __init__(
         self, ranks: int | Sequence[int], pp: int = 1, tp: int = 1, ep: int = 1, dp_replicate: int = 1
     ) -> None:
-        """Store ranks as a tuple and degrees as Python integers, and check that they fit."""
         values = {
             "ranks": _rank_tuple(ranks),
             "pp": check_degree("pp", pp),
@@ -57,7 +56,6 @@ class Layout:
         self._check_degrees()
 
     def _check_degrees(self) -> None:
-        """Raise LayoutError for degrees that do not divide the ranks or slots."""
         world, model = len(self.ranks), self.pp * self.tp
         if world % model:  # name the multiples next below, unless that is 0, and next above
             fitting = [count for count in (world // model * model, (world // model + 1) * model) if count]
@@ -124,7 +122,6 @@ class Layout:
 
 
 def _rank_tuple(ranks: int | Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of a count or a sequence. Raises LayoutError unless they are distinct integers from 0."""
     if not isinstance(ranks, Iterable):
         count = _as_integer(ranks)
         if count is None or count < 1:
@@ -146,7 +143,7 @@ def check_degree(name: str, value: object) -> int:
 
 
 def _as_integer(value: object) -> int | None:
-    """Return a Python or numpy integer as an int; None for anything else, bools and floats included."""
+    """A Python or numpy integer as an int; None for anything else, bools and floats included."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -156,6 +153,6 @@ def _as_integer(value: object) -> int | None:
 
 
 def excerpt(values: Sequence[object], limit: int = 8) -> str:
-    """Return the values in round brackets, the first few of them where there are many."""
+    """The values in round brackets, the first few of them where there are many."""
     head = ", ".join(repr(v) for v in values[:limit])
     return f"({head}, … {len(values)} in all)" if len(values) > limit else f"({head})"

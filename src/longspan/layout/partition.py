@@ -1,8 +1,8 @@
-"""Who holds which rows: zigzag per document, contiguous, or listed by the caller.
+"""Documents laid end to end, and who holds which of their rows: zigzag, contiguous, or listed by the caller.
 
 A Partition is a value over integers. It keeps lengths, or runs, and expands them to rows on demand: asking one member
-of a group of 1024 costs a few array operations over the documents, whatever the degree. Not covered: who the members
-are (a plan's groups name slots) and how rows travel between two partitions (`exchange.py`).
+of a group of 1024 costs a few array operations over the documents. Not covered: who the members are (a plan's groups
+name slots) and how rows travel between two partitions (`exchange.py`).
 """
 
 import hashlib
@@ -10,15 +10,168 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, excerpt
-from longspan.layout.packing import check_lengths, find_runs, join_runs
 from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only, segments_from_runs
+
+NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
+_MOST_ROWS = 2**63 - 1  # the largest int64
+
+
+def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[int, ...]:
+    """Return document lengths as Python integers, each at least 1.
+
+    >>> check_lengths(np.array([3, 1]))
+    (3, 1)
+
+    Takes any iterable of Python or numpy integers; it may be empty. Raises LayoutError, naming the index and the value,
+    for what is not an integer (a bool, a float and NaN among them), zero or negative. `what` is the word for one entry.
+    """
+    values = _to_list(lengths, what)
+    wrong = [kind for kind in set(map(type, values)) if not is_integer(kind)]
+    if wrong:
+        index = next(i for i, value in enumerate(values) if type(value) in wrong)
+        _refuse_length(
+            what, index, values[index], "a length is an integer number of rows: convert it with int(…) if it is whole"
+        )
+    integers = tuple(map(int, cast(list[int], values)))
+    if integers and min(integers) < 1:
+        index = next(i for i, value in enumerate(integers) if value < 1)
+        _refuse_length(what, index, integers[index], "a document has at least 1 row: leave empty documents out")
+    if sum(integers) > _MOST_ROWS:
+        raise LayoutError(
+            f"{len(integers)} lengths add up to {sum(integers)} rows; at most {_MOST_ROWS} can be counted"
+        )
+    return integers
+
+
+def _to_list(lengths: Iterable[object], noun: str) -> list[object]:
+    if isinstance(lengths, np.ndarray):
+        array = cast(NDArray[Any], lengths)
+        if array.ndim != 1:
+            raise LayoutError(f"{noun}s have shape {array.shape}; give one dimension, one {noun} per document")
+        return cast(list[object], array.tolist())
+    try:
+        return list(lengths)
+    except TypeError as error:
+        raise LayoutError(f"{noun}s are {lengths!r}; give a sequence of integers, one per document") from error
+
+
+def is_integer(kind: type) -> bool:
+    """Python and numpy integers are counts, bools are not."""
+    return issubclass(kind, (int, np.integer)) and kind is not bool
+
+
+def _refuse_length(noun: str, index: int, value: object, advice: str) -> NoReturn:
+    raise LayoutError(f"{noun} {index} is {value!r} ({type(value).__name__}); {advice}")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Packing:
+    """Documents laid end to end, padded behind the last one to a multiple of rows.
+
+    >>> packing = Packing([3, 2], pad_to_multiple=4)
+    >>> packing.tokens, packing.padding, packing.cu_seqlens.tolist(), packing.positions.tolist()
+    (5, 3, [0, 3, 5], [0, 1, 2, 0, 1])
+
+    The arrays are read-only and made on first use; none of them counts the padding. Raises LayoutError for lengths that
+    `check_lengths` refuses and for a multiple under 1.
+    """
+
+    lengths: tuple[int, ...]
+    pad_to_multiple: int = 1
+
+    def __init__(self, lengths: Iterable[object], pad_to_multiple: int = 1) -> None:
+        object.__setattr__(self, "lengths", check_lengths(lengths))
+        object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Arrays made so far are left out."""
+        return Packing, (self.lengths, self.pad_to_multiple)
+
+    def __repr__(self) -> str:
+        pad = f", pad_to_multiple={self.pad_to_multiple}" if self.pad_to_multiple > 1 else ""
+        return f"Packing(lengths={excerpt(self.lengths)}{pad})"
+
+    @property
+    def tokens(self) -> int:
+        """Rows of all documents, without padding: S."""
+        return int(self.cu_seqlens[-1])
+
+    @property
+    def padding(self) -> int:
+        """Rows behind the last document that make the whole a multiple of `pad_to_multiple`."""
+        return -self.tokens % self.pad_to_multiple
+
+    @cached_property
+    def cu_seqlens(self) -> Integers:
+        """Where each document starts, and the end of the last: (documents + 1,) int64 from 0."""
+        return make_read_only(np.concatenate([[0], np.cumsum(np.array(self.lengths, dtype=np.int64))]))
+
+    @cached_property
+    def positions(self) -> Integers:
+        """Position of each row inside its document: (S,) int64."""
+        return make_read_only(np.arange(self.tokens, dtype=np.int64) - self.cu_seqlens[self.document_of_row])
+
+    @cached_property
+    def document_of_row(self) -> Integers:
+        """Index of the document that each row belongs to: (S,) int64."""
+        return make_read_only(np.repeat(np.arange(len(self.lengths), dtype=np.int64), self.lengths))
+
+
+def find_runs(member: int, rows: Iterable[int]) -> Integers:
+    """Find the runs of consecutive ids in a member's list of rows: (runs, 2), half-open (start, stop) in list order."""
+    ids = _row_ids(member, rows)
+    # A run opens where an id is not one more than the id before; -2 is one before no id, so the first id opens one.
+    opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
+    closes = np.append(opens, len(ids))[1:] - 1
+    return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
+
+
+def join_runs(member: int, runs: Integers) -> Integers:
+    """Return the runs (start, stop) of a member, with runs that follow each other directly joined to one.
+
+    Raises LayoutError for anything but non-empty runs from row 0 on.
+    """
+    if runs.ndim != 2 or runs.shape[1] != 2 or runs.dtype.kind not in "iu":
+        raise LayoutError(
+            f"the runs of member {member} are {runs.dtype} of shape {runs.shape}; give integers (runs, 2)"
+        )
+    wrong = (runs[:, 0] < 0) | (runs[:, 1] <= runs[:, 0])
+    if wrong.any():
+        start, stop = runs[wrong][0].tolist()
+        raise LayoutError(f"member {member} has a run from row {start} to {stop}; runs are non-empty, from row 0 on")
+    # The first run, if there is one, opens a joined run, and so does each that begins elsewhere than the last stopped.
+    opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
+    closes = np.append(opens, len(runs))[1:] - 1
+    return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
+
+
+def _row_ids(member: int, rows: object) -> Integers:
+    if not isinstance(rows, Iterable):
+        raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
+    array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None
+    if array is not None and array.ndim == 1 and array.dtype.kind in "iu":
+        ids = array.astype(np.int64)  # millions of rows come as arrays
+    else:
+        ids = np.array(_list_row_ids(member, cast(Iterable[object], rows)), dtype=np.int64)
+    if len(ids) and int(ids.min()) < 0:
+        raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
+    return ids
+
+
+def _list_row_ids(member: int, rows: Iterable[object]) -> list[object]:
+    values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
+    wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
+    if wrong:
+        raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
+    return values
+
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -168,7 +321,7 @@ class _LengthPartition(Partition):
         return {}
 
     def segments(self, member: int) -> Segments:
-        """Return the segments of a member; those of the RECENT members that were last asked for are kept."""
+        """Those of the RECENT members that were last asked for are kept."""
         self._check_member(member)
         segments = self._recent_segments.pop(member, None)
         if segments is None:
@@ -183,7 +336,6 @@ class _LengthPartition(Partition):
         """Make the member's runs inside their documents."""
 
     def runs(self, member: int) -> Integers:
-        """Return the runs of a member's rows among all documents laid end to end; those that touch are joined."""
         segments = self.segments(member)
         shift = self._starts[segments.document]
         concatenated = segments_from_runs(np.zeros_like(shift), segments.start + shift, segments.stop + shift)
@@ -209,16 +361,10 @@ class _DocumentShares(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class _Zigzag(_LengthPartition):
-    """A partition with an early and a late chunk of each document per member: what `Partition.zigzag` makes."""
-
     @cached_property
     def _document_shares(self) -> _DocumentShares:
-        """Work out how many rows of each document the chunks have, and which members have one row more.
-
-        Every member has `base` rows of a document, and `extra` members from `first` on have one more. A member cuts its
-        rows into an early and a late chunk. If the member has an odd number of rows, one chunk gets a row more: from
-        one of these members to the next, early and late in turn. `turn` of a document is 0 if the first of these
-        members has the longer chunk late, 1 if early.
+        """Every member has `base` rows of a document, and `extra` members from `first` on have one more. Of those with
+        an odd number of rows, one chunk gets a row more: from one of these members to the next, early and late in turn.
         """
         length = np.array(self.lengths, dtype=np.int64)
         base, extra = length // self.degree, length % self.degree
@@ -231,9 +377,8 @@ class _Zigzag(_LengthPartition):
     def _find_chunk_borders(self, member: int) -> tuple[Integers, Integers]:
         """Find where in each document a member's early chunk starts and its late chunk stops: two arrays (documents,).
 
-        Early chunks lie in the order of members from the document's start on, late ones in reverse up to its end. So
-        the early chunk starts behind the rows of all early chunks of members before, and the late one stops in front of
-        those of their late chunks. A chunk has half of its member's rows; an odd row goes to early and late in turn.
+        Early chunks lie in the order of members from the document's start on, late ones in reverse up to its end. A
+        chunk has half of its member's rows; an odd row goes to early and late in turn.
         """
         length, base, extra, first, turn = self._document_shares
         # Members before this one with an extra row: those from `first` on, and those reached past the last member.
@@ -254,15 +399,12 @@ class _Zigzag(_LengthPartition):
 
 @dataclass(frozen=True, repr=False)
 class _Contiguous(_LengthPartition):
-    """A partition with one run of rows per member: what `Partition.contiguous` makes."""
-
     def _border(self, member: int) -> int:
-        """Return the first row of a member; of member `degree` the number of all rows."""
+        """The first row of a member; of member `degree` the number of all rows."""
         base, extra = divmod(self.total, self.degree)
         return member * base + min(member, extra)
 
     def _make_segments(self, member: int) -> Segments:
-        """Make the segments of a member: the part of each document between its two borders."""
         begin, end = self._border(member), self._border(member + 1)
         # Documents that reach between the borders.
         touched = slice(
@@ -275,7 +417,7 @@ class _Contiguous(_LengthPartition):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _ListedPartition(Partition):
-    """A partition of any runs of rows, without documents: what `Partition.from_rows` and `from_runs` make."""
+    """A partition of any runs of rows, without documents."""
 
     member_runs: tuple[Integers, ...]
     degree: int
@@ -286,7 +428,7 @@ class _ListedPartition(Partition):
 
     @cached_property
     def _total(self) -> int:
-        """The number of distinct rows, counted once, since it expands all runs."""
+        """Counted once, since it expands all runs."""
         return len(np.unique(np.concatenate([self.rows(member) for member in range(self.degree)])))
 
     @property

@@ -82,11 +82,10 @@ class Segments:
         return hash(self._column_bytes())
 
     def _column_bytes(self) -> tuple[bytes, ...]:
-        """The bytes of the four arrays, by which segments are compared and hashed."""
         return tuple(column.tobytes() for column in (self.document, self.start, self.stop, self.offset))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the runs without offsets, which follow from them; arrays are read-only again when they are loaded."""
+        """Offsets follow from the runs; arrays are read-only again when they are loaded."""
         return segments_from_runs, (self.document, self.start, self.stop)
 
     def __repr__(self) -> str:
@@ -121,9 +120,8 @@ def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
 
 
 def make_read_only(array: NDArray[Any]) -> Integers:
-    """Return the array as contiguous int64, read-only, so that a value that holds it cannot be changed.
-
-    An array that is contiguous int64 is not copied: it becomes read-only itself.
+    """Return the array as contiguous int64, read-only; one that is so already is not copied: it becomes read-only
+    itself.
     """
     array = np.ascontiguousarray(array, dtype=np.int64)
     array.setflags(write=False)

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from longspan.errors import LayoutError
-from longspan.layout.packing import is_integer
+from longspan.layout.partition import is_integer
 from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only
 
 SpansOfDocuments = Mapping[int, Iterable[tuple[int, int]]]
@@ -68,7 +68,7 @@ class Spans:
         return Segments(run, begin, end, segments.offset[segment] + begin - segments.start[segment])
 
     def run_ends(self, segments: Segments) -> Integers:
-        """Return where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
+        """Where the run that has each segment's last row ends, or the segment's stop if none has it: (n,)."""
         inside, ends = self.find_rows(segments), segments.stop.copy()  # `inside.document`: indices of runs
         segment = np.searchsorted(segments.offset, inside.offset, side="right") - 1  # in which each part of a run lies
         has_last_row = inside.stop == segments.stop[segment]
@@ -86,7 +86,6 @@ NO_SPANS = Spans.of({}, (), ())
 
 
 def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
-    """Return the runs of a document as pairs. Raises LayoutError unless they are ascending, disjoint and inside it."""
     pairs, end = list(spans), 0
     for span in pairs:
         if len(span) != 2 or not all(is_integer(type(position)) for position in span):

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.groups.channel import wide
+from longspan.comm.channel import wide
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import Recomputation

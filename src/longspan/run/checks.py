@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from longspan.checkpoint.store_path import as_root
+from longspan.checkpoint.files import as_root
 from longspan.config.defaults import encoder_default
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds

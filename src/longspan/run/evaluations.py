@@ -156,7 +156,7 @@ class Evaluations:
             evaluation = self._evaluate_set(entry, self.run.choice_of(entry.config), done)
             if evaluation is not None:
                 self._record_evaluations(entry, [evaluation])
-            elif signal := received_signal(self.run.world, self.stop):
+            elif signal := received_signal(self.run.world, self.stop.received):
                 return signal
         return ""
 
@@ -168,7 +168,7 @@ class Evaluations:
             for evaluation in self._final_evaluations(entry, done):
                 if evaluation is not None:
                     evaluations.append(evaluation)
-                elif signal := received_signal(self.run.world, self.stop):
+                elif signal := received_signal(self.run.world, self.stop.received):
                     return Final(stopped=signal)
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)

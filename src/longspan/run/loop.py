@@ -21,7 +21,7 @@ import torch
 
 from longspan.comm import World, raise_first_error
 from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
-from longspan.comm.stop_signal import StopSignal, received_signal, save_signal
+from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.comm.watch import is_out_of_memory, one_line
 from longspan.comm.world import open_worlds
 from longspan.config.sections import RunConfig
@@ -243,9 +243,9 @@ class Steps:
             saves.saver.raise_failure()
         if stops:
             raise_first_error(world, failure)
-            stopped = received_signal(world, stop)
+            stopped = received_signal(world, stop.received)
         if saves_now:
-            save_on = save_signal(world, stop)
+            save_on = received_signal(world, stop.save_asked)
         if text := self._allocator.warning(most_retries):
             self._log(text)
         if slow_rank:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import PreTrainedConfig
 
-from longspan.checkpoint.store_path import checkpoints_root
+from longspan.checkpoint.files import checkpoints_root
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.plan_section import EvalConfig

@@ -13,8 +13,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
-from longspan.checkpoint.files import read_state, remove_unfinished_saves
-from longspan.checkpoint.store_path import checkpoints_root
+from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
 from longspan.config.defaults import settings_text, warn_about_updates

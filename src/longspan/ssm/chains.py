@@ -1,8 +1,7 @@
 """Runs of rows of a group's members in the order of their documents, decided in integers.
 
 A *chain* is a document's runs by position, whoever holds them; a run's *place* is its number in its chain. What a run
-needs of those before it (a state, a few rows) and what it owes to those after it follow only from places. This module
-moves no tensors (`state_pass.py`, `conv.py`).
+needs of those before it and what it owes to those after it follow only from places. This module moves no tensors.
 """
 
 from functools import cached_property
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 
 from longspan.comm import SequenceShard, ShardPart, world_of
-from longspan.comm.groups.channel import Channel
+from longspan.comm.channel import Channel
 from longspan.errors import LayoutError
 from longspan.layout.segments import Flags, Integers, expand_runs
 from longspan.plan import Group
-from longspan.ssm.kernels.runs import LocalRuns
+from longspan.ssm.kernels.call import LocalRuns
 
 
 class Runs(NamedTuple):
@@ -52,14 +51,12 @@ class Chains:
 
     @property
     def channel(self) -> Channel:
-        """The channel among the group's members. Raises CommError where the world has been left."""
         return world_of(self.part.world_key).channels.find_channel(self.part.group.slots)
 
     @cached_property
     def runs(self) -> Runs:
-        """Return every run of every member, sorted by document and position.
-
-        The place of a run is its index less that of the first run of its document.
+        """Every run of every member, sorted by document and position. Its place is its index less that of its
+        document's first.
         """
         segments = [self.part.segments(member) for member in range(self.degree)]
         columns = [
@@ -80,18 +77,17 @@ class Chains:
 
     @cached_property
     def lengths(self) -> Integers:
-        """Rows of each of this member's runs, in held order."""
         return (self.runs.stop - self.runs.start)[self.local_indices]
 
     @cached_property
     def local_runs(self) -> LocalRuns:
-        """This member's runs, as kernels take them; shared are those whose document has further runs."""
+        """Shared are those whose document has further runs."""
         shared = (self.runs.place > 0) | ~self.runs.last
         return LocalRuns(self.lengths, self.device, shared[self.local_indices])
 
     @cached_property
     def local_chains(self) -> Integers:
-        """Return the chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
+        """The chains of two runs or more in which this member has one: (chains, most runs) of indices of runs.
 
         −1 stands past a chain's end. Longer chains come first, so that those with a run at a place are the first few.
         """
@@ -104,30 +100,28 @@ class Chains:
         chain_numbers = chain_numbers[np.argsort(-sizes[chain_numbers], kind="stable")]
         first_runs, sizes = first_runs[chain_numbers], sizes[chain_numbers]
         table = np.full((len(chain_numbers), int(sizes.max(initial=0))), -1, dtype=np.int64)
-        table_row, place = (
-            np.repeat(np.arange(len(chain_numbers)), sizes),
-            expand_runs(np.zeros_like(chain_numbers), sizes),
-        )
+        table_row = np.repeat(np.arange(len(chain_numbers)), sizes)
+        place = expand_runs(np.zeros_like(chain_numbers), sizes)
         table[table_row, place] = expand_runs(first_runs, first_runs + sizes)
         return table
 
     @cached_property
     def local_places(self) -> range:
-        """Return the range from the first to the last place at which this member has a run in `local_chains`."""
+        """From the first to the last place at which this member has a run in `local_chains`."""
         table = self.local_chains
         places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
         return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
 
     @cached_property
     def local_numbers(self) -> Integers:
-        """Return for each run of all members its number among this member's; −1 for another member's."""
+        """For each run of all members its number among this member's; −1 for another member's."""
         number = np.full(len(self.runs.member), -1)
         number[self.local_indices] = np.arange(len(self.local_indices))
         return number
 
     @cached_property
     def forward(self) -> "Passing":
-        """Return which runs pass their final state on: all but the last of a chain.
+        """All runs but the last of a chain pass their final state on.
 
         The first of a chain sends no transition, for the state that enters it is zero.
         """
@@ -135,7 +129,7 @@ class Chains:
 
     @cached_property
     def backward(self) -> "Passing":
-        """Return which runs pass the gradient at their entering state back: all but the first of a chain.
+        """All runs but the first of a chain pass the gradient at their entering state back.
 
         The last of a chain sends no transition, for no gradient comes from behind it.
         """
@@ -149,14 +143,12 @@ class Passing:
     """
 
     def __init__(self, chains: Chains, leaves: Flags, carries: Flags) -> None:
-        """Take two flags for each of all runs: whether it sends a state (`leaves`), and a transition (`carries`)."""
         self.chains: Chains = chains
         self._leaves, self._carries = leaves, carries
         local_indices = chains.local_indices
         self.leaving: Integers = np.flatnonzero(leaves[local_indices])  # in the order of `local_indices`
         self.carrying: Integers = np.flatnonzero(carries[local_indices])
-        self.any: bool = bool(leaves.any())  # whether the members have anything to give each other
-        # Results of `count_rows` and of `first_rows`, by their arguments.
+        self.any: bool = bool(leaves.any())
         self._counts: dict[tuple[int, int], list[int]] = {}
         self._places: dict[tuple[int, int, tuple[int, ...]], tuple[Integers, Integers]] = {}
 
@@ -175,13 +167,8 @@ class Passing:
         `starts` are the first gathered rows of each member.
         """
         key = state_rows, transition_rows, starts
-        if key not in self._places:
-            self._places[key] = self._find_first_rows(*key)
-        return self._places[key]
-
-    def _find_first_rows(
-        self, state_rows: int, transition_rows: int, starts: tuple[int, ...]
-    ) -> tuple[Integers, Integers]:
+        if key in self._places:
+            return self._places[key]
         runs = self.chains.runs
         states, transitions = np.full(len(runs.member), -1), np.full(len(runs.member), -1)
         for member, start in enumerate(starts):
@@ -189,6 +176,7 @@ class Passing:
             leaving, carrying = numbers[self._leaves[numbers]], numbers[self._carries[numbers]]
             states[leaving] = start + np.arange(len(leaving)) * state_rows
             transitions[carrying] = start + len(leaving) * state_rows + np.arange(len(carrying)) * transition_rows
+        self._places[key] = states, transitions
         return states, transitions
 
 
@@ -196,7 +184,6 @@ chains_by_shard = WeakKeyDictionary[SequenceShard, tuple[Chains, ...]]()  # free
 
 
 def shard_chains(shard: SequenceShard) -> tuple[Chains, ...]:
-    """Return the chains of each part of a shard, worked out once."""
     if shard not in chains_by_shard:
         chains_by_shard[shard] = tuple(Chains(part, shard.device) for part in shard.parts)
     return chains_by_shard[shard]

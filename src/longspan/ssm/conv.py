@@ -1,9 +1,9 @@
 """The causal depthwise convolution of state-space layers over a sharded sequence.
 
-Each run of rows reads the rows of its document just before it, from whichever members hold them (several, where shares
-are short), and zeros before the document's start. Those rows travel in one exchange a group, their gradients back in
-another. A member convolves its own rows meanwhile, with zeros before its runs; of each run the first rows, as many as
-read rows before it, are written once these are here. Backward works out the gradients of rows that arrived first.
+Each run of rows reads the rows of its document just before it, from whichever members hold them, and zeros before the
+document's start. Those rows travel in one exchange a group, their gradients back in another. A member convolves its own
+rows meanwhile, with zeros before its runs; the first rows of each run are written once these are here. Backward works
+out the gradients of rows that arrived first.
 """
 
 from collections.abc import Sequence
@@ -36,15 +36,11 @@ class Halo:
     `rows` are the local rows that leave, `sends[m]` of them to member m, one member after another; `receives[m]` rows
     arrive from m. A row that this member needs and holds itself goes the same way. `before` says where arrived rows lie
     before each run; `isolated` is the same with zeros in their place, for the convolution that runs while rows travel;
-    `first` are the first rows of runs, which read the arrived ones and are written again.
+    `first` are the first rows of runs, which read the arrived ones and are written again. Every member works out the
+    needs of all, in one order, so that no member has to ask.
     """
 
     def __init__(self, chains: Chains, width: int) -> None:
-        """Find the rows before each run that other members hold: which of ours go to whom, and where arriving ones lie.
-
-        Every member works out the needs of all, in one order, so that no member has to ask. A need is the run that has
-        the row, and the row's position in the document (`at`).
-        """
         self._runs, self._width, self._device = chains.runs, width, chains.device
         needs = [self._rows_to_fetch(member) for member in range(chains.degree)]
         me, runs = chains.member, self._runs
@@ -61,10 +57,9 @@ class Halo:
         self.first: FirstRows = self._index_first_rows(chains.lengths, arrived)
 
     def _rows_to_fetch(self, member: int) -> tuple[Integers, Integers]:
-        """Return the rows before each run of a member, run after run: the index of the run that has the row, and the
-        row's position in its document.
-
-        One sorted search finds that run: `document · stride + position` is in the order of documents and of positions.
+        """Return the rows before each run of a member, run after run: the index of the run that has the row, and its
+        position in its document. One sorted search finds that run: `document · stride + position` is in the order of
+        both.
         """
         runs, local = self._runs, self._runs.member_runs(member)
         first_position = np.maximum(runs.start[local] - self._width, 0)
@@ -114,21 +109,13 @@ class Halo:
 
 
 def find_halo(chains: Chains, width: int) -> Halo:
-    """Return the halo of `width` rows before each run, made once for these chains."""
     if width not in chains.halos:
         chains.halos[width] = Halo(chains, width)
     return chains.halos[width]
 
 
 @outside_graphs
-def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    shard: SequenceShard,
-    *,
-    silu: bool = False,
-) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard, *, silu: bool = False) -> Tensor:
     """Compute y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias in each document: x (T, C), weight (C, W) -> (T, C).
 
     `silu` applies that activation to y. Half precision on a GPU uses flash-linear-attention's kernel if installed.
@@ -145,10 +132,7 @@ def causal_conv(
 
 
 def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: SequenceShard) -> None:
-    """Raise LayoutError for inputs that no kernel can take.
-
-    It is raised before rows are on their way: other members would wait for them.
-    """
+    """Raise LayoutError for inputs that no kernel can take, before rows are on their way: other members would wait."""
     weight, *biases = parameters
     check_is_shard("causal_conv", shard)
     if x.ndim != 2 or x.shape[0] != shard.local_rows:
@@ -165,15 +149,12 @@ def _check_conv_inputs(x: Tensor, parameters: tuple[Tensor, ...], shard: Sequenc
 
 
 class _CausalConv(torch.autograd.Function):
-    """All parts of a shard: rows before runs, and their gradients, travel while a member's own rows are convolved."""
+    """Rows before runs, and their gradients, travel while a member's own rows are convolved."""
 
     @staticmethod
     def forward(
         ctx: Any, chains: tuple[Chains, ...], kernel: ConvolutionKernel, silu: bool, x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Convolve all parts: rows for other members leave first, and the first rows of runs are written again when the
-        rows before them have arrived.
-        """
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, silu)
         width = convolution.weight.shape[1] - 1
         rows = [x[part_chains.part.start : part_chains.part.stop] for part_chains in chains]
@@ -194,25 +175,19 @@ class _CausalConv(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The gradients of rows that arrived for the forward pass leave first, to their owners, while the rest is
-        computed; those that arrive here are added to the rows that were sent. Parts go in reverse, as in every backward
-        pass, so that all members meet in one order.
+        """The gradients of rows that arrived for the forward pass leave first, while the rest is computed; those that
+        arrive here are added to the rows that were sent. Parts go in reverse, as in every backward pass: all members
+        meet in one order.
         """
         x, *saved = ctx.saved_tensors
         parameters, arrived = saved[: ctx.parameter_count], saved[ctx.parameter_count :]
         convolution = Convolution(parameters[0], parameters[1] if len(parameters) > 1 else None, ctx.silu)
         width = convolution.weight.shape[1] - 1
-        parts = [
-            _Part(
-                gradients[0][part_chains.part.start : part_chains.part.stop],
-                x[part_chains.part.start : part_chains.part.stop],
-                arrived_rows,
-                convolution,
-                part_chains,
-            )
-            for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True)))
-        ]
-        handles = [_send_halo_gradients(part.arrived_gradients(ctx.kernel), part.chains, width) for part in parts]
+        parts = list[_Part]()
+        for part_chains, arrived_rows in reversed(list(zip(ctx.chains, arrived, strict=True))):
+            rows = slice(part_chains.part.start, part_chains.part.stop)
+            parts.append(_Part(gradients[0][rows], x[rows], arrived_rows, convolution, part_chains))
+        handles = [_send_halo(part.arrived_gradients(ctx.kernel), part.chains, width, back=True) for part in parts]
         part_gradients = [part.gradients(ctx.kernel) for part in parts]
         for part, gradients_of_part, handle in zip(parts, part_gradients, handles, strict=True):
             if handle is not None:
@@ -221,13 +196,8 @@ class _CausalConv(torch.autograd.Function):
             _sum_gradients([gradients_of_part[1 + i] for gradients_of_part in part_gradients])
             for i in range(ctx.parameter_count)
         ]
-        return (
-            None,
-            None,
-            None,
-            join_part_rows([gradients_of_part[0] for gradients_of_part in reversed(part_gradients)], x),
-            *parameter_gradients,
-        )
+        dx = join_part_rows([gradients_of_part[0] for gradients_of_part in reversed(part_gradients)], x)
+        return None, None, None, dx, *parameter_gradients
 
 
 class _Part(NamedTuple):
@@ -261,18 +231,10 @@ def _sum_gradients(gradients: Sequence[Tensor | None]) -> Tensor | None:
     return sum(present[1:], start=present[0]) if present else None
 
 
-def _send_halo(x: Tensor, chains: Chains, width: int) -> Handle | None:
-    halo = find_halo(chains, width)
+def _send_halo(x: Tensor, chains: Chains, width: int, *, back: bool = False) -> Handle | None:
+    halo, label = find_halo(chains, width), "rows before a run, convolution"
     if not halo.travels:
         return None
-    return chains.channel.all_to_all_rows(
-        x.index_select(0, halo.rows), halo.sends, halo.receives, "rows before a run, convolution"
-    )
-
-
-def _send_halo_gradients(gradient: Tensor, chains: Chains, width: int) -> Handle | None:
-    halo = find_halo(chains, width)
-    if not halo.travels:
-        return None
-    label = "gradients of rows before a run, convolution"
-    return chains.channel.all_to_all_rows(gradient, halo.receives, halo.sends, label)
+    if back:  # x are gradients of the rows that arrived
+        return chains.channel.all_to_all_rows(x, halo.receives, halo.sends, f"gradients of {label}")
+    return chains.channel.all_to_all_rows(x.index_select(0, halo.rows), halo.sends, halo.receives, label)

@@ -22,19 +22,18 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
-from longspan.ssm.kernels.call import Forward, SavedScan, state_dtype
+from longspan.ssm.kernels.call import Forward, SavedScan, apply_maps, index_on_device, pick_rows, put_runs, state_dtype
 from longspan.ssm.kernels.packages import fla_function, fla_lack
-from longspan.ssm.kernels.runs import apply_maps, index_on_device, pick_rows, put_runs
 
 
 class ForwardFold:
     """Sends the summaries of one part's runs to the members, and folds the states that enter this member's runs.
 
-    `transitions` (m, H, K, K) or (m, H, 1, 1) are those that this member sent; backward sends them again.
+    `transitions` (m, H, K, K) or (m, H, 1, 1) are those that this member sent; backward sends them again. Nothing is
+    sent where no run of the group passes a state on.
     """
 
     def __init__(self, chains: Chains, inputs: Inputs, scan: Forward) -> None:
-        """Compute the summaries and begin to send them; nothing where no run of the group passes a state on."""
         self.chains: Chains = chains
         self.inputs: Inputs = inputs
         self.transitions = inputs.k.new_zeros(0)
@@ -49,8 +48,8 @@ class ForwardFold:
         """Fold the state (R, H, K, V) that enters each run of this member.
 
         Chains are followed place by place: the state that enters a run is the transition of the run before, applied to
-        the state that entered the run before, plus the state that the rows of the run before made. At place 1 only the
-        made state counts, since zero entered the run before.
+        the state that entered that, plus the state that its rows made. At place 1 only the made state counts: zero
+        entered before.
         """
         v = self.inputs.v
         shape = (len(self.chains.local_indices), *self.inputs.state_shape)
@@ -77,7 +76,6 @@ class BackwardFold:
     def __init__(
         self, chains: Chains, states: Tensor, transitions: Tensor, entry_gradients: Callable[[Integers], Tensor]
     ) -> None:
-        """Begin to send the gradients of the outputs by the states that entered runs, with the forward transitions."""
         self._chains, self._states = chains, states
         if chains.backward.any:
             runs = chains.backward.leaving
@@ -88,9 +86,9 @@ class BackwardFold:
     def leaving_gradients(self) -> Tensor:
         """Fold the gradient (R, H, K, V) at the final state of each run of this member.
 
-        Chains are followed from their ends. The gradient at the state that enters a run (the final state of the run
-        before) is that of the run's outputs, plus the gradient at the run's own final state through the transposed
-        transition. A chain's last run has no gradient at its final state.
+        Chains are followed from their ends. The gradient at the state that enters a run is that of the run's outputs,
+        plus the gradient at its own final state through the transposed transition. A chain's last run has none at its
+        final state.
         """
         passing, leaving = self._chains.backward, torch.zeros_like(self._states)
         if not passing.any:
@@ -118,7 +116,6 @@ class _GatheredSummaries:
     """
 
     def __init__(self, chains: Chains, passing: Passing, states: Tensor, transitions: Tensor, label: str) -> None:
-        """Lay this member's states and then its transitions out as rows, and begin to gather those of all members."""
         heads, self._shapes = states.shape[1], (states.shape[1:], transitions.shape[1:])
         self._sizes = self._shapes[0][1:].numel(), self._shapes[1][1:].numel()
         counts = passing.count_rows(*self._sizes)
@@ -153,7 +150,7 @@ class _GatheredSummaries:
 
 
 def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """Put each value into the row of its run, by the run's number among this member's (−1: not here, left out)."""
+    """`local_numbers` are the runs' numbers among this member's (−1: not here, left out)."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
         put_runs(into, local_numbers[local], pick_rows(values, local))
@@ -172,24 +169,16 @@ def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
 
 @outside_graphs
 def linear_scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    shard: SequenceShard,
-    scale: float = 1.0,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard, scale: float = 1.0
 ) -> Tensor:
     """Compute o_t = scale · q_tᵀ S_t of S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ in each document.
 
-    S is 0 before the first row of a document.
-
     q, k (T, G, K), v (T, H, V), g (T, H, K) or (T, H, 1) of log-decays, beta (T, H) -> (T, H, V), in the dtype of v;
-    head h reads head h // (H // G) of q and k. Without beta the term −β k kᵀ is absent and β is 1: Mamba 2, where g
-    has one number a head. Half precision on a GPU runs by the kernels of flash-linear-attention where they can;
-    everything else in torch's operations, in float32 (float64 for float64). Every member of a group that has a part
-    here makes the same call, and enters backward. Raises LayoutError for tensors that do not fit the shard or each
-    other, before any communication.
+    head h reads head h // (H // G) of q and k; S is 0 before the first row of a document. Without beta the term −β k kᵀ
+    is absent and β is 1: Mamba 2, where g has one number a head. Half precision on a GPU runs by flash-linear-
+    attention's kernels where they can; all else in torch's operations, in float32 (float64 for float64). Every member
+    of a group that has a part here makes the same call, and enters backward. Raises LayoutError for tensors that do not
+    fit the shard or each other, before any communication.
     """
     _check_scan_inputs(q, k, v, g, beta, shard)
     kernel = scan_kernel(v, k.shape[-1], delta=beta is not None, by_channel=g.shape[-1] > 1)
@@ -211,7 +200,6 @@ def scan_kernel(v: Tensor, key_size: int, *, delta: bool, by_channel: bool = Fal
 
 
 def check_is_shard(caller: str, shard: object) -> None:
-    """Raise LayoutError, naming the calling function, for anything but a SequenceShard."""
     if not isinstance(shard, SequenceShard):
         raise LayoutError(f"{caller} got {type(shard).__name__} for a shard; give bind(micro_batch, world)")
 
@@ -253,9 +241,7 @@ class _StatePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chains: tuple[Chains, ...], kernel: ScanKernel, scale: float, *tensors: Tensor) -> Tensor:
-        """Scan all parts: each run's summary leaves first, then outputs are computed from the state that entered each
-        run.
-        """
+        """Each run's summary leaves first, then outputs are computed from the state that entered each run."""
         inputs = Inputs(*tensors)
         parts = [inputs.rows(part_chains.part.start, part_chains.part.stop) for part_chains in chains]
         scans = [
@@ -277,9 +263,7 @@ class _StatePass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of the inputs, part by part, the last first: as the states went, their gradients come
-        back.
-        """
+        """Parts go from the last to the first: as the states went, their gradients come back."""
         tensors = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
         inputs, activations_and_states, dout = Inputs(*tensors[:5]), list(tensors[5:]), gradients[0]
         parts = list[tuple[Tensor, ...]]()
@@ -300,12 +284,12 @@ class _StatePass(torch.autograd.Function):
 
 
 def _member_kernel(kernel: ScanKernel, chains: Chains) -> ScanKernel:
-    """Return the kernel, or torch's operations where this member has no rows, which other kernels need."""
+    """Other kernels than torch's operations need rows."""
     return kernel if len(chains.lengths) else TORCH
 
 
 def join_part_rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Join the rows of all parts of a shard, one after another: a single part without a copy, no part as zeros."""
+    """A single part is not copied; without a part there are zeros."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat(list(parts)) if parts else torch.zeros_like(like)

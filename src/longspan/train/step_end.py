@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World, on_all_ranks, to_device
-from longspan.comm.groups.channel import Channel
+from longspan.comm.channel import Channel
 from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError, NonFiniteError, PlanError
 from longspan.layout.layout import excerpt

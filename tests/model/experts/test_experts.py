@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import checkpoint_path
 from longspan.comm import World
-from longspan.comm.groups.channel import Channel, Handle
+from longspan.comm.channel import Channel, Handle
 from longspan.errors import ModelError, PlanError
 from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout

@@ -221,7 +221,7 @@ MUTANTS = {
         "FusedRows((heads, inner, inner, states, states))",
     ),
     "gradients of rows on other ranks, B's and C's among them": (
-        "comm.moves.tp_collectives",
+        "comm.tp_collectives",
         SUM,
         "rows_gradient = _slice(wide(gradient), world_key, 0)",
     ),

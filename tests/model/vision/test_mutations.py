@@ -33,7 +33,7 @@ VIDEOS: dict[str, tuple[str, str, str]] = {
     "frames of other videos": MUTATIONS["an image's rows on another document"],
 }
 SPANS_CASE = Case("gemma3", Layout(2), Layout(2), cp=2)
-READ, MEMBERS = "train.read_rows", "attention.members"
+READ, MEMBERS = "train.read_rows", "attention.call"
 SPANS: dict[str, tuple[str, str, str]] = {
     "spans are dropped": (MEMBERS, "+ span_tiles(queries, keys, self.spans)", ""),
     "spans of documents without their items": (READ, "items.runs(d, rules.in_spans)", "[]"),

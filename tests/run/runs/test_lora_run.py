@@ -142,7 +142,7 @@ def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[fl
 
 
 def test_a_merge_that_forgets_the_scaling_is_noticed(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
-    with mutated(("checkpoint.export_adapter", "saved.scalings[linear] * ", "")):
+    with mutated(("checkpoint.export", "saved.scalings[linear] * ", "")):
         assert export_main([trained[0].run.dir, str(tmp_path / "out"), "--merge"]) == 0
     ids = torch.arange(40)[None] * 5 % 257
     with torch.no_grad():

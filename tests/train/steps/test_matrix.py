@@ -70,7 +70,7 @@ def test_the_rest_of_the_matrix_is_refused() -> None:
 # What is dropped, and what must notice it: the combinations of four ranks that every run of the suite has.
 Dropped = tuple[str, str, str]
 MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
-    (("comm.moves.tp_collectives", '_all_reduce(gradient, world_key, "sum of gradients over tp")', "gradient"),
+    (("comm.tp_collectives", '_all_reduce(gradient, world_key, "sum of gradients over tp")', "gradient"),
      lambda c: c.tp == (2, False)),
     (("model.tensor_parallel.tensor_parallel", "sum_partial_gradients(norm, key)", "pass"),
      lambda c: c.tp[1]),

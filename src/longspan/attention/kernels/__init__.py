@@ -3,6 +3,7 @@
 Kernels do not depend on ranks and communication.
 """
 
-from longspan.attention.kernels.table import FEATURES, KERNELS, HeadSizes, Kernel, choose_kernel, find_kernel
+from longspan.attention.call import HeadSizes, Kernel
+from longspan.attention.kernels.table import FEATURES, KERNELS, choose_kernel, find_kernel
 
 __all__ = ["FEATURES", "KERNELS", "HeadSizes", "Kernel", "choose_kernel", "find_kernel"]

@@ -39,10 +39,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
+    """Return dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv) of this block.
 
     torch's kernel takes one dense call at a time, and the lse over all blocks, so that its gradients are parts of the
-    whole ones and are added up. Heads are padded to one size, as it takes q, k and v of one, and cut back.
+    whole ones and are added up.
     """
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
@@ -69,7 +69,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _launch_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
-    """Yield the dense calls that cover a launch: at most two a tile without a window, else masked bands of rows."""
+    """At most two calls a tile without a window, else masked bands of rows."""
     for tile in launch.tiles:
         if tile.left is None and (tile.right in (None, 0) or tile.queries == 1):
             yield from dense_calls(tile)
@@ -80,7 +80,6 @@ def _launch_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
 
 
 def _float_mask(tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """Return the mask that is added to scores, 0 where a row sees a key and −inf elsewhere; None where all are seen."""
     seen = visible_keys(tile, device)
     if seen is None:
         return None
@@ -88,7 +87,7 @@ def _float_mask(tile: Tile, device: torch.device, dtype: torch.dtype) -> Tensor 
 
 
 def _add_batch_dim(x: Tensor) -> Tensor:
-    """Change (T, N, H) to (1, N, T, H)."""
+    """(T, N, H) to (1, N, T, H)"""
     return x.transpose(0, 1)[None]
 
 

@@ -26,7 +26,6 @@ _HEAD_SIZE_MULTIPLE = 8
 
 @cache
 def device_lack(device: torch.device) -> str:
-    """Return what this installation or device lacks for the kernel; "" where nothing."""
     version = torch.backends.cudnn.version()
     if version is None or version < _VERSION:
         return f"needs cuDNN {_version_text(_VERSION)}, got {'none' if version is None else _version_text(version)}"
@@ -51,7 +50,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
@@ -68,12 +66,12 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def split_launch(launch: Launch) -> Iterator[DenseCall]:
-    """Yield the dense calls of a launch: each full, or causal with as many keys as rows."""
+    """Each call is full, or causal with as many keys as rows."""
     return (dense for tile in launch.tiles for dense in dense_calls(tile))
 
 
 def _is_tiny(dense: DenseCall) -> bool:
-    """Return whether a call has a single row or key, which cuDNN does not take."""
+    """cuDNN takes no single row or key."""
     return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
@@ -83,7 +81,6 @@ def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
 
 
 def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Call torch's operator: out (Tq, N, Hv) in q's dtype, lse (Tq, N) float32."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(_add_batch_dim(x) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
     )
@@ -91,7 +88,6 @@ def _call_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
 
 
 def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tuple[Tensor, ...]:
-    """Call torch's operator: dq, dk and dv of one dense call."""
     q, k, v, out, lse = saved
     heads_first = lse.float().transpose(0, 1).contiguous()[None]  # (1, N, Tq)
     unread = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset, at dropout 0
@@ -117,14 +113,14 @@ def _call_backward(dout: Tensor, saved: Saved, causal: bool, scale: float) -> tu
 
 @cache
 def _lse_has_last_dim(device: torch.device) -> bool:
-    """Return whether this torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
+    """This torch gives, and so takes, the log-sum-exp as (1, N, T, 1) instead of (1, N, T)."""
     x = torch.zeros((1, 1, 64, 64), dtype=torch.bfloat16, device=device)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True, 0.0, False, False, scale=1.0)
     return lse.ndim == 4
 
 
 def _add_batch_dim(x: Tensor) -> Tensor:
-    """Change (T, N, H) to (1, N, T, H) without moving rows, and pad H."""
+    """(T, N, H) to (1, N, T, H) without moving rows, H padded"""
     x = pad_heads(x, -(-x.shape[2] // _HEAD_SIZE_MULTIPLE) * _HEAD_SIZE_MULTIPLE)
     return (x if x.stride(2) == 1 else x.contiguous()).unsqueeze(0).transpose(1, 2)
 

@@ -24,7 +24,6 @@ _HEAD_SIZE_MULTIPLE = 32  # at other sizes gradients may be wrong
 
 @cache
 def device_lack(device: torch.device) -> str:
-    """Return what this installation or device lacks for the kernel; "" where nothing."""
     if find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None:
         return "needs the extra fa4, which is not installed: pip install 'longspan[fa4]'"
     major, minor = torch.cuda.get_device_capability(device)
@@ -54,7 +53,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv)."""
     assert call.dropout is None
     q, k, v, out, lse = saved
     options: dict[str, Any] = {}
@@ -79,12 +77,12 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def takes_deltas(call: AttendCall) -> bool:
-    """Return whether backward takes dout · out of each row: its own kernels for heads of 256 on Blackwell do not."""
+    """The kernels for heads of 256 on Blackwell do not."""
     return max(call.head_size, call.value_size) <= 128 or torch.cuda.get_device_capability(call.device)[0] == 9
 
 
 def _lay_out_lse(x: Tensor, launch: Launch) -> Tensor:
-    """Lay x (Tq, N) out as the kernel takes a log-sum-exp: heads first, (1, N, Tq) for one tile."""
+    """(Tq, N) to heads first, and (1, N, Tq) for one tile"""
     heads_first = x.transpose(0, 1).contiguous()
     return heads_first[None] if len(launch.tiling) == 1 else heads_first
 
@@ -106,7 +104,6 @@ def _kernel_arguments(launch: Launch, *tensors: Tensor) -> tuple[list[Tensor], d
 
 
 def _mask_arguments(launch: Launch) -> dict[str, Any]:
-    """Return the mask as the kernel's arguments, where None is no limit; a causal mask is a flag of its own."""
     if launch.left is None and launch.right == 0:
         return {"causal": True}
     return {"window_size_left": launch.left, "window_size_right": launch.right}

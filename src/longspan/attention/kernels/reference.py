@@ -66,9 +66,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:
-    """Yield the tiles of a launch, cut by rows to `_BYTES_AT_ONCE` for the scores of one and what is made of them.
-
-    A single row may take more: it is not cut.
+    """Tiles are cut by rows to `_BYTES_AT_ONCE` for the scores of one and what is made of them; a single row is not
+    cut.
     """
     bytes_of_score = _NUMBERS_PER_SCORE * dtype.itemsize + (0 if dropout is None else _HASH_BYTES)
     for tile in launch.tiles:
@@ -76,24 +75,22 @@ def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout 
 
 
 def _dropout_factors(dropout: Dropout, launch: Launch, tile: Tile, weights: Tensor) -> Tensor:
-    """Return what dropout multiplies each weight of a tile by: (K, G, Tq, Tk)."""
     kv_heads, per_head = weights.shape[:2]
     return dropout.factors(launch, tile, kv_heads * per_head, weights.dtype).view_as(weights)
 
 
 def _group_heads(x: Tensor, kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """Change (T, N, H) to (T, K, N / K, H)."""
+    """(T, N, H) to (T, K, N / K, H)"""
     return x.to(dtype).unflatten(1, (kv_heads, x.shape[1] // kv_heads))
 
 
 def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
-    """Return scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
+    """Scores (K, G, Tq, Tk) of all pairs, those that the mask hides too."""
     scores = torch.einsum("qkgh,skh->kgqs", q, k).mul_(call.scale)
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
 def _mask_scores_(scores: Tensor, tile: Tile) -> Tensor:
-    """Set scores (K, G, Tq, Tk) of pairs that the tile's mask hides to −inf, in place."""
     seen = visible_keys(tile, scores.device)
     return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
 

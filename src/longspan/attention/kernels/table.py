@@ -4,92 +4,13 @@ The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that
 it lacks. Errors, docs/attention.md and `longspan doctor` read the table.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
-from torch import Tensor
 
-from longspan.attention.call import AttendCall
+from longspan.attention.call import AttendCall, HeadSizes, Kernel
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
 from longspan.errors import AttentionError, import_object
 
 FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, sinks and scale are everybody's
-
-
-@dataclass(frozen=True)
-class HeadSizes:
-    """Head sizes of queries and values that a kernel takes, padded with zeros where it wants others.
-
-    `largest` bounds both (None: no bound); `pairs` of (query, value) are taken beyond it.
-    """
-
-    largest: int | None = None
-    pairs: tuple[tuple[int, int], ...] = ()
-
-    def accept(self, query: int, value: int) -> bool:
-        """Return whether a kernel takes heads of these sizes."""
-        return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
-
-    def __str__(self) -> str:
-        """Return the sizes in words, as the support table prints them."""
-        if self.largest is None:
-            return "any"
-        beyond = "".join(f", or {query} with values of {value}" for query, value in self.pairs)
-        return f"at most {self.largest}{beyond}"
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A row of the support table: what a kernel can do, and its two functions.
-
-    `packed` describes how it runs several documents, `needs` what it depends on; `device_lack` returns what this
-    installation or device lacks of that ("" where nothing). `one_document_only`: by name it
-    runs every launch, but without a name it is chosen only for calls with one document in each group. `takes_deltas`
-    tells of a call whether backward takes dout · out of each row and head in place of the output.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    forward: Callable[..., tuple[Tensor, Tensor]] = field(repr=False)
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
-    features: frozenset[str] = frozenset()
-    head_sizes: HeadSizes = HeadSizes()
-    deterministic: bool = True
-    one_document_only: bool = False
-    packed: str = ""
-    needs: str = ""
-    device_lack: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
-    takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
-
-    def lack_for(self, call: AttendCall) -> str:
-        """Return why this kernel cannot compute the call, as "needs …, got …"; "" where it can."""
-        if call.device.type not in self.devices:
-            return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
-        if call.dtype not in self.dtypes:
-            return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
-        if not self.head_sizes.accept(call.head_size, call.value_size):
-            got = str(call.head_size)
-            got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
-            return f"needs a head size of {self.head_sizes}, got {got}"
-        if unsupported := call.features - self.features:
-            only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows
-            extra = " and ".join("spans" if only_spans and name == "window" else name for name in sorted(unsupported))
-            return f"needs a call without {extra}, got {extra}"
-        if call.deterministic and not self.deterministic:
-            return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
-        return self.device_lack(call.device)
-
-    def suits(self, call: AttendCall) -> bool:
-        """Return whether the kernel can compute the call and may be chosen without being named."""
-        return (call.one_document or not self.one_document_only) and not self.lack_for(call)
-
-
-def dtype_name(value: Any) -> str:
-    """Return the name of a dtype without its module."""
-    return str(value).removeprefix("torch.")
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -97,7 +18,6 @@ _FULL = (torch.float32, torch.float64)
 
 
 def _flash_lack(device: torch.device) -> str:
-    """Return what torch or this device lacks for torch's FlashAttention 2; "" where nothing."""
     if not torch.backends.cuda.is_flash_attention_available():
         return f"needs a torch built with flash attention, got {torch.__version__}"
     capability = torch.cuda.get_device_capability(device)

@@ -37,10 +37,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
-
-    Heads are padded to a size that the kernel has, and go through it in slices whose sums it can index.
-    """
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     size = _head_size(q, v)
@@ -52,7 +48,6 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 
 
 def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) -> tuple[Tensor, ...]:
-    """Call torch's operator: dq, dk and dv, for tensors that all have one head size, and lse."""
     *tensors, lse = saved
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=lse.device)  # seed and offset, unread at dropout 0
     return torch.ops.aten._flash_attention_backward(
@@ -70,10 +65,9 @@ def _call_backward(saved: Sequence[Tensor], launch: Launch, call: AttendCall) ->
 
 
 def _max_kv_heads(q: Tensor, k: Tensor, launch: Launch) -> int:
-    """Return how many key heads, with their query heads, the kernel can sum dq for in one call.
-
-    It indexes the elements of that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of
-    them it writes to wrong addresses (an illegal address on an H200, torch 2.11).
+    """How many key heads, with their query heads, the kernel can sum dq for in one call: it indexes the elements of
+    that sum in 32 bits, in whole blocks of rows and of 64 columns. Past MAX_SUM_ELEMENTS of them it writes to wrong
+    addresses (an illegal address on an H200, torch 2.11).
     """
     rows = q.shape[0] + _BLOCK_ROWS * len(launch.tiling)
     elements_of_key_head = rows * (q.shape[1] // k.shape[1]) * -(-q.shape[2] // 64) * 64
@@ -85,7 +79,6 @@ def _is_causal(launch: Launch) -> bool:
 
 
 def _mask_arguments(launch: Launch) -> dict[str, int]:
-    """Return the mask as the kernel's arguments: without those of no limit; a causal mask has a flag of its own."""
     if _is_causal(launch):
         return {}
     limits = {"window_size_left": launch.left, "window_size_right": launch.right}
@@ -93,11 +86,9 @@ def _mask_arguments(launch: Launch) -> dict[str, int]:
 
 
 def _max_lengths(launch: Launch) -> tuple[int, int]:
-    """Return the kernel's max_seqlen_q and max_seqlen_k: the longest tile's rows, or more if these would be wrong.
-
-    With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2. If
-    a window has no limit on its right, the kernel takes max_seqlen_k for the limit. That is too few keys if there are
-    more queries, so it gets at least as many as queries (torch 2.11).
+    """With max_seqlen_q 1 the kernel folds head groups into rows, and its log-sum-exp with them, so it gets at least 2.
+    If a window has no limit on its right, the kernel takes max_seqlen_k for the limit: too few keys if there are more
+    queries, so it gets at least as many as queries (torch 2.11).
     """
     queries, keys = launch.max_lengths
     open_right = launch.left is not None and launch.right is None
@@ -105,5 +96,4 @@ def _max_lengths(launch: Launch) -> tuple[int, int]:
 
 
 def _head_size(q: Tensor, v: Tensor) -> int:
-    """Return the one head size, a multiple of 8, that q, k and v are padded to."""
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8

@@ -57,7 +57,6 @@ _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of it
 
 @cache
 def device_lack(device: torch.device) -> str:
-    """Return what this installation or device lacks for the kernel; "" where nothing."""
     if find_spec("triton") is None:
         return "needs triton, which torch's builds for GPUs bring"
     major, minor = torch.cuda.get_device_capability(device)
@@ -66,7 +65,6 @@ def device_lack(device: torch.device) -> str:
 
 @cache
 def _flash_kernels() -> Any:
-    """Import the module of the kernels on first use: it needs triton, which CPU builds of torch lack."""
     return import_module("longspan.attention.kernels.triton_flash_kernels")
 
 
@@ -79,7 +77,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     strides = (*_strides(q, k, v, out), *lse.stride())
 
     def launch_blocks(blocks: Blocks) -> None:
-        """Launch the forward kernel: a program for each block of rows and query head."""
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
@@ -109,17 +106,13 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     constants = _call_constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: Blocks) -> None:
-        """Launch the kernel of dq: a program for each block of rows and query head."""
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
             *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_block_constants(blocks)
         )
 
     def launch_key_gradients(blocks: Blocks) -> None:
-        """Launch the kernel of dk and dv: a program for each block of keys and key head.
-
-        Wide heads take two launches, one for each sum, as both do not fit the registers.
-        """
+        """Wide heads take two launches, one for each sum: both do not fit the registers."""
         block_list = launch.blocks(blocks.keys, of_keys=True)
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
@@ -139,7 +132,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
 def _launch_fitting_blocks(
     name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
-    """Launch with the first blocks of the table that fit the device's shared memory; later calls begin with them."""
+    """The first blocks of the table that fit the device's shared memory are taken; later calls begin with them."""
     key = (name, _padded_size(q), _padded_size(v), q.dtype, q.device)
     choices = table[max(_MIN_TABLE_WIDTH, _padded_size(q), _padded_size(v))]
     for index in range(_fitting.get(key, 0), len(choices)):
@@ -154,12 +147,11 @@ def _launch_fitting_blocks(
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:
-    """Return scale, soft cap and limits of the mask as numbers; for absent ones, which HAS_… leaves out, any number."""
+    """For absent ones, which HAS_… leaves out, any number."""
     return call.scale, call.softcap or 1.0, launch.left or 0, launch.right or 0
 
 
 def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> dict[str, Any]:
-    """Return the constants that a kernel is compiled with for this call: which limits it has, and its head sizes."""
     return {
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,
@@ -176,7 +168,7 @@ def _block_constants(blocks: Blocks) -> dict[str, int]:
 
 
 def _padded_size(x: Tensor) -> int:
-    """Return the head's size as Triton takes it: a power of two, 16 at least."""
+    """A power of two, 16 at least, as Triton takes it."""
     return max(16, 1 << (x.shape[2] - 1).bit_length())
 
 

@@ -20,7 +20,7 @@ from longspan.bench.calibrate.fit import Sample
 from longspan.bench.layers import change_layer_count
 from longspan.bench.timing import time_run
 from longspan.comm import SequenceShard, World, bind
-from longspan.comm.groups.channel import Channel
+from longspan.comm.channel import Channel
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.presets import preset_config

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.groups.channel import sum_parts
+from longspan.comm.channel import sum_parts
 from longspan.errors import ModelError
 from longspan.model.layers import shallow_module
 from longspan.model.weights.local_tensors import add_gradient, local_tensor, set_earlier_gradients_aside

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
+from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_place, tp_sum
 from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.tensor_parallel.mixer_parts import MixerParts, find_tensors, is_first_adapter_matrix, mixer_parts

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import tp_split
+from longspan.comm.tp_collectives import tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter, is_adapted, is_copied, peft_modules
 from longspan.model.tensor_parallel.plan import (

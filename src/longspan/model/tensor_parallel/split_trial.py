@@ -21,7 +21,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from longspan.comm import World, world_of
-from longspan.comm.moves.tp_collectives import tp_sum
+from longspan.comm.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
 from longspan.model.parts import preserve_modes
 from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, StyledModule, split_block_names

@@ -1,7 +1,7 @@
 """What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
 
 A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms treat it as a part of a whole;
-forward computes with its local tensor, and every message is one of `comm.moves.tp_collectives`. Modules keep their
+forward computes with its local tensor, and every message is one of `comm.tp_collectives`. Modules keep their
 names, weights and classes; an instance's `forward` is wrapped. It holds the key of a world, by which the collectives
 look up the group, and no group. Which module gets which style is in `plan.py`.
 """
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import (
+from longspan.comm.tp_collectives import (
     tp_copy,
     tp_copy_parameter,
     tp_gather,

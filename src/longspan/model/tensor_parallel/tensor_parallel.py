@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.moves.tp_collectives import tp_copy, tp_gather, tp_split
+from longspan.comm.tp_collectives import tp_copy, tp_gather, tp_split
 from longspan.errors import ModelError
 from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_layers, decoder_model, expert_modules

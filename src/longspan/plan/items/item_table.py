@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import DataError, plural
 from longspan.layout.layout import excerpt
-from longspan.layout.packing import is_integer
+from longspan.layout.partition import is_integer
 from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only
 
 

@@ -1,15 +1,30 @@
-"""Kernels of linear recurrences over a rank's own runs of rows."""
+"""Kernels of linear recurrences over a rank's own runs of rows: the first that can is used."""
 
-from longspan.ssm.kernels.call import Inputs, Recurrence, ScanKernel
-from longspan.ssm.kernels.runs import LocalRuns
-from longspan.ssm.kernels.table import TORCH, choose_scan_kernel, describe_kernels
+import torch
 
-__all__ = [
-    "TORCH",
-    "Inputs",
-    "LocalRuns",
-    "Recurrence",
-    "ScanKernel",
-    "choose_scan_kernel",
-    "describe_kernels",
-]
+from longspan.ssm.kernels import decay, delta
+from longspan.ssm.kernels.call import Inputs, LocalRuns, Recurrence, ScanKernel
+from longspan.ssm.kernels.packages import fla_lack
+from longspan.ssm.kernels.scan import TorchBackward, TorchForward
+
+TORCH = ScanKernel("torch", lambda _: "", TorchForward, TorchBackward)
+_KERNELS = (
+    ScanKernel("fla", delta.delta_lack, delta.DeltaForward, delta.DeltaBackward, half=True),
+    ScanKernel("fla", delta.kimi_lack, delta.KimiForward, delta.KimiBackward, half=True),
+    ScanKernel("fla", decay.decay_lack, decay.DecayForward, decay.DecayBackward, half=True),
+    TORCH,
+)
+
+
+def choose_scan_kernel(recurrence: Recurrence) -> ScanKernel:
+    return next(kernel for kernel in _KERNELS if not kernel.lacks(recurrence))
+
+
+def describe_kernels(dtype: torch.dtype, device: torch.device) -> str:
+    if not (lacking := fla_lack(dtype, device)):
+        return "flash-linear-attention's kernels"
+    faster = f" (faster kernels, which prices suppose, want {lacking})" if device.type == "cuda" else ""
+    return f"torch's operations{faster}"
+
+
+__all__ = ["TORCH", "Inputs", "LocalRuns", "Recurrence", "ScanKernel", "choose_scan_kernel", "describe_kernels"]

@@ -1,20 +1,19 @@
 """Causal depthwise convolutions over a rank's own runs of rows: by flash-linear-attention where it can, else by torch.
 
-Rows travel elsewhere (`ssm/conv.py`); a kernel first convolves a rank's rows with zeros before each run, and once the
-rows before the runs have arrived, it writes the first rows of those runs again.
+A kernel first convolves a rank's rows with zeros before each run, and once the rows before the runs have arrived
+(`ssm/conv.py`), it writes the first rows of those runs again.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.ssm.kernels.packages import fla_function, fla_lack
-from longspan.ssm.kernels.runs import LocalRuns
+from longspan.ssm.kernels.call import LocalRuns
+from longspan.ssm.kernels.packages import fla_function, fla_lack, triton_kernel
 
 
 class RowsBefore(NamedTuple):
@@ -81,9 +80,7 @@ def _torch_forward(x: Tensor, convolution: Convolution, runs: LocalRuns, isolate
 def _torch_backward(
     dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, runs: LocalRuns, before: RowsBefore
 ) -> ConvolutionGradients:
-    """Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before, to be sent
-    first.
-    """
+    """Rows always get a gradient; parameters that need none get None. `arrived` rows got theirs before."""
     weight, bias, silu = convolution
     with torch.enable_grad():
         leaves = [y.detach().requires_grad_(y is x or y.requires_grad) for y in (x, weight)]
@@ -129,17 +126,15 @@ _BLOCK = 256  # channels of a program
 
 
 def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
-    """Write the outputs of the first rows of runs, by our kernel; see `ConvolutionKernel`."""
     grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
-    _first_rows_kernel("write_first_kernel")[grid](*arguments, **sizes)
+    triton_kernel("write_first_kernel")[grid](*arguments, **sizes)
 
 
 def arrived_gradients(dout: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> Tensor:
-    """Compute gradients of the rows that arrived, by our kernel; see `ConvolutionKernel`."""
     columns = 1 << (first.arrived.shape[1] - 1).bit_length()  # a power of two, as Triton's blocks have
     gradients = torch.empty_like(arrived)
     grid, arguments, sizes = _launch_arguments(dout, x, arrived, convolution, first)
-    _first_rows_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
+    triton_kernel("arrived_gradients_kernel")[grid](gradients, *arguments, **sizes, COLUMNS=columns)
     return gradients
 
 
@@ -152,13 +147,6 @@ def _launch_arguments(
     places = (first.starts, first.counts, first.arrived, *y.stride(), *x.stride())
     sizes = {"CHANNELS": channels, "BEFORE": width, "BIAS": bias is not None, "SILU": silu, "BLOCK": _BLOCK}
     return (-(-channels // _BLOCK), runs), (*tensors, *places), sizes
-
-
-@cache
-def _first_rows_kernel(name: str) -> Any:
-    from longspan.ssm.kernels import convolution_kernels
-
-    return getattr(convolution_kernels, name)
 
 
 _FLA_MODULE = "modules.causal_conv1d.ops"
@@ -203,5 +191,4 @@ FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_fi
 
 
 def choose_convolution(x: Tensor) -> ConvolutionKernel:
-    """Choose the kernel for rows x (T, C): flash-linear-attention's where it can, else torch's."""
     return TORCH_CONVOLUTION if fla_lack(x.dtype, x.device) else FLA_CONVOLUTION

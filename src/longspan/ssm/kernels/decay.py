@@ -5,16 +5,20 @@ once: the sums over chunks that follow are cheap, so that a run's summary costs 
 chunks: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060) §6.
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
-from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
+from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, Recurrence, SavedScan, pick_rows
+from longspan.ssm.kernels.packages import (
+    add_batch_dim,
+    chunk_cumsum,
+    fla_function,
+    fla_lack,
+    match_inputs,
+    run_indices,
+    triton_kernel,
+)
 
 _BLOCK = 1024  # numbers of a head's state that one program scans
 
@@ -37,7 +41,7 @@ def scan_chunks(
     final = torch.empty_like(states)
     heads, size, width = states.shape[1:]
     grid = (-(-size * width // _BLOCK), heads, len(states))
-    _chunks_kernel()[grid](
+    triton_kernel("scan_chunks_kernel")[grid](
         chunk_additions,
         decays,
         states.contiguous(),
@@ -55,15 +59,7 @@ def scan_chunks(
     return final
 
 
-@cache
-def _chunks_kernel() -> Any:
-    from longspan.ssm.kernels.state_kernels import scan_chunks_kernel
-
-    return scan_chunks_kernel
-
-
 def decay_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need to be run by these kernels, for an error; "" if they can run it."""
     if recurrence.delta:
         return "a recurrence without a delta term"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
@@ -73,32 +69,29 @@ class _Decays:
     """Log-decays (base 2): `g` (1, T, H) summed from each chunk's start, and `whole` (N, H) over whole chunks."""
 
     def __init__(self, g: Tensor, runs: LocalRuns) -> None:
-        """Take summed log-decays; those of whole chunks are the sums at the chunks' last rows."""
         self.g = g
         self.whole = g.squeeze(0).index_select(0, runs.last_rows)  # (N, H)
         self._chunk_of_row = runs.chunk_of_row
 
     def decay_to_end(self) -> Tensor:
-        """Return the factor by which what each row added has decayed at its chunk's end: (T, H, 1)."""
+        """By which what each row added has decayed at its chunk's end: (T, H, 1)."""
         return torch.exp2(self.whole.index_select(0, self._chunk_of_row) - self.g.squeeze(0)).unsqueeze(-1)
 
     def decay_from_start(self) -> Tensor:
-        """Return the factor by which the state that entered the chunk has decayed at each row: (T, H, 1)."""
+        """By which the state that entered the chunk has decayed at each row: (T, H, 1)."""
         return torch.exp2(self.g.squeeze(0)).unsqueeze(-1)
 
 
 class DecayForward:
-    """A forward pass; see `Forward`."""
+    """A forward pass; see `Forward`. What each chunk adds to the state does not depend on the entering states."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        """Compute what each chunk adds to the state, which does not depend on the entering states."""
         self._inputs, self._runs, self._scale = inputs, runs, scale
         self._decays = _Decays(chunk_cumsum(inputs.g.squeeze(-1), runs), runs)
         self._additions = chunk_additions(inputs.k, inputs.v, self._decays.decay_to_end(), runs)
         self.activations: tuple[Tensor] = (self._decays.g,)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return what runs `leaving` add to the state, and the decays over runs `carrying`, as `Forward.summaries`."""
         heads, size, width = self._inputs.state_shape
         zero = self._inputs.k.new_zeros((len(self._runs.lengths), heads, size, width), dtype=torch.float32)
         states = scan_chunks(self._additions, self._decays.whole, zero, self._runs)
@@ -106,7 +99,6 @@ class DecayForward:
         return pick_rows(states, leaving), torch.exp2(pick_rows(total, carrying))[:, :, None, None]
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         q, k, v, _ = add_batch_dim(self._inputs)
         h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))  # states that enter chunks
         scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
@@ -120,7 +112,6 @@ class DecayBackward:
     """A backward pass; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        """Compute, for each chunk, the gradient of its outputs by the state that enters it."""
         self._inputs, self._runs, self._scale, self._saved = inputs, runs, scale, saved
         self._decays = _Decays(saved.activations[0], runs)
         self._do = saved.dout.to(inputs.v.dtype).contiguous()
@@ -128,9 +119,7 @@ class DecayBackward:
         self._h = inputs.v[:0]  # the states that enter chunks, once `prepare_chunks` has run
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs.
-
-        Chunks are scanned from the last: the gradient that comes from the chunk behind fades by a chunk's decay, and
+        """Chunks are scanned from the last: the gradient that comes from the chunk behind fades by a chunk's decay, and
         the gradient of the chunk's own outputs is added.
         """
         zero = torch.zeros_like(self._saved.states)
@@ -138,14 +127,13 @@ class DecayBackward:
         return pick_rows(entry_gradients, runs)
 
     def prepare_chunks(self) -> None:
-        """Compute the states that enter chunks once more, which forward did not keep."""
+        """The states that enter chunks are computed once more: forward did not keep them."""
         _, k, v, _, _ = self._inputs
         self._h = v.new_empty((1, self._runs.chunks, *self._inputs.state_shape))
         additions = chunk_additions(k, v, self._decays.decay_to_end(), self._runs)
         scan_chunks(additions, self._decays.whole, self._saved.states, self._runs, into=self._h)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and g, from those (R, H, K, V) at final states."""
         q, k, v, _ = add_batch_dim(self._inputs)
         dh = torch.empty_like(self._h)
         scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)

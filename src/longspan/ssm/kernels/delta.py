@@ -1,6 +1,11 @@
-"""Gated delta rules of one decay a head, by the kernels of flash-linear-attention."""
+"""Gated delta rules, by the kernels of flash-linear-attention; long runs are cut into pieces.
 
-from functools import cache
+A scan goes through a run's chunks one after another, a head a program or two. Pieces of a run are scanned side by side
+where heads are too few to fill a GPU; they are to the run what the runs of a document are to the document
+(`state_pass.py`): each is an affine map [B | M], and folding these in order gives the run's own map.
+"""
+
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -8,10 +13,153 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import Inputs, Recurrence, SavedScan
-from longspan.ssm.kernels.packages import add_batch_dim, chunk_cumsum, fla_function, fla_lack, match_inputs, run_indices
-from longspan.ssm.kernels.pieces import Pieces, cut_into_pieces
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns, pick_rows
+from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, Recurrence, SavedScan, apply_maps, pick_rows, put_runs
+from longspan.ssm.kernels.packages import (
+    add_batch_dim,
+    chunk_cumsum,
+    fla_function,
+    fla_lack,
+    match_inputs,
+    run_indices,
+    triton_kernel,
+)
+
+_AT_ONCE = 64  # pieces times heads that fill a GPU
+_SHORTEST = 8 * CHUNK  # rows of a piece at least
+
+
+class Pieces:
+    """Pieces of the runs that share a document with others, as many as fill a GPU; other runs are one piece each.
+
+    `runs` are the pieces as runs. Only the pieces from `first` to before `stop`, which include all of shared runs, have
+    maps, which are numbered from `first` on: map i is of piece `first` + i.
+    """
+
+    def __init__(self, runs: LocalRuns, heads: int) -> None:
+        most_pieces = -(-_AT_ONCE // heads)
+        sizes = [
+            _piece_sizes(int(rows), most_pieces) if is_shared else [int(rows)]
+            for rows, is_shared in zip(runs.lengths, runs.shared, strict=True)
+        ]
+        counts = np.array([len(cut) for cut in sizes])
+        self.runs: LocalRuns = LocalRuns(np.array([n for cut in sizes for n in cut], dtype=np.int64), runs.device)
+        self._starts = np.cumsum(counts) - counts
+        self._counts = counts
+        shared_runs = np.flatnonzero(runs.shared)
+        self.first: int = int(self._starts[shared_runs[0]]) if len(shared_runs) else 0
+        self.stop: int = int((self._starts + counts)[shared_runs[-1]]) if len(shared_runs) else 0
+
+    @cached_property
+    def pieces_with_maps(self) -> tuple[LocalRuns, slice]:
+        """The pieces from `first` to before `stop` as runs of their own, and which of all rows are theirs."""
+        lengths, begin = self.runs.lengths, int(self.runs.lengths[: self.first].sum())
+        runs = LocalRuns(lengths[self.first : self.stop], self.runs.device)
+        return runs, slice(begin, begin + runs.rows)
+
+    @property
+    def has_cuts(self) -> bool:
+        return bool((self._counts > 1).any())
+
+    def compose_run_maps(self, states: Tensor, transitions: Tensor, runs: Integers) -> tuple[Tensor, Tensor]:
+        """Return B (n, H, K, V) and M (n, H, K, K) of some shared runs, composed from those of their pieces.
+
+        The map of a run is that of its pieces one after another: B ← M_p B + B_p, M ← M_p M. Runs without a further
+        piece stay as they are; if none has, B and M may be views of those of pieces.
+        """
+        first_pieces = self._starts[runs] - self.first
+        b, m = pick_rows(states, first_pieces), pick_rows(transitions, first_pieces)
+        for place in range(1, int(self._counts[runs].max(initial=1))):
+            continuing = np.flatnonzero(self._counts[runs] > place)
+            maps = first_pieces[continuing] + place
+            next_transitions = pick_rows(transitions, maps)
+            b = _replace_rows(
+                b, continuing, apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))
+            )
+            m = _replace_rows(m, continuing, next_transitions @ pick_rows(m, continuing))
+        return b, m
+
+    def entering_states(self, of_runs: Tensor, states: Tensor, transitions: Tensor) -> Tensor:
+        """Return the state that enters each piece, from those (R, H, K, V) that enter runs, and B and M of pieces.
+
+        Each further piece of a run gets what the map of the piece before makes of the state that enters that.
+        """
+        if not self.has_cuts:
+            return of_runs
+        result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
+        put_runs(result, self._starts, of_runs)
+        for place in range(1, int(self._counts.max())):
+            pieces_before = self._starts[self._counts > place] + place - 1
+            maps = pieces_before - self.first
+            put_runs(
+                result,
+                pieces_before + 1,
+                apply_maps(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps)),
+            )
+        return result
+
+    def run_entry_gradients(self, entry_gradients: Tensor, transitions: Tensor, runs: Integers) -> Tensor:
+        """Return gradients (n, H, K, V) at the states that enter some shared runs, from those at states of pieces.
+
+        Pieces are followed backwards: the gradient at the state that enters a piece is that of the piece's outputs,
+        plus the gradient at its final state through its transposed M.
+        """
+        last_pieces = self._starts[runs] + self._counts[runs] - 1
+        result = pick_rows(entry_gradients, last_pieces - self.first)
+        for place in range(1, int(self._counts[runs].max(initial=1))):
+            continuing = np.flatnonzero(self._counts[runs] > place)
+            maps = last_pieces[continuing] - place - self.first
+            gradient_before = apply_maps(
+                pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(entry_gradients, maps)
+            )
+            result = _replace_rows(result, continuing, gradient_before)
+        return result
+
+    def leaving_gradients(self, leaving: Tensor, entry_gradients: Tensor | None, transitions: Tensor) -> Tensor:
+        """Return the gradient at each piece's final state, from those (R, H, K, V) at the final states of runs.
+
+        Each piece but a run's last gets the gradient at the state that enters the next piece. Without cuts pieces are
+        runs.
+        """
+        if entry_gradients is None or not self.has_cuts:
+            return leaving
+        last_pieces = self._starts + self._counts - 1
+        result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
+        put_runs(result, last_pieces, leaving)
+        for place in range(1, int(self._counts.max())):
+            pieces_after = last_pieces[self._counts > place] - place + 1
+            maps = pieces_after - self.first
+            put_runs(
+                result,
+                pieces_after - 1,
+                apply_maps(
+                    pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(entry_gradients, maps)
+                ),
+            )
+        return result
+
+
+def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
+    """x may be a view of something else, so it is copied."""
+    if len(rows) == len(x):
+        return values
+    x = x.clone()
+    put_runs(x, rows, values)
+    return x
+
+
+def _piece_sizes(rows: int, most: int) -> list[int]:
+    """Nearly equal, whole chunks except for the last; so few that none is much shorter than _SHORTEST."""
+    chunks = -(-rows // CHUNK)
+    count = max(1, min(most, rows // _SHORTEST))
+    ends = [min(rows, CHUNK * (chunks * (i + 1) // count)) for i in range(count)]
+    return np.diff([0, *ends]).tolist()
+
+
+def cut_into_pieces(runs: LocalRuns, heads: int) -> Pieces:
+    if heads not in runs.pieces:
+        runs.pieces[heads] = Pieces(runs, heads)
+    return runs.pieces[heads]
+
 
 NamedRows = dict[str, Tensor]
 _COLUMNS = 64  # columns of a state that one program computes
@@ -25,7 +173,7 @@ def run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     blocks = -(-width // _COLUMNS) + -(-size // _COLUMNS)
     arguments = [rows["k"], rows["w"], rows["u"], _decay_rows(rows), states, transitions, runs.ends]
     if count:  # without runs, as on a single rank, no kernel is compiled
-        _state_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width, CHUNK))
+        triton_kernel("maps_kernel")[blocks, heads, count](*arguments, **_kernel_sizes(rows, width, CHUNK))
     return states, transitions
 
 
@@ -42,7 +190,7 @@ def compute_entry_gradients(rows: NamedRows, runs: LocalRuns, scale: float) -> T
         scale,
     ]
     shared = {"Q_SHARED": heads // rows["q"].shape[2], **_kernel_sizes(rows, width, CHUNK)}
-    _state_kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
+    triton_kernel("entry_gradients_kernel")[-(-width // _COLUMNS), heads, count](*arguments, **shared)
     return entry_gradients
 
 
@@ -61,16 +209,7 @@ def _decay_rows(rows: NamedRows) -> Tensor:
 
 
 def _new_state(rows: NamedRows, *shape: int) -> Tensor:
-    """Return an empty float32 tensor of this shape on the rows' device."""
     return rows["w"].new_empty(shape, dtype=torch.float32)
-
-
-@cache
-def _state_kernel(name: str) -> Any:
-    """Return the Triton kernel of this name; imported on first use, for Triton may not be installed."""
-    from longspan.ssm.kernels import state_kernels
-
-    return getattr(state_kernels, name)
 
 
 _MODULE = "ops.common.chunk_delta_h"
@@ -80,29 +219,26 @@ class DeltaStates:
     """Forward: maps of pieces, and the states that enter chunks. `transitions`: M of the pieces that have maps."""
 
     def __init__(self, rows: NamedRows, pieces: Pieces) -> None:
-        """Compute the map of each piece of a run that shares its document with others."""
         self._rows, self._pieces = rows, pieces
         map_runs, map_rows = pieces.pieces_with_maps
         self.transitions: Tensor
         self._states, self.transitions = run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         summed_runs = np.union1d(leaving, carrying)
         states, transitions = self._pieces.compose_run_maps(self._states, self.transitions, summed_runs)
         leaving_at, carrying_at = (np.searchsorted(summed_runs, runs) for runs in (leaving, carrying))
         return pick_rows(states, leaving_at), pick_rows(transitions, carrying_at)
 
     def chunk_states(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute, from the states that enter runs, those that enter chunks, the values that rows add, and the states
-        that enter pieces.
+        """From the states that enter runs, those that enter chunks, the values that rows add, and those that enter
+        pieces.
         """
         entering = self._pieces.entering_states(states, self._states, self.transitions)
         return *compute_chunk_states(self._rows, entering, self._pieces.runs), entering
 
 
 def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
-    """Compute the state that enters each chunk, and the values that its rows add to it."""
     scan_states = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scan_states(
         **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
@@ -114,19 +250,14 @@ class DeltaGradients:
     """Backward: gradients of the outputs by the states that enter pieces, and gradients at the states of chunks."""
 
     def __init__(self, rows: NamedRows, pieces: Pieces, transitions: Tensor, scale: float) -> None:
-        """Take what the kernels read; gradients by entering states are computed when they are first asked for."""
         self._rows, self._pieces, self._transitions, self._scale = rows, pieces, transitions, scale
         self._entry_gradients: Tensor | None = None
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients of the outputs by the states that enter these runs."""
         return self._pieces.run_entry_gradients(self._map_gradients(), self._transitions, runs)
 
     def leaving_gradients(self, leaving: Tensor) -> Tensor:
-        """Return the gradient at each piece's final state, from those (R, H, K, V) at final states of runs.
-
-        Without cut runs pieces are runs, and the maps of pieces are not needed.
-        """
+        """Without cut runs pieces are runs, and the maps of pieces are not needed."""
         entry_gradients = self._map_gradients() if self._pieces.has_cuts else None
         return self._pieces.leaving_gradients(leaving, entry_gradients, self._transitions)
 
@@ -141,7 +272,6 @@ class DeltaGradients:
         return dh, dv
 
     def _map_gradients(self) -> Tensor:
-        """Return the gradients of the outputs by the states that enter pieces with maps; computed once."""
         if self._entry_gradients is None:
             map_runs, map_rows = self._pieces.pieces_with_maps
             self._entry_gradients = compute_entry_gradients(
@@ -151,7 +281,6 @@ class DeltaGradients:
 
 
 def kimi_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need to be run by Kimi's kernels, for an error; "" if they can run it."""
     if not recurrence.delta or not recurrence.by_channel:
         return "a delta rule of a decay for each key number"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
@@ -161,7 +290,6 @@ class KimiForward:
     """A forward pass of Kimi's delta rule, with a decay for each key number; see `Forward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        """Compute what does not depend on the entering states: products inside chunks, and the map of each run."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, k, v, _, beta = add_batch_dim(inputs)
@@ -175,7 +303,6 @@ class KimiForward:
         self.activations = (self._g, self._qk, kk, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
@@ -190,7 +317,6 @@ class KimiBackward:
     """
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        """Compute again what the forward pass did not keep, and the gradients inside chunks."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
@@ -210,7 +336,6 @@ class KimiBackward:
         """Do nothing during the exchange: `gradients` computes the states of chunks too."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states."""
         q, k, v, _, beta = add_batch_dim(self._inputs)
         dq, dk, dv, dbeta, dg, *_ = fla_function("ops.kda.chunk_bwd", "chunk_kda_bwd")(
             q=q,
@@ -234,21 +359,18 @@ _WY = "ops.gated_delta_rule.wy_fast"
 
 
 def delta_lack(recurrence: Recurrence) -> str:
-    """Return what a recurrence would need to be run by fla's gated delta rule, for an error; "" if it can run it."""
     if not recurrence.delta or recurrence.by_channel:
         return "a delta rule of one decay a head"
     return fla_lack(recurrence.dtype, recurrence.device, recurrence.key_size, recurrence.value_size)
 
 
 class DeltaForward:
-    """A forward pass of the gated delta rule, with one decay a head; see `Forward`."""
+    """A forward pass of the gated delta rule, with one decay a head; see `Forward`.
+
+    `_runs` are pieces. `activations` are what backward needs besides the inputs and the states.
+    """
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        """Compute what does not depend on the entering states: products inside chunks, and the map of each run.
-
-        Long runs are cut into pieces, which are scanned side by side (`pieces.py`); `_runs` are these. `activations`
-        are what backward needs besides the inputs and the states.
-        """
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._runs, self._scale = pieces.runs, scale
         self._q, self._k, v, _, beta = add_batch_dim(inputs)
@@ -261,7 +383,6 @@ class DeltaForward:
         self.activations = (self._g, a, self._states.transitions)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         h, new_values, entering = self._states.chunk_states(states)
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
@@ -274,7 +395,6 @@ class DeltaBackward:
     """A backward pass of the gated delta rule; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        """Compute what backward reads again: the products u and w of each chunk, and the gradients inside chunks."""
         pieces = cut_into_pieces(runs, inputs.state_shape[0])
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations
@@ -291,15 +411,12 @@ class DeltaBackward:
         self._h = self._new_values = inputs.v[:0]  # results of `compute_chunk_states`, once `prepare_chunks` has run
 
     def prepare_chunks(self) -> None:
-        """Compute once more, while gradients travel, the states of chunks, which forward did not keep."""
+        """The states of chunks are computed once more: forward did not keep them."""
         rows = {"k": self._k, "w": self._w, "u": self._u, "g": self._g}
         self._h, self._new_values = compute_chunk_states(rows, self._entering, self._runs)
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, g and beta, from those (R, H, K, V) at final states.
-
-        Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY).
-        """
+        """Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY)."""
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
         indices = run_indices(self._runs)
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}

@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.ssm.kernels.call import Inputs
-from longspan.ssm.kernels.runs import CHUNK, LocalRuns
+from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns
 
 
 def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
-    """Return the inputs that are not None as the kernels take them: (1, T, ·, ·)."""
+    """The inputs that are not None as the kernels take them: (1, T, ·, ·)."""
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
 def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
-    """Bring gradients (1, T, ·, ·) to the shapes and dtypes of the inputs."""
     tensors = (x for x in inputs if x is not None)
     return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
 
@@ -41,7 +39,6 @@ def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor
 
 
 def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
-    """Return where runs and their chunks lie, as the kernels' arguments."""
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
 
@@ -54,7 +51,7 @@ _HOPPER, _WRONG_TRITON = 9, ((3, 4, 0), (3, 7, 1))
 
 @cache
 def fla_device_lack(device: torch.device) -> str:
-    """Return what this installation or CUDA device lacks for fla's kernels, for an error; "" if they can be used."""
+    """What this installation or CUDA device lacks for fla's kernels, for an error; "" for nothing."""
     try:
         installed = version("fla-core")
     except PackageNotFoundError:
@@ -74,7 +71,7 @@ def fla_device_lack(device: torch.device) -> str:
 
 
 def fla_lack(dtype: torch.dtype, device: torch.device, key_size: int = 2, value_size: int = 2) -> str:
-    """Return what a recurrence would need to be run by fla's kernels; "" if nothing. Default sizes suit each kernel."""
+    """What a recurrence would need to be run by fla's kernels; "" for nothing. Default sizes suit each kernel."""
     if device.type != "cuda":
         return f"cuda tensors, got {device.type}"
     if dtype not in _HALF:
@@ -92,6 +89,11 @@ def fla_function(module: str, name: str) -> Any:
         return getattr(import_module(f"fla.{module}"), name)
 
 
+def triton_kernel(name: str) -> Any:
+    """Return one of our Triton kernels of this name; imported on first use, since Triton may not be installed."""
+    return getattr(import_module("longspan.ssm.kernels.triton_kernels"), name)
+
+
 def version_numbers(text: str) -> tuple[int, ...]:
-    """Return the first three numbers of a version, without a local part ("+cu126") and parts that are no numbers."""
+    """The first three numbers of a version, without a local part ("+cu126") and parts that are no numbers."""
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())

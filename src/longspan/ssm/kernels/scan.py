@@ -15,8 +15,7 @@ from torch import Tensor
 
 from longspan.comm import to_device
 from longspan.layout.segments import Integers, expand_runs
-from longspan.ssm.kernels.call import Inputs, SavedScan, state_dtype
-from longspan.ssm.kernels.runs import LocalRuns, pick_rows
+from longspan.ssm.kernels.call import Inputs, LocalRuns, SavedScan, pick_rows, state_dtype
 
 CHUNK = 32  # rows
 _CHUNK_BY_CHANNEL = 16  # rows where each key number has a decay of its own: pairs of rows times key numbers are held
@@ -39,10 +38,8 @@ class _Chunks(NamedTuple):
 
 @lru_cache(maxsize=32)  # all layers have the same runs
 def _cut_into_chunks(lengths: tuple[int, ...], chunk: int, device: torch.device) -> _Chunks:
-    """Cut runs of these lengths into chunks, and order them: first chunks of all runs, longest runs first.
-
-    So the runs that have an i-th chunk are the first few, and the i-th chunks of all runs are scanned together. Where a
-    short chunk has no row, `rows` has the index `total`, of the zero row.
+    """First chunks of all runs come first, longest runs first: the runs that have an i-th chunk are the first few, and
+    these chunks are scanned together. Where a short chunk has no row, `rows` has the index `total`, of the zero row.
     """
     size, total = np.array(lengths, dtype=np.int64), sum(lengths)
     counts, starts = -(-size // chunk), np.cumsum(size) - size
@@ -66,11 +63,6 @@ def scan(
 
     `lengths` (R,): rows of each run, one after another. Without q only the final states are computed, and the outputs
     are an empty tensor. Without rows the states stay; adding zero times the inputs keeps the inputs in the graph.
-
-    With b the decays from a chunk's start on, all chunks at once solve (I + tril(β k kᵀ, decayed)) [u | w] = β [v | k
-    e^b], so that the rows of a chunk add k (u − w S) to the state S that enters it. Then chunk after chunk, all runs at
-    once: o = q e^b S + tril(q kᵀ, decayed) (u − w S), and S becomes e^(b of its last row) S + k (u − w S), k decayed to
-    the chunk's end. Without beta u is v and w absent.
     """
     if not len(k):
         return v[:0] + 0 * k.sum() * g.sum(), initial + 0 * (k.sum() + g.sum())
@@ -78,7 +70,7 @@ def scan(
     chunks = _cut_into_chunks(tuple(lengths.tolist()), chunk, k.device)
 
     def cut_rows(x: Tensor) -> Tensor:
-        """Return the rows of all chunks (N, H, C, ·) of local rows (T, H, ·); places without a row get zeros."""
+        """Local rows (T, H, ·) to those of all chunks (N, H, C, ·); places without a row get zeros."""
         wide = torch.cat([x, x.new_zeros((1, *x.shape[1:]))]).index_select(0, chunks.rows)
         return wide.view(-1, chunk, *x.shape[1:]).transpose(1, 2)
 
@@ -168,20 +160,17 @@ def summaries(
 
 
 class TorchForward:
-    """A forward pass; see `Forward`."""
+    """A forward pass; see `Forward`. Nothing is saved for backward, which scans again."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float) -> None:
-        """Take the inputs; nothing is saved for backward, which scans again."""
         self._inputs, self._runs = _repeat_heads(inputs, scale), runs
         self.activations: tuple[()] = ()
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
-        """Return what runs `leaving` add to the state, and M of runs `carrying`, as `Forward.summaries`."""
         _, k, v, g, beta = self._inputs
         return summaries(k, v, g, beta, self._runs.lengths, leaving, carrying)
 
     def outputs(self, states: Tensor) -> Tensor:
-        """Return the outputs (T, H, V) from the states (R, H, K, V) that enter the runs."""
         return scan(*self._inputs, states, self._runs.lengths)[0]
 
 
@@ -189,7 +178,6 @@ class TorchBackward:
     """A backward pass that runs the scan once more, with a graph; see `Backward`."""
 
     def __init__(self, inputs: Inputs, runs: LocalRuns, scale: float, saved: SavedScan) -> None:
-        """Scan again from copies of the inputs and of the entering states that require gradients."""
         self._dout = saved.dout
         with torch.enable_grad():
             self._leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
@@ -198,10 +186,7 @@ class TorchBackward:
             self._out, self._final = scan(*full_inputs, self._entering, runs.lengths)
 
     def entry_gradients(self, runs: Integers) -> Tensor:
-        """Return gradients (n, H, K, V) of the outputs by the states that enter these runs, by autograd.
-
-        They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`.
-        """
+        """They are zero where no output depends on a state, as without rows. The graph is kept for `gradients`."""
         (entry_gradients,) = torch.autograd.grad(
             self._out, self._entering, self._dout, retain_graph=True, allow_unused=True
         )
@@ -212,7 +197,6 @@ class TorchBackward:
         """Do nothing: the scan has run."""
 
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of all inputs, from those (R, H, K, V) at final states, by autograd; 0 without rows."""
         leaves = [x for x in self._leaves if x is not None]
         if not len(self._dout):
             return tuple(torch.zeros_like(x) for x in leaves)
@@ -220,7 +204,7 @@ class TorchBackward:
 
 
 def _repeat_heads(inputs: Inputs, scale: float) -> Inputs:
-    """Repeat the heads of q and k to as many as v has, and scale q; all in the dtype of states (`state_dtype`)."""
+    """Repeat the heads of q and k to as many as v has, and scale q; all in the dtype of states."""
     q, k, v, g, beta = (None if x is None else x.to(state_dtype(x.dtype)) for x in inputs)
     assert q is not None and k is not None and v is not None and g is not None
     heads_per_key = v.shape[1] // k.shape[1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longspan.comm import World
-from longspan.comm.groups.channel import Channel
+from longspan.comm.channel import Channel
 from longspan.doctor.stock import whole_float64
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.copies import shared_parameters

@@ -1,11 +1,13 @@
 """How the members of a plan's group talk: exchanges that are started, and waited for by their handles.
 
 Point-to-point on the plane's parent group works for any members and any order; where the members have a communicator of
-their own (`process_groups.py`), one call of it does the same.
+their own (`process_groups.py`), one call of it does the same. `Channels` has those of a rank.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -14,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from longspan.comm.groups.process_groups import ParentName, ProcessGroups
+from longspan.comm.process_groups import Meshes, ParentName, ProcessGroups
 from longspan.comm.watch import Operation, Watch
+from longspan.errors import CommError
+from longspan.layout import Layout
 from longspan.layout.layout import excerpt
+from longspan.plan import Plan
 
 # torch's NCCL works hold what they receive, and the last work is watched until the next is waited for. From this many
 # bytes on an event is watched instead, which the host records in 40 µs.
@@ -66,7 +71,7 @@ class Handle:
         return self._result
 
     def then(self, finish: Callable[[Any], Any]) -> "Handle":
-        """Return a handle of the same exchange, whose result is what `finish` makes of this handle's result."""
+        """Return a handle whose result is what `finish` makes of this handle's result."""
         return Handle(self._operation, (), finish=lambda: finish(self.wait()))
 
 
@@ -78,9 +83,9 @@ class Channel:
     """The members of one plan group in this rank's plane, and how they talk.
 
     `ranks` are the members' global ranks in the order of the group's slots, `index` this rank's place among them.
-    Every method is entered by all members, in one order on every rank. Point-to-point runs on the parent group, which
-    is the plane's, or with `parent="everyone"` that of all ranks, with "pipeline" that of the stages of a slot, with
-    "tp" that of a slot's tensor-parallel ranks, with "control" the gloo group of all ranks' hosts.
+    Every method is entered by all members, in one order on every rank. Point-to-point runs on the parent group: the
+    plane's, or that of all ranks ("everyone"), of the stages of a slot ("pipeline"), of a slot's tensor-parallel ranks
+    ("tp"), or the gloo group of all ranks' hosts ("control").
     """
 
     def __init__(
@@ -102,12 +107,10 @@ class Channel:
 
     @property
     def degree(self) -> int:
-        """Return how many members there are."""
         return len(self.ranks)
 
     @property
     def group(self) -> ProcessGroup:
-        """Return the parent group."""
         return self._groups.parent(self._parent)
 
     def exchange(
@@ -146,9 +149,9 @@ class Channel:
     def all_to_all_rows(self, x: Tensor, sends: Sequence[int], receives: Sequence[int], what: str) -> Handle:
         """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
 
-        `wait()` returns the rows that arrive, `receives[m]` from member m, one after another: (sum of receives, …).
-        What a member sends itself is copied. One call of the members' own communicator where there is one; where they
-        are not in the order of their ranks, which is torch's, rows are copied into that order and back.
+        `wait()` returns the rows that arrive, `receives[m]` from member m: (sum of receives, …). What a member sends
+        itself is copied. One call of the members' own communicator where there is one; where they are not in the order
+        of their ranks, which is torch's, rows are copied into that order and back.
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
         assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
@@ -169,9 +172,9 @@ class Channel:
     ) -> Handle:
         """Start sending runs of rows of x, `sends[m]` to member m, one after another, and receiving runs in `into`.
 
-        Member m sends `receives[m]` rows. `wait()` returns `into`; this member's own run in it is left as it is. One
-        message for each pair that has rows: an all-to-all of torch sends empty ones too over NCCL, so that all members
-        would wait for each other and be connected.
+        `wait()` returns `into`; this member's own run in it is left as it is. One message for each pair that has rows:
+        an all-to-all of torch sends empty ones too over NCCL, so that all members would wait for each other and be
+        connected.
         """
         leaving, arriving = x.split(list(sends)), into.split(list(receives))
         peers = self._other_members()
@@ -203,9 +206,8 @@ class Channel:
         return self._make_handle(operation, (work,), x, lambda: into, into.nbytes)
 
     def all_gather(self, x: Tensor, counts: Sequence[int], what: str) -> Handle:
-        """Start gathering every member's rows; `wait()` returns a list of (counts[m], …) tensors, views of one buffer.
-
-        `x` is (counts[index], …). Uses the members' own communicator where `World.prepare` made one.
+        """Start gathering every member's rows; `wait()` returns (counts[m], …) tensors, views of one buffer. `x` is
+        (counts[index], …).
         """
         bounds = [(start, start + count) for start, count in zip(self.starts(counts), counts, strict=True)]
         return self.all_gather_rows(x, counts, what).then(lambda buffer: [buffer[start:stop] for start, stop in bounds])
@@ -215,7 +217,10 @@ class Channel:
         assert x.shape[0] == counts[self.index] and len(counts) == self.degree, (what, x.shape, counts, self.index)
         communicator = self._communicator_to_gather(counts)
         if communicator is not None:
-            padded = _pad_rows(x, max(counts))
+            padded = x.contiguous()
+            if len(x) < max(counts):
+                padded = x.new_zeros((max(counts), *x.shape[1:]))
+                padded[: len(x)].copy_(x)
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
             with self.watch.during(what, self.ranks) as operation:
                 work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
@@ -228,7 +233,6 @@ class Channel:
         return self.exchange(sends, receives, what, buffer, buffer.nbytes)
 
     def starts(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return where each member's rows begin in what `all_gather_rows` returns."""
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
@@ -251,7 +255,6 @@ class Channel:
 
     @property
     def watch(self) -> Watch:
-        """Return the world's watch, which names this channel's collectives when they fail."""
         return self._groups.watch
 
     def _other_members(self) -> list[int]:
@@ -266,7 +269,7 @@ class Channel:
 
 
 def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return x (sum of counts, …), runs of `counts` rows, with its runs in this order; x itself for ascending order."""
+    """Return the runs of x in this order; x itself for ascending order."""
     if list(order) == sorted(order):
         return x
     runs = x.split(list(counts))
@@ -274,15 +277,12 @@ def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Ten
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return a half-precision tensor in float32, the dtype of sums over ranks; a tensor of another dtype as it is."""
+    """Return a half-precision tensor in float32, the dtype of sums over ranks; another as it is."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def sum_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors in their order and dtype.
-
-    It is taken in float32 (float64 for float64, integers as they are).
-    """
+    """Sum in this order, in float32 (float64 for float64, integers as they are); returns the dtype of the parts."""
     dtype = parts[0].dtype
     total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
     for addend in parts[1:]:
@@ -290,10 +290,154 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
     return total.to(dtype)
 
 
-def _pad_rows(x: Tensor, rows: int) -> Tensor:
-    """Return x (n, …) with zero rows appended: (rows, …), contiguous."""
-    if x.shape[0] == rows:
-        return x.contiguous()
-    padded = x.new_zeros((rows, *x.shape[1:]))
-    padded[: x.shape[0]].copy_(x)
-    return padded
+class CommunicatorChoice:
+    """Chooses, plan after plan, the slots that get a communicator, at most `max_groups` for each slot.
+
+    A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
+    evaluation), or where it has been in two micro-batches so far. Order of slots does not matter: torch sorts ranks.
+    """
+
+    def __init__(self, max_groups: int) -> None:
+        self.max_groups = max_groups
+        self._seen: Counter[tuple[int, ...]] = Counter()  # how many micro-batches had these slots as a group
+        self._chosen: set[tuple[int, ...]] = set()
+        self._load: Counter[int] = Counter()  # communicators per slot
+
+    def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
+        """Return the slots that get communicators now, ascending in each group, in plan order."""
+        groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
+        one_degree = len({group.degree for group in groups}) == 1
+        candidates = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
+        self._seen.update(candidates)
+        chosen_groups: list[tuple[int, ...]] = []
+        for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
+            if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
+                chosen_groups.append(slots)
+                self._chosen.add(slots)
+                self._load.update(slots)
+                del self._seen[slots]
+        return chosen_groups
+
+    def _may_gain(self, slots: tuple[int, ...]) -> bool:
+        """A communicator is never given up."""
+        return slots not in self._chosen and all(self._load[slot] < self.max_groups for slot in slots)
+
+
+class Channels:
+    """The channels of one rank, `world.channels`: between slots of its plane, and along the axes of its home.
+
+    >>> world.channels.find_channel((0, 1)).all_gather(x, counts, "gather of x").wait()
+    """
+
+    def __init__(
+        self, home: Layout, rank: int, device: torch.device, groups: ProcessGroups, meshes: Meshes, max_groups: int
+    ) -> None:
+        self._home, self._rank, self._device, self._groups, self._meshes = home, rank, device, groups, meshes
+        self._place = home.coordinates(rank)
+        self._plane = home.plane(pp=self._place.pp, tp=self._place.tp)
+        self._choice = CommunicatorChoice(max_groups)
+        self._by_slots: dict[tuple[int, ...], Channel] = {}
+
+    def find_channel(self, slots: Sequence[int]) -> Channel:
+        """Raises CommError unless these are distinct slots of the home, and this rank's slot is one of them."""
+        slots = tuple(slots)
+        if slots not in self._by_slots:
+            if not slots or len(set(slots)) != len(slots) or min(slots) < 0 or max(slots) >= self._home.slots:
+                raise CommError(
+                    f"{excerpt(slots)} are not distinct slots of the home, which has slots 0 to {self._home.slots - 1}"
+                )
+            slot = self._place.slot
+            if slot not in slots:
+                raise CommError(f"rank {self._rank} is slot {slot}, which is not a member of slots {excerpt(slots)}")
+            ranks = tuple(self._plane[slot] for slot in slots)
+            self._by_slots[slots] = Channel(self._groups, ranks, slots.index(slot), self._device)
+        return self._by_slots[slots]
+
+    @cached_property
+    def pipeline(self) -> Channel:
+        """Return the channel of this slot's pipeline stages, first to last; first used by all ranks together.
+
+        Raises CommError for a home whose ranks descend along its stages: torch orders the members of a group by rank.
+        """
+        pipelines = self._home.pp_groups()
+        if descending := next((ranks for ranks in pipelines if sorted(ranks) != list(ranks)), None):
+            raise CommError(
+                f"the home's ranks {excerpt(descending)} descend along its pipeline stages, but torch orders the "
+                "members of a group by rank; with pp, give the home its ranks in ascending order"
+            )
+        self._groups.make_parent("pipeline", pipelines, "pipeline")
+        ranks = next(ranks for ranks in pipelines if self._rank in ranks)
+        channel = Channel(self._groups, ranks, ranks.index(self._rank), self._device, "pipeline")
+        self._warm_up_channel(channel)
+        return channel
+
+    @cached_property
+    def tp(self) -> Channel:
+        """Return the channel of this slot's tensor-parallel ranks, over the group of `meshes.tp`; first used by all
+        together.
+
+        Raises CommError for a home without tensor parallelism.
+        """
+        self._groups.parents["tp"] = self._meshes.tp.get_group()
+        place = self._place
+        ranks = tuple(self._home.rank_at(place.slot, pp=place.pp, tp=tp) for tp in range(self._home.tp))
+        return Channel(self._groups, ranks, place.tp, self._device, "tp")
+
+    @cached_property
+    def everyone(self) -> Channel:
+        """Return a channel over all ranks of the home, in its order; first used by all ranks together."""
+        home = self._home
+        if self._plane == home.ranks:
+            return self.find_channel(range(home.slots))
+        self._groups.make_parent("everyone", [home.ranks], "everyone")
+        channel = Channel(self._groups, home.ranks, home.ranks.index(self._rank), self._device, "everyone")
+        self._warm_up_channel(channel)
+        return channel
+
+    @cached_property
+    def hosts(self) -> Channel:
+        """Return a channel over all ranks of the home, for arrays of the host: gloo, point to point."""
+        ranks = self._home.ranks
+        return Channel(self._groups, ranks, ranks.index(self._rank), torch.device("cpu"), "control")
+
+    def make_parents(self) -> None:
+        """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
+        self._groups.make_parent("plane", self._home.planes(), "parent")
+        self._warm_up_channel(self.find_channel(range(self._home.slots)))
+
+    def connect_pairs(self) -> None:
+        """Let every two slots of a plane exchange a number: NCCL connects two ranks at their first message, slowly."""
+        channel = self.find_channel(range(self._home.slots))
+        other_members = [index for index in range(channel.degree) if index != channel.index]
+        if self._device.type == "cuda" and other_members:
+            x = torch.zeros(1, device=self._device)
+            channel.exchange(
+                [(i, x) for i in other_members], [(i, x.clone()) for i in other_members], "connecting pairs"
+            ).wait()
+            torch.cuda.synchronize(self._device)
+
+    def make_communicators(self, plan: Plan) -> None:
+        """Make communicators for the groups of this plan that gain from one and lack it; entered by all ranks."""
+        for slots in self._choice.choose_groups(plan):
+            for plane in self._home.planes():
+                ranks = tuple(plane[slot] for slot in slots)
+                group = self._groups.make_group(ranks, "communicator")
+                if group is not None:
+                    self._groups.by_ranks[tuple(sorted(ranks))] = group
+                    self._warm_up_group(group, ranks)
+
+    def _warm_up_channel(self, channel: Channel) -> None:
+        """Have NCCL connect the members: by a collective of the parent group, and an exchange with both neighbours."""
+        self._warm_up_group(channel.group, channel.ranks)
+        if self._device.type == "cuda" and channel.degree > 1:
+            x = torch.zeros(1, device=self._device)
+            next_member, previous_member = (channel.index + 1) % channel.degree, (channel.index - 1) % channel.degree
+            channel.exchange([(next_member, x)], [(previous_member, x.clone())], "warming point-to-point").wait()
+            torch.cuda.synchronize(self._device)
+
+    def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
+        """After a group's first collective any of its members may talk point to point."""
+        if self._device.type == "cuda":
+            with self._groups.watch.during("warming a communicator", ranks):
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+                torch.cuda.synchronize(self._device)

@@ -3,9 +3,8 @@
 Every tensor-parallel rank of a slot enters each of them, in forward and in backward, in one order. A gradient is
 *identical* where every rank holds the same gradient of the shared result, and *partial* where each holds the gradient
 of its own part of the loss, to be summed. The pairs are those of Korthikanti et al., "Reducing Activation
-Recomputation in Large Transformer Models" (2022), figures 4 to 6. `world_key` names a world (`world_of`).
-
-Dims before `dim` must be of size 1 where tensors are split or summed in parts, as for packed rows (1, T, …).
+Recomputation in Large Transformer Models" (2022), figures 4 to 6. `world_key` names a world (`world_of`). Dims before
+`dim` must be of size 1 where tensors are split or summed in parts, as for packed rows (1, T, …).
 """
 
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.groups.channel import EVENT_BYTES, Channel, _all_gather_single, wide
+from longspan.comm.channel import EVENT_BYTES, Channel, _all_gather_single, wide
 from longspan.comm.shard import outside_graphs
 from longspan.comm.world import world_of
 
@@ -110,10 +109,7 @@ def tp_place(world_key: int) -> tuple[int, int]:
 
 
 def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
-    """Start a collective by `start`, let what is launched next wait for it, and note it for failure reports.
-
-    `received` is the tensor that the collective fills.
-    """
+    """Note a collective for failure reports, which fills `received`, and let what is launched next wait for it."""
     with channel.watch.during(what, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
@@ -124,7 +120,6 @@ def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup],
 
 
 def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
-    """Return the sum of every rank's tensor."""
     total = x.detach().clone(memory_format=torch.contiguous_format)
     tp = world_of(world_key).channels.tp
     _run_collective(tp, what, lambda group: dist.all_reduce(total, group=group, async_op=True), total)
@@ -132,7 +127,7 @@ def _all_reduce(x: Tensor, world_key: int, what: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
-    """Join every rank's tensor end to end along `dim`; without a copy if no dim before it is larger than 1."""
+    """Without a copy if no dim before `dim` is larger than 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     in_place = x.shape[:dim].numel() == 1
@@ -145,7 +140,6 @@ def _all_gather(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
-    """Return this rank's slice along `dim` of the sum of every rank's tensor; dims before it have size 1."""
     tp = world_of(world_key).channels.tp
     x = x.detach().contiguous()
     assert x.shape[:dim].numel() == 1 and x.shape[dim] % tp.degree == 0, (what, x.shape, dim, tp.degree)
@@ -156,14 +150,12 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
 
 
 def _slice(x: Tensor, world_key: int, dim: int) -> Tensor:
-    """Return a contiguous copy of this rank's slice of x along `dim`."""
     index, degree = tp_place(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
 
 
 def _apply_collective(x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return forward(x), whose gradient autograd takes from `backward`."""
     if not torch.is_grad_enabled():  # in evaluation a node of autograd, nine a layer, would only cost the host
         return forward(x)
     return _Collective.apply(x, forward, backward)  # pyright: ignore[reportReturnType]

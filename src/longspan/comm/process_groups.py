@@ -1,27 +1,148 @@
-"""Device meshes of a home, for FSDP2 and DTensor: slices of root meshes, over groups that the world makes.
+"""The communicators of a world, by rank tuple, and the device meshes over them.
 
-A root mesh covers one pipeline stage. That of most parameters has the axes "replicate" × "slots" × "tp", that of expert
-parameters "replicate" × "outer" × "ep": outer × ep are the slots of one replica in order, and the tensor-parallel ranks
-of a slot, each of which computes its part of the rows with the same experts, stand side by side on "outer". An axis
-"replicate", "ep" or "tp" of size 1 is left out. FSDP2 over DTensors asks that its own mesh and theirs are slices of one
-root. Groups are made when a mesh that needs them is first used, by all ranks together, and shared by both roots.
+A bounded number of communicators, made by `World.prepare`, is the fast way for groups that recur (`channel.py` has the
+general one). Worlds that are open inside each other share communicators of the same ranks: on NCCL each costs 485 MiB.
+None is never passed to torch, which would take it for the whole world.
 """
 
 import logging
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.comm.groups.process_groups import ProcessGroups
+from longspan.comm.rendezvous import defer_connections
+from longspan.comm.watch import Watch
 from longspan.errors import CommError
 from longspan.layout import Integers, Layout
 from longspan.layout.layout import excerpt
+
+ParentName = Literal["plane", "everyone", "pipeline", "tp", "control"]
+
+# Kinds whose messages travel while kernels of the same layer run. Their NCCL kernels go before blocks of a running
+# kernel that wait for a place on the device: behind them, a message that is sent ahead starts late.
+AHEAD = frozenset({"parent", "everyone", "communicator"})
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One communicator that a world made: its ranks, what it is for, and the seconds that it took.
+
+    `kind` is "control" (host values), "parent" (point-to-point of a plane), "everyone" (of all planes), "slots",
+    "replicate", "tp", "outer" and "ep" (axes of device meshes), "pipeline" (the stages of a slot), "saves" (of the
+    threads that write checkpoints), or "communicator" (a plan's group).
+    """
+
+    ranks: tuple[int, ...]
+    kind: str
+    seconds: float
+
+
+class Shareable:
+    """A communicator that open worlds of a process may share; `group` is None where this rank is no member.
+
+    Every rank keeps one, so that all ranks of a world find the same communicators to share.
+    """
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group: dist.ProcessGroup | None = group
+        self.users: int = 0
+
+
+ByRanks = dict[tuple[object, ...], list[Shareable]]  # by ranks, torch's options and purpose, in the order made
+
+
+class ProcessGroups:
+    """The communicators of one world, made by all its ranks in one order and looked up by rank tuple."""
+
+    def __init__(self, *, backend: str, timeout: float, watch: Watch) -> None:
+        self.watch = watch
+        self.shareable: ByRanks = {}  # shared with the open worlds that have the same
+        self.made: list[GroupRecord] = []
+        self._backend, self._timeout = backend, timeout
+        self._used: list[Shareable] = []
+        self.by_ranks: dict[tuple[int, ...], ProcessGroup] = {}  # communicators, by their ranks in ascending order
+        self.parents: dict[ParentName, ProcessGroup] = {}  # on which point-to-point runs
+
+    def make_group(
+        self, ranks: Sequence[int], kind: str, *, backend: str | None = None, timeout: float | None = None
+    ) -> ProcessGroup | None:
+        """Make one communicator; called by every rank of the world in one order. None where this rank is no member.
+
+        If another open world has a communicator of these ranks for the same purpose, and this world does not use it
+        yet, it is shared, and is not among `made`. All axes of meshes are one purpose, and so are all kinds that carry
+        a layer's messages. `timeout` is that of the group's collectives in seconds (None: the world's).
+        """
+        backend, timeout = backend or self._backend, timeout or self._timeout
+        purpose = "messages" if kind in AHEAD else kind if kind in ("control", "pipeline", "saves") else "meshes"
+        candidates = self.shareable.setdefault((tuple(sorted(ranks)), backend, timeout, purpose), [])
+        shareable = next((candidate for candidate in candidates if candidate not in self._used), None)
+        if shareable is None:
+            shareable = Shareable(self._new_group(ranks, kind, backend, timeout))
+            candidates.append(shareable)
+        shareable.users += 1
+        self._used.append(shareable)
+        return shareable.group
+
+    def _new_group(self, ranks: Sequence[int], kind: str, backend: str, seconds: float) -> ProcessGroup | None:
+        started, timeout = time.monotonic(), timedelta(seconds=seconds)
+        options = None
+        if kind in AHEAD and "nccl" in backend:
+            options = dist.ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = True
+            options._timeout = timeout  # else torch warns that it differs from the group's
+        # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
+        takes_host_values = kind in ("control", "saves") or backend != "gloo"
+        connecting = defer_connections() if takes_host_values else nullcontext()
+        with self.watch.during(f"making the {kind} group", ranks, is_work=True), connecting:
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
+            )
+        if self.watch.rank not in ranks:
+            return None
+        assert isinstance(group, ProcessGroup)
+        self.made.append(GroupRecord(tuple(ranks), kind, time.monotonic() - started))
+        return group
+
+    def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """None where the members talk point to point."""
+        return self.by_ranks.get(tuple(sorted(ranks)))
+
+    def parent(self, name: ParentName) -> ProcessGroup:
+        """Raises CommError once the world has been left."""
+        if name not in self.parents:
+            raise CommError("this world has been left; its channels can no longer talk")
+        return self.parents[name]
+
+    def make_parent(self, name: ParentName, lines: Sequence[Sequence[int]], kind: str) -> None:
+        """Make a group of this kind of each of these tuples of ranks; this rank's becomes the parent of that name."""
+        for ranks in lines:
+            group = self.make_group(ranks, kind)
+            if group is not None:
+                self.parents[name] = group
+
+    def drop_groups(self) -> list[ProcessGroup]:
+        """Drop every reference; returns the groups to destroy, which no world shares."""
+        for shareable in self._used:
+            shareable.users -= 1
+        unused = [candidate.group for candidate in self._used if candidate.users == 0 and candidate.group is not None]
+        for shareables in self.shareable.values():
+            shareables[:] = [candidate for candidate in shareables if candidate.users]
+        self._used.clear()
+        self.parents.clear()
+        self.by_ranks.clear()
+        return unused
+
 
 REPLICATE, SLOTS, OUTER, EP, TP = "replicate", "slots", "outer", "ep", "tp"
 
@@ -43,7 +164,7 @@ class Meshes:
 
     @cached_property
     def tp(self) -> DeviceMesh:
-        """Return the mesh of this slot's tensor-parallel ranks, a slice of the root that `fsdp` is a slice of."""
+        """Return the mesh of this slot's tensor-parallel ranks."""
         self._check_axis(TP, self._home.tp)
         return self._slice_root(self._root_mesh, (TP,))
 
@@ -80,7 +201,7 @@ class Meshes:
 
     @cached_property
     def _root_mesh(self) -> DeviceMesh:
-        """Return the mesh (replicate, slots of one replica, tp) of this stage. Its slices are `fsdp` and `tp`."""
+        """(replicate, slots of one replica, tp)"""
         home = self._home
         width = home.slots // home.dp_replicate
         by_stage = np.asarray(home.ranks).reshape(home.pp, home.dp_replicate, width, home.tp)
@@ -88,10 +209,7 @@ class Meshes:
 
     @cached_property
     def _expert_root_mesh(self) -> DeviceMesh:
-        """Return the mesh (replicate, outer, ep) of this stage, whose slices are `expert` and `ep`.
-
-        Neighbours along `ep` together hold all experts.
-        """
+        """(replicate, outer, ep): neighbours along `ep` together hold all experts."""
         home = self._home
         width = home.slots // home.dp_replicate
         if width % home.ep:
@@ -104,9 +222,7 @@ class Meshes:
         return self._build_mesh((REPLICATE, OUTER, EP), ranks)
 
     def _build_mesh(self, axes: Sequence[str], ranks: Integers) -> DeviceMesh:
-        """Axes of size 1 are left out, but for those over slots. Every rank makes the groups of all lines along each
-        axis.
-        """
+        """Axes of size 1 are left out, but for those over slots."""
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
@@ -120,7 +236,6 @@ class Meshes:
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
     def _make_groups_of_axis(self, axis: str, lines: Integers) -> ProcessGroup:
-        """Make the groups of all lines along an axis, on every rank in one order; return this rank's."""
         if axis not in self._axis_groups:
             for line in lines.tolist():
                 group = self._groups.make_group(line, axis)

@@ -1,20 +1,18 @@
 """Move blocks around a ring while the caller computes on the block at hand.
 
-Attention never mentions send or receive: it loops over `RingBlocks`, and in backward hands each block's gradient to a
-`GradientRing`, whose sum travels with the block and comes home. What is done with a block is `attention/ring.py`.
-
-A block is several tensors with the same rows; they travel side by side in one buffer, so that a step is one message.
-Order of posting, the same on every rank and so free of deadlock on one parent group: blocks of step s, gradients of
-step s, blocks of step s + 1. Members without rows send and receive nothing: both sides have the counts from the plan.
+Attention loops over `RingBlocks`, and in backward hands each block's gradient to a `GradientRing`, whose sum travels
+with the block and comes home. A block is several tensors with the same rows, side by side in one buffer: a step is one
+message. Order of posting, the same on every rank and so free of deadlock on one parent group: blocks of step s,
+gradients of step s, blocks of step s + 1. Members without rows send nothing: both sides have the counts from the plan.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longspan.comm.groups.channel import Channel, Handle
+from longspan.comm.channel import Channel, Handle
 
 Block = tuple[Tensor, ...]
 
@@ -23,19 +21,14 @@ class RingBlocks:
     """Iterate over (owner, block) for every member of a channel, this member's own block first.
 
     `tensors` are this member's part of the block, each (counts[index], …) and of one dtype; a yielded block has
-    `counts[owner]` rows. While the caller works on one block the next is in flight, in one of two rotating buffers, so
-    that `peak_blocks` (one's own included) is at most 3, whatever the degree. A yielded block is only valid until the
-    next iteration.
+    `counts[owner]` rows, valid until the next iteration. While the caller works on one block the next is in flight, in
+    one of two rotating buffers: `peak_blocks` (one's own included) is at most 3, whatever the degree.
 
     >>> for owner, (k, v) in RingBlocks(channel, (k, v), part.counts, "ring forward"):
     ...     total = merge(total, block_attention(q, k, v))
     """
 
     def __init__(self, channel: Channel, tensors: Sequence[Tensor], counts: Sequence[int], what: str) -> None:
-        """Take this member's tensors as its block; `what` names the messages in reports.
-
-        `_spare` are buffers that are free again; `_live` counts the blocks in memory, and this one is the first.
-        """
         self._channel, self._counts, self._label = channel, tuple(counts), what
         self._row_shapes = [t.shape[1:] for t in tensors]
         self._tensors = tuple(tensors)
@@ -43,10 +36,6 @@ class RingBlocks:
         self._live = self.peak_blocks = 1
 
     def __iter__(self) -> Iterator[tuple[int, Block]]:
-        """Yield the members and their blocks: first this one's own, then as they arrive from the member before.
-
-        The next block travels while the caller computes with the last one, whose rows `packed` lie in `buffer`.
-        """
         degree, me = self._channel.degree, self._channel.index
         buffer = packed = own_matrix = torch.cat([t.flatten(1) for t in self._tensors], 1)
         block = self._tensors
@@ -55,7 +44,12 @@ class RingBlocks:
             if step + 1 == degree:
                 yield owner, block
                 return
-            arriving = self._take_buffer(own_matrix)
+            if self._spare:
+                arriving = self._spare.pop()
+            else:
+                arriving = own_matrix.new_empty((max(self._counts), own_matrix.shape[1]))
+                self._live += 1
+                self.peak_blocks: int = max(self.peak_blocks, self._live)
             next_matrix = arriving[: self._counts[(owner - 1) % degree]]
             handle = self._channel.shift(packed, next_matrix, self._label)
             yield owner, block
@@ -63,13 +57,6 @@ class RingBlocks:
             if buffer is not own_matrix:  # that one has only its own rows, fewer than another block may need
                 self._spare.append(buffer)
             buffer, packed, block = arriving, next_matrix, split_columns(next_matrix, self._row_shapes)
-
-    def _take_buffer(self, like: Tensor) -> Tensor:
-        if self._spare:
-            return self._spare.pop()
-        self._live += 1
-        self.peak_blocks: int = max(self.peak_blocks, self._live)
-        return like.new_empty((max(self._counts), *like.shape[1:]))
 
 
 class Addend(NamedTuple):
@@ -79,23 +66,14 @@ class Addend(NamedTuple):
     tensors: Sequence[Tensor]
 
 
-class AddInPlace(Protocol):
-    """How addends are added to a block's sum."""
-
-    def __call__(self, total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
-        """Add the addends to the tensors of `total` in place, or fill `total` with their sum where it is `fresh`."""
-        ...
-
-
 class GradientRing:
     """Sum every member's gradient of each block; the sum travels behind the block and comes home to its owner.
 
     Call `add` once for each block but one's own, in the order in which `RingBlocks` yields owners, then `finish` with
     one's own gradient of one's own block, which need not travel: what is computed between the last `add` and `finish`
-    hides the last step home. Sums are taken in `dtype` and in ring order, the owner last, which does not depend on
-    timing. Two buffers, whatever the degree.
-
-    `add(total, addends, fresh=…)` adds to the tensors of `total` in place, or fills them where they are fresh.
+    hides the last step home. Sums of tensors shaped `like` these are taken in `dtype` and in ring order, the owner
+    last, which does not depend on timing. `add(total, addends, fresh=…)` adds to the tensors of `total` in place, or
+    fills them where they are fresh. Two buffers, whatever the degree.
     """
 
     def __init__(
@@ -105,13 +83,9 @@ class GradientRing:
         counts: Sequence[int],
         what: str,
         *,
-        add: AddInPlace,
+        add: Callable[..., None],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Make the buffers of sums, with rows of the shapes of the tensors `like`; `what` names messages in reports.
-
-        A ring of one member sends nothing and needs one buffer.
-        """
         self._channel, self._counts, self._label, self._add = channel, tuple(counts), what, add
         self._row_shapes = [t.shape[1:] for t in like]
         shape = (max(self._counts), sum(t.shape[1:].numel() for t in like))
@@ -133,10 +107,7 @@ class GradientRing:
         return split_columns(self._add_to_sum(self._channel.index, addends), self._row_shapes)
 
     def _add_to_sum(self, owner: int, addends: Sequence[Addend]) -> Tensor:
-        """Return the sum of the owner's block so far: what arrived, plus this member's addends.
-
-        Before the first message nothing arrives: the buffer is fresh, and the addends fill it.
-        """
+        """Before the first message nothing arrives: the buffer is fresh, and the addends fill it."""
         total, fresh = self._buffer(owner), self._handle is None
         if self._handle is not None:
             self._handle.wait()
@@ -144,12 +115,10 @@ class GradientRing:
         return total
 
     def _buffer(self, owner: int) -> Tensor:
-        """Return the rows of the owner's block in the buffer of this step; the two take turns."""
         return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 
 def covers(rows: slice | Tensor, count: int) -> bool:
-    """Return whether these are all of `count` rows, in order."""
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 

@@ -1,1 +1,0 @@
-"""Process groups, meshes, and the channels over them."""

@@ -1,1 +1,0 @@
-"""What moves tensors between ranks: rings, row exchanges, collectives of tensor parallelism."""
