@@ -7,7 +7,7 @@ documents of --rows in all: the time of --layers layers above that of one, over 
 loss drop out. Weights are bfloat16, whole on the GPU. Of each linear there are forward, both gradients and what float8
 adds: rows of the input and of the gradient, rows and columns of the weight. With torchao installed its recipe
 `rowwise_with_gw_hp`, compiled, does the same linears. Products count 6 FLOPs a weight and row; tensor cores add as
-`longspan.model.float8.quantise.FAST_SUMS` says, or the other way.
+`longspan.model.float8.products.FAST_SUMS` says, or the other way.
 """
 
 import argparse
@@ -29,10 +29,8 @@ from longspan.bench.record import origin_text, write_record
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
-from longspan.model.float8 import quantise
-from longspan.model.float8.products import linear_in_float8
-from longspan.model.float8.quantise import quantise_columns, quantise_rows
-from longspan.model.float8.weights import Float8Weight
+from longspan.model.float8 import products
+from longspan.model.float8.products import Float8Weight, linear_in_float8, quantise_columns, quantise_rows
 from longspan.plain_text import markdown_table
 from longspan.plan import plan_fixed
 
@@ -110,10 +108,10 @@ def time_linear(name: str, rows: int, flags: argparse.Namespace) -> Iterator[dic
 
     yield about | {"kind": "bfloat16", "ms": timed(lambda x: F.linear(x, weight))}
     for fast in (True, False):
-        before, quantise.FAST_SUMS = quantise.FAST_SUMS, fast
+        before, products.FAST_SUMS = products.FAST_SUMS, fast
         kind = "float8 by rows" + ("" if fast == before else f", {'fast' if fast else 'float32'} sums")
         yield about | {"kind": kind, "ms": timed(lambda x: linear_in_float8(x, weight, None, Float8Weight()))}
-        quantise.FAST_SUMS = before
+        products.FAST_SUMS = before
     parts: dict[str, Callable[[], object]] = {
         "rows of x": lambda: quantise_rows(x.detach()),
         "rows of dy": lambda: quantise_rows(dy),

@@ -11,7 +11,7 @@ from longspan.doctor.kernels import kernel_lines
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.seams.refusals import doctor_hint
+from longspan.model.seams.call_rules import doctor_hint
 
 
 class OwnConfig(LlamaConfig):

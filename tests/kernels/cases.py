@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.model.experts.experts import gate_in_one_pass
-from longspan.model.experts.rows import Visits, spread_rows, sum_visits
-from longspan.model.seams.forwards.norm_formula import NormFormula
+from longspan.model.experts.experts import Visits, gate_in_one_pass, spread_rows, sum_visits
+from longspan.model.seams.norms import NormFormula
 from longspan.train.loss import row_softmax
 from longspan.train.terms.token_loss import kernel_distributions
 from tests.reference import relative_error

@@ -11,8 +11,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from longspan.model.experts import experts, rows
-from longspan.model.seams.forwards import norm_formula
+from longspan.model.experts import experts
+from longspan.model.seams import norms
 from longspan.train import loss
 from longspan.train.terms import token_loss
 from tests.kernels import cases
@@ -22,8 +22,8 @@ from tests.ssm.interpreted import on_a_cpu
 
 def _take_cpus() -> None:
     """Let kernels be launched with tensors of a CPU."""
-    experts.find_kernels = rows.find_kernels = lambda *tensors: rows.kernel_module()  # pyright: ignore
-    norm_formula.are_on_gpus = lambda tensors: True
+    experts.find_kernels = lambda *tensors: experts.kernel_module()  # pyright: ignore
+    norms.are_on_gpus = lambda tensors: True
     loss.uses_kernels = token_loss.uses_kernels = lambda dtype, device: dtype != torch.float64
 
 

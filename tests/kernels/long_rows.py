@@ -19,13 +19,9 @@ from longspan.attention.call import Saved
 from longspan.attention.tiles import Launch, Mask, Tile, Tiling
 from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
-from longspan.model.experts.experts import gate_in_one_pass
-from longspan.model.experts.rows import Visits, spread_rows, sum_visits
-from longspan.model.float8.products import linear_in_float8
-from longspan.model.float8.quantise import quantise_columns, quantise_rows
-from longspan.model.float8.weights import Float8Weight
-from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
+from longspan.model.experts.experts import Visits, gate_in_one_pass, spread_rows, sum_visits
+from longspan.model.float8.products import Float8Weight, linear_in_float8, quantise_columns, quantise_rows
+from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms
 from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.convolutions import Convolution, FirstRows, RowsBefore, write_first
 from longspan.ssm.kernels.decay import scan_chunks

@@ -11,8 +11,8 @@ from longspan.attention.kernels import table
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.forwards import norms as fused_norms
-from longspan.model.seams.forwards import norms as long_norms
+from longspan.model.seams import norms as fused_norms
+from longspan.model.seams import norms as long_norms
 from longspan.plan import plan_fixed
 from tests.kernels import long_rows
 from tests.model.stock import texts, tiny

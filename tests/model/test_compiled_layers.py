@@ -23,7 +23,7 @@ from longspan.model.compiled_layers import Compiled, compile_layers, read_compil
 from longspan.model.execution import model_execution
 from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
-from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.presets import preset_config
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks

@@ -14,12 +14,13 @@ from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import execution, prepare
-from longspan.model.activations.host_offload import HostOffload, find_host_arena
+from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import Recomputation
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import MtpLoss, run_step
+from tests.model.activations.test_host_arena import find_host_arena
 from tests.model.deep import answer, deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths

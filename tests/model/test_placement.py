@@ -11,7 +11,7 @@ from longspan.layout import Layout
 from longspan.model import prepare, save_model
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.layers import decoder_layers
-from longspan.model.seams.layer_arguments import number_layers
+from longspan.model.seams.attention_calls import number_layers
 from longspan.model.sharding import fsdp_modules, shared_blocks
 from longspan.testing import backend
 from tests.model.stock import tiny

@@ -22,7 +22,7 @@ from longspan.doctor.stock import (
 )
 from longspan.model import add_mtp, prepare
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.seams.forwards.norms import fuse_norms
+from longspan.model.seams.norms import fuse_norms
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.ssm import causal_conv, linear_scan

@@ -119,7 +119,7 @@ MUTATIONS: dict[str, Change] = {
         "statistics.token_layers * statistics.world.home.slots",
     ),
     "weights of norms without their offset": (
-        "model.seams.forwards.norms",
+        "model.seams.norms",
         "for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)",
         "for f in (_PLAIN, NormFormula(offset=1.0))",
     ),
@@ -136,7 +136,7 @@ MUTATIONS: dict[str, Change] = {
     ),
     # runs
     "tied embeddings over pipeline stages": (
-        "model.pipeline.copies",
+        "model.pipeline.stages",
         "local_slice.copy_(sum_parts([*parts.values()]))",
         "pass",
     ),

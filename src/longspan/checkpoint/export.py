@@ -39,13 +39,12 @@ from longspan.files import read_json
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.load import torch_dtype
-from longspan.model.lora.save import CONFIGURATION, WEIGHTS, largest_trained_modules, select_entries, write_adapter
-from longspan.model.mtp.depths import mtp_blocks
-from longspan.model.mtp.names import PREFIX, publication_names
+from longspan.model.lora import CONFIGURATION, WEIGHTS, largest_trained_modules, select_entries, write_adapter
+from longspan.model.mtp import PREFIX, mtp_blocks, publication_names
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.saving.save import stock_configuration, write_configuration
+from longspan.model.saving import stock_configuration, write_configuration
 from longspan.model.weights.file_names import PROCESSOR_FILES
 from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.hf_folder import read_configuration

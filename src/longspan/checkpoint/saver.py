@@ -45,7 +45,7 @@ from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
 from longspan.host_memory import free_host_bytes
 from longspan.layout.layout import excerpt
-from longspan.model.activations.host_arena import ALIGNMENT, HostArena
+from longspan.model.activations.host_offload import ALIGNMENT, HostArena
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text
 from longspan.train.optim.offload_states import make_sharded_tensor

@@ -15,7 +15,7 @@ from longspan.config.file import load_config
 from longspan.errors import plural
 from longspan.files import read_json
 from longspan.hub import hub_name
-from longspan.model.lora.save import CONFIGURATION
+from longspan.model.lora import CONFIGURATION
 from longspan.run.facts import LAST_STEPS
 from longspan.run.loggers import read_metrics
 

@@ -25,7 +25,7 @@ from longspan.errors import ConfigError
 from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint
 
 RANDOM = "random"  # as mtp.weights
-LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")  # as in model/lora/new.py
+LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")  # as in model/lora.py
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from longspan.data.images import ImageTable, PlacedImage, display_paths, split_p
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
 from longspan.model.exactness.image_trial import video_tokens
-from longspan.model.vision.image_arguments import check_images
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, check_images, image_tokens
 from longspan.plan.items import Item, ItemTable
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from longspan.attention.kernels import Kernel
 from longspan.errors import AttentionError
 from longspan.model.exactness.small_copies import reads_images_alone
 from longspan.model.experts.moe import use_experts
-from longspan.model.seams.attention_calls import IMPLEMENTATION, RecordedCall
-from longspan.model.seams.layer_arguments import number_layers
+from longspan.model.seams.attention_calls import IMPLEMENTATION, RecordedCall, number_layers
 from longspan.model.seams.meta_pass import record_model
 
 GPU = torch.device("cuda")

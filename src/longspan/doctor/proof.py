@@ -45,12 +45,12 @@ from longspan.errors import CommError, LongspanError, ModelError, plural
 from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
+from longspan.model.exactness.image_trial import TrialDocument
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.exactness.trial_documents import TrialDocument
 from longspan.model.experts.moe import router_statistics
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.prepared import PrepareOptions
-from longspan.model.seams.refusals import DOCTOR
+from longspan.model.seams.call_rules import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
 from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups

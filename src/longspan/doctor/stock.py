@@ -26,10 +26,7 @@ from longspan.bridge.item_documents import ItemDocuments
 from longspan.data.document import Document
 from longspan.doctor.cases import IMAGES, LENGTHS, Case
 from longspan.errors import LongspanError, ModelError
-from longspan.model.exactness.image_trial import video_tokens
-from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.exactness.small_values import EXPERT_GROUPS, PICKED
-from longspan.model.exactness.trial_documents import (
+from longspan.model.exactness.image_trial import (
     TOKEN_KINDS,
     TrialDocument,
     make_stock_arguments,
@@ -37,7 +34,9 @@ from longspan.model.exactness.trial_documents import (
     make_video_document,
     ordinary_ids,
     token_kinds,
+    video_tokens,
 )
+from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.take_apart import check_vision
 from longspan.model.vision.image_tokens import image_tokens

@@ -23,7 +23,7 @@ from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, P
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metrics
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
-from longspan.model.float8.weights import find_float8_weight, quantise_once
+from longspan.model.float8.products import find_float8_weight, quantise_once
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules

@@ -28,8 +28,8 @@ from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import find_adapter, unwrap_model
-from longspan.model.lora.save import write_adapter
-from longspan.model.saving.save import load_weights, stock_configuration, write_configuration
+from longspan.model.lora import write_adapter
+from longspan.model.saving import load_weights, stock_configuration, write_configuration
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 GLOBAL: tuple[Any, ...] = (

@@ -15,7 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.adapters import unwrap_model
-from longspan.model.exactness.declared_rules import refuse_quantized
+from longspan.model.exactness.check_model import refuse_quantized
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"

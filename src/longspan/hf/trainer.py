@@ -29,9 +29,9 @@ from longspan.hf.refusals import refuse_kind, refuse_model, refuse_search, refus
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter, unwrap_model
-from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions
-from longspan.model.seams.refusals import guard_model, stock_class_name
+from longspan.model.seams.call_rules import guard_model, stock_class_name
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
 from longspan.train.plans import query_heads

@@ -1,8 +1,7 @@
 """The LoRA adapter that peft has put into a model, and which of the model's parameters belong to it.
 
-peft is not imported here: its layers are recognised by their attributes. They stand in place of the linears that they
-adapt (`q_proj`, with the linear in `q_proj.base_layer`), so a prepared model's names are those of the model inside a
-PeftModel.
+peft is not imported: its layers are recognised by attributes. They stand in place of the linears that they adapt, so
+that a prepared model's names are those of the model inside a PeftModel.
 """
 
 import re
@@ -22,10 +21,9 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of a model: its name in peft, and its configuration (a peft.LoraConfig).
+    """The adapter of a model: its name in peft, its configuration (LoraConfig), and its modules' largest dropout.
 
-    `dropout` is the largest rate at which its modules drop their inputs in training. It may differ from the
-    configuration's: trainers of preferences set it to 0 in the modules.
+    Trainers of preferences set dropout to 0 in the modules, so that it may differ from the configuration's.
     """
 
     name: str
@@ -54,10 +52,7 @@ def base_module(module: nn.Module) -> nn.Module:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Take the transformers model out of a PeftModel; another model is returned as it is.
-
-    Raises ModelError, before anything is changed, for a PeftModel that is not a LoRA adapter around one.
-    """
+    """Take the transformers model out of a PeftModel; another model is returned. ModelError for no LoRA around one."""
     if type(model).__module__.partition(".")[0] != "peft":
         return model
     inside = model.get_base_model() if hasattr(model, "get_base_model") else None  # pyright: ignore[reportCallIssue]
@@ -70,10 +65,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def find_adapter(model: nn.Module) -> Adapter | None:
-    """Find the adapter in a model; None if peft has changed nothing in it.
-
-    Raises ModelError for several, and for peft's modules without a configuration.
-    """
+    """Find the adapter in a model; None without peft's modules. ModelError for several, and without a configuration."""
     if not peft_modules(model):
         return None
     configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
@@ -111,10 +103,7 @@ def plain_name(name: str) -> str:
 
 
 def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
-    """Select the values of an adapter's weights from values by weight name; all of them without an adapter.
-
-    Whatever else is trained counts as part of the adapter: an encoder that is trained beside it.
-    """
+    """Select the values of what is trained with an adapter, by weight name; all of them without an adapter."""
     if model_adapter(model) is None:
         return dict(entries)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

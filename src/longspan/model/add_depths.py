@@ -17,29 +17,29 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import find_adapter
 from longspan.model.layers import base_model, decoder_layers, final_norm
-from longspan.model.mtp.depths import MtpBlocks, MtpDepth, MtpDepths, model_depths, mtp_blocks
-from longspan.model.mtp.layer_inputs import CopiedLayer, NotedLayer, copy_without_layers, depends_on_parameters
-from longspan.model.mtp.names import PREFIX, order_columns, translate_name
-from longspan.model.seams.call_rules import is_prepared
+from longspan.model.mtp import (
+    PREFIX,
+    CopiedLayer,
+    MtpBlocks,
+    MtpDepth,
+    MtpDepths,
+    NotedLayer,
+    copy_without_layers,
+    depends_on_parameters,
+    model_depths,
+    mtp_blocks,
+    order_columns,
+    translate_name,
+)
+from longspan.model.seams.call_rules import find_set_forwards, is_prepared
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.refusals import find_set_forwards
-from longspan.model.weights.fill import WeightSource, empty_model, is_empty, persistent_buffers
+from longspan.model.weights.fill import WeightSource, draw_copy, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
-from longspan.model.weights.random import draw_copy
 from longspan.plan.shape.layers import depth_types
 
 
-def draw_depths(model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
-    """Give depths random weights as transformers initialises them, the same on every rank and under every home."""
-    _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
-
-
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
-    """Give depths the weights in a folder of safetensors files, under the names that `save_model` or publishers give.
-
-    Raises ModelError for weights that are missing or have other shapes.
-    """
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     # Publishers have names of their own for the weights, and one of them another order of a projection's columns.
@@ -57,11 +57,7 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
 
 
 class _DrawnWeights:
-    """Random weights of depths, each drawn from a seed of its own: `seed` and its name.
-
-    A depth is drawn whole, since modules may initialise those inside them. Only names, shapes and buffers of depths are
-    kept here, no memory of parameters.
-    """
+    """A depth is drawn whole, since modules may initialise those inside; only names, shapes and buffers are kept."""
 
     def __init__(self, model: PreTrainedModel, mtp: MtpDepths, seed: int) -> None:
         self._initialise, self._seed = model._init_weights, seed
@@ -112,17 +108,12 @@ def add_mtp(
 
     >>> model = prepare(add_mtp(load_model("Qwen3-8B"), depths=1), world)
     >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
-    >>> result.loss, result.mtp_losses
 
-    A depth has a copy of the model's last decoder layer, or of the last layer that runs without those before it. Where
-    a layer is only attention, a mixer or an MLP, a depth has one layer of each type that the configuration names
-    (`mtp_layers_block_type`). Weights are random, as transformers initialises them, a function of the configuration and
-    `seed` only; or they are read from the folder `weights`, which `save_model` wrote (`mtp.layers.0.…`) or which is
-    published with depths (`model.layers.61.…` after the 61 layers of DeepSeek-V3).
-    The depths' weights are parameters of the model, under `mtp.`; embedding and head are the model's own. Without
-    `mtp=` the model trains and answers as before.
-
-    Raises ModelError for a model that cannot have them, and for a folder that lacks their weights.
+    A depth has a copy of the model's last decoder layer, or of the last that runs without those before it, or one of
+    each type that the configuration names (`mtp_layers_block_type`). Weights are drawn by `seed`, or read from the
+    folder `weights`, which `save_model` wrote or which is published with depths. They are parameters under `mtp.`;
+    embedding and head are the model's own. Raises ModelError for a model that cannot have them, and for a folder that
+    lacks their weights.
     """
     _check_new_depths(model, depths)
     copied = _layer_to_copy(model)
@@ -133,7 +124,7 @@ def add_mtp(
     try:
         if weights is None:
             _make_buffers(model, mtp, copied)
-            draw_depths(model, mtp, seed)
+            _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
         else:
             read_depths(model, mtp, Path(weights))
     except ModelError:
@@ -185,10 +176,7 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
-    """A depth has a norm for each of its two inputs and one at its end. If the model has no norm after its layers,
-    since each layer ends with one, a depth has none at its end, and the norms of its inputs are copies of the
-    layer's last.
-    """
+    """A model whose layers end with a norm has none after them, and neither has its depths."""
     last_norm, size = final_norm(model), model.config.get_text_config().hidden_size
     device, norm = next(layers[-1].parameters()).device, last_norm or _find_last_norm(model, layers[-1], size)
     eh_proj = nn.Linear(2 * size, size, bias=False, device=device, dtype=model.dtype)
@@ -212,10 +200,7 @@ def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.M
 
 
 def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
-    """Reset the depths' buffers to those of a newly made model: a copy of a layer of Gemma 4 has a trained scale.
-
-    Depths that are read from a folder get their buffers from it.
-    """
+    """A copy of a layer of Gemma 4 would have a trained scale. Depths that a folder has get their buffers from it."""
     if not any(True for _ in persistent_buffers(mtp)):
         return
     new_model = empty_model(model.config, model.dtype, type(model))
@@ -245,7 +230,6 @@ def _copy_module(module: nn.Module) -> Any:
 
 
 def _layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
-    """Find the layer that the depths copy; the last one if its forward does not run on meta tensors."""
     last_layer = len(decoder_layers(model)) - 1
     if (noted_layers := _note_layers(model)) is None:
         return CopiedLayer(last_layer)
@@ -270,17 +254,15 @@ def _layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
 
 
 def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
-    """Run the model on the meta device with a stand-in for each layer, which notes its arguments; return the stand-ins.
-
-    What the model's layers return is not known yet, so passes are tried until one succeeds: with stand-ins that return
-    a tensor (`outputs` 0), then a tuple of one value, then of two. None if no pass calls every stand-in and makes rows.
-    """
+    """Stand-ins return a tensor (`outputs` 0), or a tuple of one or two, until a pass calls each and makes rows."""
     for outputs in (0, 1, 2):
         embedded = _meta_rows(model)
         layerless_model, layers = copy_without_layers(model, embedded, outputs)
         with suppress(Exception):  # whatever a forward raises
             out = run_on_meta(layerless_model, None, gradients=True)[0]
-            noted_layers = [layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.is_set]
+            noted_layers = [
+                layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.hidden_states is not None
+            ]
             if len(noted_layers) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
                 return noted_layers
     return None

@@ -1,23 +1,13 @@
 """Decoder layers compiled by torch.compile: each as two halves around attention, or only its norms and MLPs.
 
-A layer's own forward is compiled, once for all layers of a kind and any number of rows from two on. What this package
-puts inside a layer (attention, mixers, experts, what crosses ranks) runs between the graphs, as it would without them,
-and linears in float8 by operators of their own inside: a dense layer is two graphs, one of experts four, and tensor
-parallelism adds one for each sum or gather. Elementwise passes, which are a sixth of a layer of Qwen3-8B's size over
-16K rows, become few: norms and residuals, norms of heads and rotary angles, SwiGLU and its gradients.
-
-transformers runs the checkpoint of a recomputed layer around the layer's call (5.17) or inside its forward (5.23), and
-torch.compile around a checkpoint that has contexts compiles nothing, without a word. So graphs are always made within
-the checkpoint. Norms inside run by their class's own code, which the compiler fuses: in half precision it rounds once
-where that code rounds between operations.
-
-Not covered: layers whose forward was replaced on the instance; their norms and MLPs are compiled, and `CompiledParts`
-says so.
+Graphs are for all layers of a kind and two rows or more; attention, mixers, experts and what crosses ranks run between
+them. They are made within the checkpoint (around the layer's call in transformers 5.17, in its forward in 5.23), as
+around one with contexts nothing is compiled. Layers with a forward of their own are compiled in norms and MLPs.
 """
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
@@ -32,10 +22,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from longspan.errors import ModelError, plural
 from longspan.model.activations.tiles import TiledForward
 from longspan.model.experts.moe import note_layer_arguments, remove_argument_hooks
-from longspan.model.layers import decoder_layers, expert_modules
-from longspan.model.mtp.depths import MtpBlocks, model_depths
-from longspan.model.seams.forwards.norms import runs_in_one_pass, use_class_norms
+from longspan.model.layers import architecture_name, expert_modules
+from longspan.model.mtp import layers_and_depths
 from longspan.model.seams.mixers import find_mixers, run_outside_graphs
+from longspan.model.seams.norms import runs_in_one_pass, use_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
 BACKEND = "inductor"
@@ -91,23 +81,24 @@ def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> Compile
     if word == "none":
         return CompiledParts()
     whole_layers, layers_in_modules, reasons = 0, 0, dict[str, None]()
-    for layer in _all_layers(models):
-        reason = "" if word == "modules" else _refusal_of_layer(layer)
-        if word == "layers" and not reason:
+    for layer in [layer for model in models for layer in layers_and_depths(model).values()]:
+        is_replaced = "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer))
+        if word == "layers" and not is_replaced:
             _compile_layer(layer)
             whole_layers += 1
-        else:
-            _compile_modules(layer)
-            layers_in_modules += 1
-            reasons |= {reason: None} if reason else {}
+            continue
+        layers_in_modules += 1
+        for inner in layer.modules():  # not norms that run by a kernel of our own; of tiles, the forward of one
+            name = type(inner).__name__
+            if not _compile_tiles(inner) and name.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
+                inner.compile(dynamic=True, backend=BACKEND)
+        if word == "layers":
+            reasons[f"the forward of {architecture_name(layer)} was replaced"] = None
     return CompiledParts(whole_layers, layers_in_modules, tuple(reasons))
 
 
 def graphs_text() -> str:
-    """Return in words how many graphs this process has made, and in what time; "" if none.
-
-    With kernels in torch's cache on disk the time is shorter.
-    """
+    """Return in words how many graphs this process has made, and in what time; "" if none."""
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
     return f"{plural(graphs, 'graph')} of layers compiled in {seconds:.1f} s" if graphs else ""
@@ -118,35 +109,11 @@ def is_compiled(model: nn.Module) -> bool:
     return any(module._compiled_call_impl is not None or _IS_COMPILED in vars(module) for module in model.modules())
 
 
-def _all_layers(models: Iterable[PreTrainedModel]) -> Iterator[nn.Module]:
-    for model in models:
-        yield from decoder_layers(model).values()
-        for depth in model_depths(model):
-            yield from [*depth.mtp_block] if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]
-
-
-def _refusal_of_layer(layer: nn.Module) -> str:
-    if "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer)):
-        return f"the forward of {type(layer).__name__.removeprefix('FSDP')} was replaced"
-    return ""
-
-
-def _compile_modules(layer: nn.Module) -> None:
-    """Norms that run by a kernel of our own are left as they are. Of what runs in tiles, the forward of one is
-    compiled.
-    """
-    for inner in layer.modules():
-        if _compile_tiles(inner):
-            continue
-        if type(inner).__name__.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
-            inner.compile(dynamic=True, backend=BACKEND)
-
-
 def _compile_tiles(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     if not isinstance(forward, TiledForward):
         return False
-    forward.compile_run(BACKEND)
+    forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
     return True
 
 
@@ -168,11 +135,10 @@ def _compile_layer(layer: nn.Module) -> None:
 
 
 def _set_up_compiler() -> None:
-    """Set how dynamo compiles in this process, also what else is compiled in it.
+    """For all that this process compiles.
 
-    The cache of shapes is off, and numbers such as a norm's epsilon are constants. Of the 35 s that the graphs of a
-    dense layer with adapters took on a CPU, that cache took 9, as it compares formulas with all that it holds; and each
-    graph was traced anew once the compiler had found that a number does not change (5 s).
+    Of 35 s for a dense layer's graphs on a CPU the cache of shapes took 9; without constants each graph was traced anew
+    once a number was found not to change (5 s).
     """
     config: Any = torch._dynamo.config
     config.nested_graph_breaks = True  # a call of attention ends one graph, not one for each function around it
@@ -182,10 +148,9 @@ def _set_up_compiler() -> None:
 
 
 def start_compile_workers(ranks_of_host: int) -> None:
-    """Start early the processes that compile kernels, so that they import torch while weights are filled.
+    """Start early, from any thread, the processes that compile kernels.
 
-    The `ranks_of_host` ranks of this host share its cores, one for each process. May be called from several threads;
-    only the first call starts processes.
+    `ranks_of_host` ranks share the host's cores.
     """
     from torch._inductor import async_compile
     from torch._inductor import config as inductor
@@ -198,7 +163,7 @@ def start_compile_workers(ranks_of_host: int) -> None:
 
 def unfuse_norms_in_graphs(model: PreTrainedModel) -> None:
     """Let the norms that graphs will contain, those of layers outside mixers, run by their class's own code again."""
-    for layer in _all_layers([model]):
+    for layer in layers_and_depths(model).values():
         use_class_norms(_modules_in_graphs(layer))
 
 
@@ -212,19 +177,13 @@ def _own_forward(layer: nn.Module) -> Callable[..., Any]:
 
 
 class _LayerRun:
-    """A layer's compiled forward (`run`), which takes the arguments of its class's forward.
-
-    Of a layer that `has_experts` it notes the arguments, as the hook did that `_compile_layer` has removed.
-    """
+    """A layer's compiled forward (`run`). If it `has_experts` it notes arguments, as the hook did that was removed."""
 
     def __init__(self, layer: nn.Module, run: Callable[..., Any], *, has_experts: bool) -> None:
         self.layer, self.run, self.has_experts = layer, run, has_experts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graphs; for a single row, which would take a graph of its own, run the class's code.
-
-        Rows that do not fit the graphs are made to require a gradient (`_Begun`), so that they run the same graphs.
-        """
+        """A single row would take a graph of its own: the class's code runs it."""
         if self.has_experts:
             note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -232,7 +191,9 @@ class _LayerRun:
             return _own_forward(self.layer)(self.layer, *args, **kwargs)
         # Graphs differ for views and other tensors. Rows from FSDP2 are views, those that transformers 5.17 recomputes
         # from are not; made views here, all run the same graphs.
-        if self._fits_graphs(hidden):
+        # Graphs for training are of rows that require a gradient, unless none is computed for weights.
+        trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self.layer.parameters())
+        if hidden.requires_grad or not trains:
             hidden = hidden.view_as(hidden)
         else:
             hidden = _Begun.apply(hidden, hidden.new_empty(()).requires_grad_())
@@ -240,20 +201,11 @@ class _LayerRun:
             return self.run(self.layer, hidden, *args[1:], **kwargs)
         return self.run(self.layer, **kwargs | {"hidden_states": hidden})
 
-    def _fits_graphs(self, hidden: Tensor) -> bool:
-        """Graphs for training are made for rows that require a gradient. A layer that computes none for its weights
-        (they are frozen, or gradients are off) has graphs of its own, and takes rows as they come.
-        """
-        if hidden.requires_grad or not torch.is_grad_enabled():
-            return True
-        return not any(parameter.requires_grad for parameter in self.layer.parameters())
-
 
 class _Begun(torch.autograd.Function):
-    """Makes rows require a gradient, which backward then drops: those of the first layer above a frozen embedding.
+    """Makes rows require a gradient, which backward drops: of the first layer above a frozen embedding.
 
-    That layer then runs the same graphs as the others, which take seconds to compile; computing a gradient that is
-    dropped costs three products, 0.2 % of a step of 36 layers.
+    It runs the same graphs as the others then, for three more products, 0.2 % of a step of 36 layers.
     """
 
     @staticmethod

@@ -17,14 +17,10 @@ from longspan.errors import ModelError
 
 @dataclass(frozen=True)
 class Execution:
-    """Types of parameters, of what layers compute in and of sums of gradients, and the attention calls of the layers.
+    """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
-    `calls` are the different ones, empty for a model that was not probed; `kernel` is the kernel requested by name;
-    `mixers` counts state-space layers. `float8` describes what computes in float8, "" for nothing, and `compiled` what
-    torch.compile makes of the layers. `prepare` leaves it on the model.
-
-    >>> model_execution(prepare(model, world)).kernels
-    ('cpu_flash',)
+    `calls` is empty without a probe; `kernel` is the one requested by name; `mixers` counts state-space layers;
+    `float8` and `compiled` say in words what computes so.
     """
 
     parameter_dtype: torch.dtype
@@ -74,10 +70,10 @@ def model_execution(model: nn.Module) -> Execution:
 
 
 def check_same_kernels(execution: Execution, world: World) -> None:
-    """Raise ModelError on all ranks, which call it together, if not all compute with the same kernels of attention.
+    """Raise ModelError on all ranks, which call it together, if they compute with different kernels of attention.
 
-    Where heads are exchanged, the kernel decides what backward of a selective layer sends: the output, or its products
-    with dout. Members of a group with different kernels would wait for messages of another size.
+    Where heads are exchanged, backward of a selective layer sends the output or its products with dout, by the kernel:
+    ranks would wait for messages of another size.
     """
 
     def join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:

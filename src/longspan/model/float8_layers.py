@@ -1,8 +1,7 @@
 """Which linear layers and experts of a model compute in float8, and models and devices that are refused.
 
-All linears of decoder layers and of depths of multi-token prediction do, those under a LoRA adapter too, and experts.
-Head, embedding, norms, routers, adapters, encoders, the gates and decays of heads in mixers, and linears narrower than
-64 numbers stay as they are. Names, weights and checkpoints stay too: a linear's `forward` is set, nothing else.
+All linears of decoder layers and depths do, under an adapter too, and experts; not head, embedding, norms, routers,
+adapters, encoders, gates, and linears narrower than 64. A linear's `forward` is set, nothing else.
 """
 
 from collections.abc import Iterator
@@ -17,13 +16,18 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter
 from longspan.model.experts.moe import router_modules
-from longspan.model.float8.products import linear_in_float8
-from longspan.model.float8.quantise import Scaled, multiply, quantise_by_torch
-from longspan.model.float8.weights import add_float8_weights, find_float8_weight, find_kept_weight
+from longspan.model.float8.products import (
+    Scaled,
+    add_float8_weights,
+    find_float8_weight,
+    find_kept_weight,
+    linear_in_float8,
+    multiply,
+    quantise_by_torch,
+)
 from longspan.model.layers import decoder_layers, expert_modules
-from longspan.model.mtp.depths import model_depths
-from longspan.model.mtp.names import PREFIX
-from longspan.model.seams.refusals import has_instance_forward
+from longspan.model.mtp import PREFIX, model_depths
+from longspan.model.seams.call_rules import has_instance_forward
 from longspan.model.sharding import Placement
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
@@ -38,33 +42,24 @@ _IN_SPLIT = (styles.ROWWISE, styles.SPLIT_INPUT)
 
 
 def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """Return the linears that compute in float8, each once, by qualified name.
-
-    >>> list(float8_linears(model))[:2]  # doctest: +SKIP
-    ['model.layers.0.self_attn.q_proj', 'model.layers.0.self_attn.k_proj']
-    """
+    """Return the linears that compute in float8, each once, by qualified name."""
     blocks = [*decoder_layers(model), *([PREFIX] if model_depths(model) else [])]
     prefixes = tuple(f"{name}." for name in blocks)
     router_prefixes = tuple(f"{name}." for name in router_modules(model))
     linears = dict[str, nn.Linear]()
     for name, module in model.named_modules():
         is_left_out = f"{name}.".startswith(router_prefixes) or belongs_to_adapter(f"{name}.")
-        if not isinstance(module, nn.Linear) or not name.startswith(prefixes) or is_left_out:
+        if (
+            type(module) is not nn.Linear
+            or not name.startswith(prefixes)
+            or is_left_out
+            or has_instance_forward(module)
+        ):
             continue
-        if _can_use_float8(name, module):
+        linear_name = [word for word in name.split(".") if word != "base_layer"][-1]  # which peft puts behind the name
+        if linear_name not in _GATES and min(module.in_features, module.out_features) >= _LEAST_WIDTH:
             linears[name] = module
     return linears
-
-
-def _can_use_float8(name: str, module: nn.Linear) -> bool:
-    """Return whether a linear is torch's own, wide enough, no gate, and has no forward set on the instance.
-
-    A gate is known by its name, without the `base_layer` that peft puts behind the name of an adapted linear.
-    """
-    linear_name = [word for word in name.split(".") if word != "base_layer"][-1]
-    if type(module) is not nn.Linear or linear_name in _GATES or has_instance_forward(module):
-        return False
-    return min(module.in_features, module.out_features) >= _LEAST_WIDTH
 
 
 def device_lack(device: torch.device) -> str:
@@ -79,10 +74,7 @@ def device_lack(device: torch.device) -> str:
 
 
 def float8_error(model: PreTrainedModel, float8: str, placement: Placement, world: World) -> ModelError | None:
-    """Make the error of a model that cannot have float8 under this world's home, or on this rank's device; else None.
-
-    The error is not raised here, since ranks' devices may differ: the caller raises the first one on all ranks.
-    """
+    """Make the error of a model that cannot have float8 here, else None; ranks' devices differ: the caller raises."""
     if float8 not in ("", "rows"):
         return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
     if not float8:
@@ -103,7 +95,9 @@ def _refusal_reasons(model: PreTrainedModel, device: torch.device, dtype: torch.
         yield f"no linear of its decoder layers has {_LEAST_WIDTH} inputs and outputs or more"
     styles_by_name = {entry.name: entry.style for entry in list_styles(model)} if tp > 1 else {}
     style_of = {name: styles_by_name.get(name.removesuffix(".base_layer"), "") for name in linears}
-    widths = {name: _local_widths(linear, style_of[name], tp) for name, linear in linears.items()}
+    out_parts = {name: tp if style in _OUT_SPLIT else 1 for name, style in style_of.items()}
+    in_parts = {name: tp if style in _IN_SPLIT else 1 for name, style in style_of.items()}
+    widths = {n: (x.out_features // out_parts[n], x.in_features // in_parts[n]) for n, x in linears.items()}
     for name, module in experts.items():
         widths |= {f"{name}.{key}": tuple(p.shape[1:]) for key, p in module.named_parameters() if p.ndim == 3}
     uneven = {name: pair for name, pair in widths.items() if any(width % MULTIPLE for width in pair)}
@@ -122,16 +116,8 @@ def dtype_lack(dtype: torch.dtype) -> str:
     return f"its other arithmetic must be in bfloat16, and is in {name} (compute_dtype=torch.bfloat16)"
 
 
-def _local_widths(linear: nn.Linear, style: str, tp: int) -> tuple[int, int]:
-    out, into = linear.out_features, linear.in_features
-    return out // tp if style in _OUT_SPLIT else out, into // tp if style in _IN_SPLIT else into
-
-
 def use_float8(model: PreTrainedModel) -> str:
-    """Let the linears and experts of a model compute in float8, and return in words which do.
-
-    Before, `float8_error` must have given None.
-    """
+    """Let the linears and experts of a model compute in float8, after `float8_error`; return in words which do."""
     linears, experts = float8_linears(model), expert_modules(model)
     in_float8 = sum(linear.weight.numel() for linear in linears.values())
     for linear in linears.values():
@@ -173,12 +159,7 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 
 def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W' + bias of rows x (…, K) and a weight (N, K) in float8, within a graph.
-
-    The operator gets the rows in float8 for the product, and as they are for the gradients.
-
-    >>> y = trace_linear(x, layer.weight, layer.bias)  # (…, N)
-    """
+    """Compute x W' + bias of rows x (…, K) and a weight (N, K) in float8, within a graph."""
     rows = x.reshape(-1, x.shape[-1])
     y = _linear(rows, *quantise_by_torch(rows.detach()), weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
@@ -191,10 +172,7 @@ def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Ten
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
-    """Multiply gradients of rows dy (S, N), which are `values` times `scales`, with the columns of a weight (N, K).
-
-    Only the dtype of dy is read.
-    """
+    """Only the dtype of dy (S, N) is read; it is `values` times `scales`, and the weight (N, K)."""
     return multiply(Scaled(values, scales), find_kept_weight(weight).columns(weight), dy.dtype)
 
 
@@ -214,7 +192,6 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _input_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of rows is a product in float8, that of the weight is computed without float8."""
     x, weight = ctx.saved_tensors
     needs_rows, needs_weight, needs_bias = (ctx.needs_input_grad[i] for i in (0, 3, 4))
     return (

@@ -18,8 +18,7 @@ def architecture_name(model: nn.Module) -> str:
 class Absent(nn.Module):
     """Stands where another rank holds a module, and hands its first input on.
 
-    It has the strings and numbers of `module`, which a forward around it may read. With `outputs` it returns a tuple of
-    so many values, the input and then None; with 0 the input itself.
+    It has the strings and numbers of `module`; with `outputs` it returns a tuple of so many values.
     """
 
     def __init__(self, module: nn.Module | None = None, outputs: int = 0) -> None:
@@ -45,10 +44,9 @@ def shallow_module(module: Any) -> Any:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Return where the base model is: the attribute that transformers names, or else the one model inside; "" if none.
+    """Return where the base model is, "" if nowhere: transformers' attribute, or else the one headless model inside.
 
-    The model inside must be the only one and have no head. Llama4ForCausalLM needs this: it keeps its base model at
-    `model`, and transformers names "language_model".
+    Llama4ForCausalLM keeps its base model at `model`, and transformers names "language_model".
     """
     if model.base_model is not model:
         return model.base_model_prefix
@@ -58,11 +56,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def base_model(model: PreTrainedModel) -> Any:
-    """Return the model below the output embedding, from token ids to the last hidden states; without one the model.
-
-    >>> base_model(Llama4ForCausalLM(config))  # doctest: +SKIP
-    Llama4TextModel(...)
-    """
+    """Return the model below the output embedding, from token ids to the last hidden states; without one the model."""
     name = base_name(model)
     return getattr(model, name) if name else model
 
@@ -73,11 +67,7 @@ def reads_other_modalities(model: PreTrainedModel) -> bool:
 
 
 def text_name(model: PreTrainedModel) -> str:
-    """Return where the text model inside a wrapper of several modalities is; of other models, where the base model is.
-
-    >>> text_name(Gemma3ForConditionalGeneration(config))  # doctest: +SKIP
-    'model.language_model'
-    """
+    """Return where the text model in a wrapper of several modalities is; of other models, where the base model is."""
     if not reads_other_modalities(model):
         return base_name(model)
     embedding, inner = model.get_input_embeddings(), ""
@@ -122,10 +112,7 @@ def is_in_projector(module: str) -> bool:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the list of the model's decoder layers and its qualified name; a wrapper's is its text model's.
-
-    Raises ModelError if it cannot be found.
-    """
+    """Return the list of decoder layers, in a wrapper's text model, and its name; ModelError if there is none."""
     count = model.config.get_text_config().num_hidden_layers
     text_prefix = text_name(model) if reads_other_modalities(model) else ""
     for name, module in text_model(model).named_modules(prefix=text_prefix):
@@ -135,19 +122,13 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the model's decoder layers that are here, by qualified name, in order; a wrapper's are its text model's.
-
-    Raises ModelError if they cannot be found.
-    """
+    """Return the decoder layers that are here, by qualified name, in order; ModelError without a list of them."""
     name, layers = layer_list(model)
     return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
-    """Find the norm after the decoder layers, in the text model or in the module that has the list of layers.
-
-    It is the module's `norm`, or its last child whose class is named as one; None if no norm is on this rank.
-    """
+    """Find the norm after the decoder layers: `norm`, or the last child named as one; None if none is on this rank."""
     parent_of_layers = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
     for module in (decoder_model(model), parent_of_layers):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):

@@ -1,7 +1,4 @@
-"""Models from a local Hugging Face folder, a configuration or a preset; nothing is downloaded.
-
-How models are saved is in `save.py`.
-"""
+"""Models from a local Hugging Face folder, a configuration or a preset; nothing is downloaded."""
 
 import re
 import warnings
@@ -22,11 +19,11 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.mtp.names import names_of_depths
+from longspan.model.mtp import names_of_depths
 from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
-from longspan.model.seams.refusals import items_text
-from longspan.model.weights.fill import empty_model, fill_when_prepared, find_images_class, images_class
+from longspan.model.seams.call_rules import items_text
+from longspan.model.weights.fill import RandomWeights, empty_model, fill_when_prepared, find_images_class, images_class
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
@@ -36,7 +33,6 @@ from longspan.model.weights.hf_folder import (
     refusal_reason,
     weight_files,
 )
-from longspan.model.weights.random import RandomWeights
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,19 +52,14 @@ def load_model(
 
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
-    >>> model = prepare(load_model(config="Qwen3-8B/config.json", sharded=True), world)
 
-    With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads that
-    part from the folder's files, or draws it, on the world's device, so that no rank ever holds the whole.
-
-    With `images`, and for a configuration that no causal language model has, a model from images and text to text is
-    loaded (AutoModelForImageTextToText): give it to `prepare(model, world, encoder=Layout(…))`.
-
-    With a `path`, `config` is used in place of the folder's config.json. Random weights are a function of the
-    configuration and `seed` only: the same on every rank, whatever the world (and, with `sharded`, of the kind of
-    device that draws them). `vocab_size` is that of the tokenizer: a preset of tiny sizes gets it, any other model must
-    have as many rows. Raises ModelError for an unknown preset or dtype, and for a folder that is missing, incomplete,
-    damaged or quantized, or that holds tensors that the model does not take.
+    With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads or
+    draws that part on the world's device. With `images`, and for a configuration that no causal model has, a model from
+    images and text to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With a `path`, `config` is used
+    in place of its config.json. Random weights are a function of the configuration and `seed` (and with `sharded` of
+    the kind of device). `vocab_size` is that of the tokenizer: tiny presets get it, other models must have as many
+    rows. Raises ModelError for an unknown preset or dtype, and for a folder that is missing, incomplete, damaged or
+    quantized, or that holds tensors that the model does not take.
     """
     kind = torch_dtype(dtype)
     if path is not None:
@@ -78,7 +69,10 @@ def load_model(
             config = read_configuration(Path(config or folder))
         image_class = images_class(config, images)
         with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
-            model = _prepare_to_read(folder, config, kind, image_class)
+            model = empty_model(config, kind, image_class)
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+            fill_when_prepared(model, compare_weights(folder, model))
             if not sharded:
                 automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
                 model = automatic.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
@@ -89,10 +83,13 @@ def load_model(
         config = preset_config(preset or "", vocab_size=vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
-    draw = _prepare_to_draw if sharded else _draw_model
     image_class, path = images_class(config, images), config._name_or_path
     with _as_model_error(f"no model can be made of the {type(config).__name__}{f' of {path}' if path else ''}"):
-        model = draw(config, kind, seed, image_class)
+        if sharded:
+            model = empty_model(config, kind, image_class)
+            fill_when_prepared(model, RandomWeights(model, seed))
+        else:
+            model = _draw_model(config, kind, seed, image_class)
     return _check_embedding_rows(model, path or preset or "the configuration", vocab_size)
 
 
@@ -131,20 +128,6 @@ def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_c
     return model
 
 
-def _prepare_to_draw(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:
-    model = empty_model(config, dtype, image_class)
-    fill_when_prepared(model, RandomWeights(model, seed))
-    return model
-
-
-def _prepare_to_read(folder: Path, config: PreTrainedConfig, dtype: torch.dtype, image_class: Any) -> PreTrainedModel:
-    model = empty_model(config, dtype, image_class)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    fill_when_prepared(model, compare_weights(folder, model))
-    return model
-
-
 @contextmanager
 def _as_model_error(sentence: str) -> Iterator[None]:
     try:
@@ -165,9 +148,8 @@ _TABLES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 
-    Warns of tensors that are left out with reason: depths of multi-token prediction, towers of a text model, tables
-    that the model computes, and what transformers leaves out too. Raises ModelError for tensors that nothing takes, for
-    weights that are missing, of another shape, quantized or in the files twice, and for two unequal tied matrices.
+    Warns of tensors that are left out with reason. ModelError for others, and for weights that are missing, of another
+    shape, quantized, twice in the files, or tied and unequal.
     """
     _refuse_own_class(folder, model)
     source = FolderWeights(folder, model)
@@ -176,8 +158,11 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     patterns, buffers = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES], dict(model.named_buffers())
     known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
     known |= names_of_depths(unread, model.config.get_text_config().num_hidden_layers)
-    if unknown := sorted(unread.keys() - known):
-        known |= _names_of_towers(unknown, folder)
+    if unknown := sorted(unread.keys() - known):  # towers of a text model
+        whole_config = read_configuration(folder)
+        if (image_class := find_images_class(whole_config)) is not None:
+            whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class))
+            known |= set(unknown) - whole.unread.keys()
     if unknown := sorted(unread.keys() - known):
         raise ModelError(
             f"the files of {folder} hold {plural(len(unknown), 'tensor')} that a {type(model).__name__} of its "
@@ -202,11 +187,3 @@ def _refuse_own_class(folder: Path, model: PreTrainedModel) -> None:
             f"of a {stock}: read the folder with {names[0]}.from_pretrained, register the class under a model_type of "
             f'its own, or write "architectures": ["{stock}"] into its config.json if it is one'
         )
-
-
-def _names_of_towers(unknown: list[str], folder: Path) -> set[str]:
-    config = read_configuration(folder)
-    if (image_class := find_images_class(config)) is None:
-        return set()
-    whole = FolderWeights(folder, empty_model(config, torch.float32, image_class))
-    return set(unknown) - whole.unread.keys()

@@ -1,7 +1,6 @@
 """The parts of a causal language model that stages and sequence parallelism rely on: which are called, and how.
 
-This is found by running a copy of the model whose parts are stand-ins. `copy_for_stage` makes it, and makes pipeline
-stages, which keep some of the parts, by the same rules.
+Found by running a copy of the model whose parts are stand-ins, made as pipeline stages are.
 """
 
 import copy
@@ -18,15 +17,12 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.layers import Absent, decoder_model, other_towers, shallow_module, text_name
-from longspan.model.mtp.depths import PREFIX, model_depths
+from longspan.model.mtp import PREFIX, model_depths
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Where a model's parts are, by name inside its base model: modules before the layers, the layers, those after.
-
-    `outputs`: how many values a layer returns in a tuple; 0: a tensor.
-    """
+    """Where a model's parts are, by name in its base model; layers return `outputs` values in a tuple, 0: a tensor."""
 
     before: tuple[str, ...]
     layers: str
@@ -48,11 +44,7 @@ def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def find_parts(model: PreTrainedModel) -> ModelParts:
-    """Find the parts that the model's own pipeline plan names, or else the usual three if they are there.
-
-    Parts are modules of the base model in the order in which they run: some before the layers, one list of layers, some
-    after it. Raises ModelError for a model without such parts, or with encoders or parameters beside them.
-    """
+    """Find the parts that the model's own pipeline plan names, or else the usual three; ModelError for others."""
     base, name = decoder_model(model), type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
     order: list[str] = [*(plan or usual_parts(model))]
@@ -80,11 +72,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
 
 
 def parts_with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
-    """Return the parts with `outputs`, how many values the base model's forward takes from a layer: found by trial.
-
-    0 stands for a tensor, other numbers for a tuple. If the forward runs with none of 0, 1 and 2, the parts stay as
-    they are.
-    """
+    """Return the parts with the `outputs`, of 0, 1 and 2, with which the base model's forward runs."""
     for outputs in (0, 1, 2):
         with suppress(Exception):  # whatever a forward raises of layers that return something else
             _, out, (x, *_) = _trace_calls(model, candidate := replace(parts, outputs=outputs))
@@ -94,11 +82,10 @@ def parts_with_outputs(model: PreTrainedModel, parts: ModelParts) -> ModelParts:
 
 
 class PartCall(NamedTuple):
-    """One call of a part in a forward pass.
+    """One call of a part in a forward pass; `reads_more`: it got hidden states from before the part ahead of it too.
 
-    `reads_more`: whether it got earlier hidden states in addition to those that the call before it returned. If a
-    single argument was made of earlier states, and is the model's first hidden states unchanged, `first_again` is its
-    position or name; else None. `keywords` are the names of its keyword arguments.
+    `first_again` is where it got the model's first hidden states unchanged, if that is all; `keywords` are names of
+    arguments.
     """
 
     part: str
@@ -108,11 +95,9 @@ class PartCall(NamedTuple):
 
 
 def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], bool]:
-    """Run a base model's own forward on two rows of hidden states, with a stand-in for each part that hands them on.
+    """Run a base model's own forward on two rows, with a stand-in for each part; returns the calls.
 
-    `more` are keyword arguments of the forward. Returns the calls of its parts, and whether the forward's output is
-    exactly what the last part returned, and was not made of what earlier parts returned. On the meta device, where
-    tensors have no values, only shapes are compared.
+    And whether its output is exactly what the last part returned; on the meta device only shapes are compared.
     """
     calls, out, returned = _trace_calls(model, parts, **more)
     x = returned[0]
@@ -121,11 +106,6 @@ def trace_parts(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple
 
 
 def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tuple[list[PartCall], Tensor, list[Tensor]]:
-    """Run two rows through the base model's own forward, with stand-ins for all parts, which return what they get.
-
-    Returns the calls of parts, the forward's output, and a list of hidden states: the first input, then what each call
-    returned.
-    """
     bare = decoder_model(copy_for_stage(model, parts, range(0), first=False, last=False))
     size = model.config.get_text_config().hidden_size
     device = next((buffer.device for buffer in bare.buffers()), torch.device("cpu"))  # of the rotary frequencies
@@ -133,10 +113,7 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     returned, calls = [x], list[PartCall]()
 
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        """Note a part's call, and whether it read hidden states other than the newest: a forward hook.
-
-        What the part returns becomes a leaf of autograd, so that `_depends_on` can trace later calls back to it.
-        """
+        """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
         first_again = _find_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
@@ -153,11 +130,7 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
 
 
 def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
-    """Find the argument of a layer, after its input at position 0, that is the model's first hidden states again.
-
-    `returned` are these first states, then what each part before the layer returned. None if there is no such argument,
-    if it was made of other states too, or if several arguments were made of earlier states: stages hand on neither.
-    """
+    """None also if an argument was made of other states too, or several of earlier states: stages hand on neither."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
     if len(earlier) != 1 or earlier[0] == 0:
@@ -176,10 +149,9 @@ def _depends_on(values: Any, tensors: Sequence[Tensor]) -> bool:
 
 
 class _Entry(Absent):
-    """Stands on a later stage for the first part that hidden states go through, and returns those that the stage got.
+    """Stands on a later stage for the first part, and returns the states that the stage got.
 
-    It does not pass its own input on, as the base model's forward has changed that once more, after the first stage
-    did: Granite's scales its embeddings before the first layer.
+    The forward has changed its own input once more: Granite's scales its embeddings before the first layer.
     """
 
     rows: Tensor | None = None
@@ -194,29 +166,16 @@ class _Entry(Absent):
         self.rows = None
 
 
-def _replace_first_part(base: nn.Module, part: str, outputs: int) -> None:
-    """Put an `_Entry` in place of `part`, the first part of a later stage's base model that hidden states go through.
-
-    A part with a dot in its name is a layer, which returns `outputs` values; any other part returns a tensor.
-    """
-    parent, _, name = part.rpartition(".")
-    entry = _Entry(base.get_submodule(part), outputs if parent else 0)
-    base.get_submodule(parent)._modules[name] = entry
-    base.register_forward_pre_hook(entry.take_rows, with_kwargs=True)
-    base.register_forward_hook(entry.forget_rows, always_call=True)
-
-
 def copy_for_stage(
     model: PreTrainedModel, parts: ModelParts, layers: range, *, first: bool, last: bool
 ) -> PreTrainedModel:
     """Copy the model for one stage, with stand-ins for what other stages hold; `layers` are the indices of its layers.
 
-    The first stage has the parts before the layers; the last stage has the parts after them, the head, and the parts
-    before the layers again if the model needs its embedding at the end. A tied head is on the first stage too. A
-    later stage has an `_Entry` in place of the first part that is not the embedding (a layer, if there is no such
-    part): it hands on the hidden states that arrive. The given model is not changed.
+    Parts before the layers are on the first stage, and on the last if it needs the embedding; a tied head on both. A
+    later stage begins with an `_Entry`.
     """
-    tied, embeds = is_tied(model), embeds_at_the_end(model)
+    tied = is_tied(model)
+    embeds = tied or bool(model_depths(model))  # what comes after the layers needs the embedding
     stage = base = shallow_module(model)
     for name in filter(None, text_name(model).split(".")):  # copies also a wrapper's modules around its text model
         base._modules[name] = shallow_module(base._modules[name])
@@ -225,40 +184,31 @@ def copy_for_stage(
     embeddings = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     for name, module in base.named_children():
         if name == parts.layers:
-            base._modules[name] = _stage_layer_list(module, layers, parts.outputs)
+            base._modules[name] = stage_layers = shallow_module(module)
+            for i, (number, layer) in enumerate(module._modules.items()):
+                if i not in layers:
+                    stage_layers._modules[number] = Absent(layer, parts.outputs)
         elif name in parts_here:
             base._modules[name] = module if parts_here[name] else Absent()
         else:
             base._modules[name] = copy.deepcopy(module)  # rotary embeddings: only buffers
     entry = next((part for part in parts.before if part not in embeddings), f"{parts.layers}.0")
     if not first and isinstance(base.get_submodule(entry), Absent):  # no part or layer of this stage's own
-        _replace_first_part(base, entry, parts.outputs)
+        parent, _, last_name = entry.rpartition(".")  # a part with a dot in its name is a layer
+        stand_in = _Entry(base.get_submodule(entry), parts.outputs if parent else 0)
+        base.get_submodule(parent)._modules[last_name] = stand_in
+        base.register_forward_pre_hook(stand_in.take_rows, with_kwargs=True)
+        base.register_forward_hook(stand_in.forget_rows, always_call=True)
     for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction (PREFIX)
         if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
     return stage
 
 
-def _stage_layer_list(layers: nn.Module, indices: range, outputs: int) -> nn.ModuleList:
-    stage_layers: nn.ModuleList = shallow_module(layers)
-    for i, (name, layer) in enumerate(layers._modules.items()):
-        if i not in indices:
-            stage_layers._modules[name] = Absent(layer, outputs)
-    return stage_layers
-
-
 def is_tied(model: PreTrainedModel) -> bool:
     """Return whether the embedding and the head are one parameter."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
-
-
-def embeds_at_the_end(model: PreTrainedModel) -> bool:
-    """Return whether what comes after the layers needs the embedding.
-
-    A head that is tied to it does, or multi-token prediction.
-    """
-    return is_tied(model) or bool(model_depths(model))
 
 
 @contextmanager

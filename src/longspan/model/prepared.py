@@ -1,8 +1,6 @@
 """`prepare`: bring a Hugging Face model under a home, and the encoder of a vision-language model under one of its own.
 
-`model(input_ids, position_ids=, shard=)` then runs any plan. Whether a model may run is decided in
-`exactness/check_model.py`; the arguments of its calls are checked in `seams/attention_calls.py`, and its layers are
-sharded, split and recomputed by `sharding.py`. How images reach it is in `vision/`.
+`model(input_ids, position_ids=, shard=)` then runs any plan.
 """
 
 from collections.abc import Sequence
@@ -25,39 +23,42 @@ from longspan.model.compiled_layers import (
     start_compile_workers,
     unfuse_norms_in_graphs,
 )
-from longspan.model.exactness.adapter_rules import check_encoder_adapter
-from longspan.model.exactness.check_model import Evidence, check_model
+from longspan.model.exactness.check_model import check_encoder_adapter, check_model
 from longspan.model.exactness.row_trial import try_before_call
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import use_experts
 from longspan.model.float8_layers import float8_error, use_float8
 from longspan.model.layers import expert_modules
-from longspan.model.lora.without_adapter import redirect_peft_model
+from longspan.model.lora import redirect_peft_model
 from longspan.model.multimodal.multimodal_model import IMAGE, MultimodalModel, check_encoder_home
 from longspan.model.parts import is_tied
 from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.schedules import PipelineSettings
-from longspan.model.seams.attention_calls import IMPLEMENTATION, check_call, defer_temperature
+from longspan.model.seams.attention_calls import (
+    IMPLEMENTATION,
+    check_call,
+    defer_temperature,
+    keep_layer_arguments,
+    number_layers,
+)
 from longspan.model.seams.call_rules import (
     CallRules,
+    guard_model,
     has_prefix,
     is_prepared,
     make_layers_causal,
     position_table,
 )
-from longspan.model.seams.forwards.norms import fuse_norms, split_long_norms
-from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
-from longspan.model.seams.forwards.row_loss import add_row_loss
-from longspan.model.seams.layer_arguments import keep_layer_arguments, number_layers
 from longspan.model.seams.meta_pass import FirstPass
-from longspan.model.seams.mixer_calls import shard_mixers
-from longspan.model.seams.mixers import find_mixers
-from longspan.model.seams.refusals import guard_model
+from longspan.model.seams.mixers import find_mixers, shard_mixers
+from longspan.model.seams.norms import fuse_norms, split_long_norms
+from longspan.model.seams.rope import choose_frequencies_by_document
+from longspan.model.seams.row_loss import add_row_loss
 from longspan.model.sharding import Placement, Sharding
 from longspan.model.weights.fill import find_deferred_weights, pop_deferred_weights
 
 if TYPE_CHECKING:
-    from longspan.model.vision.join import EncoderHome
+    from longspan.model.take_apart import EncoderHome
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +84,7 @@ class PrepareOptions:
     sequence_parallel: bool = False
 
     def placement(self, world: World) -> Placement:
-        """Decide what becomes of every layer under the world's home.
-
-        Raises ModelError for options that exclude each other.
-        """
+        """Decide what becomes of every layer under the world's home; ModelError for options that exclude each other."""
         # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
@@ -163,59 +161,45 @@ def prepare(
     >>> shard = bind(plan.micro_batches[0], world).with_padding()
     >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
 
-    Options are keywords, those of `PrepareOptions`, which `options=` takes as one value; keywords win.
-
-    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
-    every rank keeps a copy; `reshard_after_forward` frees a layer's gathered parameters between forward and backward;
-    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention, whose output is kept; `offload_activations` keeps in the host's memory what recomputation starts
-    from. `measures` replaces these two: a word of `longspan.plan.MEASURES` for each decoder layer of the whole model
-    and then for each depth of multi-token prediction, measures=("none", "selective+host", …), or one word for all.
-    `host_bytes` is how much of the host's memory a rank uses for this: `prepare` checks that it is there and allocates
-    it (0: the first step measures how much it needs).
-    `mlp_tile_rows` is the most rows that MLPs and experts compute at once, forward and backward (0: all rows), so that
-    only the intermediate values of one tile are in memory; each parameter still gets one gradient, summed in float32.
-    `segment_layers` n: of n neighbouring layers that recompute, only the input of the first is kept (0: that of each).
-    The others' inputs, and attention's outputs by their measure, are computed again when backward reaches the segment.
+    All ranks call it together, with equal weights. Options are keywords of `PrepareOptions`, or `options=` as one
+    value. `shard_parameters` shards them over the slots with FSDP2, otherwise every rank keeps a copy;
+    `reshard_after_forward` frees a layer's gathered parameters between forward and backward (not over stages).
     `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
+
+    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
+    but attention; `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces
+    these two: one word of `longspan.plan.MEASURES`, or one for each decoder layer and then each depth of multi-token
+    prediction, ("none", "selective+host", …). `host_bytes` is how much of the host's memory a rank takes for it (0:
+    what the first step needs). Of `segment_layers` n layers in a row that recompute, only the first one's input is kept
+    (0: each one's). `mlp_tile_rows` is the most rows that MLPs and experts compute at once (0: all rows); each
+    parameter still gets one gradient, summed in float32.
+
     `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
-    `fused_norms` runs RMS norms as one kernel (`norms.py`): "on", "off", or "auto": on GPUs, those that can.
-    `float8="rows"` multiplies in float8 in the linears and experts of decoder layers, with one scale a row; gradients
-    of weights, head, norms, routers and adapters stay in bfloat16 (docs/precision.md).
-    `compiled` is "layers" (each decoder layer as two halves around attention, by torch.compile), "modules" or True (its
-    norms and MLPs), "auto" (layers on GPUs without tensor parallelism, of models whose hidden states have
-    2048 features or more), or "none".
-    `probe=False` skips the trial forward pass on the meta device that shows whether every layer reaches `attend`; the
-    model's first pass then shows it, and raises ModelError.
+    `fused_norms` runs RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can. `float8="rows"`
+    multiplies in float8 in the linears and experts of decoder layers, with one scale a row (docs/precision.md).
+    `compiled` is "layers" (by torch.compile, each decoder layer as two halves around attention), "modules" or True (its
+    norms and MLPs), "auto" (layers on GPUs without tensor parallelism, from 2048 features on), or "none". `probe=False`
+    skips the trial on the meta device that shows whether every layer reaches `attend`: the first pass then shows it,
+    and raises ModelError.
 
     Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
-    PipelineModel; the rest of the model is freed. `pipeline_schedule` is "1f1b" (interleaved with several virtual
-    stages), "gpipe", "zero_bubble" or "zbv" (two virtual stages, folded). Parameters then stay gathered from the first
-    forward to the last backward pass of a step, whatever `reshard_after_forward` is.
+    PipelineModel; the rest is freed. `pipeline_schedule` is "1f1b", "gpipe", "zero_bubble" or "zbv" (two virtual
+    stages, folded). Where `home.tp` is above 1, heads, widths and vocabulary are split by the model's plan; with
+    `sequence_parallel`, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
 
-    Where `home.tp` is above 1, heads, widths and vocabulary are split over the tensor-parallel ranks of a slot by the
-    model's plan; with `sequence_parallel`, norms and residuals hold rows / tp of a slot's rows, which must be a
-    multiple of tp: plan with `row_multiple=home.tp`.
+    With `encoder`, a Layout over the same ranks, an open World of one, or an `EncoderHome` with settings, a model from
+    images and text to text becomes a MultimodalModel: tower and projector run under that home. Of a PeftModel with a
+    LoRA adapter the model inside is returned; its adapter alone is trained and saved.
 
-    With `encoder`, a model from images and text to text becomes a MultimodalModel: its tower and projector run under
-    that home, and the rest under the world's. `encoder` is a Layout over the same ranks, for which a World is opened
-    that closes with `world`, or a World that is open. Settings of the encoder are those of the language model, or those
-    of an `EncoderHome`.
-
-    A PeftModel with a LoRA adapter: the transformers model inside it is prepared and returned; only its adapter is
-    trained and saved, and `longspan.without_adapter(model)` leaves it out for a while.
-
-    A model that draws at random outside attention in training, as by `resid_pdrop`, is evaluated as it is; training it
-    is refused. Whether rows influence each other outside attention, as by a patch or a hook, is tried by a few passes
-    before the first step or call (docs/limits.md).
+    A model that draws at random outside attention in training is evaluated as it is; training it is refused. Whether
+    rows influence each other outside attention is tried by a few passes before the first step or call (docs/limits.md).
 
     Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
     """
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)
-    from longspan.model.take_apart import take_apart_or_undo
-    from longspan.model.vision.join import EncoderHome, join_parts
+    from longspan.model.take_apart import EncoderHome, join_parts, take_apart_or_undo
 
     home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
     stock = unwrap_model(model)
@@ -236,12 +220,7 @@ def prepare_language_model(
 ) -> PreTrainedModel | PipelineModel:
     """Bring a causal language model, or a wrapper of one for text only, under the world's home; see `prepare`.
 
-    The model is checked and tried whole, with its layers connected to longspan's operations. Then it is cut into
-    pipeline stages, or stays one piece, its layers are placed on ranks and get their weights, and are compiled. Last,
-    every call of it is checked by the rules that the trial gave. A model that was not tried (`probe`) is checked in its
-    first pass.
-
-    Raises ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
+    The whole connected model is checked and tried, then cut into stages, placed, filled and compiled.
     """
     pipeline, placement = options.pipeline(world), options.placement(world)
     if options.fused_norms not in ("auto", "on", "off"):
@@ -272,13 +251,23 @@ def prepare_language_model(
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # so that a saved folder has both too
     mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""
-    dtypes = model.dtype, placement.dtype_of(model), placement.reduce_dtype_of(model)
+    compute_dtype = placement.dtype_of(model)
+    dtypes = model.dtype, compute_dtype, placement.sharding.precision(model).reduce_dtype or compute_dtype
     execution = Execution(*dtypes, evidence.calls, options.attention_kernel, mixers, float8)
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
     # Over stages always tried here: an error in the first pass would come on the last stage only, while others wait.
     tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
-    rules = _make_call_rules(model, placement, kernel, evidence)
+    rules = CallRules(
+        type(model).__name__,
+        kernel,
+        position_table(model),
+        evidence.draws,
+        evidence.draws_in_evaluation,
+        placement.row_multiple,
+        prefix=has_prefix(model.config),
+        prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
+    )
     weights = pop_deferred_weights(model)  # None: the model has its weights already
     offload = placement.recomputation.make_offload(world)
     if world.home.pp > 1:
@@ -294,7 +283,11 @@ def prepare_language_model(
     if weights is not None:
         weights.fill_weights(models, world)
     parts = compile_layers(models, compiled)
-    _install_call_checks(prepared, rules, replace(execution, compiled=str(parts)))
+    values: Any = prepared
+    values.call_rules, values.execution = rules, replace(execution, compiled=str(parts))
+    guard_model(prepared, rules.architecture)
+    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
+    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
     if evidence.adapter is not None:
         prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)
@@ -302,17 +295,12 @@ def prepare_language_model(
     return prepared
 
 
-def _look_for_no_padding(*_: Any) -> None:
-    """Stand in for transformers' warning of padding without a mask."""
-
-
 def _connect_operations(model: PreTrainedModel) -> None:
-    """Have the model's attention, mixers and experts call this package.
-
-    Each layer hands down its number and its arguments for them. Rotary frequencies and scales of queries that depend on
-    positions are computed by document.
-    """
-    model.set_attn_implementation(_attention_by_configuration(model))
+    config, text = model.config, model.config.get_text_config()
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    # Of a wrapper a table of names, without towers: they see images whole.
+    table = {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)}
+    model.set_attn_implementation(table if names else IMPLEMENTATION)
     number_layers(model)
     make_layers_causal(model)
     choose_frequencies_by_document(model)
@@ -322,31 +310,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     use_experts(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
-            vars(module)["warn_if_padding_and_no_attention_mask"] = _look_for_no_padding
-
-
-def _make_call_rules(model: PreTrainedModel, placement: Placement, kernel: str | None, evidence: Evidence) -> CallRules:
-    return CallRules(
-        type(model).__name__,
-        kernel,
-        position_table(model),
-        evidence.draws,
-        evidence.draws_in_evaluation,
-        placement.row_multiple,
-        prefix=has_prefix(model.config),
-        prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
-    )
-
-
-def _attention_by_configuration(model: PreTrainedModel) -> str | dict[str, str]:
-    """Return what `set_attn_implementation` takes: the name of our attention, or of a wrapper a table of names.
-
-    The table has our name for the whole model's configuration ("") and its text model's. Towers are left out: they see
-    images whole.
-    """
-    config, text = model.config, model.config.get_text_config()
-    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    return {"": IMPLEMENTATION, **dict.fromkeys(names, IMPLEMENTATION)} if names else IMPLEMENTATION
+            vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None
 
 
 def _place_stages(
@@ -357,9 +321,7 @@ def _place_stages(
     *,
     tried: bool,
 ) -> PipelineModel:
-    """The forward that takes `row_loss` (`tried` on the whole model) is set anew where the head is: a stage is a copy
-    without it.
-    """
+    """A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
@@ -367,14 +329,6 @@ def _place_stages(
             add_row_loss(stage.model, probe=False, tried=tried)
         placement.place_layers(stage.model, stage, offload, has_experts=has_experts)
     return PipelineModel(model, placement.world, stages, pipeline, dtype)
-
-
-def _install_call_checks(prepared: PreTrainedModel | PipelineModel, rules: CallRules, execution: Execution) -> None:
-    values: Any = prepared
-    values.call_rules, values.execution = rules, execution
-    guard_model(prepared, rules.architecture)
-    # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
-    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
 
 
 def refuse_unprepared_model(model: nn.Module) -> None:

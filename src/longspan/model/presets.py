@@ -39,13 +39,7 @@ class Preset:
 
     @property
     def model_type(self) -> str:
-        """Return the model type of its configuration class, without transformers.
-
-        It is the class's name with an underscore before each capital; Granite's types are written without.
-
-        >>> PRESETS["qwen3-30b-a3b"].model_type
-        'qwen3_moe'
-        """
+        """The model type of its class, an underscore before each capital, but for Granite's; without transformers."""
         name = self.config_class.removesuffix("Config")
         if name.startswith("Granite"):
             return name.lower()
@@ -133,15 +127,11 @@ def preset_config(name: str, *, vocab_size: int | None = None) -> "PreTrainedCon
     preset = PRESETS[name]
     values = dict(preset.values)
     if not preset.rows:  # its embedding has as many rows as the tokenizer has ids
-        values["vocab_size"] = _check_vocab_size(name, vocab_size)
+        if vocab_size is None:
+            raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
+        if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
+            raise ModelError(f"vocab_size is {vocab_size!r}; preset {name} needs an integer of at least 1")
+        values["vocab_size"] = int(vocab_size)
     # The tokenizer decides which ids are special; the default ids of a family may lie outside a small vocabulary.
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     return getattr(transformers, preset.config_class)(**values, **special)
-
-
-def _check_vocab_size(name: str, vocab_size: int | None) -> int:
-    if vocab_size is None:
-        raise ModelError(f"preset {name} needs vocab_size, the number of ids of the tokenizer")
-    if isinstance(vocab_size, bool) or int(vocab_size) != vocab_size or vocab_size < 1:
-        raise ModelError(f"vocab_size is {vocab_size!r}; preset {name} needs an integer of at least 1")
-    return int(vocab_size)

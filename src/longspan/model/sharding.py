@@ -26,8 +26,8 @@ from longspan.model.activations.recompute import Recomputation
 from longspan.model.activations.tiles import check_tiles, tile_layers
 from longspan.model.experts.moe import check_experts, shard_experts
 from longspan.model.layers import decoder_layers, other_towers
-from longspan.model.mtp.depths import model_depths
-from longspan.model.seams.refusals import refuse_shared_layers
+from longspan.model.mtp import model_depths
+from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
 from longspan.model.weights.fill import is_empty
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
@@ -41,9 +41,7 @@ _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat b
 class Sharding:
     """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
 
-    `reshard_after_forward` frees a layer's gathered parameters between forward and backward; `compute_dtype` is what
-    FSDP2 computes in (None: the parameters' own). Raises ModelError for a compute dtype of parameters that are not
-    sharded.
+    `compute_dtype` is what FSDP2 computes in; ModelError for one of parameters that are not sharded.
     """
 
     parameters: bool = True
@@ -65,10 +63,7 @@ class Sharding:
             )
 
     def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
-        """Return how FSDP2 computes and sums: gradients in float32 if parameters or arithmetic are in half precision.
-
-        Copies, which FSDP2 does not see, are summed by `_sum_over_slots`.
-        """
+        """Return how FSDP2 computes and sums: in float32 if parameters or arithmetic are in half precision."""
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=torch.float32 if low else None)
@@ -87,12 +82,10 @@ def shard_over_slots(
     root: nn.Module,
     cast_block_inputs: bool = True,
 ) -> None:
-    """Shard each block, then what remains of the root, over all slots. All ranks call it together.
+    """Shard each block, then what remains of the root, over all slots; all ranks call it together.
 
-    A block of several modules is gathered and freed as one: they may share parameters.
-
-    `root` is what will be called: a model itself, or the pipeline stage around it, with the blocks inside. Every
-    tensor that the root is called with is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
+    Several modules in a block are gathered as one: they may share parameters. `root` is what will be called; every
+    tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
     """
     policy, frees = sharding.precision(root), sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
@@ -109,10 +102,7 @@ def shard_over_slots(
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
-    """Return whether what FSDP2 sums over slots is kept as the gradient: neither cast, nor summed over replicas.
-
-    A mesh of one axis has no replicas.
-    """
+    """Sums are neither cast, nor summed over replicas, which a mesh of one axis lacks."""
     for group in reduction_groups([module]):
         trained = [parameter.sharded_param for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         casts = any(policy.reduce_dtype not in (None, parameter.dtype) for parameter in trained)
@@ -124,12 +114,9 @@ def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> 
 class SumsInComputeMemory(DefaultReduceScatter):
     """Sums gradients of one group of parameters in memory of the stream that computes.
 
-    torch's allocator has memory for each stream. FSDP2 takes sums, which become the gradients, from that of its own
-    stream, where the activations that backward has freed meanwhile are not to be had. A rank that is nearly full would
-    then wait for its device, give all free memory back and take it again, in every step.
-
-    FSDP2 (torch 2.11 to 2.15) asks for a message on the computing stream, has its own stream wait for that one, and
-    then asks for the sum on its own.
+    In that of FSDP2's stream the activations that backward freed are not to be had: a nearly full rank would wait for
+    its device and give memory back in every step. FSDP2 (torch 2.11 to 2.15) asks for a message on the computing
+    stream, then for the sum on its own.
     """
 
     def __init__(self) -> None:
@@ -155,10 +142,7 @@ def reshards_after_forward(module: FSDPModule) -> bool | None:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """List every module that FSDP2 manages, children after parents; empty where parameters are not sharded.
-
-    Those of a prepared model stay the same, and are listed once: an evaluation asks several times.
-    """
+    """List every module that FSDP2 manages, children after parents; of a prepared model they are listed once."""
     if (listed := vars(model).get(_FSDP_MODULES)) is not None:
         return listed
     inside = (inner for module in model.modules() if isinstance(module, FSDPModule) for inner in module.modules())
@@ -170,11 +154,9 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 @contextmanager
 def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
-    """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another.
+    """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another; all ranks enter.
 
-    All ranks enter together. Inside, every rank holds all parameters and, unsummed, all gradients; the next backward
-    pass after the `with` block, which all slots must run, sums these over the slots. Nothing happens where parameters
-    are not sharded.
+    The next backward pass behind it, which all slots must run, sums these over the slots.
     """
     modules = fsdp_modules(model)
     for module in modules:
@@ -218,8 +200,7 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Sum gradients over the slots of each replica only, until the yielded function is called: from then on over all.
 
-    Call the function before the last backward pass: its sum then has the shards of gradients that earlier passes left
-    unsummed over replicas. After an error these are dropped. Nothing changes without replicas (`dp_replicate` 1).
+    Call it before the last backward pass. After an error unsummed shards are dropped.
     """
     modules = fsdp_modules(model)
 
@@ -247,10 +228,7 @@ def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
 
 
 def widen_gradients(model: nn.Module) -> None:
-    """Add gathered gradients to those of earlier passes in float32, as FSDP2 does after a backward pass of its own.
-
-    For passes that FSDP2 does not see, whose gradients would add up in the compute dtype.
-    """
+    """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
     for group in reduction_groups(fsdp_modules(model)):
         if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
             group._set_unsharded_grad_dtypes(defer_upcast=False)
@@ -261,19 +239,15 @@ def widen_gradients(model: nn.Module) -> None:
 
 
 def unshard(model: nn.Module) -> None:
-    """Gather the parameters that FSDP2 has freed, so that the modules hold them whole; those that do are left alone.
-
-    For passes that FSDP2 does not see. All ranks call it together.
-    """
+    """Gather the parameters that FSDP2 has freed, for passes that it does not see; all ranks call it together."""
     for module in fsdp_modules(model):
         module.unshard()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that FSDP2 kept gathered after a forward pass without a backward pass.
+    """Free parameters that FSDP2 kept gathered after a forward pass without backward, or an error in one.
 
-    They are freed after an error in that pass, too. FSDP2 would take the pass for unfinished and free nothing, and a
-    later pass would take the gathered parameters for current ones.
+    A later pass would take them for current ones.
     """
     free_groups(fsdp_modules(model))
 
@@ -291,27 +265,19 @@ def free_groups(modules: Sequence[FSDPModule]) -> None:
 
 @contextmanager
 def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
-    """Sum over the slots, at the end, what backward passes inside add to `.grad`; FSDP2 sums by itself.
-
-    Gradients that were there before are kept and not summed again.
-    """
+    """Sum over the slots, at the end, what backward passes inside add to `.grad`; FSDP2 sums by itself."""
     if fsdp_modules(model) or world.home.slots == 1:
         yield
         return
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with set_earlier_gradients_aside(parameters):
         yield
-        _add_absent_gradients(parameters, world)
+        slots = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
+        for parameter, count in zip(parameters, slots, strict=True):
+            if parameter.grad is None and count > 0:  # all slots sum the same ones
+                parameter.grad = torch.zeros_like(parameter)
         for bucket in _gradient_buckets([local_tensor(p.grad) for p in parameters if p.grad is not None]):
             _sum_over_slots(bucket, world)
-
-
-def _add_absent_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Give zeros to parameters that got a gradient on other slots and none here: all slots sum the same ones."""
-    slots = world.control.sum_over_slots([float(p.grad is not None) for p in parameters], "count of gradients")
-    for parameter, count in zip(parameters, slots, strict=True):
-        if parameter.grad is None and count > 0:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -327,10 +293,7 @@ def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
-    """Replace each tensor by its sum over the slots: a reduce-scatter and an all-gather of one flat buffer.
-
-    Half precision is summed in float32.
-    """
+    """A reduce-scatter and an all-gather of one flat buffer; half precision is summed in float32."""
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
     flat = wide(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
@@ -346,8 +309,8 @@ def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
 def shared_blocks(layers: Mapping[str, nn.Module]) -> list[list[nn.Module]]:
     """List the modules of different layers that hold the same parameters: one list for each shared block.
 
-    A block is the outermost module all of whose parameters are used by the same layers. It is listed if each of these
-    layers has a module object of its own for it; one object that several layers hold is left out.
+    A block is the outermost module all of whose parameters are used by the same layers, each with an object of its own
+    for it.
     """
     users: dict[int, set[str]] = {}  # names of the layers that have a parameter, by its id
     for name, layer in layers.items():
@@ -381,8 +344,7 @@ def _parameter_ids(module: nn.Module) -> tuple[int, ...]:
 class Placement:
     """What becomes of every layer under the world's home; `mlp_tile_rows` 0: MLPs run on all rows at once.
 
-    The same for a whole model and for the stages of a pipeline. Options are checked on the whole model, on every rank,
-    before the first layer is changed. Blocks that layers share (Zamba 2) are gathered by FSDP2 together.
+    Options are checked on the whole model, on every rank, before the first layer is changed.
     """
 
     world: World
@@ -408,19 +370,13 @@ class Placement:
         """Return the dtype that the model computes in."""
         return self.sharding.compute_dtype or model.dtype
 
-    def reduce_dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """Return the dtype in which gradients are summed over the slots."""
-        return self.sharding.precision(model).reduce_dtype or self.dtype_of(model)
-
     def place_layers(
         self, model: PreTrainedModel, root: nn.Module, offload: HostOffload | None, *, has_experts: bool
     ) -> None:
         """Bring the layers that are here under the home; all ranks call it together.
 
-        `root` is what will be called: the model, or a stage around it. `offload` is one for all stages of a rank.
-        `has_experts` is of the whole model: a stage without experts still makes their mesh with the other ranks.
-        Layers are split first, since tiles and recomputation then run on a rank's parts; FSDP2 comes last, blocks
-        before the layers around them, as a layer is given what no block inside it has taken.
+        `root`, the model or a stage around it, will be called; `has_experts` is of the whole model: all ranks make the
+        mesh. Layers are split first, then tiled and recomputed; FSDP2 comes last, blocks before the layers around them.
         """
         world, splits_rows, has_copies = self.world, self.sequence_parallel, not self.sharding.parameters
         if world.home.tp > 1:

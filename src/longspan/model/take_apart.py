@@ -1,26 +1,34 @@
-"""A model from images and text to text as two modules that share its weights: what makes rows of images, and the rest.
+"""A model from images and text to text as two modules, its encoder and its language model, and joined under two homes.
 
-    parts = take_apart(LlavaForConditionalGeneration(config))
-    parts.encoder                       # ImageEncoder: the tower and the projector, under the model's own names
-    parts.language_model                # the same model object, without them
-
-What is taken is what stands next to the text model in the base model. No weight is copied or renamed.
+The encoder is what stands next to the text model in the base model; no weight is copied or renamed. A Layout as its
+home is opened as a World next to the language model's and left with it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.errors import ModelError
+from longspan.comm import World
+from longspan.errors import ModelError, PlanError
+from longspan.layout import Layout
 from longspan.model.adapters import belongs_to_adapter
 from longspan.model.exactness.image_trial import image_reasons
 from longspan.model.layers import base_model, is_in_projector, other_towers, reads_other_modalities
-from longspan.model.seams.refusals import doctor_hint
-from longspan.model.vision.image_encoder import VisionParts, split_model
+from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel
+from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.call_rules import doctor_hint
+from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_model
 from longspan.model.vision.image_tokens import image_tokens
+from longspan.model.weights.fill import DeferredWeights
+from longspan.plan.cost.cost import Cost
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
+from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _REASONS = {  # by model type, where the cause is known: clearer than the differences that a trial finds
     "gemma4": "its layers take inputs made of its ids, placeholders among them, which no step hands over; and where "
@@ -44,10 +52,6 @@ def check_vision(model: nn.Module) -> None:
             f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
             f"encoder= for text alone{doctor_hint(model)}"
         )
-    _check_placeholder_id(model)
-
-
-def _check_placeholder_id(model: PreTrainedModel) -> None:
     embedding: Any = model.get_input_embeddings()
     placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
     if placeholder >= rows:
@@ -57,20 +61,10 @@ def _check_placeholder_id(model: PreTrainedModel) -> None:
         )
 
 
-def take_apart(model: PreTrainedModel) -> VisionParts:
-    """Take the parts of a vision-language model; afterwards the model itself is the language model, without towers.
-
-    Raises ModelError for a model that has none.
-    """
-    check_vision(model)
-    return split_model(model)
-
-
 def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
     """Choose what of a whole vision-language model's tower and projector is trained, and freeze the other parameters.
 
-    A projector is known by its name (`is_in_projector`); adapters stay as they are. Raises ModelError for "projector"
-    where no parameter is a projector's.
+    A projector is known by its name; adapters stay. ModelError for "projector" where no parameter is one's.
     """
     check_vision(model)
     base, towers = base_model(model), other_towers(model)
@@ -96,9 +90,119 @@ def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
     base = base_model(model)
     modules, parameters = dict(base._modules), dict(base._parameters)
     try:
-        yield take_apart(model)
+        yield split_model(model)
     except BaseException:
         base._modules.clear()
         base._modules.update(modules)
         base._parameters.update(parameters)
         raise
+
+
+_LAYERS = ("depth", "num_hidden_layers")
+_WIDTHS = ("embed_dim", "hidden_size")  # embed_dim first: Qwen2-VL's hidden_size is the language model's width
+
+
+def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, gpu: bool = False) -> Cost:
+    """Price an image's rows, for `Encoder(cost=…)`: linear layers, attention in windows and over the whole image.
+
+    `encoder` is not sharded yet; of frozen parts only the forward pass is priced; recomputation runs forward `again`
+    times; `gpu`: seconds are an H200's, else of CPUs.
+    """
+    try:
+        shape = EncoderShape.of(config)
+    except PlanError:
+        shape = _counted_shape(config, encoder)
+    return shape.cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
+
+
+def find_trained_part(encoder: nn.Module) -> Trained:
+    """Return which part of a tower and projector is trained ("all" if any block is), before or after sharding."""
+    if any(p.requires_grad for block in encoder_blocks(encoder).values() for p in block.parameters()):
+        return "all"
+    return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
+
+
+def _counted_shape(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
+    vision: Any = getattr(config, "vision_config", None)
+    width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
+    in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
+    merge = getattr(vision, "spatial_merge_size", None) or 1
+    windows, side = window_layers(ConfigReader.read_whole(config).section("vision_config"), layers)
+    full_layers, in_windows = layers - windows, {"window_layers": windows, "window": side}
+    return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
+
+
+def _first_value(config: Any, names: tuple[str, ...]) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderHome:
+    """Where the tower and projector of a vision-language model run, and how images are dealt out to it.
+
+    `home` is a Layout, or the open World of one, over the language model's ranks. The others are those of `Encoder` and
+    of `prepare_encoder`; without a `cost`, images are priced by the model's vision configuration.
+    """
+
+    home: Layout | World
+    max_rows_per_slot: int | None = None
+    recompute: bool = False
+    cost: Cost | None = None
+    shard_parameters: bool = True
+    activation_checkpointing: bool | str = False
+    compute_dtype: Any = None
+    tp_plan: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def layout(self) -> Layout:
+        """The encoder's Layout, also where its World is given."""
+        return self.home if isinstance(self.home, Layout) else self.home.home
+
+    @classmethod
+    def of(cls, encoder: "Layout | World | EncoderHome", **options: Any) -> "EncoderHome":
+        """Return the argument of `prepare(encoder=…)` as an EncoderHome, a Layout or World with these `options`."""
+        if isinstance(encoder, EncoderHome):
+            return encoder
+        if not isinstance(encoder, Layout | World):
+            raise ModelError(
+                f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, its open "
+                "World, or EncoderHome(home=…) with settings"
+            )
+        return cls(home=encoder, **options)
+
+
+def join_parts(
+    parts: VisionParts,
+    language_model: PreTrainedModel | PipelineModel,
+    world: World,
+    settings: EncoderHome,
+    weights: DeferredWeights | None,
+) -> MultimodalModel:
+    """Prepare the images' encoder under its own layout, fill it, and join it with a prepared language model."""
+    encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
+    if weights is not None:
+        weights.of(parts.encoder).fill_weights([parts.encoder], encoder_world)
+    recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
+    cost = settings.cost or image_cost(
+        language_model.config, parts.encoder, again=recomputed_passes, gpu=world.device.type == "cuda"
+    )
+    pack_attention(parts.encoder)
+    module: nn.Module = prepare_encoder(
+        parts.encoder,
+        encoder_world,
+        shard_parameters=settings.shard_parameters,
+        activation_checkpointing=settings.activation_checkpointing,
+        compute_dtype=settings.compute_dtype,
+        tp_plan=settings.tp_plan,
+    )
+    encoder = Encoder(
+        module=module,
+        world=encoder_world,
+        max_rows_per_slot=settings.max_rows_per_slot,
+        recompute=settings.recompute,
+        cost=cost,
+        deep_layers=parts.deep_layers,
+        in_spans=language_model.config.model_type in SEEN_BY_IMAGES,
+    )
+    return MultimodalModel({IMAGE: encoder}, language_model, world)

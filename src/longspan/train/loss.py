@@ -2,7 +2,7 @@
 
 In chunks the logits of all rows never exist at once: gradients are made in forward, chunk by chunk, so that no logits
 are computed twice, and only of the rows that predict a token. What turns hidden states into logits is a head
-(`model/seams/forwards/row_loss.py`), what a row's loss is a function of its target's log-probability. Dividing, and
+(`model/seams/row_loss.py`), what a row's loss is a function of its target's log-probability. Dividing, and
 summing over slots, is the step's business (`step.py`).
 """
 

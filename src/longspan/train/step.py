@@ -24,7 +24,7 @@ from longspan.data.document import NO_TARGET
 from longspan.errors import LossError
 from longspan.model.experts.moe import router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses, RouterStatistics
-from longspan.model.lora.without_adapter import refuse_adapter_left_out
+from longspan.model.lora import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan
 from longspan.train.loss import CrossEntropy, Head

@@ -95,7 +95,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     try:
         shape = ModelShape.of(model.config, depths=config.mtp.depths)
         if encoder is not None:
-            from longspan.model.vision.join import find_trained_part
+            from longspan.model.take_apart import find_trained_part
             from longspan.plan.items.encoder_shape import EncoderShape
 
             trained = find_trained_part(encoder)

@@ -25,7 +25,7 @@ from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.float8_layers import device_lack
-from longspan.model.mtp.names import PREFIX
+from longspan.model.mtp import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_factor
@@ -161,7 +161,7 @@ def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: 
 
 def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """Add the new adapter that [lora] describes; the model becomes a PeftModel. Raises ModelError as `add_lora`."""
-    from longspan.model.lora.new import NewAdapter, add_lora
+    from longspan.model.lora import NewAdapter, add_lora
 
     lora, folder = config.lora, config.model.path
     adapter = NewAdapter(

@@ -17,9 +17,8 @@ from longspan.errors import ModelError
 from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.activations import host_arena
-from longspan.model.activations.host_arena import HostArena, HostRange, check_host_room
-from longspan.model.activations.host_offload import HostOffload, find_host_arena
+from longspan.model.activations import host_offload
+from longspan.model.activations.host_offload import HOST_OFFLOAD, HostArena, HostOffload, HostRange, check_host_room
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import run_step
@@ -71,6 +70,11 @@ def test_free_ranges_become_one_again_in_any_order() -> None:
         del whole
 
 
+def find_host_arena(model: nn.Module) -> HostArena | None:
+    offloads = (getattr(module, HOST_OFFLOAD, None) for module in model.modules())
+    return next((offload.arena for offload in offloads if isinstance(offload, HostOffload)), None)
+
+
 def _held(model: nn.Module, plan: Any, documents: Any, world: World) -> tuple[int, int, int]:
     """What a step takes on the host, in how many parts, after a first one."""
     arena = find_host_arena(model)
@@ -109,7 +113,7 @@ def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monk
 
 
 def test_an_arena_larger_than_what_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_arena, "free_host_bytes", lambda: 5000)
+    monkeypatch.setattr(host_offload, "free_host_bytes", lambda: 5000)
     arena = HostArena(CPU, 4096)
     places: list[HostRange] = [arena.take(4096)]
     with pytest.raises(

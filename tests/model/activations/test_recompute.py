@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import CONFIG_MAPPING
 
@@ -17,8 +18,7 @@ from longspan.comm import Channel, World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.activations.host_arena import HostArena
-from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
+from longspan.model.activations.host_offload import HostArena, HostOffload
 from longspan.model.activations.recompute import run_checkpointed
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.plan import Group, MicroBatch, Plan, plan_fixed
@@ -158,7 +158,7 @@ def test_several_calls_in_flight(offload: bool, twice: bool, monkeypatch: pytest
         for shard in shards:
             park = host_offload.open_layer(first=True) if host_offload is not None else None
             recording = Recording(park)
-            with park_saved_tensors(park) if park is not None else nullcontext():
+            with saved_tensors_hooks(park, lambda fetch: fetch()) if park is not None else nullcontext():
                 outs.append(checkpoint(layer, x, shard, use_reentrant=False, context_fn=recording.contexts))
         assert len(computed) == 9
         of_outs = [_gradients(layer, x, out, twice=twice) for out in outs]

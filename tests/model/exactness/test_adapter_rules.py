@@ -13,7 +13,7 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
 from longspan.model.adapters import find_adapter, unwrap_model
-from longspan.model.exactness.adapter_rules import check_adapter
+from longspan.model.exactness.check_model import check_adapter
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks

@@ -16,9 +16,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness import class_trial, small_copies
-from longspan.model.exactness.check_model import needs_class_trial
-from longspan.model.exactness.class_trial import refuse_class, try_class
+from longspan.model.exactness import check_model, small_copies
+from longspan.model.exactness.check_model import needs_class_trial, refuse_class, try_class
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.experts import experts as gate
 from longspan.plan import plan_fixed
@@ -29,7 +28,7 @@ from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before
 
-PATH = "model.exactness.class_trial"
+PATH = "model.exactness.check_model"
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -52,7 +51,7 @@ TRUE_SIZES = ("qwen3_moe", "deepseek_v3", "minimax_m2", "afmoe")
 def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
     model = on_meta(CONFIG_MAPPING[family]())
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    assert try_class(model) == class_trial.ClassTrial()
+    assert try_class(model) == check_model.ClassTrial()
     assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -60,7 +59,7 @@ def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TRUE_SIZES])
 def test_every_exact_family_passes(family: str) -> None:
-    assert try_class(family_model(family)) == class_trial.ClassTrial()
+    assert try_class(family_model(family)) == check_model.ClassTrial()
 
 
 def test_models_without_experts_are_not_tried() -> None:

@@ -7,7 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.errors import ModelError
-from longspan.model.exactness import image_trial, small_copies, trial_documents
+from longspan.model.exactness import image_trial, small_copies
 from longspan.model.exactness.image_trial import image_reasons, video_tokens
 from tests.model.vision.models import config_of
 
@@ -43,14 +43,14 @@ def _without_deeper(add: Callable[..., Any]) -> Callable[..., Any]:
 def _plain_positions(document: Callable[..., Any]) -> Callable[..., Any]:
     def plain(tokens: Any, *more: Any) -> Any:
         made = document(tokens, *more)
-        return trial_documents.TrialDocument(made.ids, made.images, made.rows, None, made.at_images)
+        return image_trial.TrialDocument(made.ids, made.images, made.rows, None, made.at_images)
 
     return plain
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no parts for deeper layers": (image_trial, "_hook_image_rows", _without_deeper),
-    "positions of the text": (trial_documents, "_make_document", _plain_positions),
+    "positions of the text": (image_trial, "_make_document", _plain_positions),
 }
 
 

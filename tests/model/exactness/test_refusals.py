@@ -9,12 +9,12 @@ import transformers
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.exactness.declared_rules import refuse_unsupported
+from longspan.model.exactness.check_model import refuse_unsupported
 from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.prepared import IMPLEMENTATION
+from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.seams.meta_pass import record_model
-from longspan.model.seams.refusals import refuse_shared_layers
 from tests.model.stock import SIZES, tiny
 
 

@@ -9,10 +9,15 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config
-from longspan.model.float8 import quantise
-from longspan.model.float8.products import experts_in_float8, linear_in_float8
-from longspan.model.float8.quantise import Scaled, quantise_columns, quantise_rows
-from longspan.model.float8.weights import Float8Weight
+from longspan.model.float8 import products
+from longspan.model.float8.products import (
+    Float8Weight,
+    Scaled,
+    experts_in_float8,
+    linear_in_float8,
+    quantise_columns,
+    quantise_rows,
+)
 from longspan.model.float8_layers import device_lack
 from longspan.plan import plan_fixed
 from longspan.train import run_step
@@ -58,7 +63,7 @@ def test_kernels_make_the_bits_of_torch_on_a_cpu(shape: tuple[int, ...], dtype: 
 def test_every_row_is_near_the_exact_product(
     widths: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantise, "FAST_SUMS", fast)
+    monkeypatch.setattr(products, "FAST_SUMS", fast)
     torch.manual_seed(0)
     x, dy = numbers(ROWS, widths[0]).requires_grad_(), numbers(ROWS, widths[1])
     linear = nn.Linear(*widths, device="cuda", dtype=torch.bfloat16)
@@ -159,4 +164,4 @@ def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: s
 
 def test_scaled_rows_of_nothing() -> None:
     empty = Scaled(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
-    assert quantise.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)
+    assert products.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)

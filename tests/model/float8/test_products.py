@@ -9,10 +9,14 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
-from longspan.model.float8 import products, weights
-from longspan.model.float8.products import experts_in_float8, linear_in_float8
-from longspan.model.float8.quantise import quantise_columns, quantise_rows
-from longspan.model.float8.weights import Float8Weight
+from longspan.model.float8 import products
+from longspan.model.float8.products import (
+    Float8Weight,
+    experts_in_float8,
+    linear_in_float8,
+    quantise_columns,
+    quantise_rows,
+)
 from longspan.model.float8_layers import _run_linear
 from tests.model.float8.dense import DenseLinear, rounded
 
@@ -90,25 +94,31 @@ def count_quantised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls = list[str]()
 
     def counted(name: str):
-        quantise = getattr(weights, name)
-        return lambda weight: calls.append(name) or quantise(weight)
+        method = getattr(Float8Weight, name)
 
-    for name in ("quantise_rows", "quantise_columns"):
-        monkeypatch.setattr(weights, name, counted(name))
+        def note(self: Float8Weight, weight: Tensor):
+            kept, result = getattr(self, f"_{name}"), method(self, weight)
+            calls.extend([f"quantise_{name}"] if result is not kept else [])
+            return result
+
+        return note
+
+    for name in ("rows", "columns"):
+        monkeypatch.setattr(Float8Weight, name, counted(name))
     return calls
 
 
 def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_quantised(monkeypatch)
     model, x = nn.Linear(64, 64), torch.randn(3, 64, requires_grad=True)
-    weights.add_float8_weights(model, ["weight"])
-    here = weights.find_float8_weight(model, "weight")
-    assert here is not None and weights.find_float8_weight(model, "bias") is None
+    products.add_float8_weights(model, ["weight"])
+    here = products.find_float8_weight(model, "weight")
+    assert here is not None and products.find_float8_weight(model, "bias") is None
     for keeps, count in ((False, 3), (True, 1), (False, 3)):
         calls.clear()
         with (
-            weights.quantise_once(model if keeps else nn.Module()),
-            weights.quantise_once(model if keeps else nn.Module()),
+            products.quantise_once(model if keeps else nn.Module()),
+            products.quantise_once(model if keeps else nn.Module()),
         ):
             results = [linear_in_float8(x, model.weight, None, here) for _ in range(3)]
             sum(results, torch.zeros(())).sum().backward()
@@ -153,7 +163,7 @@ def test_compiled_linears_are_the_same_bits_and_no_other_length_compiles_anew() 
     torch.manual_seed(0)
     model, graphs = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)), list[object]()
     for module in (model[0], model[2]):
-        weights.add_float8_weights(module, ["weight"])
+        products.add_float8_weights(module, ["weight"])
         module.forward = MethodType(_run_linear, module)
     model[0].weight.requires_grad_(False)
     leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]

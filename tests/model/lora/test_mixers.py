@@ -131,9 +131,9 @@ def test_checkpoints_and_folders_are_those_of_the_whole_adapter(family: str, tmp
 
 
 MUTANTS = {
-    "cp 2": ("model.seams.mixer_calls", "(v * step.unsqueeze(-1))", "(v.detach() * step.unsqueeze(-1))"),
+    "cp 2": ("model.seams.mixers", "(v * step.unsqueeze(-1))", "(v.detach() * step.unsqueeze(-1))"),
     "tp 2": (
-        "model.tensor_parallel.mixers",
+        "model.tensor_parallel.tensor_parallel",
         "whole_view if is_first_adapter_matrix(name)",
         "(lambda x: x) if is_first_adapter_matrix(name)",
     ),

@@ -13,7 +13,7 @@ from tests.model.lora.adapted import LENGTHS, adapted, dense_answer
 from tests.model.stock import error, gradients_of, texts
 from tests.mutation import mutated
 
-SPLIT, DISABLED = "model.tensor_parallel.split_adapters", "model.lora.without_adapter"
+SPLIT, DISABLED = "model.tensor_parallel.styles", "model.lora"
 FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
 SUMMED = "sum_partial_gradients(linear, key)"
 SCALING = "scaling forgotten"  # peft's own term: the layers' factor is set to one

@@ -11,7 +11,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
-from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from tests.model.experts.moe_models import moe_model
 from tests.model.lora.adapted import adapted

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from longspan.model.layers import base_model, decoder_layers, decoder_model, layer_list
-from longspan.model.mtp.depths import MtpBlocks
+from longspan.model.mtp import MtpBlocks
 from tests.model.mtp.dense import WEIGHT, Answer
 from tests.model.stock import gradients_of
 

@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.mtp.depths import MtpBlocks
+from longspan.model.mtp import MtpBlocks
 from longspan.model.presets import preset_config
 from longspan.model.seams.mixers import find_mixers
 from tests.model.deep import deep

@@ -20,7 +20,7 @@ from tests.model.mtp.dense import AS_CALLED, LENGTHS, WEIGHT, Answer, dense, wit
 from tests.model.stock import gradients_of, texts, tiny, worst
 from tests.mutation import mutate, restore
 
-EXACT, WHOLE = 1e-11, "model.mtp.depths"
+EXACT, WHOLE = 1e-11, "model.mtp"
 ONES = [1.0] * len(LENGTHS)
 HOMES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "cp 2": (Layout(ranks=2), {"activation_checkpointing": "full"}),

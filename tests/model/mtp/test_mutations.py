@@ -13,7 +13,7 @@ from tests.model.mtp.dense import LENGTHS, WEIGHT, dense, with_depths
 from tests.model.stock import gradients_of, texts, worst
 from tests.mutation import each_mutated
 
-ROWS, LOSS, DEPTHS = "train.read_rows", "train.terms.mtp", "model.mtp.depths"
+ROWS, LOSS, DEPTHS = "train.read_rows", "train.terms.mtp", "model.mtp"
 MUTATIONS: dict[str, tuple[str, str, str]] = {
     "ids shifted by one less": (ROWS, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),
     "labels shifted by one less": (ROWS, "labels[ahead]", "labels[max(depth - 1, 0) :][: stop - start]"),
@@ -46,7 +46,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "no last norm": (DEPTHS, "self.post_norm(take_hidden_states(", "(take_hidden_states("),
 }
 
-INPUTS = "model.mtp.layer_inputs"
+INPUTS = "model.mtp"
 OF_TOKENS: dict[str, tuple[str, str, str]] = {
     "the rows' own ids": (INPUTS, "input_ids=ids[None], **other", "input_ids=arguments['input_ids'], **other"),
     "no gradient of the embedding": (INPUTS, "_Embedded(embedded)", "_Embedded(embedded.detach())"),

@@ -16,7 +16,7 @@ from longspan import Layout, World, add_mtp, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model import preset_config
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.mtp.names import count_depths, publication_names, translate_name
+from longspan.model.mtp import count_depths, publication_names, translate_name
 from tests.model.stock import at_random, config_of, weights_of
 
 NORMS = {

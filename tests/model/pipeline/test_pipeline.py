@@ -16,10 +16,9 @@ from longspan.errors import CommError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare, save_model, sharding
 from longspan.model.parts import find_parts
-from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
-from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_model, refuse_inexact
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
 from longspan.plan.memory.parameters import stage_layers

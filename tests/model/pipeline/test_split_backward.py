@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from longspan.model.pipeline.split_backward import compute_input_gradient, compute_weight_gradients
+from longspan.model.pipeline.schedules import compute_input_gradient, compute_weight_gradients
 
 SIZE = 3
 

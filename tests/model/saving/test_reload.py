@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from longspan import Layout, World
 from longspan.errors import ModelError
 from longspan.model import load_model, prepare, save_model
-from longspan.model.saving.save import load_weights
+from longspan.model.saving import load_weights
 from longspan.testing import backend, run_ranks
 
 CASES = [

@@ -52,7 +52,7 @@ MUTANTS = {
     ),
     "no scale": ("attention_calls", "scale=scaling,", "scale=None,"),
     "hidden states of the head": (
-        "forwards.row_loss",
+        "row_loss",
         "_BaseOutput(self._hidden)",
         "_BaseOutput(self._hidden * 1.001)",
     ),

@@ -12,8 +12,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_dependent_layers
-from longspan.model.seams.attention_calls import IMPLEMENTATION
-from longspan.model.seams.layer_arguments import keep_layer_arguments
+from longspan.model.seams.attention_calls import IMPLEMENTATION, keep_layer_arguments
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from longspan.model.seams import layer_arguments
-from longspan.model.seams.layer_arguments import find_layer_kernel, find_layer_shard, run_within_layer
+from longspan.model.seams import attention_calls
+from longspan.model.seams.attention_calls import run_within_layer, running_layer
 
 
 class _Layer(nn.Module):
@@ -19,13 +19,13 @@ class _Layer(nn.Module):
     def __init__(self, inner: nn.Module | None = None, fails: bool = False) -> None:
         super().__init__()
         self.inner, self.fails, self.found = inner, fails, list[Any]()
-        self.register_forward_pre_hook(layer_arguments._note_arguments, with_kwargs=True)
-        self.register_forward_hook(layer_arguments._forget_arguments, always_call=True)
+        self.register_forward_pre_hook(attention_calls._note_arguments, with_kwargs=True)
+        self.register_forward_hook(attention_calls._forget_arguments, always_call=True)
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         if self.inner is not None:
             x = self.inner(x, shard="inner")
-        self.found.append((find_layer_shard(), find_layer_kernel()))
+        self.found.append((running_layer().shard, running_layer().attention_kernel))
         if self.fails:
             raise ValueError("a layer fails")
         return x.sin()
@@ -39,13 +39,13 @@ def test_nested_layers_and_none_outside() -> None:
     outer = _Layer(inner)
     outer(X, shard="outer", attention_kernel="reference")
     assert inner.found == [("inner", None)] and outer.found == [("outer", "reference")]
-    assert find_layer_shard() is None and find_layer_kernel() is None
+    assert running_layer().shard is None and running_layer().attention_kernel is None
 
 
 def test_nothing_is_left_after_an_error() -> None:
     with pytest.raises(ValueError, match="a layer fails"):
         _Layer(_Layer(fails=True))(X, shard="outer")
-    assert find_layer_shard() is None
+    assert running_layer().shard is None
 
     def refuse(*_: Any) -> None:
         raise ValueError("an earlier hook fails")
@@ -54,7 +54,7 @@ def test_nothing_is_left_after_an_error() -> None:
     outer.inner.register_forward_pre_hook(refuse, prepend=True)  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(ValueError, match="an earlier hook fails"):
         outer(X, shard="outer")
-    assert find_layer_shard() is None
+    assert running_layer().shard is None
 
 
 def test_recomputation_finds_its_own_shard_in_another_thread() -> None:
@@ -63,7 +63,7 @@ def test_recomputation_finds_its_own_shard_in_another_thread() -> None:
     thread = Thread(target=lambda: [out.sum().backward() for out in outs])
     thread.start()
     thread.join()
-    assert layer.found == [(i, None) for i in (0, 1, 0, 1)] and find_layer_shard() is None
+    assert layer.found == [(i, None) for i in (0, 1, 0, 1)] and running_layer().shard is None
     assert run_within_layer(layer) is layer
 
 
@@ -76,7 +76,7 @@ def test_a_part_of_a_layer_is_recomputed_with_the_shard_around_it() -> None:
     part = _Layer()
     out = Whole(part)(X, shard="whole", attention_kernel="torch")
     out.sum().backward()
-    assert part.found == [("whole", "torch")] * 2 and find_layer_shard() is None
+    assert part.found == [("whole", "torch")] * 2 and running_layer().shard is None
 
 
 def test_hooks_alone_would_not_see_recomputation() -> None:

@@ -10,7 +10,7 @@ from transformers.models.llama4 import modeling_llama4
 
 from longspan import Layout, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
-from longspan.model.exactness.declared_rules import refuse_unsupported
+from longspan.model.exactness.check_model import refuse_unsupported
 from longspan.model.execution import model_execution
 from longspan.model.seams.attention_calls import RecordedCall
 from longspan.model.seams.meta_pass import check_calls

@@ -18,7 +18,7 @@ from longspan.comm import run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import Outcome, Ranks, prove, run_proof
 from longspan.errors import ModelError
-from longspan.model.exactness.declared_rules import refuse_unsupported
+from longspan.model.exactness.check_model import refuse_unsupported
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.seams.mixers import find_mixers, is_mixer
 from tests.mutation import mutated
@@ -121,7 +121,7 @@ MUTANTS = {
 def _mutants(rank: int, names: Sequence[str]) -> dict[str, str]:
     found = {}
     for name in names:
-        with mutated(("model.seams.mixer_calls", *MUTANTS[name])):
+        with mutated(("model.seams.mixers", *MUTANTS[name])):
             ranks = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task))
             (outcome,) = run_proof(small_config("bamba"), [Case(cp=2)], ranks).outcomes
             found[name] = outcome.status

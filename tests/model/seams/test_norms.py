@@ -11,9 +11,8 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.forwards import norm_formula
-from longspan.model.seams.forwards.norm_formula import NormFormula
-from longspan.model.seams.forwards.norms import fuse_norms, runs_in_one_pass
+from longspan.model.seams import norms
+from longspan.model.seams.norms import NormFormula, fuse_norms, runs_in_one_pass
 from longspan.plan import plan_dynamic
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step
@@ -111,7 +110,7 @@ class Gated(OffByTwo):
 
 def test_a_program_holds_all_features_of_a_group() -> None:
     widths = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 4097: 8192}
-    assert {width: norm_formula._Block.of(9, width).columns for width in widths} == widths
+    assert {width: norms._Block.of(9, width).columns for width in widths} == widths
 
 
 @pytest.mark.parametrize("kind", (OffByTwo, NoEps, Gated))

@@ -20,7 +20,7 @@ from longspan.model import add_mtp, prepare
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_inexact
 from longspan.model.presets import preset_config
-from longspan.model.seams.forwards.norms import fuse_norms
+from longspan.model.seams.norms import fuse_norms
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

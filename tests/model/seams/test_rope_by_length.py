@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, World, plan_fixed, plan_padded, prepare, run_step
 from longspan.errors import ModelError
-from longspan.model.exactness.declared_rules import refuse_unsupported
-from longspan.model.seams.forwards.rope_by_length import choose_frequencies_by_document
+from longspan.model.exactness.check_model import refuse_unsupported
+from longspan.model.seams.rope import choose_frequencies_by_document
 from longspan.plan import Plan
 from longspan.testing import run_ranks
 from tests.model.stock import SIZES, at_random, error, gradients_of, texts
@@ -155,9 +155,7 @@ def _losses(rank: int) -> dict[str, float]:
     with World(Layout(ranks=2)) as world:
         model = prepare(_model("phi3 longrope"), world)
         plan = plan_fixed(LENGTHS, world.home, cp=2)
-        for name in each_mutated(
-            {name: ("model.seams.forwards.rope_by_length", *terms) for name, terms in MUTATIONS.items()}
-        ):
+        for name in each_mutated({name: ("model.seams.rope", *terms) for name, terms in MUTATIONS.items()}):
             losses[name] = run_step(model, plan, texts(LENGTHS), world, backward=False).loss
     return losses
 

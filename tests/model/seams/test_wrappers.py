@@ -14,7 +14,7 @@ from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
-from longspan.model.exactness.declared_rules import refuse_unsupported
+from longspan.model.exactness.check_model import refuse_unsupported
 from longspan.model.layers import decoder_layers, other_towers
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks

@@ -19,7 +19,7 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.tensor_parallel.mixer_parts import EvenRows, FusedRows, GroupRows
+from longspan.model.tensor_parallel.plan import EvenRows, FusedRows, GroupRows
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
@@ -96,7 +96,7 @@ def test_every_head_has_its_group(heads: int, groups: int, tp: int) -> None:
         runs = rows.runs(tp, rank)
         local = heads // tp
         assert runs[0] == range(2 * local * rank, 2 * local * (rank + 1))
-        count = states.count_groups(tp)
+        count = local // states.heads_together(tp)
         of_heads = [(runs[1 + head // (local // count)].start - 2 * heads) // 3 for head in range(local)]
         assert of_heads == [(rank * local + head) // (heads // groups) for head in range(local)]
         sizes, order = rows.cut_pieces(tp, rank)
@@ -213,10 +213,10 @@ def test_what_is_not_known_is_refused_before_anything_is_split() -> None:
 ROOM = "model.tensor_parallel"
 SUM = 'rows_gradient = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters\' gradients over tp")'
 MUTANTS = {
-    "a norm's sum over ranks": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "sums"),
-    "the gradient of that sum": (f"{ROOM}.mixers", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
+    "a norm's sum over ranks": (f"{ROOM}.tensor_parallel", "tp_copy(tp_sum(sums, key), key)", "sums"),
+    "the gradient of that sum": (f"{ROOM}.tensor_parallel", "tp_copy(tp_sum(sums, key), key)", "tp_sum(sums, key)"),
     "the order of a fused projection": (
-        f"{ROOM}.mixer_parts",
+        f"{ROOM}.plan",
         "FusedRows((inner, inner, states, states, heads))",
         "FusedRows((heads, inner, inner, states, states))",
     ),

@@ -10,7 +10,7 @@ from longspan import Layout, World, prepare, run_step, without_adapter
 from longspan.config.sections import PARTS as AS_CONFIGURED
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.lora.new import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER, NewAdapter, add_lora
+from longspan.model.lora import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER, NewAdapter, add_lora
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.model.lora.adapted import drawn
@@ -75,12 +75,12 @@ def test_a_step_is_that_of_stock_peft(ranks: int) -> None:
 
 MUTATIONS = {
     "second matrices split as queries alone": (
-        "model.tensor_parallel.split_adapters",
+        "model.tensor_parallel.styles",
         "elif style == QKV:",
         "elif style == QKV and linear is base:",
     ),
     "first matrices of a part of the rows": (
-        "model.tensor_parallel.split_adapters",
+        "model.tensor_parallel.styles",
         "for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:",
         "for linear in ():",
     ),

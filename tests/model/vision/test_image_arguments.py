@@ -7,9 +7,8 @@ import torch
 import transformers
 
 from longspan.errors import DataError
-from longspan.model.vision.image_arguments import encoding_order, image_arguments
 from longspan.model.vision.image_encoder import encode_images
-from longspan.model.vision.image_tokens import ImageInput
+from longspan.model.vision.image_tokens import ImageInput, encoding_order, image_arguments
 from tests.model.vision.models import IMAGE, TEXT, VIT
 
 LIKE = torch.zeros(1, dtype=torch.float64)

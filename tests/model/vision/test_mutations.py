@@ -17,7 +17,7 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "positions by local index": (POSITIONS, "parts_of_one[:, position_of_row[rows]]", "parts_of_one[:, : len(rows)]"),
     "positions of the text": ("train.passes", "if batch.positions is None:", "if True:"),
     "an image's rows on another document": (
-        "model.vision.image_arguments",
+        "model.vision.image_tokens",
         "torch.cat([*parts])",
         "torch.cat([*parts][::-1])",
     ),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.take_apart import take_apart
 from longspan.model.vision import image_encoder
+from longspan.model.vision.image_encoder import split_model
 from longspan.model.vision.image_tokens import image_tokens
 from tests.model.vision.documents import raw
 from tests.model.vision.models import config_of, here, tiny
@@ -27,7 +27,7 @@ MUTATIONS = {
 def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
     """Rows of the images of six documents, and the gradient of every parameter, in float64."""
     with whole_float64():
-        encoder = take_apart(tiny(name)).encoder
+        encoder = split_model(tiny(name)).encoder
         if packed:
             image_encoder.pack_attention(encoder)
         rows = encoder([image for document in raw(image_tokens(config_of(name))) for image in document.images])
@@ -79,7 +79,7 @@ def test_mutations_are_seen() -> None:
 def test_a_chosen_function_stays() -> None:
     model = tiny("qwen3-vl")
     model.config.vision_config._attn_implementation = "eager"
-    image_encoder.pack_attention(take_apart(model).encoder)
+    image_encoder.pack_attention(split_model(model).encoder)
     assert model.config.vision_config._attn_implementation == "eager"
 
 

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedConfig, Pre
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import load_model
-from longspan.model.weights.fill import defer_to_checkpoint, empty_model, is_empty
+from longspan.model.weights.fill import RandomWeights, defer_to_checkpoint, empty_model, is_empty
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart, local_tensor
-from longspan.model.weights.random import RandomWeights
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config
 from tests.model.experts.moe_models import moe_model

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from longspan import Layout, World, load_model, prepare, save_model
 from longspan.errors import ModelError
-from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.weights.write import OF_MODEL, make_partial_folder, replace_files
 
 OTHERS = {"README.md": "mine", "chat_template.jinja": "mine", "model-notes.txt": "mine", "step-1/config.json": "{}"}

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.model.take_apart import freeze_images, take_apart
+from longspan.model.take_apart import freeze_images
+from longspan.model.vision.image_encoder import split_model
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan import plan_dynamic
 from longspan.plan.items.encoder_shape import EncoderShape
@@ -31,7 +32,7 @@ def counted_flops(name: str, trained: Any) -> int:
     model = tiny(name)
     model.config.vision_config._attn_implementation = "eager"
     freeze_images(model, trained)
-    encoder = take_apart(model).encoder
+    encoder = split_model(model).encoder
     for module in encoder.modules():
         if hasattr(module, "use_head"):
             setattr(module, "use_head", False)  # noqa: B010  # SigLIP's, whose output is not read

@@ -17,8 +17,8 @@ from longspan import MtpLoss, add_mtp
 from longspan.comm import World
 from longspan.model import compiled_layers, prepare
 from longspan.model.layers import decoder_layers
-from longspan.model.lora.new import NewAdapter, add_lora
-from longspan.model.seams.forwards import norms
+from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.seams import norms
 from longspan.plan import Plan
 from longspan.train import run_step
 

@@ -15,8 +15,7 @@ from longspan.errors import PlanError
 from longspan.model import load_model, preset_config
 from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
-from longspan.model.seams.mixer_calls import ROWS_ALONE, set_mixer_ops
-from longspan.model.seams.mixers import find_mixers
+from longspan.model.seams.mixers import ROWS_ALONE, find_mixers, set_mixer_ops
 from longspan.plan import Cost
 from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.shape.config_reader import ConfigReader

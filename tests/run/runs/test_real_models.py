@@ -13,8 +13,8 @@ from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.errors import ConfigError, DataError, ModelError
+from longspan.model.weights.fill import RandomWeights
 from longspan.model.weights.folder import FolderWeights
-from longspan.model.weights.random import RandomWeights
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.model.deep import deep_config

@@ -10,7 +10,7 @@ from longspan.config.sections import ModelConfig, RunConfig, TrainConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.model import load_model, preset_config
-from longspan.model.lora.new import NewAdapter, add_lora
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.testing import backend, run_ranks
 from longspan.train import run_memory
 from longspan.train.run_memory import check_model_fits

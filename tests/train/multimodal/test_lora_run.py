@@ -16,7 +16,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
-from longspan.model.lora.new import PARTS, NewAdapter, add_lora
+from longspan.model.lora import PARTS, NewAdapter, add_lora
 from longspan.run.checks import check_image_keys, check_lora
 from longspan.run.loggers import read_metrics
 from longspan.run.set_up import _check_same_run

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World
 from longspan.errors import ConfigError, ModelError
 from longspan.layout import Layout
-from longspan.model.activations import host_arena
+from longspan.model.activations import host_offload
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import OffloadedStates, cut_buckets, offload_states, total_state_bytes
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
@@ -180,7 +180,7 @@ def _refusals(rank: int) -> None:
                 offload_states(optimizer, world)
         adamw = optim.AdamW(Model(torch.float32).to(world.device).parameters())
         with pytest.MonkeyPatch.context() as patched, pytest.raises(ModelError) as caught:
-            patched.setattr(host_arena, "free_host_bytes", lambda: 200_000 if rank else None)
+            patched.setattr(host_offload, "free_host_bytes", lambda: 200_000 if rank else None)
             offload_states(adamw, world)
         each = total_state_bytes(adamw)
         assert f"{2 * each:,} bytes" in str(caught.value) and f"{each:,} for one, and 200,000 are free" in str(

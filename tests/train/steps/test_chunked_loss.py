@@ -14,7 +14,7 @@ from longspan.data.document import NO_TARGET
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.seams.forwards.row_loss import OutputHead
+from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import run_step

@@ -1,24 +1,223 @@
 """Activations of decoder layers that wait in the host's memory between forward and backward, a layer at a time.
 
-On a GPU they are copied on a CUDA stream of their own, into memory that is registered once (`host_arena.py`). A layer's
-tensors leave the device when the second layer after it begins, and come back, all of them, when backward reaches the
-layer after it: so at most two neighbouring layers have them on the device. On a CPU they are copied at once, so that
-the same code runs.
-
-Memory of the device is taken and freed on the stream that computes, which waits for the copies by events: no block
-waits for the host to see that a copy has ended, however far the host is ahead.
+An arena of exact size is registered with CUDA once. A layer's tensors leave the device when the second layer after it
+begins, and come back when backward reaches the layer after it. Memory of the device is taken and freed on the stream
+that computes, which waits for the copies by events. On a CPU the same code copies at once.
 """
 
+import mmap
+import os
+import threading
 import weakref
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
+from socket import gethostname
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from longspan.model.activations.host_arena import HostArena, HostRange
+from longspan.comm import World, on_all_ranks
+from longspan.errors import ModelError, plural
+from longspan.host_memory import free_host_bytes
+
+ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process
+_GIB = 1 << 30
+_LESS = "keep less on the host (offload_activations, measures with +host, offload_states)"
+
+
+class HostArena:
+    """Memory of the host for tensors of one device: `place = arena.take(bytes)`, and `place.memory` is a tensor there.
+
+    >>> arena = HostArena(torch.device("cpu"), 1024)
+    >>> place = arena.take(100)
+    >>> place.memory.shape, arena.bytes_in_use, arena.bytes
+    (torch.Size([100]), 256, 1024)
+
+    A range is free once nothing holds it. The arena grows by what is missing; when it is empty its parts become one. On
+    a GPU all copies run on its stream `copies`, so that a range may be taken while its last copy is under way. Raises
+    ModelError where the host has less free than the arena grows by.
+    """
+
+    def __init__(self, device: torch.device, bytes: int = 0) -> None:
+        self.device = device
+        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._lock = threading.RLock()  # backward passes run in threads of their own
+        self._freed: deque[tuple[_Part, int, int]] = deque()  # ranges are collected in any thread, also inside `take`
+        self._parts: list[_Part] = []
+        self._used = 0
+        if bytes:
+            self._add_part(bytes)
+
+    @property
+    def bytes(self) -> int:
+        """The arena's size now, in bytes, in use or free."""
+        return sum(part.size for part in self._parts)
+
+    @property
+    def parts(self) -> int:
+        """In how many pieces the memory is registered: one, except after the arena grew."""
+        return len(self._parts)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """How many bytes of the arena are in use."""
+        with self._lock:
+            self._take_back_ranges()
+            return self._used
+
+    def take(self, bytes: int) -> "HostRange":
+        """Take a range of so many bytes (0 counts as 1), in the first piece with room; the arena grows if none has."""
+        size = _round_to_multiple(max(bytes, 1), ALIGNMENT)
+        with self._lock:
+            self._take_back_ranges()
+            if not self._used and len(self._parts) > 1:
+                total = self.bytes
+                self._parts.clear()
+                self._add_part(total)
+            for piece in self._parts:
+                if (start := piece.take_bytes(size)) is not None:
+                    break
+            else:
+                piece = self._add_part(size)
+                start = piece.take_bytes(size)
+            assert start is not None
+            self._used += size
+        return HostRange(self._freed, piece, start, size, bytes)
+
+    def close(self) -> None:
+        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` adds memory."""
+        with self._lock:
+            self._take_back_ranges()
+            self._parts.clear()
+
+    def close_with_world(self, world: World) -> None:
+        """Close the arena when the world is left, if the arena still exists then (the world does not keep it)."""
+        close = weakref.WeakMethod(self.close)
+
+        def close_arena() -> None:
+            if (method := close()) is not None:
+                method()
+
+        world.on_leaving(close_arena)
+
+    def _add_part(self, bytes: int) -> "_Part":
+        free = free_host_bytes()
+        if free is not None and bytes > free:
+            raise ModelError(
+                f"the host's arena needs {bytes:,} bytes more ({bytes / _GIB:.2f} GiB) next to the {self.bytes:,} that "
+                f"it has, and {free:,} are free ({free / _GIB:.2f} GiB); {_LESS}, or use more slots"
+            )
+        piece = _Part(_round_to_multiple(bytes, ALIGNMENT), self.copies)
+        self._parts.append(piece)
+        return piece
+
+    def _take_back_ranges(self) -> None:
+        """The lock must be held."""
+        while self._freed:
+            part, start, size = self._freed.popleft()
+            part.give_back_bytes(start, size)
+            self._used -= size
+
+
+class HostRange:
+    """Bytes of an arena, `memory`. They are free again when this object is deleted: no view may outlive it."""
+
+    __slots__ = ("_freed", "_part", "_size", "_start", "memory")
+
+    def __init__(
+        self, freed: "deque[tuple[_Part, int, int]]", part: "_Part", start: int, size: int, bytes: int
+    ) -> None:
+        self._freed, self._part, self._start, self._size = freed, part, start, size
+        self.memory: Tensor = part.memory[start : start + bytes]  # (bytes,) of uint8
+
+    def __del__(self) -> None:
+        self._freed.append((self._part, self._start, self._size))  # without the lock, which this thread may hold
+
+    def view_like(self, x: Tensor) -> Tensor:
+        """Return a tensor in this memory with shape, dtype and strides of `x`; contiguous if `x` is not dense."""
+        strides = torch.empty_like(x, device="meta").stride()
+        return self.memory.view(x.dtype).as_strided(x.shape, strides)
+
+
+class _Part:
+    def __init__(self, size: int, copies: torch.cuda.Stream | None) -> None:
+        """Map `size` bytes; with a stream of `copies`, so on a GPU, pin them until this object is deleted."""
+        self.size = size
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # processes of data loaders would copy pinned pages
+            with suppress(AttributeError, OSError):  # Linux only; a kernel may be built without
+                pages.madvise(getattr(mmap, advice))
+        self.memory: Tensor = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages
+        if copies is not None:
+            _pin_memory(self.memory)
+            # The end of a process unregisters too, and waits for nothing: a failed run may have copies that never end.
+            weakref.finalize(self, _unpin_memory, self.memory.data_ptr(), copies, os.getpid()).atexit = False
+        self._free = [(0, size)]  # start and end
+
+    def take_bytes(self, size: int) -> int | None:
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
+                return start
+        return None
+
+    def give_back_bytes(self, start: int, size: int) -> None:
+        insort(self._free, (start, start + size))
+        merged: list[tuple[int, int]] = []
+        for start_of_range, end in self._free:
+            if merged and merged[-1][1] == start_of_range:
+                merged[-1] = (merged[-1][0], end)
+            else:
+                merged.append((start_of_range, end))
+        self._free = merged
+
+
+def _round_to_multiple(bytes: int, multiple: int) -> int:
+    return -(-bytes // multiple) * multiple
+
+
+def _pin_memory(memory: Tensor) -> None:
+    cudart: Any = torch.cuda.cudart()
+    if code := int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE)):
+        raise ModelError(
+            f"cudaHostRegister gave error {code} for {memory.numel():,} bytes of the host's memory "
+            f"({memory.numel() / _GIB:.2f} GiB); {_LESS}"
+        )
+
+
+def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None:
+    """Errors are suppressed, as CUDA refuses every call after a GPU's error."""
+    if process == os.getpid():
+        with suppress(Exception):
+            copies.synchronize()
+            cudart: Any = torch.cuda.cudart()
+            cudart.cudaHostUnregister(address)
+
+
+def check_host_room(bytes: int, world: World, what: str = "this run keeps on the host") -> None:
+    """Raise ModelError on all ranks where the ranks of a host ask for more bytes together than are free there.
+
+    All ranks call it, each with its bytes, before any takes memory; not checked where a host does not say what is free.
+    """
+    reports = world.control.gather_objects((gethostname(), bytes, free_host_bytes()), "check of the host's memory")
+    for host in dict.fromkeys(name for name, _, _ in reports):
+        of_ranks = [size for name, size, _ in reports if name == host]
+        free_bytes = [free for name, _, free in reports if name == host and free is not None]
+        total = sum(of_ranks)
+        if free_bytes and total > (room := min(free_bytes)):  # ranks of one host read it at different moments
+            raise on_all_ranks(
+                ModelError(
+                    f"{what} {total:,} bytes ({total / _GIB:.2f} GiB) for {plural(len(of_ranks), 'rank')} of host "
+                    f"{host}, at most {max(of_ranks):,} for one, and {room:,} are free there ({room / _GIB:.2f} GiB); "
+                    f"{_LESS}, start fewer ranks on a host, or use more hosts"
+                )
+            )
+
 
 HOST_OFFLOAD = "host_offload"  # the attribute of prepared models
 ON_DEVICE = 2  # layers: the one that runs and its neighbour
@@ -27,14 +226,12 @@ ON_DEVICE = 2  # layers: the one that runs and its neighbour
 class HostOffload:
     """Where the layers of one model keep tensors on the host: `park = offload.open_layer(first=…)` at each call.
 
-    >>> offload = HostOffload(HostArena(torch.device("cpu")))
-    >>> fetch = offload.open_layer(first=True)(torch.ones(3))
+    >>> fetch = HostOffload(HostArena(torch.device("cpu"))).open_layer(first=True)(torch.ones(3))
     >>> fetch().tolist()
     [1.0, 1.0, 1.0]
 
-    `park(x)` copies a tensor to the host and returns the function that fetches it, which may be called in any order and
-    repeatedly; the host's memory is free again once nothing holds that function. A call with `first` begins a new
-    forward pass; backward fetches a layer ahead within one pass only.
+    `park(x)` returns the function that fetches the tensor, in any order and repeatedly; its memory is free once nothing
+    holds that. A call with `first` begins a new forward pass; backward fetches a layer ahead within one pass only.
     """
 
     def __init__(self, arena: HostArena) -> None:
@@ -67,10 +264,7 @@ class HostOffload:
 
 
 class ParkedLayer:
-    """The tensors that one call of a layer keeps on the host; `fetch = park(x)` and later `x = fetch()`.
-
-    Fetching one tensor brings all tensors of the layer back, and begins to bring back the layer before it in its pass.
-    """
+    """The tensors that one call of a layer keeps on the host; fetching one brings all back, and begins on others."""
 
     def __init__(self, offload: HostOffload, before: "weakref.ref[ParkedLayer] | None") -> None:
         self._offload, self._layer_before = offload, before
@@ -80,10 +274,7 @@ class ParkedLayer:
         self._copied: torch.cuda.Event | None = None  # after the last copy, there or back
 
     def __call__(self, x: Tensor) -> Callable[[], Tensor]:
-        """Copy a tensor to the host; returns the function that fetches it.
-
-        A tensor of another device, or without elements, stays where it is.
-        """
+        """Copy a tensor to the host, unless it is empty or elsewhere; returns the function that fetches it."""
         x, arena = x.detach(), self._offload.arena
         if x.device.type != arena.device.type or not x.numel():
             return x.detach
@@ -102,10 +293,7 @@ class ParkedLayer:
         return partial(self.fetch_tensor, index)
 
     def fetch_tensor(self, index: int, *, ahead: bool = True) -> Tensor:
-        """Return a tensor as it was when parked.
-
-        The copies of the layer before, which backward needs next, are begun too, unless not `ahead`.
-        """
+        """Return a tensor as it was; copies of the layer before, which backward needs next, begin too if `ahead`."""
         self._offload.keep_on_device(self)  # earlier fetched layers leave the device
         if index not in self._on_device:
             self.bring_tensors_back()
@@ -147,10 +335,6 @@ class ParkedLayer:
         self._on_device.clear()
 
     def _check_version(self, index: int, x: Tensor) -> None:
-        """Raise RuntimeError for a tensor that was modified in place after it was parked: its copy may be either value.
-
-        A tensor that came back from the host has no noted version, and may be modified.
-        """
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "
@@ -163,23 +347,3 @@ class ParkedLayer:
             for x in self._on_device.values():
                 if self._offload.arena.copies is not None:
                     x.record_stream(self._offload.arena.copies)
-
-
-def fetch_alone(fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a function that fetches as `fetch` does, which may be of a ParkedLayer, and no layer ahead."""
-    return partial(fetch, ahead=False) if isinstance(fetch, partial) else fetch
-
-
-def park_saved_tensors(park: ParkedLayer) -> torch.autograd.graph.saved_tensors_hooks:
-    """Make the context in which tensors that autograd saves are parked on the host, and fetched by backward."""
-    return torch.autograd.graph.saved_tensors_hooks(park, lambda fetch: fetch())
-
-
-def find_host_arena(model: nn.Module) -> HostArena | None:
-    """Find the arena of a prepared model's activations on the host, whose `bytes` are what it takes; None without one.
-
-    >>> find_host_arena(model).bytes  # doctest: +SKIP
-    1207959552
-    """
-    offloads = (getattr(module, HOST_OFFLOAD, None) for module in model.modules())
-    return next((offload.arena for offload in offloads if isinstance(offload, HostOffload)), None)

@@ -1,48 +1,223 @@
 """Which activations of decoder layers are kept for backward, which are recomputed, and which wait on the host.
 
-Each layer has one word, its measure:
-
-    none            all activations stay
-    exchanged       "selective", and what attention exchanged over all-to-all stays too
-    selective       the layer's input, and attention's output and log-sum-exp: attention runs once
-    full            the layer's input: the layer is recomputed, attention and its communication included
-    selective+host  what "selective" keeps, waiting on the host
-    full+host       what "full" keeps, waiting on the host
-
-Built on `torch.utils.checkpoint`, for each layer, without re-entrance; whatever a layer was called with, its shard
-included, is bound into the recomputation. How tensors wait on the host is in `host_offload.py`.
+A layer's measure keeps: "none" all; "full" its input; "selective" attention's output and log-sum-exp too; "exchanged"
+also what attention exchanged; with "+host" on the host. Of a segment of layers only the first one's input is kept: the
+others run once more when backward reaches it. FSDP2 then gathers and frees them in the same order on every rank.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
-from longspan.attention.saved_outputs import Recording
+from longspan.attention.saved_outputs import Recording, Result
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.activations.host_arena import HostArena, check_host_room
-from longspan.model.activations.host_offload import HostOffload, park_saved_tensors
-from longspan.model.activations.segments import Segments
+from longspan.model.activations.host_offload import HostArena, HostOffload, check_host_room
+from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, use_random_states
 from longspan.model.layers import Absent, layer_list
-from longspan.model.mtp.depths import MtpBlocks, model_depths
+from longspan.model.mtp import MtpBlocks, model_depths
 from longspan.plan.memory.settings import MEASURES, Measure
+
+Run = Callable[..., Any]
+
+
+class Segments:
+    """The segments of a model's layers, of at most `size` each: `run_layer` runs one layer of a pass."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._last_link: weakref.ref[_Link] | None = None  # the call before, which only its graph keeps alive
+
+    def run_layer(
+        self,
+        layer: nn.Module,
+        run: Run,
+        *args: Any,
+        measure: str,
+        offload: HostOffload | None = None,
+        first: bool = False,
+    ) -> Any:
+        """Call a layer under a checkpoint; only a segment's first layer keeps its input.
+
+        A layer joins the segment of the call before if its input is what that call returned. A kept input waits on the
+        host if `measure` ends with "+host".
+        """
+        x, last_link = args[0], self._last_link and self._last_link()
+        follows = last_link is not None and last_link.place + 1 < self.size and last_link.has_returned(x)
+        link = _Link(layer, run, args[1:], measure, last_link if follows else None)
+        keep: Callable[[Tensor], Callable[[], Tensor]] = _keep_in_place
+        if link.before is not None:
+            keep = link.forget_input
+            if offload is not None:  # tensors of earlier layers leave the device as layers go by
+                offload.count_empty_layer()
+        elif offload is not None and measure.endswith("+host"):
+            keep = offload.open_layer(first=first)
+        with saved_tensors_hooks(link.make_input_hook(keep, x), lambda fetch: fetch()):
+            out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
+        link.note_output(out[0] if isinstance(out, tuple) else out)
+        self._last_link = weakref.ref(link)
+        return out
+
+
+def _keep_in_place(x: Tensor) -> Callable[[], Tensor]:
+    return x.detach
+
+
+class _Link:
+    """One layer's call in a segment, linked to the call before it."""
+
+    def __init__(
+        self, layer: nn.Module, run: Run, others: tuple[Any, ...], measure: str, before: "_Link | None"
+    ) -> None:
+        self.before = before
+        self.place = 0 if before is None else before.place + 1
+        self._layer, self._run, self._other_args = layer, run, others
+        self._keeps_attention, self._keeps_exchanged = not measure.startswith("full"), measure == "exchanged"
+        self._recording: Recording | None = None
+        self._input: Tensor | None = None  # made again for backward, until it is fetched
+        self._fetch_first: Callable[[], Tensor] | None = None  # of a segment's first layer: fetches its kept input
+        self._output: weakref.ref[Tensor] | None = None
+        self._version = -1  # of the output; torch counts up when a tensor is modified in place
+        self._states: Any = None
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def has_returned(self, x: Tensor) -> bool:
+        """Whether x is what this call returned, unchanged; the tensor object may differ, since wrappers make views."""
+        out = None if self._output is None else self._output()
+        if out is None or out._version != self._version or x._version != self._version:
+            return False
+        same_place = out.data_ptr() == x.data_ptr() and out.shape == x.shape and out.stride() == x.stride()
+        return same_place and out.dtype == x.dtype
+
+    def note_output(self, out: Tensor) -> None:
+        self._output, self._version = weakref.ref(out), out._version
+
+    def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
+        return self.fetch_input
+
+    def make_input_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
+        """Keep the input x by `keep`; the checkpoint may save a view of it, so memory tells it from other tensors."""
+        self._autocast = autocast_of(x)
+        self._states = random_states(x.device) if draws_at_random(self._layer) else None
+        identity = x.data_ptr(), x.shape, x.dtype
+
+        def pack(saved: Tensor) -> Callable[[], Tensor]:
+            if (saved.data_ptr(), saved.shape, saved.dtype) != identity:
+                return _keep_in_place(saved)
+            fetch = keep(saved)
+            if self.before is None:  # a segment is fetched ahead once the first layer of the one behind runs backward
+                self._fetch_first = partial(fetch, ahead=False) if isinstance(fetch, partial) else fetch
+            return fetch
+
+        return pack
+
+    def fetch_input(self) -> Tensor:
+        """Return the input of this call; the layers before run again for it, unless a later layer's fetch did that."""
+        if self._input is None:
+            links: list[_Link] = [self]  # from the segment's first layer to this one
+            while links[0].before is not None:
+                links.insert(0, links[0].before)
+            fetch = links[0]._fetch_first
+            assert fetch is not None
+            x = fetch()
+            for link, next_link in pairwise(links):
+                x = next_link._input = link.run_again(x)
+        x, self._input = self._input, None
+        assert x is not None
+        return x
+
+    @torch.no_grad()
+    def run_again(self, x: Tensor) -> Tensor:
+        self._recording = Recording(keep_exchanged=self._keeps_exchanged) if self._keeps_attention else None
+        with ExitStack() as stack:
+            stack.enter_context(_gather_parameters(self._layer))
+            stack.enter_context(use_random_states(self._states, x.device))
+            stack.enter_context(self._autocast())
+            if self._recording is not None:
+                stack.enter_context(self._recording.forward())
+            out = self._run(x, *self._other_args)
+        return (out[0] if isinstance(out, tuple) else out).detach()
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return self._forget_attention(), _RecomputeContext(self)
+
+    @contextmanager
+    def replay_attention(self) -> Iterator[None]:
+        recording, self._recording = self._recording, None
+        with self._forget_attention() if recording is None else recording.recompute():
+            yield
+
+    def _forget_attention(self) -> AbstractContextManager[None]:
+        """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
+        return (
+            _EmptyRecording(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+        )
+
+
+class _EmptyRecording(Recording):
+    def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+        return compute()
+
+
+class _RecomputeContext(AbstractContextManager[None]):
+    """May be entered repeatedly, as by backward with `retain_graph`."""
+
+    def __init__(self, link: _Link) -> None:
+        self._link = link
+
+    def __enter__(self) -> None:
+        self._open_context = self._link.replay_attention()
+        self._open_context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open_context.__exit__(*error)
+
+
+@contextmanager
+def _gather_parameters(layer: nn.Module) -> Iterator[None]:
+    """In transformers 5.17 FSDP2's own hooks run inside: in the state PRE_BACKWARD they do nothing."""
+    modules = [module for module in layer.modules() if isinstance(module, FSDPModule)]
+    states: list[Any] = [module._get_fsdp_state() for module in modules]
+    training_states = [state._training_state for state in states]
+    sharded_before = [module for module, state in zip(modules, states, strict=True) if _is_sharded(state)]
+    for module, state in zip(modules, states, strict=True):
+        module.unshard()
+        state._training_state = TrainingState.PRE_BACKWARD
+    try:
+        yield
+    finally:
+        for state, training_state in zip(states, training_states, strict=True):
+            state._training_state = training_state
+        for module in sharded_before:
+            module.reshard()
+
+
+def _is_sharded(state: Any) -> bool:
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return any(group is not None and group.is_sharded for group in groups)
+
 
 _CHECKPOINTING = ("none", "full", "selective")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """The measure of each decoder layer: of a whole model in `measures`, or `measure` for all.
+    """The measure of each decoder layer and then of each depth: `measures`, or `measure` for all.
 
-    `measures` has a word for each decoder layer of the model, and then one for each depth of multi-token prediction.
     `host_bytes` is the first size of a rank's arena on the host; with 0 it grows in the first step. Of `segment_layers`
-    layers in a row that recompute, only the first one's input waits for backward (`segments.py`); 0: no segments.
+    layers in a row that recompute, only the first one's input waits for backward; 0: no segments.
     """
 
     measure: Measure = "none"
@@ -52,10 +227,7 @@ class Recomputation:
 
     @classmethod
     def from_options(cls, checkpointing: bool | str, *, offload: bool = False, host_bytes: int = 0) -> "Recomputation":
-        """Make a Recomputation from the options of `prepare`: `activation_checkpointing` True is "full", False "none".
-
-        Raises ModelError for another word, and for options that only checkpointed layers can have.
-        """
+        """Make a Recomputation from options of `prepare`; ModelError for another word, or options of checkpoints."""
         kind = ("full" if checkpointing else "none") if isinstance(checkpointing, bool) else checkpointing
         if kind not in _CHECKPOINTING:
             raise ModelError(f"activation_checkpointing is {kind!r}; use one of {', '.join(_CHECKPOINTING)}")
@@ -77,21 +249,12 @@ class Recomputation:
         return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)
 
     @property
-    def waits_on_host(self) -> bool:
-        """Whether any layer's tensors wait on the host."""
-        return any(word.endswith("+host") for word in self.measures or (self.measure,))
-
-    @property
     def exchanges_again(self) -> bool:
         """Whether any layer is "selective": its backward repeats the all-to-all before attention, but not attention."""
         return any(word.startswith("selective") for word in self.measures or (self.measure,))
 
     def check_measures(self, model: PreTrainedModel) -> None:
-        """Raise ModelError where a whole model cannot have these measures.
-
-        Refused are another number of words than layers and depths, segments where no layer recomputes, and layers that
-        cannot be recomputed. The result is the same on every rank, before anything is changed.
-        """
+        """Raise ModelError, alike on all ranks, before any change, where a model cannot have these measures."""
         if (size := self.segment_layers) < 0:
             raise ModelError(f"segment_layers is {size}; use 0 (no segments), or the layers of a segment, such as 4")
         if size > 1 and all(word == "none" for word in self.measures or (self.measure,)):
@@ -115,11 +278,11 @@ class Recomputation:
                 )
 
     def make_offload(self, world: World) -> HostOffload | None:
-        """Make the store in which all layers of a rank keep tensors on the host; None if no layer does.
+        """Make the store in which a rank's layers keep tensors on the host, or None; all ranks enter.
 
-        Entered by all ranks. Raises ModelError where a host has less free memory than its ranks' `host_bytes`.
+        ModelError for no room.
         """
-        if not self.waits_on_host:
+        if not any(word.endswith("+host") for word in self.measures or (self.measure,)):
             return None
         if self.host_bytes:
             check_host_room(self.host_bytes, world, "activations on the host take")
@@ -128,10 +291,9 @@ class Recomputation:
         return HostOffload(arena)
 
     def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:
-        """Have the layers that are here, of a whole model or of a stage, keep what their measures say.
+        """Have the layers that are here keep what their measures say.
 
-        A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs, so that
-        tensors of earlier layers leave the device.
+        A layer that keeps nothing on the host, behind one that does, only tells the offload that it runs.
         """
         first = True  # no layer so far keeps tensors on the host
         segments = Segments(self.segment_layers) if self.segment_layers > 1 else None
@@ -147,7 +309,6 @@ class Recomputation:
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        """All layers of one depth of multi-token prediction share the measure of that depth; they come last."""
         name, layers = layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(model_depths(model)):
@@ -162,11 +323,7 @@ class Recomputation:
 
 
 def run_checkpointed(
-    run: Callable[..., Any],
-    *args: Any,
-    measure: Measure,
-    offload: HostOffload | None = None,
-    first: bool = False,
+    run: Callable[..., Any], *args: Any, measure: Measure, offload: HostOffload | None = None, first: bool = False
 ) -> Any:
     """Call a layer under a checkpoint of its own; `first`: it is the first layer of a pass that parks on the host."""
     park = offload.open_layer(first=first) if offload is not None and measure.endswith("+host") else None
@@ -178,5 +335,5 @@ def run_checkpointed(
     if args:
         DefaultDeviceType.set_device_type(args[0].device.type)
     # Inside, the checkpoint's own hooks are innermost: those that park see the layer's inputs and nothing else.
-    with park_saved_tensors(park) if park is not None else nullcontext():
+    with saved_tensors_hooks(park, lambda fetch: fetch()) if park is not None else nullcontext():
         return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)

@@ -1,13 +1,7 @@
-"""Functions of rows that run over tiles of rows, so that only one tile's intermediate tensors exist at a time.
+"""MLPs and experts that run over tiles of rows (tokens), so that only one tile's intermediate tensors exist at a time.
 
-A row is the vector of one token. There are two autograd functions. `_Keep` saves the rows, and nothing else is saved:
-inside a torch checkpoint they are the last tensors that a layer saves, unless something behind it saves more (a norm,
-or weighted sums), so that recomputation stops early, *before* the function runs. `_Tiles` takes these rows in backward
-and runs, tile by tile, the forward pass with a graph and all gradients. Gradients of parameters are summed over tiles
-in float32 (float64 for float64) and returned once, so that FSDP2, copies and hooks see one gradient a parameter.
-
-MLPs and experts of decoder layers run so, but for experts outside transformers' interface, and modules that take other
-tensors next to their rows.
+`_Keep` alone saves the rows, so that recomputation of a layer that ends here stops before `_Tiles` runs. `_Tiles` runs
+each tile again in backward; gradients of parameters are summed over tiles in float32 or wider, and returned once.
 """
 
 import inspect
@@ -23,9 +17,9 @@ from transformers import PreTrainedModel
 
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
-from longspan.model.float8.weights import quantise_once
-from longspan.model.layers import decoder_layers, expert_modules
-from longspan.model.mtp.depths import mtp_blocks
+from longspan.model.float8.products import quantise_once
+from longspan.model.layers import expert_modules
+from longspan.model.mtp import layers_and_depths
 
 ROWS = -2  # the dim of rows (…, R, W)
 TILE_ROWS = "tile_rows"  # the attribute of experts that run over tiles of rows: the most rows of one
@@ -72,7 +66,6 @@ def run_in_tiles(
 
 
 def _run_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
-    """Run the tiles, and write their outputs into the result (…, R, V), whose V and dtype the first tile tells."""
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -96,10 +89,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, nodes: list[Any], draws: bool, anchor: Tensor | None, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Save the rows, and the random state if the function draws; `nodes` hands this context to `_Tiles`.
-
-        `anchor` is an empty tensor that needs a gradient where no row does, so that autograd makes a node of this.
-        """
+        """`nodes` hands this context to `_Tiles`; `anchor`, empty, needs a gradient where no row does, for a node."""
         ctx.save_for_backward(*rows)
         ctx.random_states = random_states(rows[0].device) if draws else None
         ctx.set_materialize_grads(False)
@@ -125,7 +115,6 @@ class _Tiles(torch.autograd.Function):
         contexts: tuple[Around, Around],
         *tensors: Tensor,
     ) -> Tensor:
-        """Of `tensors` the first `row_tensors` are rows, the others parameters; `nodes` holds `_Keep`'s context."""
         ctx.run, ctx.node, ctx.count = run, nodes[0], count
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
@@ -146,9 +135,13 @@ class _Tiles(torch.autograd.Function):
             for dout, tile, into in zip(douts, tiles, tile_gradients, strict=True):
                 _add_tile_gradients(ctx, tile, dout, trained, into, sums)
         indices = iter(range(len(trained)))  # of sums: those of trained parameters only
-        parameter_gradients = [
-            _take_narrowed_sum(sums, next(indices), p) if p.requires_grad else None for p in ctx.parameters
-        ]
+        parameter_gradients: list[Tensor | None] = []
+        for p in ctx.parameters:
+            total = None
+            if p.requires_grad:  # each sum is freed once it is narrowed
+                index = next(indices)
+                total, sums[index] = sums[index], None
+            parameter_gradients.append(None if total is None else total.to(p.dtype))
         return None, None, None, None, None, *row_gradients, *parameter_gradients
 
 
@@ -171,22 +164,13 @@ def _add_tile_gradients(
             row_gradient.copy_(gradient)
     for i, gradient in enumerate(gradients[len(row_gradients) :]):
         if gradient is not None:
-            sums[i] = _add_gradient(sums[i], gradient)
-
-
-def _add_gradient(total: Tensor | None, gradient: Tensor) -> Tensor:
-    if total is None:  # a copy: it may share memory with the gradient of the output
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-    return total.add_(gradient)
-
-
-def _take_narrowed_sum(sums: list[Tensor | None], index: int, parameter: Tensor) -> Tensor | None:
-    total, sums[index] = sums[index], None
-    return None if total is None else total.to(parameter.dtype)
+            total, wide = sums[i], torch.promote_types(gradient.dtype, torch.float32)
+            # a copy, as it may share memory with the gradient of the output
+            sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
 
 
 def autocast_of(x: Tensor) -> Around:
-    """Return a function that makes the autocast context of now again, since backward passes run without autocast.
+    """Return a function that makes the autocast context of now again.
 
     Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
     """
@@ -209,10 +193,7 @@ def random_states(device: torch.device) -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch.device) -> Iterator[None]:
-    """Set the random generators to these states inside the context; on exit, put the caller's states back.
-
-    `states` are those that `random_states` returned for the device; None changes nothing.
-    """
+    """Set the random generators to these states inside, and then put the caller's back; None changes nothing."""
     if states is None:
         yield
         return
@@ -225,10 +206,7 @@ def use_random_states(states: tuple[Tensor, Tensor | None] | None, device: torch
 
 
 class TiledForward:
-    """The forward of an MLP over tiles of at most `tile_rows` rows; `run` is the forward of one tile.
-
-    >>> mlp.forward = TiledForward(mlp, 16384)  # doctest: +SKIP
-    """
+    """The forward of an MLP over tiles of at most `tile_rows` rows; `run` is the forward of one tile."""
 
     def __init__(self, module: nn.Module, tile_rows: int) -> None:
         self.tile_rows = tile_rows
@@ -243,10 +221,6 @@ class TiledForward:
         around = partial(quantise_once, module)  # weights in float8 are made once for all tiles
         draws = draws_at_random(module)
         return run_in_tiles(run, (x,), tuple(module.parameters()), count, draws=draws, around=around)
-
-    def compile_run(self, backend: str) -> None:
-        """Compile the forward of one tile, for any number of rows."""
-        self.run = torch.compile(self.run, dynamic=True, backend=backend)
 
 
 def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
@@ -265,7 +239,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
     if tile_rows < 0:
         raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
     has_any = False
-    for name, layer in _layers(model).items():
+    for name, layer in layers_and_depths(model).items():
         experts = expert_modules(layer)
         for inner, module in layer.named_modules():
             if type(module).__name__.endswith("Experts") and inner not in experts:
@@ -291,16 +265,9 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
 
 
 def tile_layers(model: PreTrainedModel, tile_rows: int) -> None:
-    """Let the MLPs and experts of the decoder layers that are here run over tiles of at most so many rows.
-
-    Call this after layers are split over tensor-parallel ranks, since each tile makes the exchanges of a split layer.
-    """
-    for layer in _layers(model).values():
+    """Let MLPs and experts of the layers here run over tiles of at most so many rows, after layers are split."""
+    for layer in layers_and_depths(model).values():
         for mlp in find_mlps(layer).values():
             mlp.forward = TiledForward(mlp, tile_rows)
         for experts in expert_modules(layer).values():
             setattr(experts, TILE_ROWS, tile_rows)  # their forward, which is longspan's, reads it
-
-
-def _layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    return decoder_layers(model) | mtp_blocks(model)

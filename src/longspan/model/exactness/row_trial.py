@@ -1,8 +1,7 @@
 """The trial of a prepared model before its first step: whether it computes each row by itself outside attention.
 
-All ranks run a few rows through the model as it is, without gradients and with no row seeing another (`SeparateRows`),
-then the same rows beside others and in another order, and compare what each layer does to them. Stages of a pipeline
-begin with random hidden states. Not covered: long documents, gradients (`class_trial.py`), encoders, dropout.
+A few rows run without seeing each other (`SeparateRows`), then beside others and in another order: what each layer does
+is compared. Not covered: long documents, gradients (`check_model.py`), encoders, dropout.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +22,13 @@ from longspan.layout.segments import Integers
 from longspan.model.compiled_layers import is_compiled
 from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers, has_experts
-from longspan.model.mtp.depths import model_depths
+from longspan.model.mtp import model_depths
 from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.seams.attention_calls import SeparateRows
-from longspan.model.seams.call_rules import call_rules, is_prepared
+from longspan.model.seams.call_rules import call_rules, doctor_hint, is_prepared
 from longspan.model.seams.meta_pass import preserve_attributes
-from longspan.model.seams.refusals import doctor_hint
 from longspan.model.sharding import reshard
 from longspan.plan import Group, MicroBatch
 
@@ -42,12 +40,11 @@ _COUNT = sum(_LENGTHS)  # of the numbers of rows, for each part
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """The rows of one pass: `numbers` (T,) of rows in their order, and the `shard` in which they do not meet.
+    """The rows of one pass: `numbers` (T,) in their order, and the `shard` in which they do not meet.
 
-    Every slot has a few documents of its own. Every second row, at random, is compared: the rows next to it, how many
-    there are, its place among them and the length of the longest document must not matter to it. With `others`, rows
-    that are not compared have other tokens than without. Under sequence parallelism tensor-parallel ranks hold `parts`
-    equal parts of the rows, this rank the one with the number `part`.
+    Every second row, at random, is compared: its neighbours, its place and other documents' lengths must not matter to
+    it. With `others`, rows that are not compared have other tokens. Under sequence parallelism this rank holds the part
+    `part` of `parts`.
     """
 
     numbers: Integers
@@ -58,10 +55,7 @@ class _Rows:
 
     @staticmethod
     def of(world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool) -> "_Rows":
-        """Lay these documents out on every slot, once for each of `parts` ranks, none longer than `longest`.
-
-        A row's number is its index among the rows of all documents, plus _COUNT for each earlier part.
-        """
+        """A row's number is its index among the rows of all documents, plus _COUNT for each earlier part."""
         lengths = [min(length, longest) for length in _LENGTHS]
         starts = np.cumsum([0, *lengths])
         numbers_of_part = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in documents])
@@ -78,12 +72,10 @@ class _Rows:
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
 
     def choose_values(self, values: Tensor) -> Tensor:
-        """Of values (2, numbers, …) those of these rows (T, …): with `others` the second ones of rows not compared."""
         others = (~_is_compared(self.numbers) & self.others).astype(np.int64)
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
     def as_rows(self, value: Any) -> Tensor | None:
-        """A value as a tensor of rows (R, …) if it is one of the pass: floating, (R, …) or (1, R, …)."""
         if not (isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1):
             return None
         if self.row_numbers(value.shape[0]) is not None:
@@ -98,10 +90,10 @@ def _is_compared(numbers: Integers) -> Integers:
 
 
 class _Allowed(NamedTuple):
-    """How far the compared rows of two passes may differ.
+    """How far the compared rows of two passes may differ: `error`, relative to what a module adds to a row.
 
-    `error` is relative to what a module adds to a row. A single number may differ by `epsilons` of the coarser of its
-    type and `dtype`. With `median` a tensor's error is the median of its rows', else the largest.
+    A single number may differ by `epsilons` of the coarser of its type and `dtype`. With `median` a tensor's error is
+    its rows' median.
     """
 
     dtype: torch.dtype
@@ -111,11 +103,10 @@ class _Allowed(NamedTuple):
 
     @staticmethod
     def of(dtype: torch.dtype, *, coarse: bool, experts: bool, same_shapes: bool) -> "_Allowed":
-        """Passes of models that compute in this type; `coarse` products hide small differences of other shapes.
+        """1e-4 is for float32, in which norms and routers may be, whatever the model's type.
 
-        1e-4 is for float32, in which norms and routers may be, whatever the model's type. In coarse types it is least
-        where every product has the same shapes (those of experts follow from other rows), and most where rounding may
-        let a router choose other experts.
+        In coarse types it is least where every product has the same shapes, and most where rounding may choose other
+        experts.
         """
         equal, other_experts = same_shapes and not experts, experts and not same_shapes
         error = (0.01 if equal else 0.1 if other_experts else 0.05) if coarse else 1e-4
@@ -123,8 +114,6 @@ class _Allowed(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """An input or output (`out`) of a module's call by number; `leaf` counts only tensors of rows."""
-
     module: str
     call: int
     out: bool
@@ -132,14 +121,11 @@ class _Key(NamedTuple):
 
 
 class _ObservedPass:
-    """Inputs and outputs of modules in one pass over some rows, and how far they are from those of the pass `before`.
+    """Inputs and outputs of modules in one pass, and how far they are from those of the pass `before`.
 
-    The compared rows leave each layer as they did in the pass before, so that differences do not grow from layer to
-    layer: each is judged by its own effect, in the precision that it computes in.
-
-    `errors` are in the order of the pass, as shares of what is allowed: above 1 rows have changed. `_calls` has the
-    number of each module's latest call; `_places` the indices of the compared rows in a tensor and in that of the pass
-    before, by how many rows the two have.
+    Compared rows leave each layer as in the pass before, so that each layer is judged by its own effect. `errors` are
+    shares of what is allowed; `_places` the indices of compared rows in a tensor and in the earlier one, by their
+    sizes.
     """
 
     def __init__(self, rows: _Rows, allowed: _Allowed, before: "_ObservedPass | None") -> None:
@@ -183,10 +169,9 @@ class _ObservedPass:
         return tree_map(replace_rows, out)
 
     def note(self, name: str, values: Any, call: int = 0, *, out: bool = True, added_to: Tensor | None = None) -> None:
-        """Keep tensors of rows, and their errors relative to the pass before.
+        """`added_to` is the input to which a layer has added its output.
 
-        `added_to` is the input to which a layer has added its output; None for tensors that are compared as a whole.
-        The first pass keeps copies, since modules may write into their tensors before the next pass reads them.
+        The first pass keeps copies, since modules may write into their tensors.
         """
         tensors = [x for leaf in tree_leaves(values) if (x := self.rows.as_rows(leaf)) is not None]
         for leaf, x in enumerate(tensors):
@@ -210,11 +195,7 @@ class _ObservedPass:
         return self._places[sizes] if x.shape[1:] == earlier.shape[1:] else None
 
     def _relative_error(self, x: Tensor, earlier: Tensor, inputs: Tensor | None) -> Tensor:
-        """The error of these rows (R, …) as a share of what is allowed.
-
-        It is the norm of what differs beyond rounding, over the norm of what the module added to its `inputs`, as
-        residual streams are much larger than what a layer adds. Without inputs all of x counts as added.
-        """
+        """What differs beyond rounding over what was added to `inputs`, in norm, as a share of what is allowed."""
         rounding = self.allowed.epsilons * max(torch.finfo(x.dtype).eps, torch.finfo(self.allowed.dtype).eps)
         a, b = (tensor.flatten(1).to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, earlier))
         added = b if inputs is None else b - inputs.flatten(1)
@@ -226,10 +207,7 @@ class _ObservedPass:
         return (errors.median() if self.allowed.median else errors.max()).double()
 
     def find_culprit(self) -> tuple[str, float] | None:
-        """The first module whose outputs differ while its inputs do not, or else the first difference, and its error.
-
-        None if no row has changed. All errors are read from the device at once.
-        """
+        """The first module whose outputs differ while its inputs do not, or else the first difference; its error."""
         shares = torch.stack(list(self.errors.values())).tolist() if self.errors else []
         different = {key: share for key, share in zip(self.errors, shares, strict=True) if share > 1}
         with_other_inputs = {key[:2] for key in different if not key.out}
@@ -242,10 +220,7 @@ class _ObservedPass:
 
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
-    """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other.
-
-    All ranks enter it together. A step without `backward` runs in evaluation mode.
-    """
+    """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other."""
     if not is_prepared(model) or backward in _trial_modes(model):
         return
     trial = _Trial(model, world)
@@ -260,10 +235,7 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
 
 
 def try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Try a prepared model before its first call in a mode, unless a step did so: a hook, for loops of one's own.
-
-    Ranks that make the call together find the same, so that they need not agree on it as in `try_rows`.
-    """
+    """Try a prepared model before its first call in a mode, unless a step did so: a hook, for loops of one's own."""
     shard = kwargs.get("shard")
     if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
@@ -289,13 +261,9 @@ def _clean_up_after_trial(model: nn.Module) -> Iterator[None]:
 class _Trial:
     """The passes of a model, or of each stage that is here, and what differs between them.
 
-    The first pass has all rows. The second has the same rows next to others, and the third has fewer of them, in
-    another order. The third shows every difference that the second does, unless products round coarsely: those of
-    other shapes then round so differently that small differences are missed. Only then is the second made as well.
-
-    A row is known by its number. `ids` are (2, numbers): a compared row has the first id of its number in every pass,
-    and in a pass with other neighbours the rows that are not compared have the second. `later` (2, numbers, depths) are
-    the ids that depths of multi-token prediction read.
+    The third pass has fewer rows in another order, and shows what the second does (the same rows beside others), unless
+    products round coarsely: only then is the second made. A row is known by its number: `ids` and `later` (for depths)
+    are (2, numbers, …), the second for rows not compared beside others.
     """
 
     def __init__(self, model: Any, world: World) -> None:
@@ -320,7 +288,6 @@ class _Trial:
         self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
 
     def find_error(self, *, every_module: bool) -> ModelError | None:
-        """The refusal of the first culprit, of the first pass in which rows have changed, after all passes ran."""
         differences = [text for stage in self.stages for text in self._differences(stage, every_module=every_module)]
         if not differences:
             return None

@@ -1,15 +1,15 @@
-"""What experts compute from rows (tokens) sorted by expert: two linear layers around the model's own gate.
+"""What experts compute from rows (tokens): copies for every visit, two linears around the model's gate, weighted sums.
 
-On GPUs in bfloat16 one grouped matrix product does all experts of a layer; everything else (CPUs, other dtypes, sizes
-that the kernel cannot align) takes one matrix product for each expert. Both give every expert a gradient, zeros if it
-got no row. The gate SiLU(first half) · second half runs as one Triton kernel where a model has transformers' default
-of it; any other gate is the model's own code, as everything is on CPUs. Which rows go to which expert is in `moe.py`.
+One grouped product does all experts in bfloat16 on GPUs, else one for each; every expert gets a gradient. Copies, sums
+and SiLU gates are Triton kernels, without atomic sums: gradients do not depend on the order of blocks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Literal
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,129 @@ from torch.nn import functional as F
 from torch.nn.functional import silu
 from transformers.integrations import moe
 
-from longspan.model.experts.rows import find_kernels
-from longspan.model.float8.products import experts_in_float8
-from longspan.model.float8.weights import Float8Weight, find_float8_weight
+from longspan.model.float8.products import Float8Weight, experts_in_float8, find_float8_weight
 from longspan.model.weights.local_tensors import local_tensor
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
+
+
+def find_kernels(*tensors: Tensor | None) -> Any:
+    """Find the kernels' module if they take these tensors (GPU, `_DTYPES`, contiguous in the last dim); else None."""
+    for x in tensors:
+        if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
+            return None
+    return kernel_module()
+
+
+@cache
+def kernel_module() -> Any:
+    """Return the module of the kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module("longspan.model.experts.row_kernels")
+
+
+_MOST_COLUMNS, _LEAST_COLUMNS = 2048, 16
+
+
+class Visits(NamedTuple):
+    """The order of the visits of R rows: visit j of row r has number r · top_k + j.
+
+    `order` (R · top_k,) has the number at each index of the sorted visits; `place` is its inverse.
+    """
+
+    order: Tensor
+    place: Tensor
+    top_k: int
+
+    @classmethod
+    def of(cls, order: Tensor, top_k: int) -> "Visits":
+        """Make the visits from their order, a permutation of their numbers."""
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return cls(order, place, top_k)
+
+    def inverse(self) -> "Visits":
+        """Return the inverse order, which brings rows back; for one visit a row."""
+        return Visits(self.place, self.order, self.top_k)
+
+    @property
+    def rows(self) -> Tensor:
+        """The row of each visit, in the order of visits (R · top_k,)."""
+        return self.order if self.top_k == 1 else self.order // self.top_k
+
+
+def spread_rows(x: Tensor, visits: Visits) -> Tensor:
+    """Copy rows (R, D) once for each visit, in their order: (R · top_k, D)."""
+    return _Spread.apply(x, *visits)  # pyright: ignore[reportReturnType]
+
+
+def sum_visits(outputs: Tensor, weights: Tensor, visits: Visits) -> Tensor:
+    """Sum the experts' `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k): (R, D)."""
+    return _Gather.apply(outputs, weights, *visits)  # pyright: ignore[reportReturnType]
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        visits = ctx.visits = Visits(order, place, top_k)
+        return x.index_select(0, visits.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _add_visits(gradients[0], None, ctx.visits), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
+        ctx.visits = Visits(order, place, top_k)
+        ctx.save_for_backward(outputs, weights)
+        return _add_visits(outputs, weights, ctx.visits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        outputs, weights = ctx.saved_tensors
+        return *_visit_gradients(gradients[0], outputs, weights, ctx.visits), None, None, None
+
+
+def _add_visits(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
+    """Sum the `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k) or without: (R, D)."""
+    if (kernels := find_kernels(outputs, weights)) is None:
+        by_row = outputs.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
+        return (by_row if weights is None else by_row * weights.unsqueeze(2)).sum(1)
+    rows, width = len(visits.place) // visits.top_k, outputs.shape[1]
+    columns = _program_columns(width)
+    dtype = outputs.dtype if weights is None else torch.promote_types(outputs.dtype, weights.dtype)
+    out = outputs.new_empty((rows, width), dtype=dtype)
+    if out.numel():
+        row_weights = None if weights is None else weights.contiguous()
+        arguments = (out, outputs, row_weights, visits.place, width, outputs.stride(0))
+        programs = rows, -(-width // columns)
+        kernels.sum_visits_kernel[programs](
+            *arguments, TOP_K=visits.top_k, WEIGHTED=weights is not None, COLUMNS=columns
+        )
+    return out
+
+
+def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k), from `dout` (R, D)."""
+    if (kernels := find_kernels(outputs, weights, dout)) is None:
+        dout_rows = dout.index_select(0, visits.rows)
+        output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
+        weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
+        return output_gradients.to(outputs.dtype), weight_gradients.unflatten(0, (-1, visits.top_k)).to(weights.dtype)
+    dout, weights, width = dout.contiguous(), weights.contiguous(), outputs.shape[1]
+    output_gradients, weight_gradients = outputs.new_empty(outputs.shape), torch.zeros_like(weights)
+    if outputs.numel():  # else the weights' gradients stay zeros
+        arguments = (output_gradients, weight_gradients, dout, outputs, weights, visits.order, width, outputs.stride(0))
+        kernels.visit_gradients_kernel[(len(outputs),)](*arguments, TOP_K=visits.top_k, COLUMNS=_program_columns(width))
+    return output_gradients, weight_gradients
+
+
+def _program_columns(width: int) -> int:
+    return min(_MOST_COLUMNS, max(_LEAST_COLUMNS, 1 << (width - 1).bit_length()))
+
 
 _COLUMNS = 1024  # of a row, which one program of a kernel computes
 
@@ -29,18 +148,14 @@ _COLUMNS = 1024  # of a row, which one program of a kernel computes
 def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     """Apply the model's gate to rows (S, 2 I) of gates and values: (S, I)."""
     module: Any = experts
-    return gate_in_one_pass(x) if _has_default_gate(module) and find_kernels(x) is not None else module._apply_gate(x)
+    gate = getattr(type(module), "_apply_gate", None)
+    is_default = gate is not None and gate is getattr(moe, "_default_apply_gate", None) and _is_silu(module.act_fn)
+    return gate_in_one_pass(x) if is_default and find_kernels(x) is not None else module._apply_gate(x)
 
 
 def gate_in_one_pass(x: Tensor) -> Tensor:
     """Compute SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
-
-
-def _has_default_gate(experts: Any) -> bool:
-    by_default = getattr(moe, "_default_apply_gate", None)
-    gate = getattr(type(experts), "_apply_gate", None)
-    return gate is not None and gate is by_default and _is_silu(experts.act_fn)
 
 
 @cache
@@ -98,10 +213,7 @@ class Loads:
 
 
 def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
-    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted.
-
-    Each expert has a first linear, for gate and values together if it has a gate, and a second one, `down_proj`.
-    """
+    """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted."""
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
     up, up_bias = _layer_weights(module, first_name)
@@ -120,10 +232,7 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
 
 
 class _NoRows(torch.autograd.Function):
-    """What experts make of no rows: none, and zeros as the gradient of each weight.
-
-    Products with no rows, one for each expert, would keep the host busy while the other slots wait for its messages.
-    """
+    """Products with no rows, one for each expert, would keep the host busy while other slots wait for its messages."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
@@ -152,24 +261,28 @@ def _multiply_by_experts(
     grouped: bool,
     transposed: bool,
 ) -> Tensor:
-    """Multiply rows by the matrices of their experts, in float8 with a `float8_weight`, and add the experts' biases.
-
-    Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product.
-    """
-    if float8_weight is None:
-        return (_multiply_grouped_rows if grouped else _multiply_one_by_one)(x, weight, bias, loads, transposed)
-    ends = loads.device.cumsum(0).to(torch.int32)
+    """Matrices are (e, outputs, inputs), or (e, inputs, outputs) if `transposed`; `grouped`: in one product."""
     counts = None if grouped else loads.host_counts()
-    y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
-    return y if bias is None else y + bias[_row_experts(ends, len(x))]
+    if float8_weight is None and counts is not None:
+        biases = [None] * weight.shape[0] if bias is None else bias.unbind()
+        pieces: list[Tensor] = []
+        for rows, matrix, offset in zip(x.split(list(counts)), weight.unbind(), biases, strict=True):
+            piece = rows @ (matrix if transposed else matrix.T)
+            pieces.append(piece if offset is None else piece + offset)
+        return torch.cat(pieces)
+    ends = loads.device.cumsum(0).to(torch.int32)
+    if float8_weight is not None:
+        y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
+    else:
+        assert _grouped_mm is not None
+        y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
+    if bias is None:
+        return y
+    return y + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=torch.int32), right=True)]
 
 
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
-    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), with `float8` in float8.
-
-    torch's grouped product takes bfloat16 on GPUs, sizes of whole 16 bytes, and float8 on GPUs of one generation;
-    anything else is a loop over experts.
-    """
+    """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), with `float8` in float8."""
     can_group = _grouped_mm is not None and x.is_cuda
     can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
     in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
@@ -180,25 +293,3 @@ def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal[
 def _layer_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias
-
-
-def _multiply_one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    biases = [None] * weight.shape[0] if bias is None else bias.unbind()
-    pieces: list[Tensor] = []
-    for rows, matrix, offset in zip(x.split(list(loads.host_counts())), weight.unbind(), biases, strict=True):
-        piece = rows @ (matrix if transposed else matrix.T)
-        pieces.append(piece if offset is None else piece + offset)
-    return torch.cat(pieces)
-
-
-def _multiply_grouped_rows(x: Tensor, weight: Tensor, bias: Tensor | None, loads: Loads, transposed: bool) -> Tensor:
-    assert _grouped_mm is not None
-    ends = loads.device.cumsum(0).to(torch.int32)
-    y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
-    if bias is None:
-        return y
-    return y + bias[_row_experts(ends, len(x))]
-
-
-def _row_experts(ends: Tensor, rows: int) -> Tensor:
-    return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=torch.int32), right=True)

@@ -1,19 +1,11 @@
 """Mixture-of-experts layers of Hugging Face models, through transformers' ExpertsInterface under the name "longspan".
 
-Only real rows reach experts: padding rows get zeros, so they weigh nothing in any load, loss or gradient. With
-`home.ep` > 1 the experts of a layer are split over `ep` neighbouring slots, expert e to member e // (experts / ep), and
-rows (tokens) travel to them and back: in every layer one gather of counts and two all-to-alls forward, two backward,
-entered by every slot in every micro-batch, dummy ones included. In a layer they come after attention's communication
-and before that of the next layer, forward and (reversed) backward, on every rank alike, whatever the groups of the
-micro-batch. This one order keeps ranks from waiting for each other in a circle.
-
-transformers hands the shard to attention and not to the block of experts behind it: a hook on attention, or on a mixer,
-which runs again where a layer is recomputed, keeps the shard for the rest of the layer. What experts compute is in
-`experts.py`, losses of routers in `router.py`. Not covered: capacities (no row is dropped), and experts that do not use
-the interface.
+With `home.ep` > 1 rows travel to expert e on member e // (experts / ep) and back: one gather of counts and two all-to-
+alls forward, two backward, in every layer and micro-batch, behind attention's communication: one order on every rank,
+against circles of waiting. Padding rows get zeros. Capacities, and experts outside the interface, are not covered.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,14 +27,12 @@ from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
-from longspan.model.experts.experts import Loads, run_experts
+from longspan.model.experts.experts import Loads, Visits, run_experts, spread_rows, sum_visits
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
-from longspan.model.experts.rows import Visits, spread_rows, sum_visits
-from longspan.model.float8.weights import quantise_once
+from longspan.model.float8.products import quantise_once
 from longspan.model.layers import architecture_name, decoder_layers, expert_modules
-from longspan.model.mtp.depths import PREFIX, mtp_blocks
-from longspan.model.seams.attention_calls import Probe
-from longspan.model.seams.layer_arguments import find_layer_router, find_layer_shard
+from longspan.model.mtp import PREFIX, mtp_blocks
+from longspan.model.seams.attention_calls import Probe, running_layer
 from longspan.model.seams.mixers import is_mixer
 from longspan.model.weights.fill import copy_to_device
 from longspan.plan.shape.model_shape import no_experts_text
@@ -61,19 +51,12 @@ _layer_arguments: ContextVar[_LayerArguments | None] = ContextVar("longspan_laye
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the routers next to experts, by qualified name; they return (logits, weights, chosen experts).
-
-    Routers of multi-token prediction are left out: some of their rows have no token, and must not be counted.
-    """
-    return {name: router for name, router in _find_routers(model) if not name.startswith(f"{PREFIX}.")}
-
-
-def _find_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name in expert_modules(model):
-        block = name.rpartition(".")[0]
-        for child, module in model.get_submodule(block).named_children():
-            if hasattr(module, "top_k") and hasattr(module, "num_experts"):
-                yield f"{block}.{child}", module
+    """Return the routers next to experts by name; those of multi-token prediction, with rows of no token, are out."""
+    routers = dict[str, nn.Module]()
+    for block in (name.rpartition(".")[0] for name in expert_modules(model) if not name.startswith(f"{PREFIX}.")):
+        children = model.get_submodule(block).named_children()
+        routers |= {f"{block}.{n}": m for n, m in children if hasattr(m, "top_k") and hasattr(m, "num_experts")}
+    return routers
 
 
 def router_sizes(model: nn.Module) -> tuple[int, ...]:
@@ -100,10 +83,9 @@ def use_experts(model: PreTrainedModel) -> None:
 
 
 def remove_argument_hooks(layer: nn.Module) -> None:
-    """Take the hooks of `use_experts` from a layer that calls `note_layer_arguments` itself, as a compiled one does.
+    """Take the hooks of `use_experts` from a layer that calls `note_layer_arguments` itself.
 
-    torch 2.11 cannot end a graph inside a module with hooks: its code looks up names of torch.nn in the model's file,
-    and fails.
+    torch 2.11 cannot end a graph inside a module with hooks: it looks up names of torch.nn in the model's file.
     """
     for child in layer.children():
         hooks = child._forward_pre_hooks
@@ -126,10 +108,9 @@ def _turn_off_router_losses(
 def router_statistics(
     model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
 ) -> RouterStatistics | None:
-    """Make the statistics of a model's routers for a step of so many tokens.
+    """Make the statistics of a model's routers for a step of so many tokens; None without known losses of routers.
 
-    None for a model without routers, or for which transformers defines no losses of routers: coefficients of such
-    losses then raise ModelError.
+    ModelError for coefficients of losses that are not known.
     """
     routers: tuple[int, ...] = getattr(model, "routers", None) or router_sizes(model)  # of all pipeline stages
     config, coefficients = getattr(model, "config", None), coefficients or RouterCoefficients()
@@ -157,15 +138,13 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
     """Note a layer's shard and sums of routers, from its keyword arguments, for the routers and experts inside."""
     shard, router = kwargs.get("shard"), kwargs.get("router")
     if shard is None:  # a model that hands its layers no keywords has them bound around the layer
-        shard, router = find_layer_shard(), find_layer_router()
+        running = running_layer()
+        shard, router = running.shard, running.router
     _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
 @outside_graphs
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Nothing is recorded if the layer was called without sums of routers (`router=`) or with a probe: the hook then
-    returns None, which leaves the outputs as they are.
-    """
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
         return None
@@ -179,8 +158,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 
-    Padding rows become zeros. Raises ModelError outside a layer that was called with a shard. A Probe, in a trial on
-    the meta device, gets no numbers.
+    Padding rows become zeros; ModelError outside a layer with a shard.
     """
     layer = _layer_arguments.get()
     _layer_arguments.set(None)  # a later layer that notes no arguments must not use these
@@ -202,11 +180,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
 
 
 class _PlaceRows(torch.autograd.Function):
-    """Puts rows (R, D) at indices `rows` of a tensor (count, D) of zeros.
-
-    It saves no tensor for backward: to recompute one, a checkpoint would run experts, and their collectives, once more,
-    but only on slots that have padding, which would wait for the other slots.
-    """
+    """Saves no tensor: to recompute one, only slots with padding would run experts' collectives once more, and wait."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -227,19 +201,19 @@ def _mix_tiles(
     rows = len(x) if channel is None else shard.micro_batch.most_rows
     count = count_tiles(rows, tile_rows)
     if count == 1:
-        return _mix_experts(experts, x, chosen, weights, channel)
-
-    def mix_tile(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        return _mix_experts(experts, x, chosen, weights, channel)
+        return mix_experts(experts, x, chosen, weights, channel)
 
     around = partial(quantise_once, experts)  # weights in float8 are made once for all tiles
-    return run_in_tiles(mix_tile, (x, weights, chosen), tuple(experts.parameters()), count, around=around)
+    return run_in_tiles(
+        lambda x, weights, chosen: mix_experts(experts, x, chosen, weights, channel),
+        (x, weights, chosen),
+        tuple(experts.parameters()),
+        count,
+        around=around,
+    )
 
 
 def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
-    """Experts get all rows of the shard, or one tensor-parallel rank's part of them. Raises ModelError for another
-    number.
-    """
     local, tp = shard.local_rows, world.home.tp
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
@@ -255,17 +229,10 @@ def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: Worl
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
 
 
-def mix_all_rows(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D); all experts are here."""
-    return _mix_experts(experts, x, chosen, weights, None)
-
-
-def _mix_experts(experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None) -> Tensor:
-    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D).
-
-    Rows are copied for each of their k experts and sorted by expert, computed, and summed back. With a channel, its
-    members split the experts.
-    """
+def mix_experts(
+    experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, channel: Channel | None = None
+) -> Tensor:
+    """Compute the weighted sums (R, D) of the experts' outputs for each row of x (R, D); members of a channel share."""
     count, top_k = int(experts.num_experts), chosen.shape[1]  # pyright: ignore[reportArgumentType]
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(sorted_experts, torch.arange(count + 1, device=x.device))
@@ -286,21 +253,15 @@ def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Chann
     counts_here = counts[:, channel.index]  # (sender, local experts)
     receives = counts_here.sum(1).tolist()
     arrived = all_to_all_rows(x, sends, receives, channel)
-    visits = Visits.of(torch.from_numpy(_order_by_expert(counts_here)).to(x.device), 1)
+    # Rows arrive by sender, and by expert within one sender: the order that sorts them by expert.
+    starts = (counts_here.cumsum() - counts_here.ravel()).reshape(counts_here.shape)
+    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts_here.T.ravel(), strict=True)]
+    order = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
+    visits = Visits.of(torch.from_numpy(order).to(x.device), 1)
     rows_of_experts = counts_here.sum(0)
     local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
     outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
     return all_to_all_rows(spread_rows(outputs, visits.inverse()), receives, sends, channel)
-
-
-def _order_by_expert(counts: np.ndarray) -> np.ndarray:
-    """Return the order that sorts arriving rows by expert; rows arrive by sender, and by expert within one sender.
-
-    `counts` (senders, local experts) are the numbers of rows.
-    """
-    starts = (counts.cumsum() - counts.ravel()).reshape(counts.shape)  # where a sender's rows for an expert begin
-    runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts.T.ravel(), strict=True)]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *runs])
 
 
 # ---- parameters where `ep` or `tp` is above 1
@@ -312,11 +273,7 @@ def _order_by_expert(counts: np.ndarray) -> np.ndarray:
 
 
 def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: bool) -> None:
-    """Raise ModelError, before the first collective, where the model does not allow the layout's `ep`.
-
-    `ep` needs sharded parameters and a number of experts that it divides; some dim of each experts' parameter must
-    then divide over the ranks that hold the same experts.
-    """
+    """Raise ModelError, before the first collective, where the model does not allow the layout's `ep`."""
     modules = expert_modules(model)
     if home.ep > 1 and not modules:
         raise ModelError(no_experts_text(home.ep, type(model).__name__))
@@ -338,11 +295,7 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
-    """Split and shard the experts of every layer, before the layers are sharded; all ranks call it together.
-
-    Ranks of pipeline stages without experts call it too, as all ranks make the meshes together. With ep and tp 1 there
-    is nothing to do: experts are sharded with their layer.
-    """
+    """Split and shard the experts of every layer, before the layers are sharded; all ranks call it, for the meshes."""
     home = world.home
     if home.ep == home.tp == 1:
         return
@@ -350,8 +303,10 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
     # inputs are not cast, so that routing weights keep their dtype
     policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for experts in expert_modules(model).values():
-        if home.ep > 1:
-            _keep_local_experts(experts, world)
+        for name, parameter in list(experts.named_parameters(recurse=False)) if home.ep > 1 else ():
+            part = parameter.detach().chunk(home.ep)[world.slot % home.ep]
+            split = DTensor.from_local(copy_to_device(part, world.device), world.meshes.ep, [Shard(0)], run_check=False)
+            experts.register_parameter(name, nn.Parameter(split, requires_grad=parameter.requires_grad))
         fully_shard(
             experts,
             mesh=mesh,
@@ -360,14 +315,6 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
             # without a name for messages, as `check_experts` has raised them
             shard_placement_fn=lambda parameter: Shard(_shard_dim("", parameter.shape, home)),
         )
-
-
-def _keep_local_experts(experts: nn.Module, world: World) -> None:
-    rank, ep = world.slot % world.home.ep, world.home.ep
-    for name, parameter in list(experts.named_parameters(recurse=False)):
-        local = copy_to_device(parameter.detach().chunk(ep)[rank], world.device)
-        split_parameter = DTensor.from_local(local, world.meshes.ep, [Shard(0)], run_check=False)
-        experts.register_parameter(name, nn.Parameter(split_parameter, requires_grad=parameter.requires_grad))
 
 
 def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:

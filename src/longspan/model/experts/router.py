@@ -1,23 +1,11 @@
-"""Losses of routers, over all tokens of a step, so that they do not depend on its plan.
+"""Losses of routers over all tokens of a step, so that they do not depend on its plan; N: (token, layer) pairs.
 
-Rows here are pairs (real token, layer with experts); N (`token_layers`) is their number in the step, over all
-micro-batches, slots and layers.
+    balance = E · Σ_e F_e · P_e      F_e: pairs with e of their k most probable / N;  P_e: mean of softmax(logits)_e
+    z       = mean of logsumexp(logits)²
 
-    balance = E · Σ_e F_e · P_e      F_e: rows with e of their k most probable / N;  P_e: mean of softmax(logits)_e
-    z       = mean over the rows of logsumexp(logits)²
-
-The k most probable experts by the logits are those that a row visits, except where routers choose by a sigmoid or
-with a bias (MiniMax-M2, ERNIE 4.5). Balance is transformers' `load_balancing_loss_func`, which joins the tokens of all
-layers end to end (Switch Transformer, https://arxiv.org/abs/2101.03961, eq. 4 to 6), for one batch that holds every
-document of the step; over a whole batch it lets experts specialise (https://arxiv.org/abs/2501.11873). z is that of
-ST-MoE (https://arxiv.org/abs/2202.08906, eq. 5), averaged over layers too. Megatron-LM sums its losses over layers
-instead: multiply its coefficients by the number of layers with experts.
-
-F has no gradient, but the gradient of every row contains it, so it must be known before the first backward pass. With
-one micro-batch a step has it after its forward pass; with several, all but the first run forward once more beforehand,
-without a graph (dropout then draws other numbers). The gradient enters where a router's weights leave the router,
-inside the layer, as in Megatron-LM's MoEAuxLossAutoScaler: nothing is carried out of the model, and recomputation
-repeats it.
+Balance is transformers' `load_balancing_loss_func` (https://arxiv.org/abs/2101.03961) over the whole step, z that of
+ST-MoE (https://arxiv.org/abs/2202.08906); Megatron-LM sums over layers. F is known before the first backward pass: all
+micro-batches but the first run forward once more. The gradient enters at a router's weights, inside the layer.
 """
 
 from collections.abc import Sequence
@@ -32,10 +20,9 @@ from longspan.comm import World
 
 @dataclass(frozen=True)
 class RouterCoefficients:
-    """The weights of the routers' losses relative to the cross entropy (a mean over targets); 0 leaves one out.
+    """The weights of the routers' losses beside the cross entropy (a mean over targets); 0 leaves one out.
 
-    A balance of None is taken from the model's configuration, as transformers reads it: `router_aux_loss_coef` if
-    `output_router_logits` is set, and else 0.
+    A balance of None is transformers': `router_aux_loss_coef` if `output_router_logits` is set, else 0.
     """
 
     balance: float | None = None
@@ -57,8 +44,7 @@ class RouterLosses(NamedTuple):
 class RouterSums:
     """What the routers of one rank do in one micro-batch, as sums over its rows, for each router by its `id`.
 
-    Passed to the model as `router=`, with the shard; a plain class, because FSDP2 rebuilds dataclasses that it finds
-    in arguments. A layer that is recomputed records its sums again, which changes nothing.
+    A plain class, because FSDP2 rebuilds dataclasses in arguments; recomputed layers record the same again.
     """
 
     __slots__ = ("by_router", "statistics")
@@ -70,10 +56,7 @@ class RouterSums:
     def record_routing(
         self, router: nn.Module, logits: Tensor, weights: Tensor, chosen: Tensor, rows: Tensor
     ) -> Tensor:
-        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient.
-
-        Without a loss, or without a graph, the weights are returned as they are.
-        """
+        """Record a layer's routing of its real `rows` (R,); returns the weights (T, k), with the losses' gradient."""
         with torch.no_grad():
             self.by_router[id(router)] = _routing_sums(logits[rows], chosen.shape[1])
         if not torch.is_grad_enabled() or not self.statistics.coefficients.any:
@@ -102,11 +85,7 @@ class RouterStatistics:
         return micro_batches[-1]
 
     def fix_loads(self) -> None:
-        """Compute F from the micro-batches so far, which must be all of the step's, before any backward pass.
-
-        All slots call it together. Without a balance loss F is not needed. Sums of passes that only counted are dropped
-        at the end, as these micro-batches run again.
-        """
+        """Compute F from all micro-batches of the step, before any backward pass; all slots call it together."""
         if self.coefficients.balance:
             local = _sum_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
             local = local.tolist() if isinstance(local, Tensor) else local  # zeros, without routers on this stage

@@ -1,4 +1,4 @@
-"""Triton kernels of `rows.py` and of the gate in `experts.py`: they need triton, which CPU builds of torch lack."""
+"""Triton kernels of `experts.py`: they need triton, which CPU builds of torch lack."""
 
 # pyright: basic, reportMissingImports=false
 
@@ -10,20 +10,12 @@ import triton.language as tl
 # each way in which 16 divides the address.
 @triton.jit(do_not_specialize_on_alignment=("place", "weights"))
 def sum_visits_kernel(
-    out,
-    outputs,
-    weights,
-    place,
-    width,
-    output_row,
-    TOP_K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    out, outputs, weights, place, width, output_row, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Compute out[r] = sum over j of outputs[place[r · TOP_K + j]] (times weights[r, j]).
 
     One program computes COLUMNS columns of one row. `outputs` has a row for each visit of an expert, `output_row`
-    elements apart; `place` has the index in `outputs` of each visit's row (see `Visits` in `rows.py`).
+    elements apart; `place` has the index in `outputs` of each visit's row (see `Visits` in `experts.py`).
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -40,16 +32,7 @@ def sum_visits_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=("order", "weights", "of_weights"))
 def visit_gradients_kernel(
-    of_outputs,
-    of_weights,
-    dout,
-    outputs,
-    weights,
-    order,
-    width,
-    output_row,
-    TOP_K: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    of_outputs, of_weights, dout, outputs, weights, order, width, output_row, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """Compute the gradients of `sum_visits_kernel`: of the rows of `outputs`, and of the weights.
 

@@ -1,32 +1,226 @@
-"""Products of rows and matrices in float8: forward and the gradient of rows; the gradient of matrices in bfloat16.
+"""Products in float8 (e4m3) with one scale a row, its largest absolute value / 448: a row depends on no neighbour.
 
-    y  = x W'    rows of x and rows of W in float8
-    dx = dy W    rows of dy and columns of W in float8
-    dW = dy' x   without float8: the sum runs over rows, so that row scales cannot be taken out of it
-
-A row of y and dx depends on that row of x or dy and on W alone. Products run by `torch._scaled_mm`, those of experts by
-`torch._scaled_grouped_mm`. On CPUs, which `prepare` refuses, the numbers in float8 are multiplied in float64: this is
-how tests check the arithmetic.
+Weights are made from the gathered weight in each pass, or kept for passes between which none changes. Gradients of rows
+are products in float8 too, those of weights are not.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from longspan.model.float8 import quantise
-from longspan.model.float8.quantise import Scaled, multiply, quantise_rows
-from longspan.model.float8.weights import Float8Weight
+from longspan.model.weights.local_tensors import local_tensor
+
+FLOAT8 = torch.float8_e4m3fn
+# torch's operations below repeat these as digits: torch.compile treats a number with a name as one that may change.
+LARGEST = 448.0  # number of e4m3
+_LEAST = 1e-30  # of a row's largest number: below, rows become zeros, and the factor stays finite
+_MOST_COLUMNS = 16384  # of a row that a program holds at once
+_TILE = 64  # rows and columns of a block of a matrix
+_PARTS = 32  # at most so many parts of a matrix's rows look for the largest numbers of columns at the same time
+
+
+class Scaled(NamedTuple):
+    """Rows in float8, `values` (…, R, C), and the factor of each row, `scales` (…, R) in float32."""
+
+    values: Tensor
+    scales: Tensor
+
+    def dequantise(self) -> Tensor:
+        """Return the rows in float64."""
+        return self.values.double() * self.scales.double().unsqueeze(-1)
+
+
+def quantise_rows(x: Tensor) -> Scaled:
+    """Convert rows (…, R, C) to float8, each by its own scale.
+
+    >>> quantise_rows(torch.tensor([[1.0, -896.0]])).scales
+    tensor([2.])
+    """
+    if (kernels := _find_kernels(x)) is None:
+        return quantise_by_torch(x)
+    rows = x.reshape(-1, x.shape[-1])
+    values = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
+    scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    if rows.numel():
+        width = rows.shape[1]
+        columns = min(_MOST_COLUMNS, 1 << (width - 1).bit_length())
+        kernels.quantise_rows_kernel[(len(rows),)](
+            *(rows, values, scales, width, rows.stride(0)),
+            LARGEST=LARGEST,
+            OF_LARGEST=1 / LARGEST,
+            LEAST=_LEAST,
+            COLUMNS=columns,
+            IN_ONE=width <= columns,
+            num_warps=min(16, max(1, columns // 1024)),  # a warp for every 1024 columns
+        )
+    return Scaled(values, scales)
+
+
+def quantise_by_torch(x: Tensor) -> Scaled:
+    """Convert rows (…, R, C) to float8 by torch's operations; a row of zeros stays zeros."""
+    largest = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)  # so that factors stay finite
+    return Scaled((x.float() * _factors(largest)).to(FLOAT8), (largest * (1 / 448.0)).squeeze(-1))
+
+
+def quantise_columns(x: Tensor) -> Scaled:
+    """Convert the columns of matrices (…, R, C) to float8, each by its own scale, as the rows of (…, C, R).
+
+    >>> quantise_columns(torch.tensor([[1.0, 2.0], [-448.0, 3.0]])).values.shape
+    torch.Size([2, 2])
+
+    One kernel finds the largest absolute values of columns, in each of several parts of the rows; a column's is the
+    largest over the parts. A second kernel scales.
+    """
+    if (kernels := _find_kernels(x)) is None:
+        return quantise_rows(x.transpose(-2, -1).contiguous())
+    rows, width = x.shape[-2:]
+    matrices = x.reshape(-1, rows, width)
+    count = len(matrices)
+    values = torch.empty((*x.shape[:-2], width, rows), dtype=FLOAT8, device=x.device)
+    if not matrices.numel():
+        return Scaled(values, torch.zeros(values.shape[:-1], device=x.device))
+    across, down = -(-width // _TILE), -(-rows // _TILE)  # tiles
+    sizes = rows, width, matrices.stride(1), matrices.stride(0)
+    parts = torch.empty((count, min(_PARTS, down), width), device=x.device)
+    tile = {"ROWS": _TILE, "COLUMNS": _TILE}
+    kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
+    largest = parts.amax(1).clamp_min(_LEAST)  # so that factors stay finite
+    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(largest), *sizes, **tile)
+    return Scaled(values, (largest * (1 / 448.0)).view(values.shape[:-1]))
+
+
+def _factors(most: Tensor) -> Tensor:
+    """A true quotient: `448.0 / most` would be torch's rounded reciprocal times 448."""
+    return torch.full_like(most, 448.0) / most
+
+
+def _find_kernels(x: Tensor) -> Any:
+    if not x.is_cuda or x.stride(-1) != 1:
+        return None
+    return kernel_module()
+
+
+@cache
+def kernel_module() -> Any:
+    """Return the module of the kernels; None without Triton."""
+    return None if find_spec("triton") is None else import_module("longspan.model.float8.quantise_kernels")
+
+
+# ---- products of scaled values
+
+
+FAST_SUMS = True
+"""Whether tensor cores sum products in their own precision, without moving sums to float32 after every 128 products.
+
+The difference is far smaller than the rounding of float8, and does not depend on neighbouring rows."""
+
+
+def multiply(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Multiply rows x (S, K) with the rows of w (N, K), and add a bias (N,): (S, N)."""
+    if not x.values.is_cuda:
+        y = x.dequantise() @ w.dequantise().t()
+        return (y if bias is None else y + bias).to(dtype)
+    if not x.values.numel():
+        return x.scales.new_zeros((len(x.values), len(w.values)), dtype=dtype)
+    y = torch._scaled_mm(
+        x.values,
+        w.values.t(),
+        scale_a=x.scales.unsqueeze(1),
+        scale_b=w.scales.unsqueeze(0),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=FAST_SUMS,
+    )
+    return y.to(dtype)
+
+
+_ATTRIBUTE = "float8_weights"
+
+
+class Float8Weight:
+    """A weight in float8: rows for forward, columns for backward, made when needed and kept while `keep(True)`."""
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self._rows: Scaled | None = None
+        self._columns: Scaled | None = None
+
+    def keep(self, keeps: bool) -> None:
+        """Begin (True) or end (False) keeping the float8 weight; what was kept before is dropped."""
+        self.keeps, self._rows, self._columns = keeps, None, None
+
+    def rows(self, weight: Tensor) -> Scaled:
+        """Return the weight's rows in float8: those that are kept, or new ones."""
+        rows = self._rows or quantise_rows(weight.detach())
+        self._rows = rows if self.keeps else None
+        return rows
+
+    def columns(self, weight: Tensor) -> Scaled:
+        """Return the weight's columns in float8, as rows: those that are kept, or new ones."""
+        columns = self._columns or quantise_columns(weight.detach())
+        self._columns = columns if self.keeps else None
+        return columns
+
+
+def add_float8_weights(module: nn.Module, names: Iterable[str]) -> None:
+    """Mark a module's parameters of these names: the module computes with them in float8."""
+    setattr(module, _ATTRIBUTE, {name: Float8Weight() for name in names})
+
+
+def find_float8_weight(module: nn.Module, name: str) -> Float8Weight | None:
+    """Return the record of a module's weight in float8; None if the module does not compute with it in float8."""
+    weights: Mapping[str, Float8Weight] = vars(module).get(_ATTRIBUTE, {})
+    return weights.get(name)
+
+
+_kept_at: dict[int, Float8Weight] = {}  # records that keep, by the memory address of the weight that they belong to
+
+
+def find_kept_weight(weight: Tensor) -> Float8Weight:
+    """Return the record of a weight in float8 by its address, as graphs know no modules; a new one if none is kept."""
+    return _kept_at.get(weight.data_ptr()) or Float8Weight()
+
+
+@contextmanager
+def quantise_once(model: nn.Module) -> Iterator[None]:
+    """Keep weights in float8 from their first product on, for passes between which no weight changes.
+
+    A rank then holds one byte for each number (rows), after backward two. Graphs find only weights that are gathered
+    now.
+    """
+    weights = list[Float8Weight]()  # which keep from here on
+    weight_at = dict[int, Tensor]()  # the gathered weights, referred to so that no other tensor gets their addresses
+    for module in model.modules():
+        for name, float8_weight in vars(module).get(_ATTRIBUTE, {}).items():
+            if not float8_weight.keeps:  # one that keeps already does so for an outer scope, which ends later
+                weights.append(float8_weight)
+                float8_weight.keep(True)
+            local_weight = local_tensor(getattr(module, name).detach())
+            # A weight without memory is not gathered by FSDP2; an inner scope may find it gathered.
+            if local_weight.untyped_storage().nbytes() and local_weight.data_ptr() not in _kept_at:
+                _kept_at[local_weight.data_ptr()], weight_at[local_weight.data_ptr()] = float8_weight, local_weight
+    try:
+        yield
+    finally:
+        for address in weight_at:
+            del _kept_at[address]
+        for float8_weight in weights:
+            float8_weight.keep(False)
 
 
 @dataclass(frozen=True)
 class ExpertRows:
     """Which rows belong to which of e experts, if rows are sorted by expert.
 
-    `ends` (e,) in int32 is where the rows of each expert end. With `counts`, the rows of each expert, there is one
-    product for each expert; without, one grouped product of all. Matrices are (e, N, K), or (e, K, N) if `transposed`.
+    `ends` (e,) in int32 is where each expert's rows end; with `counts` there is one product for each expert, else one
+    grouped product. Matrices are (e, N, K), or (e, K, N) if `transposed`.
     """
 
     ends: Tensor
@@ -35,10 +229,7 @@ class ExpertRows:
 
 
 def linear_in_float8(x: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight) -> Tensor:
-    """Compute x W' + bias of rows x (…, K) and a weight (N, K), as torch's `linear`, in float8.
-
-    >>> y = linear_in_float8(x, layer.weight, layer.bias, Float8Weight())  # (…, N)
-    """
+    """Compute x W' + bias of rows x (…, K) and a weight (N, K), as torch's `linear`, in float8."""
     y = _multiply_rows(x.reshape(-1, x.shape[-1]), weight, bias, float8_weight)
     return y.view(*x.shape[:-1], weight.shape[0])
 
@@ -52,20 +243,17 @@ def experts_in_float8(
     transposed: bool,
     float8_weight: Float8Weight,
 ) -> Tensor:
-    """Multiply rows x (S, K), sorted by expert (see `ExpertRows`), with their experts' matrices: (S, N).
-
-    >>> y = experts_in_float8(x, experts.up_proj, ends, None, transposed=False, float8_weight=Float8Weight())
-    """
+    """Multiply rows x (S, K), sorted by expert (see `ExpertRows`), with their experts' matrices: (S, N)."""
     return _multiply_rows(x, weight, None, float8_weight, ExpertRows(ends, counts, transposed))
 
 
 def _multiply_rows(
     rows: Tensor, weight: Tensor, bias: Tensor | None, float8_weight: Float8Weight, experts: ExpertRows | None = None
 ) -> Tensor:
-    """Multiply rows (S, K) with one matrix, or each with the matrix of its expert: (S, N).
+    """Rows (S, K) with one matrix, or each with its expert's: (S, N).
 
-    The graph gets two nodes. `_Product` takes the output of `_Gradients` as an argument, so that dy goes back to
-    `_Gradients` too. Nothing reads this output (`unread`): it has the shape of dy, and one number as its memory.
+    The graph gets two nodes: `_Product` takes the output of `_Gradients` (`unread`, one number as its memory), so that
+    dy goes back to both.
     """
     gradients = None
     if torch.is_grad_enabled() and (weight.requires_grad or (bias is not None and bias.requires_grad)):
@@ -77,20 +265,16 @@ def _multiply_rows(
 
 
 class _Gradients(torch.autograd.Function):
-    """Computes nothing forward; backward, the gradients of the weight and the bias from that of the product.
+    """Computes nothing forward; backward, the gradients of weight and bias.
 
-    It is a node of its own, so that a pipeline can compute these gradients later than those of rows. It runs before the
-    product and saves the rows, so that a recomputed layer that ends in this product stops here, before multiplying.
+    A node of its own, so that a pipeline can compute them later than those of rows; it saves the rows before the
+    product, where a recomputation stops.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, experts: ExpertRows | None, unread: Tensor
     ) -> Tensor:
-        """Return a view of `unread`, through which the product's gradient comes back to this node, and keep the rows.
-
-        `unread` has the product's shape and no memory of its own; the rows are kept for the weight's gradient.
-        """
         ctx.save_for_backward(x if weight.requires_grad else None)
         ctx.dtype, ctx.experts = weight.dtype, experts
         return unread.view_as(unread)
@@ -148,49 +332,25 @@ def _multiply_scaled(
     """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; of experts, w is (e, N, K), without bias."""
     if experts is None:
         return multiply(x, w, dtype, bias)
-    return multiply_experts(x, w, experts.ends, experts.counts, dtype)
+    if experts.counts is None:  # one grouped product
+        sums = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_SUMS}
+        columns = w.values.transpose(-2, -1)
+        return torch._scaled_grouped_mm(x.values, columns, x.scales, w.scales, offs=experts.ends, **sums).to(dtype)
+    counts = list(experts.counts)
+    pieces = zip(x.values.split(counts), x.scales.split(counts), w.values, w.scales, strict=True)
+    # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
+    return torch.cat([multiply(Scaled(rows, s.clone()), Scaled(matrix, m), dtype) for rows, s, matrix, m in pieces])
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:
-    """Return the gradient of a weight (N, K), or of experts' weights (e, N, K), from rows x (S, K) and dy (S, N).
-
-    It is dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy.
-    """
+    """dyᵀ x over all rows, or over each expert's rows; for transposed weights (e, K, N) xᵀ dy."""
     if experts is None:
         return dy.t() @ x
     left, right = (x, dy.contiguous()) if experts.transposed else (dy.contiguous(), x)
-    return _outer_products(left, right, experts.ends, experts.counts)
+    if experts.counts is None:  # one grouped product
+        return torch._grouped_mm(left.t(), right, offs=experts.ends)  # pyright: ignore[reportAttributeAccessIssue]
+    pieces = zip(left.split(list(experts.counts)), right.split(list(experts.counts)), strict=True)
+    return torch.stack([a.t() @ b for a, b in pieces])
 
 
 # ---- experts
-
-
-def multiply_experts(x: Scaled, w: Scaled, ends: Tensor, counts: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows x (S, K) with the rows of their expert's matrix, of w (e, N, K): (S, N).
-
-    `ends` (e,) is where each expert's rows end. If `counts` has the number of rows of each, there is one product for
-    each expert; if it is None, one grouped product of all.
-    """
-    if counts is not None:
-        pieces = zip(x.values.split(list(counts)), x.scales.split(list(counts)), w.values, w.scales, strict=True)
-        # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
-        return torch.cat(
-            [
-                multiply(Scaled(rows, row_scales.clone()), Scaled(matrix, matrix_scales), dtype)
-                for rows, row_scales, matrix, matrix_scales in pieces
-            ]
-        )
-    values = w.values.transpose(-2, -1)
-    sums = {"out_dtype": torch.bfloat16, "use_fast_accum": quantise.FAST_SUMS}
-    return torch._scaled_grouped_mm(x.values, values, x.scales, w.scales, offs=ends, **sums).to(dtype)
-
-
-def _outer_products(left: Tensor, right: Tensor, ends: Tensor, counts: Sequence[int] | None) -> Tensor:
-    """Compute leftᵀ right over the rows of each expert: left (S, A) and right (S, B) to (e, A, B).
-
-    `ends` and `counts` are those of `ExpertRows`: without counts there is one grouped product.
-    """
-    if counts is None:
-        return torch._grouped_mm(left.t(), right, offs=ends)  # pyright: ignore[reportAttributeAccessIssue]
-    pieces = zip(left.split(list(counts)), right.split(list(counts)), strict=True)
-    return torch.stack([a.t() @ b for a, b in pieces])

@@ -1,4 +1,4 @@
-"""Triton kernels of `quantise.py`, the only importer of this module: it needs triton, which CPU builds lack."""
+"""Triton kernels of `products.py`, the only importer of this module: it needs triton, which CPU builds lack."""
 
 # pyright: basic, reportMissingImports=false
 

@@ -8,7 +8,7 @@ How a step goes through both is in `longspan.train.terms`. Rows of items reach t
 input embedding, those of DeepStack by hooks on the first layers too, so that its own forward is untouched.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,8 +26,8 @@ from longspan.model.adapters import Adapter, model_adapter
 from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers
 from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.seams.attention_calls import running_layer
 from longspan.model.seams.call_rules import call_rules, is_prepared
-from longspan.model.seams.layer_arguments import find_layer_shard
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
@@ -40,20 +40,13 @@ class Encoder:
     """An encoder with its projector, its world, and how its items are dealt out.
 
     `module(inputs)` takes a list of what the documents' `read` gives for each item, and returns their rows (n, D) end
-    to end, D being the language model's width; where several slots may share an item (`max_cp` above 1), it is called
-    with `shard=` too and returns this rank's rows. `world` is of the encoder's own Layout, without pipeline stages,
-    over the language model's ranks.
-
-    Items are dealt to the encoder's slots by `plan_dynamic`, priced by `cost`, an item being a document of its rows: in
-    waves of at most `max_rows_per_slot` rows a slot. `recompute` encodes each wave again before its backward pass
-    instead of keeping what that needs. An encoder is frozen if none of its parameters requires a gradient: nothing
-    flows back to it, and in training it stays in the mode that it is in.
-
-    With `deep_layers` L its rows are (n, D · (1 + L)): the first D enter at the input embedding, and part k is added to
-    what decoder layer k returns, k from 0 (DeepStack, https://arxiv.org/abs/2406.04334).
-
-    `in_spans`: in every layer of the language model the rows of an item see each other in both directions, those of
-    items side by side too, as Gemma 3's images do.
+    to end; with `max_cp` above 1 it is called with `shard=` too and returns this rank's rows. `world` is of the
+    encoder's own Layout, without stages, over the language model's ranks. Items are dealt out by `plan_dynamic`, priced
+    by `cost`, in waves of at most `max_rows_per_slot` rows a slot; `recompute` encodes each wave again before its
+    backward pass. An encoder is frozen if none of its parameters requires a gradient. With `deep_layers` L rows are (n,
+    D · (1 + L)): part k from 0 is added to what decoder layer k returns (DeepStack, https://arxiv.org/abs/2406.04334).
+    `in_spans`: the rows of an item, and of items side by side, see each other in both directions, as Gemma 3's images
+    do.
     """
 
     module: nn.Module
@@ -81,10 +74,7 @@ class MultimodalModel(nn.Module):
     def __init__(
         self, encoders: Mapping[str, Encoder], language_model: PreTrainedModel | PipelineModel, world: World
     ) -> None:
-        """Join encoders and a prepared language model, and check that they fit each other.
-
-        The language model's call rules are replaced, so that rows of one image see each other if its encoder says so.
-        """
+        """Join them, and check that they fit: rows of one image see each other if its encoder says so."""
         from longspan.model.multimodal.prepare_encoder import check_encoder_prepared
 
         super().__init__()
@@ -203,10 +193,7 @@ def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
 
 
 def check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
-    """Raise ModelError where DeepStack's rows would be added to more layers than the first pipeline stage has.
-
-    Only the first stage is given rows of items. The result is the same on every rank, also without the first stage.
-    """
+    """Raise ModelError, alike on every rank, where DeepStack needs more layers than the first pipeline stage has."""
     if isinstance(model, PipelineModel):
         first_layers = len(model.layers_of_stages[0])
         holder = f"the first of {len(model.layers_of_stages)} pipeline stages has"
@@ -227,7 +214,12 @@ def span_modalities(encoders: Mapping[str, Encoder]) -> tuple[str, ...]:
 
 def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[Encoder]) -> None:
     """Hook a prepared language model: rows of items enter at its embedding, those of DeepStack at its first layers."""
-    for root, embedding_model, has_first_layers in _embedding_parts(model):
+    parts: list[tuple[nn.Module, PreTrainedModel, bool]]  # what is called with a shard, and what has the embedding
+    if isinstance(model, PipelineModel):  # multi-token prediction embeds later tokens on the last stage
+        parts = [(s, s.model, s.first) for s in model.stages if s.first or (s.last and model.depths)]
+    else:
+        parts = [(model, model, True)]
+    for root, embedding_model, has_first_layers in parts:
         _SpliceHook(root, embedding_model.get_input_embeddings(), tuple(encoders))
         if has_first_layers:
             deep_layers = max((encoder.deep_layers for encoder in encoders), default=0)
@@ -235,22 +227,8 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
                 layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
 
 
-def _embedding_parts(model: PreTrainedModel | PipelineModel) -> Iterator[tuple[nn.Module, PreTrainedModel, bool]]:
-    """Yield (module that is called with a shard, model with the input embedding, whether it has the first layers).
-
-    Under a pipeline these are the first stage and, with multi-token prediction, which embeds later tokens, the last.
-    A rank without these stages yields nothing.
-    """
-    if isinstance(model, PipelineModel):
-        for stage in model.stages:
-            if stage.first or (stage.last and model.depths):
-                yield stage, stage.model, stage.first
-    else:
-        yield model, model, True
-
-
 def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
-    shard = kwargs.get("shard") or find_layer_shard()  # some models call layers without the keyword
+    shard = kwargs.get("shard") or running_layer().shard  # some models call layers without the keyword
     if not isinstance(shard, SequenceShard):
         return out
     if isinstance(out, tuple):

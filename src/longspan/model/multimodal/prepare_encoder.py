@@ -1,8 +1,6 @@
-"""An encoder under its own home: sharded by FSDP2 or copied, its blocks recomputed and split over tp.
+"""An encoder under its own home, over the language model's ranks: sharded or copied, its blocks recomputed and split.
 
-The encoder has a world of its own, over the same ranks as the language model's. Whatever the slots of that world
-encode, gradients are plain sums over slots: FSDP2 sums by itself, and gradients of copies are summed by
-`gradients_summed_over_slots(module, world)`. Which rank encodes which items, and where rows go, is not in this module.
+Gradients are plain sums over slots: FSDP2's, or of copies by `gradients_summed_over_slots(module, world)`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,20 +17,14 @@ from longspan.errors import ModelError
 from longspan.layout.layout import excerpt
 from longspan.model.activations.recompute import Recomputation, run_checkpointed
 from longspan.model.multimodal.split_encoder import find_split_parts, split_encoder
-from longspan.model.seams.forwards.norms import split_long_norms
+from longspan.model.seams.norms import split_long_norms
 from longspan.model.sharding import Sharding, shard_over_slots
 
 
 def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None) -> dict[str, nn.Module]:
-    """Return the blocks of an encoder by qualified name, in the module's order.
+    """Return the blocks of an encoder by qualified name, in order: the given ones, or the modules of its longest lists.
 
-    They are the given ones, or else the modules of its longest lists, all of them if several are equally long.
-
-    >>> [*encoder_blocks(CLIPVisionModel(config))][:2]
-    ['encoder.layers.0', 'encoder.layers.1']
-
-    Of lists inside lists the outer one counts. The result is empty without a list. Raises ModelError for blocks that
-    are not inside the module, or inside each other.
+    ModelError for blocks that are not inside the module, or inside each other.
     """
     names = {child: name for name, child in module.named_modules()}
     if blocks is None:
@@ -59,20 +51,14 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
 def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
-        if isinstance(child, nn.ModuleList) or _is_list_of_blocks(child):
+        # A Sequential of blocks of one class, as in timm's vision towers; a block has children.
+        blocks = [*child.children()] if isinstance(child, nn.Sequential) else []
+        of_one_class = len({type(block) for block in blocks}) == 1
+        is_list = of_one_class and all(any(True for _ in block.children()) for block in blocks)
+        if isinstance(child, nn.ModuleList) or is_list:
             yield qualified, child
         else:
             yield from _outer_lists(child, qualified)
-
-
-def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Return whether a Sequential holds blocks of one class, as in timm's vision towers; a block has children."""
-    children = [*module.children()]
-    return (
-        isinstance(module, nn.Sequential)
-        and len({type(child) for child in children}) == 1
-        and all(any(True for _ in child.children()) for child in children)
-    )
 
 
 _PREPARED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the key of the world of each prepared encoder
@@ -94,32 +80,28 @@ def prepare_encoder(
     >>> encoder_world = World(Layout(ranks=8))               # open, as is the language model's world over these ranks
     >>> encoder = prepare_encoder(MyEncoder(), encoder_world, compute_dtype=torch.bfloat16)
 
-    All ranks call it together, with equal weights. `shard_parameters` shards them over the slots with FSDP2, otherwise
-    every rank keeps a copy on its device; `reshard_after_forward` frees a block's gathered parameters between forward
-    and backward; `activation_checkpointing` recomputes each block in backward: "full" (or True) all of it, "selective"
-    all but the output of `attend`; `compute_dtype` (such as bfloat16) is what FSDP2 computes in: of a block's arguments
-    only the first tensor is cast to it, so that rotary tables keep their type. `blocks` are what is sharded and
-    recomputed one at a time; without it the modules of the longest list of modules. Parameters that need no gradient
-    stay so: freeze them before.
+    All ranks call it together, with equal weights; freeze parameters before. `shard_parameters`,
+    `reshard_after_forward`, `activation_checkpointing` and `compute_dtype` are those of `prepare`, by block: of a
+    block's arguments only the first tensor is cast. `blocks` are what is sharded and recomputed one at a time; without
+    it the modules of the longest list. A sharded block is called once in a forward pass, with the rows of all items: a
+    loop over items needs `blocks=[]`. A slot without items runs some other item.
 
-    Where `world.home.tp` is above 1, attention and MLPs are split over the tensor-parallel ranks of a slot, which are
-    given the same items. Their linears are recognised by name in the usual ways of writing a ViT (`split_encoder.py`);
-    `tp_plan` has the styles of others: patterns of qualified names to "colwise", "rowwise", "qkv" (one linear of
-    queries, keys and values) or "replicated". The first call compares each kind of block, its output and every
-    gradient, with the unsplit one, and raises ModelError where they differ.
-
-    Every call must use the same parameters on every slot; a slot without items runs some other item. A block that is
-    sharded is called once in a forward pass, with the rows of all items: every call gathers its parameters, and slots
-    have different numbers of items. A loop over items needs `blocks=[]`, which shards the encoder as one.
-
-    Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
+    Where `world.home.tp` is above 1, attention and MLPs are split, their linears recognised by name in the usual ways
+    of writing a ViT; `tp_plan` has the styles of others: patterns of qualified names to "colwise", "rowwise", "qkv" or
+    "replicated". The first call compares each kind of block with the unsplit one, and raises ModelError where they
+    differ. Raises ModelError, before anything is changed, for a home, settings or a module that this does not fit.
     """
     sharding = Sharding(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
     recomputation = Recomputation.from_options(activation_checkpointing)
     _check_arguments(module, world, sharding)
-    units = _sharding_units(module, blocks, recomputation)
+    units = encoder_blocks(module, blocks)  # sharded and recomputed one at a time; none: the encoder as one
+    if not units and recomputation.measure != "none":
+        raise ModelError(
+            f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
+            "blocks=, or switch activation checkpointing off"
+        )
     parts = find_split_parts(module, units, world.home.tp, tp_plan)
     _refuse_unlike_weights(module, world)
     if world.device.type == "cuda":
@@ -169,22 +151,12 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
         sharding.check_compute_dtype(dtype)
 
 
-def _sharding_units(
-    module: nn.Module, blocks: Sequence[nn.Module] | None, recomputation: Recomputation
-) -> dict[str, nn.Module]:
-    """Return the blocks that are sharded and recomputed one at a time, by name; none: the encoder is sharded as one."""
-    units = encoder_blocks(module, blocks)
-    if not units and recomputation.measure != "none":
-        raise ModelError(
-            f"{type(module).__name__} has no list of blocks (nn.ModuleList) to recompute one at a time; name them in "
-            "blocks=, or switch activation checkpointing off"
-        )
-    return units
-
-
 def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     """Digests are compared first, and samples are gathered only to name ranks and weights that differ."""
-    samples = {name: _sample_digest(parameter) for name, parameter in module.named_parameters()}
+    samples = dict[str, str]()
+    for name, parameter in module.named_parameters():
+        numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
+        samples[name] = f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
     digest = sha256(repr(samples).encode()).hexdigest()
     if world.control.is_same(digest, "comparison of weights"):
         return
@@ -208,13 +180,8 @@ def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
     )
 
 
-def _sample_digest(parameter: Tensor) -> str:
-    numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
-    return f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
-
-
 def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
-    """Wrap the block's forward so that backward runs it again; FSDP2's hooks on the module stay around the wrapper."""
+    """FSDP2's hooks on the module stay around the wrapper."""
     if recomputation.measure == "none":
         return
     inner: Any = block.forward
@@ -230,10 +197,7 @@ def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
 
 
 def _refuse_second_calls(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
-    """Hook the encoder so that a second call of a sharded block in a forward pass raises ModelError: slots would wait.
-
-    A block that is recomputed in backward is not called again: its own forward runs, without hooks.
-    """
+    """Slots would wait for each other. A block that is recomputed is not called again: its own forward runs."""
     called, encoder = set[str](), type(module).__name__
 
     def note_call(name: str, *_: Any) -> None:

@@ -1,12 +1,7 @@
-"""An encoder's attention and MLPs split over the tensor-parallel ranks of its slots.
+"""An encoder's attention and MLPs split over the tensor-parallel ranks of its slots, which encode the same items.
 
-All ranks of a slot encode the same items and hold the same rows. Each attends with its own heads: column-wise and
-row-wise linears are sharded as DTensors, and a fused linear of queries, keys and values stays whole on every rank.
-Parameters that are whole on each rank (norms, embeddings, a projector) get the same gradient on each.
-
-transformers has no tensor-parallel plans for vision towers. Attention and MLPs are recognised by the names of their
-linears, or by the caller's plan; every linear inside a block must be one or the other, and linears outside blocks stay
-whole unless recognised. Names do not prove a split right: `split_trial.py` compares it with the unsplit module.
+transformers has no plans for vision towers: linears are recognised by names, or by the caller's plan, and every linear
+inside a block must be one. Names prove nothing: `split_trial.py` compares it with the unsplit module.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +15,9 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module, is_adapted, peft_modules
 from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
-from longspan.model.tensor_parallel.split_adapters import split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
+    split_adapted_linear,
     split_columns,
     split_rows,
     split_three_columns,
@@ -59,10 +54,9 @@ WIDTHS += ("hidden_size", "hidden_dim", "d_model")
 
 @dataclass(frozen=True)
 class SplitModule:
-    """A module whose own linears are split: attention, an MLP, or several of them in one module.
+    """A module whose own linears are split, with their `styles` by name.
 
-    `styles` are those of its linears, by their names in the module. `several`: it holds several attentions or MLPs, so
-    that each linear sums the gradient of its own input, instead of the module that of its one input.
+    `several` attentions or MLPs in it: each linear sums the gradient of its own input.
     """
 
     name: str
@@ -72,11 +66,7 @@ class SplitModule:
 
     @property
     def local_attributes(self) -> dict[str, int]:
-        """Return the numbers of heads, and widths of all heads, that the module holds as attributes, by name.
-
-        A rank has 1 / tp of each. An attribute is a width if it has a width's name, and the value that all queries or
-        all keys have. A module without numbers of heads is no attention, and one that holds several has no one width.
-        """
+        """Return the module's numbers of heads, and widths of all heads, by name: a rank has 1 / tp of each."""
         attributes = {n: value for n, value in vars(self.module).items() if type(value) is int}
         counts = {n: value for n, value in attributes.items() if n in (*HEADS, *KEY_HEADS)}
         if not counts or self.several:
@@ -88,9 +78,8 @@ class SplitModule:
     def widths(self) -> tuple[int, int, int]:
         """Return the features of all queries, of all keys and of all values.
 
-        The outputs of a fused linear are heads + 2 · key heads of one size, if the module counts both and this fits,
-        and otherwise three equal parts. Of separate column-wise linears the widest has the queries, and the narrowest
-        the keys and values. All are 0 without any.
+        A fused linear has heads + 2 · key heads of one size if both are counted and fit, else three equal parts; of
+        separate ones the widest has the queries, the narrowest keys and values.
         """
         outputs = list[int]()
         for name, style in self.styles.items():
@@ -114,11 +103,7 @@ class SplitModule:
 def find_split_parts(
     module: nn.Module, blocks: Mapping[str, nn.Module], tp: int, plan: Mapping[str, str] | None = None
 ) -> list[SplitModule]:
-    """Find the parts of an encoder that are split over tp ranks, in its order.
-
-    There are none at tp 1, where a plan is still checked. Raises ModelError for linears in blocks that are neither
-    recognised nor in the plan, and where tp does not divide heads or widths.
-    """
+    """Find the parts of an encoder that are split over tp ranks, in its order; at tp 1 a plan is only checked."""
     callers_styles = _read_caller_styles(module, plan or {})
     if tp == 1:
         return []
@@ -214,12 +199,7 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 
 
 def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
-    """Yield the numbers of heads and features that tp must divide, after their names for messages.
-
-    If attention holds no number of heads, heads are counted by the size of one. A row-wise linear has its inputs split,
-    any other its outputs; of a fused one tp must divide the keys, the narrowest of queries, keys and values. Raises
-    ModelError for a fused linear with other outputs, and for attention that does not tell its heads.
-    """
+    """Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys."""
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts
     is_attention = QKV in part.styles.values() or any({*names} <= part.styles.keys() for names in _ATTENTION)
@@ -253,10 +233,9 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
 def split_encoder(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule], world: World
 ) -> list[SplitTrial]:
-    """Split these parts over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
+    """Split these parts over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
 
-    Returns trials that compare the first call of each kind of block, and of parts outside blocks, with the unsplit
-    module; the caller hooks them in once it has wrapped the blocks' forwards.
+    Returns trials of the first calls, which the caller hooks in once it has wrapped the blocks' forwards.
     """
     _, tp = world.meshes.tp, world.home.tp  # the mesh is made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
@@ -265,7 +244,9 @@ def split_encoder(
     for part in parts:
         _split_linears(part, world)
         if not part.several:  # else each linear sums by itself, in `_split_linears`
-            _sum_other_gradients(part.module, split_module_ids, world.key)
+            for child in part.module.modules():  # such as a norm of heads: its gradients are of this rank's heads
+                for name, _ in child.named_parameters(recurse=False) if id(child) not in split_module_ids else ():
+                    sum_partial_gradients(child, world.key, name)
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
         wrap_forward(part.module, views=counts)
@@ -274,9 +255,6 @@ def split_encoder(
 
 
 def _split_linears(part: SplitModule, world: World) -> None:
-    """Where one module holds several attentions or MLPs, each column-wise linear sums over tp the gradient of its own
-    input; otherwise `split_encoder` has the module sum that of its input.
-    """
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
         if is_adapted(linear):
@@ -291,21 +269,9 @@ def _split_linears(part: SplitModule, world: World) -> None:
             sum_input_gradients(linear, world)
 
 
-def _sum_other_gradients(module: nn.Module, split_module_ids: set[int], world_key: int) -> None:
-    """Sum over tp the gradients of a split module's other parameters, such as a norm of heads.
-
-    They are whole on each rank, and have their gradients from this rank's heads only.
-    """
-    for child in module.modules():
-        if id(child) not in split_module_ids:
-            for name, _ in child.named_parameters(recurse=False):
-                sum_partial_gradients(child, world_key, name)
-
-
 def _trial_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], parts: Sequence[SplitModule]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) for trials: one block, or part outside blocks, of each class and parameter shapes."""
     kinds = set[Any]()
     for part in parts:
         name = next((block for block in blocks if f"{part.name}.".startswith(f"{block}.")), part.name)

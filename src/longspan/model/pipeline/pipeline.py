@@ -1,9 +1,6 @@
-"""A model under a home with pipeline stages: this rank's stages under the model's own names, and steps through all.
+"""A model under a home with pipeline stages: this rank's stages under the names of the whole model, and their steps.
 
-`prepare` returns a PipelineModel where `home.pp` is above 1. Parameters of the other stages are freed; those that are
-here have the names that they have in the whole model, so that optimizers, checkpoints and saved folders do not depend
-on the pipeline. How a model is cut is in `stages.py`, torch's schedules are in `schedules.py`, parameters that several
-stages have in `copies.py`.
+Optimizers, checkpoints and saved folders so do not depend on the pipeline. A model is cut in `stages.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +17,17 @@ from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
 from longspan.model.layers import Absent, decoder_model, text_name
-from longspan.model.mtp.depths import model_depths
+from longspan.model.mtp import model_depths
 from longspan.model.parts import find_parts
-from longspan.model.pipeline.copies import StageCopies
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
-from longspan.model.pipeline.stages import Stage, StageInput, cut_model, refuse_dependent_layers, refuse_inexact
+from longspan.model.pipeline.stages import (
+    Stage,
+    StageCopies,
+    StageInput,
+    cut_model,
+    refuse_dependent_layers,
+    refuse_inexact,
+)
 from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.meta_pass import check_recorded_calls
@@ -35,8 +38,7 @@ from longspan.plan.memory.parameters import stage_layers
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
     """Give `into` the modules of a rank's stages as children, by their names in the whole model.
 
-    A parameter that several stages have enters as its trained copy: under its names in the stages, and under its first
-    name in the whole model, which optimizers and checkpoints use.
+    A parameter that several stages have enters as its trained copy, under each of its names.
     """
     for name, module in copies.first_names.items():
         *outer_names, last = name.split(".")
@@ -48,24 +50,12 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
         _add_children(into, model, _outer_modules(model), copies)
 
 
-def modules_only_in_stage(stage: Stage, copies: StageCopies) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a stage that have no name in the whole model, with their names in the stage.
-
-    These are the stage, the modules around its layers, and modules that contain copies which are not trained.
-    """
-    around = {stage, *_outer_modules(stage.model), stage.model}
-    return [(n, m) for n, m in stage.named_modules() if m in around or _holds_copies(m, copies)]
-
-
 def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
     return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
 
 
 def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
-    """Modules `around` layers exist in every stage and are merged child by child, as are modules around an untrained
-    copy, for which the trained copy is registered. A name that an earlier stage of this rank has filled keeps its
-    module.
-    """
+    """Modules `around` layers, and around an untrained copy, are merged child by child; what is there stays."""
     for name, child in source.named_children():
         if child in around or _holds_copies(child, copies):
             _add_children(_child_module(into, name), child, around, copies)
@@ -111,11 +101,10 @@ class PipelineModel(nn.Module):
         pipeline_settings: PipelineSettings,
         dtype: torch.dtype,
     ) -> None:
-        """Take the stages of this rank, and note facts of the whole model.
+        """Take this rank's stages.
 
-        Modules that hold parameters are registered under their names in the whole model, as if there were no stages.
-        Stages are in a tuple: in a ModuleList their parameters would have a second name. `_unnamed` holds modules that
-        have no name in the whole model, such as a stage itself, so that `named_modules` lists them.
+        They are in a tuple, as in a ModuleList their parameters would have a second name; `_unnamed` holds modules
+        without a name in the whole model.
         """
         super().__init__()
         self.training: bool = model.training
@@ -144,16 +133,15 @@ class PipelineModel(nn.Module):
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
             for stage in self.stages
-            for name, module in modules_only_in_stage(stage, self.copies)
+            for around in [{stage, stage.model, *_outer_modules(stage.model)}]
+            for name, module in stage.named_modules()
+            if module in around or _holds_copies(module, self.copies)
         }
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[Any]:
-        """Yield the modules by their names in the whole model, then stages and other modules without such a name.
-
-        FSDP2 looks its modules up here, and each stage is a root that it manages.
-        """
+        """Yield the modules by their names in the whole model, then stages and others: FSDP2 looks here."""
         memo = set[nn.Module]() if memo is None else memo
         yield from super().named_modules(memo, prefix, remove_duplicate)
         for name, module in self._unnamed.items():
@@ -162,11 +150,7 @@ class PipelineModel(nn.Module):
                 yield f"{prefix}{'.' if prefix else ''}{name}", module
 
     def train(self, mode: bool = True) -> "PipelineModel":
-        """Set the training or evaluation mode of all stages, and of this module and its children.
-
-        Stages and modules around their layers are no children of it (they have no name in the whole model), and modules
-        that only give children their names are in no stage.
-        """
+        """Set the mode of all stages, and of this module and its children, which may be in no stage."""
         for stage in self.stages:
             stage.train(mode)
         super().train(mode)
@@ -180,9 +164,8 @@ class PipelineModel(nn.Module):
     def run(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
         """Run one step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
-        All ranks enter with the same number of inputs, and the stages of a slot with the same rows. Without `backward`
-        parameters are resharded at the end, as torch's schedules of single stages leave them gathered. Raises CommError
-        naming a rank that does not answer; ModelError for a shard that does not say which rows see each other (images).
+        All ranks enter with as many inputs. CommError names a rank that does not answer; ModelError for a shard without
+        spans.
         """
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
@@ -266,8 +249,7 @@ class PipelineModel(nn.Module):
 def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: PipelineSettings) -> tuple[Stage, ...]:
     """Cut a model into this rank's stages; all other parameters are freed.
 
-    Raises ModelError or PlanError, before anything is changed, for a model that stages would not compute exactly, or
-    with too few layers.
+    ModelError or PlanError, before any change, where stages would not be exact, or have too few layers.
     """
     parts = find_parts(model)
     layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
@@ -277,9 +259,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
-    """An error of a collective, or one that comes from no stage and so is not wrapped, is raised inside the watch,
-    which adds its report of the ranks.
-    """
+    """Errors of a collective, or of no stage, are raised inside the watch, which adds its report of the ranks."""
     failure: BaseException | None = None
     with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
         try:

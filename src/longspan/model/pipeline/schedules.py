@@ -1,22 +1,19 @@
-"""torch's pipeline schedules over micro-batches of unequal sizes, with a stage that sizes its buffers by the plan.
+"""torch's pipeline schedules (2.11 to 2.15) over micro-batches of unequal sizes, with buffers sized by the plan.
 
-torch's `PipelineStage` allocates receive buffers once, from the first micro-batch. `ScheduledStage` is given a template
-of one row, so that torch runs no forward pass to infer shapes, and replaces every buffer by one with the micro-batch's
-number of rows before torch receives into it. It hands token ids and arguments to its forward pass itself, so that
-`step()` takes none. A schedule belongs to one number of micro-batches and to training or evaluation; each schedule has
-its own stages.
-
-Written for torch 2.11 to 2.15. In 2.11 stages compare every micro-batch with the first (`_validate_fwd_input`,
-`_validate_fwd_outputs`), which fails for unequal sizes, and begin with a message to their neighbours, in a V schedule
-to themselves too (`_get_init_p2p_neighbors_ops`), which our groups, used before, do not need. Both are left out.
+A backward pass in two parts (zero bubble, arXiv:2401.10241) is ours: torch 2.11's cannot start at an autograd.Function,
+and 2.13's fails where a weight is used twice on a stage. torch's can take its place once the oldest torch passes
+tests/model/pipeline/test_split_backward.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from operator import setitem
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -30,9 +27,113 @@ from torch.distributed.pipelining import (
 
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
-from longspan.model.pipeline.split_backward import compute_input_gradient, compute_weight_gradients
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.sharding import unshard, widen_gradients
+from longspan.model.weights.local_tensors import add_gradient
+
+
+class PendingWeights(NamedTuple):
+    """What weights' gradients are computed from later; `output` keeps the graph alive.
+
+    `groups` are weights by the nodes where their paths meet those of the input; `gradients` reached each node, one for
+    each of its outputs.
+    """
+
+    output: GradientEdge
+    groups: dict[frozenset[Node], list[Tensor]]
+    gradients: dict[Node, tuple[Tensor | None, ...]]
+
+
+def compute_input_gradient(
+    output: Tensor, gradient: Tensor | None, x: Tensor, weights: Iterable[Tensor]
+) -> tuple[Tensor, PendingWeights]:
+    """Compute the gradient of the input `x` (`gradient` None: of a loss), and what the weights' need later."""
+    edge = get_gradient_edge(output)
+    pending = PendingWeights(edge, _group_weights(edge.node, get_gradient_edge(x).node, weights), {})
+    nodes = frozenset[Node]().union(*pending.groups)
+    # A prehook gets the gradients that have reached its node: they are recorded for the second part.
+    handles = [node.register_prehook(partial(setitem, pending.gradients, node)) for node in nodes]
+    try:
+        (input_gradient,) = torch.autograd.grad(output, x, gradient, retain_graph=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return input_gradient, pending
+
+
+def compute_weight_gradients(pending: PendingWeights) -> None:
+    """Compute the gradients of the weights, added to their `.grad`; empties `pending`."""
+    while pending.groups:
+        nodes, weights = pending.groups.popitem()
+        gradients = {node: pending.gradients[node] for node in nodes if node in pending.gradients}
+        # A node's recorded gradient includes what reached it through other nodes of the group. Backward from all of
+        # them would add that again, so hooks set each node's gradient to the recorded one.
+        hooks = gradients.items() if len(gradients) > 1 else ()
+        handles = [node.register_prehook(lambda _, passed=passed: passed) for node, passed in hooks]
+        try:
+            _add_gradients(gradients, weights)
+        finally:
+            for handle in handles:
+                handle.remove()
+    pending.gradients.clear()
+
+
+def _add_gradients(gradients: dict[Node, tuple[Tensor | None, ...]], weights: list[Tensor]) -> None:
+    """As `torch.autograd.grad`, which in torch 2.11 reads the shapes of nodes that autograd.Functions lack."""
+    edges = {
+        GradientEdge(node, i): gradient
+        for node, gradient_of_node in gradients.items()
+        for i, gradient in enumerate(gradient_of_node)
+        if gradient is not None
+    }
+    if not edges:
+        return
+    engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+    targets = tuple(map(get_gradient_edge, weights))
+    # Other weights may need the same part of the graph, so it is kept.
+    keep_graph, create_graph, allow_unreachable, accumulate = True, False, True, False
+    flags = keep_graph, create_graph, targets, allow_unreachable, accumulate
+    for weight, gradient in zip(weights, engine.run_backward(tuple(edges), tuple(edges.values()), *flags), strict=True):
+        add_gradient(weight, gradient)
+
+
+def _group_weights(output: Node, x: Node, weights: Iterable[Tensor]) -> dict[frozenset[Node], list[Tensor]]:
+    """All nodes on a path from the input depend on it; the search from a weight stops at the first of them."""
+    users = _find_users(output)
+    input_users = _dependent_nodes(x, users)
+    groups: dict[frozenset[Node], list[Tensor]] = {}
+    for weight in weights:
+        if weight.requires_grad and (node := get_gradient_edge(weight).node) in users:
+            groups.setdefault(frozenset(_dependent_nodes(node, users, input_users) & input_users), []).append(weight)
+    return groups
+
+
+def _find_users(output: Node) -> dict[Node, list[Node]]:
+    """Find, for every node that the output depends on, the nodes that use its result: the graph turned around."""
+    users: dict[Node, list[Node]] = {output: []}
+    to_visit = [output]
+    while to_visit:
+        node = to_visit.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in users:
+                users[below] = []
+                to_visit.append(below)
+            users[below].append(node)
+    return users
+
+
+def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
+    dependents, to_visit = {start}, [start]
+    while to_visit:
+        node = to_visit.pop()
+        following = () if node in last_nodes else users.get(node, ())
+        new_nodes = [user for user in following if user not in dependents]
+        dependents.update(new_nodes)
+        to_visit += new_nodes
+    return dependents
+
 
 ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "zbv"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
@@ -82,10 +183,7 @@ class PipelineSettings:
         return 0 if self.is_folded else self.pp - 1
 
     def stages_at(self, place: int) -> tuple[int, ...]:
-        """Return the stages, in model order, that the ranks at pipeline position `place` (from 0) hold.
-
-        Every pp-th stage; with "zbv" one from the front and one from the back.
-        """
+        """Return the stages at pipeline position `place`: every pp-th, with "zbv" from the front and the back."""
         if self.is_folded:
             return place, self.stages - 1 - place
         return tuple(range(place, self.stages, self.pp))
@@ -99,8 +197,7 @@ class PipelineSettings:
     def enough_micro_batches(self, count: int) -> int:
         """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
-        torch's interleaved schedules run n micro-batches in n // pp rounds of equal size (one round if n is below pp),
-        and raise an error where that number of rounds does not divide n.
+        torch's interleaved schedules run n in n // pp rounds of equal size, or raise an error.
         """
         in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
         if self.pp > 1 and in_rounds:
@@ -111,15 +208,12 @@ class PipelineSettings:
 class ScheduledStage(PipelineStage):
     """A stage in one schedule: receives hidden states (1, T, D), T by micro-batch, and sends its own on.
 
-    Set `inputs`, one for each micro-batch, before each step. Each of `row_parts` tensor-parallel ranks has one part of
-    the rows of hidden states. Where layers read the embedding too, its rows are sent behind the hidden states.
+    Set `inputs` before each step. Each of `row_parts` tensor-parallel ranks has a part of the rows; embedded rows
+    follow behind.
     """
 
     def __init__(self, stage: Stage, world: World, *, hidden_size: int, dtype: torch.dtype, row_parts: int) -> None:
-        """Tell torch's stage what it reads (token ids or hidden states) and returns (hidden states or the loss).
-
-        These templates only say dtypes: they have one row, on the meta device, as every micro-batch has another number.
-        """
+        """Templates of one row, on the meta device, tell torch's stage what it reads and returns."""
         row = torch.empty(1, 1, hidden_size, dtype=dtype, device="meta", requires_grad=True)
         ids = torch.empty(1, 1, dtype=torch.long, device="meta")
         loss = torch.empty((), dtype=torch.float64, device="meta", requires_grad=True)
@@ -150,22 +244,19 @@ class ScheduledStage(PipelineStage):
         return receives
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Do as torch's method does, with a buffer of this micro-batch's rows."""
         infos = self.args_recv_info[fwd_chunk_id]
         return self._size_buffers(super().get_fwd_recv_ops(fwd_chunk_id), infos, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Do as torch's method does, with a buffer of this micro-batch's rows."""
         infos = self.grad_recv_info.get(bwd_chunk_id, ())
         return self._size_buffers(super().get_bwd_recv_ops(bwd_chunk_id), infos, bwd_chunk_id)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *flags: Any, **options: Any
     ) -> Any:
-        """Do as torch's method does, with this micro-batch's ids and arguments.
+        """Do as torch's method does, with this micro-batch's ids and arguments, in buffers of our own.
 
-        The watch notes the hand-off first, so that a report of the watch can say that this rank waits for hidden
-        states. Hidden states are received into a buffer of ours, which needs a gradient as torch's own would.
+        The watch notes the hand-off first, so that its report can say that this rank waits.
         """
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
@@ -178,21 +269,17 @@ class ScheduledStage(PipelineStage):
             info.buffer.requires_grad_(self.has_backward)
         self._input = stage_input
         out = super().forward_one_chunk(fwd_chunk_id, (stage_input.ids,), None, *flags, **options)
-        if not self.is_last:
-            self._check_output(out, stage_input)
+        shape = (1, self._count_rows(stage_input), self._row.shape[2])
+        if not self.is_last and (tuple(out.shape) != shape or out.dtype != self._row.dtype):
+            raise ModelError(
+                f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
+                f"{shape} of {self._row.dtype}; use one dtype for parameters and hidden states"
+            )
         return out
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the stage forward; its other arguments are passed here, out of sight of torch, which expects tensors."""
         return self.submod(*args, stage_input=self._input)
-
-    def _check_output(self, out: Tensor, stage_input: StageInput) -> None:
-        shape = (1, self._count_rows(stage_input), self._row.shape[2])
-        if tuple(out.shape) != shape or out.dtype != self._row.dtype:
-            raise ModelError(
-                f"stage {self.stage_index} made hidden states {tuple(out.shape)} of {out.dtype}, the next stage awaits "
-                f"{shape} of {self._row.dtype}; use one dtype for parameters and hidden states"
-            )
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Do as torch's method does; without a backward pass nothing of the micro-batch is kept."""
@@ -211,9 +298,9 @@ class ScheduledStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Do as torch's method does, but a pass in two parts is made by `split_backward`.
+        """Do as torch's method does, but a pass in two parts is made here.
 
-        In such a pass FSDP2 neither reduces gradients nor frees parameters: that comes after the last part of the step.
+        FSDP2 then neither reduces gradients nor frees parameters: that comes after the last part.
         """
         if backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
@@ -234,17 +321,16 @@ class ScheduledStage(PipelineStage):
         input_gradient, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
         return (input_gradient,), pending
 
+    # Evaluation has no gradients, and torch's V schedules fail in the next two.
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Do as torch's method does, and nothing in evaluation, where torch's V schedules fail."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Do as torch's method does, and nothing in evaluation."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Do as torch's method does, and nothing in evaluation, where there is no gradient."""
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
@@ -263,44 +349,33 @@ class ScheduledStage(PipelineStage):
             if getattr(info, "buffer", None) is not None:  # torch 2.15 makes buffers, and drops them, itself
                 info.buffer = None if hasattr(info, "take_buffer") else self._freed
 
-    def _post_metadata_inference_cleanup(self) -> None:
-        """torch 2.13 would drop all gradients of FSDP2's parameters when a schedule first runs."""
-
-    def _validate_fwd_input(self, *_: Any) -> None:
-        """Check nothing: torch 2.11 compares with the first micro-batch."""
-
-    def _validate_fwd_outputs(self, *_: Any) -> None:
-        """Check nothing: torch 2.11 compares with the first micro-batch."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Return no operations: torch 2.11 sends a first message to neighbours, which our groups do not need."""
+    def _do_nothing(self, *_: Any) -> Any:
         return []
+
+    _post_metadata_inference_cleanup = _do_nothing  # torch 2.13 would drop all gradients of FSDP2's parameters
+    _validate_fwd_input = _validate_fwd_outputs = _do_nothing  # torch 2.11 compares with the first micro-batch
+    _get_init_p2p_neighbors_ops = _do_nothing  # torch 2.11 sends a first message, which our groups do not need
 
 
 def make_schedule(
     pipeline_settings: PipelineSettings, stages: Sequence[ScheduledStage], micro_batches: int, *, backward: bool
 ) -> Callable[[], None]:
-    """Make the schedule of one step over `micro_batches` micro-batches; call it once the stages have their inputs.
+    """Make the schedule of one step over `micro_batches`; call it once the stages have their inputs.
 
-    Without `backward` (evaluation) there is no loss function, by which torch knows that no backward passes are to run.
-    Gradients are not scaled, as the loss is a sum over targets.
+    Without a loss function (evaluation) torch runs no backward passes; the loss is a sum over targets: gradients are
+    not scaled.
     """
-    settings: dict[str, Any] = {"loss_fn": _return_loss if backward else None, "scale_grads": False}
+    settings: dict[str, Any] = {"loss_fn": (lambda output, _: output) if backward else None, "scale_grads": False}
     kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
     takes_one_stage = kind in (Schedule1F1B, ScheduleGPipe)  # torch's classes of one stage a rank take no list
     schedule = kind(stages[0] if takes_one_stage else list(stages), micro_batches, **settings)
 
-    def run_schedule() -> None:
-        """Run the schedule; torch splits the targets over micro-batches, and no loss reads them."""
-        schedule.step(target=torch.arange(micro_batches), return_outputs=False)
-
-    return run_schedule
+    # torch splits the targets over micro-batches, and no loss reads them
+    return partial(schedule.step, target=torch.arange(micro_batches), return_outputs=False)
 
 
 def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """Evaluation takes a class that runs all forward passes first, except for "zbv": no other class has its order of
-    stages. So does 1F1B with fewer micro-batches than stages, which torch's class for single stages refuses.
-    """
+    """Evaluation runs all forward passes first, and so does 1F1B with fewer micro-batches than stages."""
     if pipeline_settings.is_folded:
         return ScheduleZBVZeroBubble
     if pipeline_settings.schedule == "zero_bubble" and backward:
@@ -309,7 +384,3 @@ def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, 
     if pipeline_settings.virtual_stages > 1:
         return ScheduleInterleaved1F1B if alternating else ScheduleLoopedBFS
     return Schedule1F1B if alternating and micro_batches >= pipeline_settings.pp else ScheduleGPipe
-
-
-def _return_loss(output: Tensor, _: Tensor) -> Tensor:
-    return output

@@ -1,36 +1,214 @@
-"""Stages of a pipeline: a model's own forward over the decoder layers of one stage.
+"""Stages of a pipeline: the model's own forward over the layers of one stage, with stand-ins for all other modules.
 
-A stage is a copy of the model that shares the modules of its layers and has stand-ins for all others: its forward is
-the architecture's own, so that masks, rotary embeddings, windows and soft caps are whatever they are there, and every
-layer keeps its global index and name. Where the embedding, the layers and the norm are is read from the model's
-pipeline plan (`config.base_model_pp_plan`, module to names of inputs and outputs). Schedules are in `schedules.py`.
-
-Some layers read the embedding too, as Zamba 2's do: it travels through the pipeline with the hidden states. On a later
-stage, a base model's forward takes the hidden states for embeddings and hands them to its layers as such, so a hook on
-every layer replaces that argument by the true embedding; on the first stage the hook reads the embedding from it.
+What several stages have, a tied embedding or Zamba 2's blocks, is a copy on each: once a step every holder gets the sum
+of all copies' gradients, added in one order, so that the copies stay bit-equal. Layers that read the embedding get it
+through the pipeline, by a hook that puts it in place of the argument.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longspan.comm import SequenceShard
+from longspan.comm import SequenceShard, World
+from longspan.comm.channel import sum_parts
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_model, text_name
+from longspan.model.layers import decoder_model, shallow_module, text_name
 from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
-from longspan.model.pipeline.copies import (
-    SharedParameter,
-    refuse_partly_shared,
-    separate_copies,
-    shared_parameters,
-)
 from longspan.model.seams.attention_calls import Probe
+from longspan.model.seams.call_rules import find_set_forwards
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.seams.refusals import find_set_forwards
+from longspan.model.weights.local_tensors import add_gradient, local_tensor, set_earlier_gradients_aside
+
+
+class SharedParameter(NamedTuple):
+    """A parameter that several stages have: its names in the whole model, in the model's order, and their indices."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tuple[SharedParameter, ...]:
+    """Return the parameters of a whole model that several of its `stages`, all of them, have, in the model's order."""
+    names, holders = defaultdict[int, list[str]](list), defaultdict[int, list[int]](list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for index, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            holders[id(parameter)].append(index)
+    return tuple(SharedParameter(tuple(names[key]), tuple(holders[key])) for key in names if len(holders[key]) > 1)
+
+
+def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
+    """Raise ModelError where a module shares a parameter with another stage, and has further ones of its own.
+
+    It is registered whole, under the first name in the whole model, where a parameter of its own has another.
+    """
+    shared = shared_parameters(model, stages)
+    first_name = {name: entry.names[0] for entry in shared for name in entry.names}
+    for stage in stages:
+        names_here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+        for name in sorted(name for name in names_here & first_name.keys() if first_name[name] not in names_here):
+            path, origin = name.rpartition(".")[0], first_name[name].rpartition(".")[0]
+            names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
+            if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
+                raise ModelError(
+                    f"{type(model).__name__}: {name} is {first_name[name]} of another pipeline stage, and "
+                    f"{path}.{separate[0]} is a parameter of its own; share whole modules, give each stage its own, or "
+                    "use pp 1"
+                )
+
+
+def separate_copies(stages: Sequence[nn.Module]) -> None:
+    """Give each stage of one rank its own copies of parameters that an earlier of these stages has too."""
+    earlier_modules, earlier_parameters = set[nn.Module](), set[nn.Parameter]()
+    for stage in stages:
+        replacements = {
+            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in earlier_parameters
+        }
+        if replacements:
+            _replace_parameters(stage, replacements, earlier_modules, {})
+        earlier_modules.update(stage.modules())
+        earlier_parameters.update(stage.parameters())
+
+
+def _replace_parameters(
+    module: nn.Module,
+    replacements: Mapping[nn.Parameter, nn.Parameter],
+    elsewhere: Set[nn.Module],
+    twins: dict[nn.Module, nn.Module],
+) -> None:
+    """A child that is `elsewhere` too is first replaced by a shallow copy, of which there is one in `twins`."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = replacements.get(parameter, parameter)
+    for name, child in module._modules.items():
+        if child is None or not any(parameter in replacements for parameter in child.parameters()):
+            continue
+        if child in elsewhere:
+            child = module._modules[name] = twins.setdefault(child, shallow_module(child))
+        _replace_parameters(child, replacements, elsewhere, twins)
+
+
+class _Place(NamedTuple):
+    """A parameter as its module and its name there, because FSDP2 replaces parameters and keeps modules."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return getattr(self.module, self.name)
+
+
+class StageCopies:
+    """This rank's copies of parameters that several stages have: that of its first stage is trained, others follow."""
+
+    def __init__(
+        self,
+        shared: Sequence[SharedParameter],
+        models: Mapping[int, PreTrainedModel],
+        positions: Sequence[int],
+        position: int,
+    ) -> None:
+        """`models` are the stages here, `positions` the pipeline position of every stage, `position` this rank's.
+
+        The gradient norm counts a parameter where the first of its stages is.
+        """
+        self._shared, self._position = tuple(shared), position
+        self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]  # pipeline ranks
+        self._counted = [positions[entry.stages[0]] for entry in shared]
+        # the names of all parameters of each stage here, tied ones under each of their names
+        names = {i: {n for n, _ in model.named_parameters(remove_duplicate=False)} for i, model in models.items()}
+        self._places: list[list[_Place]] = []  # of each parameter, one for each stage here that has it
+        self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
+        self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
+        for entry in shared:
+            copies = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
+            self._places.append([_find_place(model, names_there[0]) for model, names_there in copies])
+            self._note_modules(entry.names[0], copies)
+
+    def _note_modules(self, first_name: str, copies: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
+        """`copies` are this rank's stages with the parameter, the trained one first.
+
+        Its module is noted for its first name in the whole model, if that is another rank's, and for the modules of the
+        other copies.
+        """
+        if not copies:  # no stage here has the parameter
+            return
+        trained_model, trained_names = copies[0]
+        trained = _find_place(trained_model, trained_names[0]).module
+        if first_name not in trained_names:
+            self.first_names[first_name.rpartition(".")[0]] = trained
+        for model, names in copies[1:]:
+            self.trained |= {_find_place(model, name).module: trained for name in names}
+
+    def of(self, name: str) -> list[nn.Parameter]:
+        """Return this rank's copies of a parameter, by any of its names in the whole model, earlier stages first."""
+        places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
+        return [place.parameter for place in next(places, ())]
+
+    @property
+    def parameters_counted_elsewhere(self) -> set[nn.Parameter]:
+        """This rank's trained copies that another rank, with an earlier stage, counts in the gradient norm."""
+        pairs = zip(self._places, self._counted, strict=True)
+        return {places[0].parameter for places, counted in pairs if places and counted != self._position}
+
+    @torch.no_grad()
+    def make_copies_equal(self) -> None:
+        """Set all copies of this rank to the values of the first, which is trained."""
+        for trained_place, *copied_places in filter(None, self._places):
+            for copied_place in copied_places:
+                local_tensor(copied_place.parameter).copy_(local_tensor(trained_place.parameter))
+
+    @contextmanager
+    def sum_copied_gradients(self, world: World) -> Iterator[None]:
+        """Sum over all copies, at the end, what backward passes inside added to gradients; all ranks enter.
+
+        They first count who has a gradient: if any has one all holders exchange, and if none has it stays so.
+        """
+        copies = [place.parameter for places in self._places for place in places if place.parameter.requires_grad]
+        with set_earlier_gradients_aside(copies):
+            yield
+            if not self._shared:
+                return
+            for trained_place, *copied_places in filter(None, self._places):
+                for copied_place in copied_places:
+                    add_gradient(trained_place.parameter, copied_place.parameter.grad)
+                    copied_place.parameter.grad = None
+            has_gradient = [float(bool(places) and places[0].parameter.grad is not None) for places in self._places]
+            used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
+            for places, holders, count in zip(self._places, self._holders, used, strict=True):
+                if places and count and len(holders) > 1:
+                    _sum_gradient(places[0].parameter, holders, world)
+
+
+def _find_place(model: nn.Module, name: str) -> _Place:
+    path, _, attribute = name.rpartition(".")
+    return _Place(model.get_submodule(path), attribute)
+
+
+@torch.no_grad()
+def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
+    """Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back."""
+    pipeline = world.channels.pipeline
+    if parameter.grad is None:  # of a stage that made no use of it in this step
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = local_tensor(parameter.grad)
+    total, label = gradient.contiguous(), "sum of gradients that stages share"
+    slices = dict(zip(holders, total.view(-1).tensor_split(len(holders)), strict=True))  # views, which get the sums
+    local_slice = slices.pop(pipeline.index)
+    parts = {holder: local_slice if holder == pipeline.index else torch.empty_like(local_slice) for holder in holders}
+    pipeline.exchange([*slices.items()], [(holder, parts[holder]) for holder in slices], label).wait()
+    local_slice.copy_(sum_parts([*parts.values()]))
+    pipeline.exchange([(holder, local_slice) for holder in slices], [*slices.items()], label).wait()
+    gradient.copy_(total)
+
 
 KEYWORD = "longspan_embedding"  # layers' keyword argument: rows of the embedding, or a TakenEmbedding to fill
 
@@ -42,20 +220,11 @@ class TakenEmbedding:
 
 
 def embedding_argument(calls: Sequence[PartCall], layers: str) -> int | str | None:
-    """Return the argument, by position or name, in which layers get the embedding unchanged; None if there is none.
-
-    Also None if another part than layers gets it, if layers get it in different arguments, or if they do not get
-    keyword arguments, by which the embedding is passed to the hook.
-    """
+    """Return the argument in which layers get the embedding unchanged; None if there is not one for all."""
     readers = [call for call in calls if call.reads_more]
     only_layers_read = all(call.part.startswith(f"{layers}.") and "shard" in call.keywords for call in readers)
     arguments = {call.first_again for call in readers}
     return arguments.pop() if only_layers_read and len(arguments) == 1 else None
-
-
-def hook_embedding(layer: nn.Module, argument: int | str) -> None:
-    """Hook a layer, which from here on must be called with `KEYWORD`: see `_pass_embedding`."""
-    layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)
 
 
 def _pass_embedding(argument: int | str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,10 +245,8 @@ MakeOutput = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 class StageInput:
     """What a stage needs besides its input: token ids (1, T) for the first, `make_output` for the last.
 
-    A plain class, as SequenceShard is: FSDP2 and torch's schedules take dataclasses apart and rebuild them.
-
-    `make_output(model, arguments)` calls the model and makes the last stage's output from it, in training the loss (a
-    scalar). `keywords` goes to every stage's layers, as `shard` does.
+    A plain class: FSDP2 and torch's schedules rebuild dataclasses. `make_output(model, arguments)` makes the loss, a
+    scalar, in training; `keywords` go to every stage's layers.
     """
 
     __slots__ = ("ids", "keywords", "make_output", "shard")
@@ -96,9 +263,8 @@ class StageInput:
 class Stage(nn.Module):
     """One stage of a model: from token ids, or hidden states (1, T, D) of the stage before, to its last layer's states.
 
-    It is stage `index` of `count`, in model order; `layers` are global indices. `model` is the copy with stand-ins.
-    `shared` are the parameters that several stages have. `with_embedding`: layers read the embedding too, which is
-    joined behind the hidden states from stage to stage, (1, 2T, D).
+    `layers` are global indices, `shared` what several stages have. `with_embedding`: layers read the embedding too,
+    which is joined behind the hidden states, (1, 2T, D).
     """
 
     def __init__(
@@ -131,10 +297,7 @@ class Stage(nn.Module):
         return self.index == self.count - 1
 
     def forward(self, x: Tensor, *, stage_input: StageInput) -> Tensor:
-        """Compute hidden states for the next stage; the last stage returns what `stage_input.make_output` makes.
-
-        With the embedding, x on later stages and the result are (1, 2T, D): hidden states, then the embedding.
-        """
+        """Compute hidden states for the next stage; the last stage returns what `stage_input.make_output` makes."""
         embedding: Tensor | TakenEmbedding = TakenEmbedding()
         if self.with_embedding and not self.first:
             x, embedding = x.chunk(2, dim=1)
@@ -156,14 +319,20 @@ class Stage(nn.Module):
 def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
     """Raise ModelError where stages, one after another, would not compute what the base model does.
 
-    The model is run with stand-ins that return their input. Each part must be called once, in the order of the plan, on
-    what the part before it returned; no part may read earlier hidden states, except layers that read the embedding
-    unchanged; and hidden states must come out bit by bit as they went in. Scaling of the embedding, as in Granite and
-    Gemma, does no harm: it happens before the first part, and only on the first stage.
+    By stand-ins: each part is called once, in order, on what the part before returned, or the embedding too, unchanged;
+    and states come out as they went in. Scaling of the embedding comes before the first part.
     """
-    _refuse_set_forwards(model)
+    path = text_name(model).split(".")
+    around = [".".join(path[: i + 1]) for i in range(len(path))]
+    if names := find_set_forwards((name, model.get_submodule(name)) for name in around):
+        raise ModelError(
+            f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
+            "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
+        )
     calls, unchanged = trace_parts(model, parts, shard=Probe())
-    name, order, called = type(model).__name__, _order_parts(model, parts), [call.part for call in calls]
+    name, base, called = type(model).__name__, decoder_model(model), [call.part for call in calls]
+    before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
+    order = [*before, *(f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))), *parts.after]
     if wrong := [part for part in order if called.count(part) != 1]:
         raise ModelError(
             f"{name} calls {wrong[0]} {called.count(wrong[0])} times in a forward pass from hidden states; pipeline "
@@ -184,21 +353,10 @@ def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
         )
 
 
-def _refuse_set_forwards(model: PreTrainedModel) -> None:
-    path = text_name(model).split(".")
-    around = [".".join(path[: i + 1]) for i in range(len(path))]
-    if names := find_set_forwards((name, model.get_submodule(name)) for name in around):
-        raise ModelError(
-            f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
-            "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
-        )
-
-
 def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> None:
-    """Raise ModelError where a stage's layers need more of earlier layers than their hidden states.
+    """Raise ModelError where a stage's layers need more of earlier layers than their hidden states, as Gemma 4's do.
 
-    Gemma 4's last layers attend to keys and values of earlier ones. `layers` are the layers of each stage. All layers
-    run on the meta device first, then each stage alone; if all layers together do not run there, no stage is tried.
+    All run on the meta device, then each stage alone; where all together do not run, no stage is tried.
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     for indices in (range(sum(map(len, layers))), *layers):
@@ -214,15 +372,7 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
             ) from error
 
 
-def _order_parts(model: PreTrainedModel, parts: ModelParts) -> list[str]:
-    base = decoder_model(model)
-    parts_before = [part for part in parts.before if getattr(base, part) is not model.get_input_embeddings()]
-    layers = [f"{parts.layers}.{i}" for i in range(len(getattr(base, parts.layers)))]
-    return [*parts_before, *layers, *parts.after]
-
-
 def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
-    """Copy the model once for each stage, with the model's own modules, and stand-ins for other stages' modules."""
     last = len(layers) - 1
     return [copy_for_stage(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
@@ -230,11 +380,7 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
 def cut_model(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], local_stages: Sequence[int]
 ) -> tuple[Stage, ...]:
-    """Cut a model into this rank's stages; other parameters are freed, and the model itself is of no use afterwards.
-
-    Each stage has its own copy of a parameter that several stages have. Raises ModelError, before anything is changed,
-    for a module that shares some of its parameters, and not all, with another stage.
-    """
+    """Cut a model into this rank's stages, each with a copy of what several have; other parameters are freed."""
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = stage_models(model, parts, layers)
     refuse_partly_shared(model, models)
@@ -243,7 +389,7 @@ def cut_model(
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_stages)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
-            hook_embedding(layer, argument)
+            layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)
     ids_here = {id(parameter) for stage in stages for parameter in stage.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in ids_here:

@@ -1,31 +1,160 @@
-"""What a prepared Hugging Face model and its attention layers are called with, checked on the host at every call.
+"""What a prepared model and its attention are called with, checked on the host; attention by transformers' interface.
 
-`attention` goes through transformers' AttentionInterface under the name "longspan". No mask function is registered
-under that name, so transformers builds no mask: the shard owns masking. Keyword arguments given to the model reach
-every decoder layer, and the shard is one of them; the model's modules keep no communication state.
-
-Llama 4's layers of type "chunked_attention" let a row see those of its own chunk of `attention_chunk_size` positions,
-which `attend` does by its `chunk`. Its layers without rotary positions scale their queries by position, which stock
-transformers counts among the rows of a call: here by the rows' own positions.
+The shard owns masking. Hooks note a layer's arguments for attention that does not get them, and so does recomputation.
+ Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
 """
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
-from longspan.model.layers import architecture_name, reads_other_modalities
+from longspan.model.layers import architecture_name, decoder_layers, reads_other_modalities
+from longspan.model.mtp import find_copied_layer, layers_and_depths, mtp_blocks
 from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
-from longspan.model.seams.layer_arguments import check_shard, find_layer_kernel, find_layer_shard, find_shard
+
+
+def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
+    """Find the shard that a model or layer of this name was called with. Raises ModelError for something else."""
+    if isinstance(shard, SequenceShard):
+        return shard
+    got = "no shard" if shard is None else f"shard={type(shard).__name__}"
+    hint = _trainer_hint() if shard is None else ""
+    raise ModelError(f"{name} got {got}; call {call} with shard = bind(micro_batch, world){hint}")
+
+
+def _trainer_hint() -> str:
+    frame = sys._getframe()
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == "transformers.trainer" or module.partition(".")[0] == "trl":
+            return (
+                "; a Trainer cannot make one, so give the model before prepare to longspan.hf.with_longspan(Trainer), "
+                "with Trainer or any trainer of TRL"
+            )
+        frame = frame.f_back
+    return ""
+
+
+def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
+    """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows."""
+    shard = find_shard(name, shard)
+    if batch != 1 or rows != shard.local_rows:
+        raise ModelError(f"{name} got {batch} x {rows} rows; the shard is one packed row of {shard.local_rows}")
+    return shard
+
+
+def number_layers(model: PreTrainedModel) -> None:
+    """Give every module whose `layer_idx` is -1 the index of its decoder layer, or of the one that a depth copies.
+
+    Calls of attention are told apart by it; modules that several layers share (Zamba 2) keep -1.
+    """
+    modules_with_layers: dict[int, tuple[Any, set[int]]] = {}
+    depths = [(find_copied_layer(model).index, block) for block in mtp_blocks(model).values()]
+    for index, layer in (*enumerate(decoder_layers(model).values()), *depths):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", None) == -1:
+                modules_with_layers.setdefault(id(module), (module, set()))[1].add(index)
+    for module, indices in modules_with_layers.values():
+        if len(indices) == 1:
+            module.layer_idx = indices.pop()
+
+
+class RunningLayer(NamedTuple):
+    """What the running layer was called with, and, in `outer`, what was noted around it.
+
+    `layer` is None in recomputation, where a forward runs without its module.
+    """
+
+    layer: nn.Module | None = None
+    shard: Any = None
+    attention_kernel: str | None = None
+    router: Any = None
+    outer: "RunningLayer | None" = None
+
+
+_OUTSIDE = RunningLayer()
+_running: ContextVar[RunningLayer] = ContextVar("longspan_running_layer", default=_OUTSIDE)
+
+
+def running_layer() -> RunningLayer:
+    """Return what the decoder layer that is running was called with; nothing outside of one."""
+    return _running.get()
+
+
+def keep_layer_arguments(model: PreTrainedModel) -> None:
+    """Let attention in decoder layers look up what its layer, or the model, was called with, from here on."""
+    for layer in (model, *layers_and_depths(model).values()):
+        layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
+        layer.register_forward_hook(_forget_arguments, always_call=True)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) or hasattr(module, "gradient_checkpointing"):
+            module.register_forward_pre_hook(_note_in_recomputation)
+
+
+def _note_in_recomputation(module: nn.Module, _: Any) -> None:
+    """Whoever set the checkpointing function; in transformers 5.17 a layer's hooks ran inside its checkpoint."""
+    for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
+        run: Any = vars(part).get("_gradient_checkpointing_func")
+        function = getattr(run, "func", run)
+        if function is checkpoint:  # a re-entrant one gives no gradients to tensors among keyword arguments (Gemma 3n)
+            run = partial(run, use_reentrant=False)
+        if run is not None and function is not _checkpoint_with_note:
+            vars(part)["_gradient_checkpointing_func"] = partial(_checkpoint_with_note, run)
+
+
+def _checkpoint_with_note(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(run_within_layer(run), *args, **options)
+
+
+def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a layer's forward, a `partial` of its keyword arguments, to note them at every call.
+
+    Without a shard among them those of the layer around it are noted, and outside of one nothing is wrapped.
+    """
+    keywords: Mapping[str, Any] = getattr(run, "keywords", {})
+    if "shard" not in keywords:
+        keywords = _running.get()._asdict()
+    if keywords.get("shard") is None:
+        return run
+
+    def run_and_note(*args: Any) -> Any:
+        kernel, router = keywords.get("attention_kernel"), keywords.get("router")
+        token = _running.set(RunningLayer(None, keywords["shard"], kernel, router))
+        try:
+            return run(*args)
+        finally:  # torch ends a recomputation by an exception once it has the tensors that it needs
+            _running.reset(token)
+
+    return run_and_note
+
+
+def _note_arguments(layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    outer = _running.get()
+    shard, kernel, router = (kwargs.get(name) for name in ("shard", "attention_kernel", "router"))
+    if shard is None:  # the model does not hand keyword arguments on to its layers
+        shard, kernel, router = outer.shard, outer.attention_kernel, outer.router
+    _running.set(RunningLayer(layer, shard, kernel, router, outer))
+
+
+def _forget_arguments(layer: nn.Module, *_: Any) -> None:
+    """Also after an error, which may have come before the arguments were noted."""
+    running = _running.get()
+    if running.layer is layer and running.outer is not None:
+        _running.set(running.outer)
+
 
 _BY_POSITION = "scales_queries_by_position"
 
@@ -67,11 +196,6 @@ def defer_temperature(model: nn.Module) -> None:
 def has_temperature(module: nn.Module) -> bool:
     """Return whether this attention module scales queries by row numbers that it counts within a call (Llama 4)."""
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-
-
-def is_llama4_temperature(module: nn.Module) -> bool:
-    """Return whether a module has the constants of Llama 4's formula, `floor_scale` and `attn_scale`."""
-    return all(isinstance(getattr(module, name, None), int | float) for name in ("floor_scale", "attn_scale"))
 
 
 def scale_queries(module: Any, query: Tensor, position_ids: Tensor) -> Tensor:
@@ -116,14 +240,13 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
-    If calls with this shard are recorded, the call is noted. A probe, which has no rows of a sequence, gets an empty
-    output of the right shape. Rows of SeparateRows attend to themselves alone, all others over the shard.
-
-    Raises ModelError without a shard, with a mask, or with more than one batch row.
+    A call with a recorded shard is noted; a probe gets an empty output, rows of SeparateRows attend to themselves
+    alone. ModelError without a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
-        shard, attention_kernel = find_layer_shard(), attention_kernel or find_layer_kernel()
+        running = running_layer()
+        shard, attention_kernel = running.shard, attention_kernel or running.attention_kernel
     if isinstance(shard, Probe) or (shard is not None and shard in recorded_calls):
         sizes, ignored = (query.shape[-1], value.shape[-1]), {"position_ids", "cache_position"}
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
@@ -144,7 +267,7 @@ def sharded_attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head(module, q.shape[1], rows) if dropout else 0
-    layer = {"layer": layer_index(module), "kernel": attention_kernel, "first_head": first_head}
+    layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
     return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None
 
 
@@ -152,7 +275,7 @@ AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
 def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
-    """Return the index of this rank's first query head among all of the layer's, by which dropout's masks go."""
+    """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
     tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)
     if tp == 1 or heads == all_heads:  # this attention is not split: every rank has all heads
@@ -169,9 +292,7 @@ def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
 def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
-    Returns no positional arguments, and keyword arguments as the model takes them.
-    Rows without a batch dim are taken too: `input_ids` (T,) becomes (1, T). Calls with a `Probe` are longspan's own and
-    are not checked. Raises ModelError.
+    Returns keyword arguments as the model takes them, with a batch dim; calls with a `Probe` are not checked.
     """
     if len(args) > 1:
         raise ModelError(f"call {_call_text(model)} with keyword arguments; got {len(args)} positional ones")
@@ -207,27 +328,21 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
             raise ModelError(f"{architecture} got {name}=: {reason}")
     if "position_ids" not in inputs:
         raise ModelError(
-            f"{architecture_name(model)} got no position_ids; the local rows are not consecutive: call "
-            f"{_call_text(model)}"
+            f"{architecture} got no position_ids; the local rows are not consecutive: call {_call_text(model)}"
         )
     if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
-        _refuse_other_modalities(model, inputs)
-
-
-def _refuse_other_modalities(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction."""
-    text_inputs = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
-    others = [k for k, value in inputs.items() if k not in text_inputs and isinstance(value, Tensor | list | dict)]
-    if others:
-        raise ModelError(
-            f"{architecture_name(model)} got {', '.join(f'{name}=' for name in others)}: through it text alone is "
-            "exact; for images and the like give its encoder and its language model homes of their own "
-            "(longspan.MultimodalModel, docs/bridge.md)"
-        )
+        # Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction.
+        text_inputs = {"input_ids", "inputs_embeds", "position_ids", "shard", "future_ids"}
+        if others := [k for k, x in inputs.items() if k not in text_inputs and isinstance(x, Tensor | list | dict)]:
+            raise ModelError(
+                f"{architecture} got {', '.join(f'{name}=' for name in others)}: through it text alone is "
+                "exact; for images and the like give its encoder and its language model homes of their own "
+                "(longspan.MultimodalModel, docs/bridge.md)"
+            )
 
 
 def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
-    """Make the tensor (1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) become (n, 1, T)."""
+    """(1, T, …), checked against the shard's T rows; positions in parts (M-RoPE) are (n, 1, T)."""
     if name == "position_ids" and x.ndim == 3 and x.shape[0] in PARTS_OF_POSITIONS and x.shape[1] == 1:
         _make_one_row(name, x[0], shard)  # checks the rows of a part
         return x
@@ -240,11 +355,6 @@ def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     if shard.local_rows == 0:
         raise ModelError("the shard holds no rows and transformers models need one; use shard.with_padding()")
     return x
-
-
-def layer_index(module: nn.Module) -> int | None:
-    """Return the global layer index that transformers gives an attention module."""
-    return getattr(module, "layer_idx", None)
 
 
 def _call_text(model: nn.Module) -> str:
@@ -270,8 +380,7 @@ class SeparateRows(SequenceShard):
 def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Attend each row to itself only: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
 
-    A row's value gets a weight that depends on its query and key, on their directions and their lengths. Weights are
-    0.5 to 2.5 whatever queries and keys are, so that rounding is not made larger.
+    Weights depend on directions and lengths, and are 0.5 to 2.5, so that rounding is not made larger.
     """
     groups, wide_dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
@@ -281,19 +390,3 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     size = lengths * (scaling or 1.0)
     weights = 1.5 + 0.5 * cosine * (1 + size / (1 + size))
     return (weights * value).to(value.dtype).transpose(1, 2).contiguous()
-
-
-def scan_separately(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
-    """Let each row read only itself in place of a scan: q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V).
-
-    The formula is no model's: it only has to depend on every input.
-    """
-    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
-    out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
-    return out if beta is None else out * beta.unsqueeze(-1)
-
-
-def convolve_separately(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """Weight each channel of a row by itself in place of a mixer's convolution: (T, C) to (T, C)."""
-    y = x * weight[:, -1] + (0 if bias is None else bias)
-    return F.silu(y) if silu else y

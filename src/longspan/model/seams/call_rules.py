@@ -1,16 +1,17 @@
-"""What the calls and steps of a prepared model are checked against: a value that `prepare` leaves on the model.
+"""Rules of a prepared model's calls, and refusals that several files share: set forwards, shared parameters, saving.
 
-It contains how many positions a model has, if it reads them from a table: learnt, as GPT-2's, or made once, as CTRL's.
-Rotary models have no table and are not limited here, whatever `max_position_embeddings` says of their training. It
-contains what a model draws at random outside attention: each rank would draw for the rows that it happens to hold, and
-loss and gradients would depend on the layout. (Attention's dropout is exact: its masks are hashed from global
-positions.) And whether prompts are prefixes, whose rows see each other (PaliGemma); in a step the prefix of a document
-is what stands before its first target (`train/read_rows.py`), as the models' own processor makes its labels.
+A forward set on one module runs like any other when the module is called. Where longspan makes a forward of the class's
+code it would be dropped: such a module is refused by name, and so is a wrapper that is not transformers' own.
 """
 
-from collections.abc import Iterable, Mapping
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,6 +21,128 @@ from longspan.errors import ModelError
 from longspan.model.adapters import model_adapter
 from longspan.model.layers import decoder_layers, text_name
 from longspan.plan import MicroBatch
+
+DOCTOR = "; longspan doctor --model"
+SAVES = "longspan.save_model(model, folder, world)"  # on all ranks; a Trainer has its own
+
+
+def doctor_hint(model: Any) -> str:
+    """Return the end of a message: the command that tries a small copy of this model, by its folder, family or class.
+
+    "" for a class of one's own with a configuration of transformers, which names a model of transformers.
+    """
+    config = getattr(model, "config", None)
+    kind = next(kind for kind in type(model).__mro__ if kind.__name__ == stock_class_name(model))
+    if kind.__module__.startswith(("transformers.", "longspan.")):
+        folder = str(getattr(config, "_name_or_path", "") or "")
+        name = folder if folder and Path(folder).is_dir() else getattr(config, "model_type", "") or kind.__name__
+    elif type(config).__module__.startswith("transformers."):
+        return ""
+    else:  # a script's own module is imported by the name of its file
+        file = getattr(sys.modules[kind.__module__], "__file__", None) or "MODULE.py"
+        name = f"{Path(file).stem if 'main__' in kind.__module__ else kind.__module__}.{kind.__qualname__}"
+    return f"{DOCTOR} {name} tries a small copy of it and says which kernels it takes"
+
+
+def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
+    """Write the first items in words, and how many there are in all."""
+    head = ", ".join(str(item) for item in items[:limit])
+    return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
+
+
+def stock_class_name(model: nn.Module) -> str:
+    """Return the name of a model's class without the "FSDP" that FSDP2 puts before it."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def has_instance_forward(module: nn.Module) -> bool:
+    """Return whether somebody else than longspan gave a module a forward in place of its class's.
+
+    longspan's are functions of its modules, alone or in a `partial`, and copies of the class's code (`mixers.py`).
+    """
+    forward, in_class = vars(module).get("forward"), type(module).forward
+    function = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", forward)
+    if function is None or function is in_class or _defining_module(function).startswith("longspan."):
+        return False
+    return getattr(function, "__code__", None) is not getattr(inspect.unwrap(in_class), "__code__", None)
+
+
+def is_wrapped_by_others(module: nn.Module) -> bool:
+    """Return whether the forward of a module's class has a wrapper that is not transformers' own."""
+    function: Any = type(module).forward
+    while hasattr(function, "__wrapped__"):
+        if not _defining_module(function).startswith("transformers."):
+            return True
+        function = function.__wrapped__
+    return False
+
+
+def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Return the modules, by name and class, to which somebody gave a forward in place of their class's."""
+    return [f"{name} ({type(module).__name__})" for name, module in modules if has_instance_forward(module)]
+
+
+def _defining_module(function: Any) -> str:
+    return function.__globals__["__name__"] if isinstance(function, FunctionType) else ""
+
+
+def refuse_shared_layers(
+    model: PreTrainedModel, layers: Iterable[str], blocks: Sequence[Sequence[nn.Module]] = ()
+) -> None:
+    """Raise ModelError if a decoder layer shares parameters with another, or with what is around it.
+
+    FSDP2 and sequence parallelism take each layer's as its own; layers may share those of `blocks`.
+    """
+    shared_in_blocks = {id(parameter) for modules in blocks for parameter in modules[0].parameters()}
+    owner: dict[int, tuple[str, str]] = {}  # of a parameter: its first name, and its layer, "" around the layers
+    prefixes = [f"{layer}." for layer in layers]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        layer = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        first, owner_layer = owner.setdefault(id(parameter), (name, layer))
+        # parameters of a block may be in two layers, but not in a layer and around the layers
+        may_share = "" not in (layer, owner_layer) and id(parameter) in shared_in_blocks
+        if owner_layer != layer and not may_share:
+            raise ModelError(
+                f"{type(model).__name__}: {name} is {first}, and layers that share parameters are not sharded or split "
+                "over rows; use shard_parameters=False and sequence_parallel=False, or give each layer its own"
+            )
+
+
+def guard_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
+    """Have a prepared model, and its base model, refuse to be saved, wrapped or generated from; `saves` saves it."""
+    modules = [module for module in prepared.modules() if isinstance(module, PreTrainedModel)]
+    for module in (prepared, *modules):
+        target: Any = module
+        for method in ("save_pretrained", "push_to_hub"):
+            reason = f"{name}.{method} would write what this rank holds of a prepared model; call {saves} on all ranks"
+            setattr(target, method, partial(refuse_call, f"{reason}, which writes a folder that transformers loads"))
+        if hasattr(target, "generate"):
+            reason = f"{name}.generate would need caches, which a prepared model has none of; {saves} on all ranks"
+            target.generate = partial(
+                refuse_call, f"{reason} writes a folder that transformers loads and generates from"
+            )
+        target._ddp_params_and_buffers_to_ignore = _RefusesDDP(name)  # DistributedDataParallel fails as it reads this
+
+
+def refuse_call(message: str, *args: object, **kwargs: object) -> NoReturn:
+    """Raise ModelError with this message, in place of a method that is refused."""
+    raise ModelError(message)
+
+
+class _RefusesDDP:
+    """DistributedDataParallel reads this list of names first of all (torch 2.11 to 2.15)."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __iter__(self) -> Iterator[str]:
+        raise ModelError(
+            f"{self._name} was prepared: its gradients are summed over the slots by run_step; do not wrap it in "
+            "DistributedDataParallel, nor give it to accelerator.prepare or a Trainer, which do that; "
+            "longspan.hf.with_longspan(Trainer) takes the model before prepare, and what takes their place in a loop "
+            'is in docs/own-loop.md, "From a Trainer script"'
+        )
+
 
 _WITH_PREFIX = ("paligemma",)
 _SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # draw one of several, as some routers choose experts
@@ -35,11 +158,7 @@ class PositionTable(NamedTuple):
 
 
 def position_table(model: PreTrainedModel) -> PositionTable | None:
-    """Find the table around the decoder layers with as many rows as `max_position_embeddings`; None without one.
-
-    Rows that a module skips at the start of its table (`offset`) are no positions. Tables inside layers, and the token
-    embedding, whose vocabulary may be as large by chance, are passed over.
-    """
+    """Find the table around the decoder layers with `max_position_embeddings` rows (`offset` ones are none)."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(positions, int):
         return None
@@ -78,11 +197,8 @@ def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroB
 class CallRules:
     """The kernel of a model's layers, and conditions on its rows.
 
-    `attention_kernel` None: each call of attention takes the first kernel that can. A slot's rows must be a multiple of
-    `row_multiple`, which is tp under sequence parallelism. `random_draws` are in words what training would draw outside
-    attention, `draws_in_evaluation` what evaluation would. Rows see each other in both directions within an item of the
-    modalities `in_spans`, or with `prefix` at the start of each document; the shard must then say where (`spans`). If
-    layers have a window, a prefix has at most `prefix_window` rows.
+    Without a kernel each call takes the first that can. Draws are in words, outside attention. Rows see each other in
+    items of modalities `in_spans`, or in a `prefix` of at most `prefix_window` rows; the shard must say where.
     """
 
     architecture: str
@@ -136,10 +252,7 @@ def has_prefix(config: PreTrainedConfig) -> bool:
 
 
 def make_layers_causal(model: nn.Module) -> None:
-    """Set `is_causal` in the layers of a model with prefixes; the shard's spans let rows of a prefix see each other.
-
-    transformers sets it False, as the model's own mask, which is not built here, says which rows see which.
-    """
+    """Set `is_causal`, which transformers sets False in models with prefixes; the shard has their spans."""
     config: Any = model.config
     if not has_prefix(config):
         return
@@ -164,32 +277,22 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
 
 
 def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
-    """`draws` names the functions that draw. No key ends a draw of one of several (`_SAMPLE`), as of experts by a
-    router. `in_evaluation`: they happen in evaluation too.
-    """
+    """No key ends a draw of one of several (`_SAMPLE`), as of experts by a router."""
     is_sampled = any(f"{function} " in draws for function in _SAMPLE)
-    if is_sampled or not (keys := _random_keys(config)):
+    values = {} if config is None else config.get_text_config().to_dict()
+    words = ("drop", "jitter", "noise")
+    names = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
+    # Every key of "layerdrop", last, even one that names attention, since whole layers are left out by it.
+    names += [key for key in values if "layerdrop" in key and key not in names]
+    keys = ", ".join(f"{key} ({values[key]:g})" for key in names if _is_positive(values[key]))
+    if is_sampled or not keys:
         allowed_text = "" if in_evaluation else ": it can be evaluated alone"
         return f"it does so by its code, and no key of its configuration is known to end that{allowed_text}"
     return f"before the model is built, set {keys} to 0.0 in its configuration (config.json)"
 
 
-def _random_keys(config: Any) -> str:
-    """Left out are keys in `_NOT_HERE`, of attention or of parts that do not run here. Every key of "layerdrop" is
-    listed, last, even one that names attention, since whole layers are left out by it.
-    """
-    values = {} if config is None else config.get_text_config().to_dict()
-    words = ("drop", "jitter", "noise")
-    keys = [key for key in values if any(w in key for w in words) and not any(w in key for w in _NOT_HERE)]
-    keys += [key for key in values if "layerdrop" in key and key not in keys]
-    return ", ".join(f"{key} ({values[key]:g})" for key in keys if _is_positive(values[key]))
-
-
 def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
-    """Raise ModelError if training this prepared model drops attention weights, or inputs of its adapter.
-
-    `losses`, in words, need two forward passes that are equal.
-    """
+    """Raise ModelError if training drops attention weights, or inputs of an adapter; `losses` need two equal passes."""
     config, adapter = getattr(model, "config", None), model_adapter(model)
     values = {} if config is None else config.get_text_config().to_dict()
     if adapter is not None:

@@ -1,8 +1,6 @@
 """What forward passes on the meta device show of a model: how it attends, and what it draws at random.
 
-The model's own modules run over two rows, with meta tensors in place of parameters: that costs no memory and changes
-nothing. A model that was prepared without these passes shows how it attends in its first pass over a shard. Numbers
-that numpy or a kernel outside of torch draws are not seen.
+A model that was prepared without them shows how it attends in its first pass. Draws outside of torch are not seen.
 """
 
 import copy
@@ -30,8 +28,8 @@ from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.layers import decoder_layers
 from longspan.model.parts import preserve_modes
 from longspan.model.seams.attention_calls import Probe, RecordedCall, recorded_calls
+from longspan.model.seams.call_rules import doctor_hint, items_text, stock_class_name
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
-from longspan.model.seams.refusals import doctor_hint, items_text, stock_class_name
 
 VALUES_READ = "the forward read values of tensors on the meta device, which were made up"
 
@@ -39,16 +37,21 @@ VALUES_READ = "the forward read values of tensors on the meta device, which were
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
     """Run the model's forward on two rows, on the meta device; an argument of `more` that is None is left out.
 
-    With `gradients`, whatever depends on parameters requires a gradient, even if they are frozen. A forward that reads
-    values, as a loop over the experts that got rows does, gets zeros, and every element is taken to be nonzero: the
-    pass shows one of the paths through the model. Attributes of modules and the state of random numbers are restored;
-    changes inside other objects of a module are not noticed.
+    With `gradients` whatever depends on parameters requires one. A forward that reads values gets zeros, and every
+    element is nonzero: one of the paths through the model. Attributes and random states are restored.
     """
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
-    values, tensors = _MadeUpValues(), _meta_tensors(model)
+    values = _MadeUpValues()
+    # A module under two names, as a layer that others share, is named once: torch would put the first stand-in back in
+    # place of the parameter.
+    tensors = {
+        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
+        for prefix, module in model.named_modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    }
     if gradients:
         for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
             tensors[name].requires_grad_(tensors[name].is_floating_point())
@@ -67,16 +70,6 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
         if values.read:
             error.add_note(VALUES_READ)
         raise
-
-
-def _meta_tensors(model: nn.Module) -> dict[str, Tensor]:
-    # A module under two names, as a layer that others share, is named once: torch would put the first stand-in back in
-    # place of the parameter.
-    return {
-        f"{prefix}.{name}" if prefix else name: torch.empty_like(tensor, device="meta")
-        for prefix, module in model.named_modules()
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
 
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has: hooks, children, parameters
@@ -150,16 +143,8 @@ class MetaRecord:
 def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, probe: bool = True) -> MetaRecord:
     """Record a model's calls of attention and its random draws, by a pass on the meta device in training mode.
 
-    The model's attention must go to longspan already. A model that draws nothing in training is taken to draw nothing
-    in evaluation; of others a second pass, in evaluation mode, shows both. Where the modes differ in attention, the
-    trial of rows (`row_trial.py`), in either mode, sees rows that meet outside of it.
-
-    With `probe`, raises ModelError, naming the modules, if a decoder layer does not reach attention, or calls it for
-    something that cannot be done exactly, or if the model does not run on the meta device. A model that leaves out
-    layers at random raises nothing here; its training is refused.
-
-    `class_draws` are those that a small copy showed, used if the passes show none. An adapter's own dropout is not
-    counted: each rank drops inputs of its own rows.
+    Of models that draw, a pass in evaluation mode shows both. With `probe`, ModelError names decoder layers that are
+    not exact or a model that does not run there. `class_draws` are a small copy's; dropout of adapters is left out.
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
@@ -255,8 +240,7 @@ class _CallNames(TorchFunctionMode):
 class _Draws(TorchDispatchMode):
     """Counts operators that read a generator's seed, by torch's own mark, and return more than one number.
 
-    A tensor without dimensions decides whether a layer is left out. Models draw it whatever the rate is, so that
-    `_layerdrop_rates` reads the rate instead.
+    A scalar decides whether a layer is left out, drawn whatever the rate is: `record_model` reads rates.
     """
 
     def __init__(self, names: _CallNames, calls: Counter[str]) -> None:
@@ -287,17 +271,11 @@ def _is_adapter_dropout(name: str) -> bool:
 
 
 def check_kernel(
-    model: nn.Module,
-    name: str | None,
-    recorded: Sequence[RecordedCall],
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: nn.Module, name: str | None, recorded: Sequence[RecordedCall], *, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttendCall, ...]:
-    """Check that the kernel `name` (None: any kernel) can do the recorded calls; return these calls, each once.
+    """Check that the kernel `name` (None: any) can do the recorded calls on this device; return these, each once.
 
-    Tensors will be of `dtype` on `device`; calls are returned with the dropout of their layer. Raises AttentionError
-    for an unknown kernel, and for one that cannot do a layer's call.
+    AttentionError for an unknown kernel, and for one that cannot do a layer's call.
     """
     if name is not None:
         find_kernel(name)  # raises for an unknown name, also if no calls were recorded
@@ -338,9 +316,7 @@ def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
-    """Named are the modules whose class is named as attention and that do not call ours; of a layer in which nothing
-    does, only the first with "att" in its class's name, or the layer itself if it has none.
-    """
+    """Of a layer in which nothing reaches attention, the first with "att" in its class's name is named."""
     bypassing: list[str] = []
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     for index, (name, layer) in enumerate(decoder_layers(model).items()):
@@ -404,10 +380,7 @@ class FirstPass:
         ]
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
-        """Record the calls of the pass that begins.
-
-        `kwargs` is missing if an earlier hook of the same call, the trial of rows, ran a pass that removed this hook.
-        """
+        """`kwargs` is missing if an earlier hook of the call, the trial of rows, ran a pass that removed this hook."""
         if isinstance(shard := (kwargs or {}).get("shard"), SequenceShard):
             recorded_calls.setdefault(shard, [])
 

@@ -1,18 +1,26 @@
-"""State-space layers of transformers ("mixers"), recognised by what their forward calls.
+"""State-space layers of transformers ("mixers"), recognised by what their forward calls, over a sharded sequence.
 
-Gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions, of whatever family. A module with a
-convolution whose forward calls anything else is not recognised, and is refused by name. How a mixer runs over a sharded
-sequence is in `mixer_calls.py`.
+A mixer's class, weights and keys stay; an instance gets its class's forward with functions of this module behind the
+names of its kernels. They compute in float32 or better, as transformers' fallbacks do. Other convolutions are refused.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from longspan.comm.shard import outside_graphs
+from longspan.errors import ModelError
+from longspan.model.seams.attention_calls import Probe, SeparateRows, check_shard, running_layer
+from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
+from longspan.ssm.kernels.call import state_dtype
 
 ROWWISE_LAYER_TYPES = ("mlp", "moe")  # types of layers in which rows do not meet, as Nemotron-H names them
 _SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
@@ -35,12 +43,8 @@ def find_mixers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Return whether the forward of a module's class is a mixer's: a causal convolution, and a scan or none.
-
-    A forward that calls an unknown function is not taken for a mixer's, as it may mix rows in another way.
-    """
-    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
-    if not convolutions:
+    """Return whether a module's class has a mixer's forward: a causal convolution, a scan or none, nothing unknown."""
+    if not any(isinstance(child, nn.Conv1d) for child in module.children()):
         return False
     called = _called_functions(class_forward(module))
     return _CONVOLUTION in called and called <= _KNOWN
@@ -70,10 +74,7 @@ def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def use_torch_operations(model: nn.Module) -> None:
-    """Let mixers call transformers' own operations, which run everywhere, whatever kernels are installed.
-
-    transformers wraps each operation to choose an installed kernel; the torch operation is inside the wrapper.
-    """
+    """Let mixers call transformers' own operations, inside its wrappers that choose an installed kernel."""
     for mixer in find_mixers(model).values():
         called = {name: class_forward(mixer).__globals__[name] for name in _called_functions(class_forward(mixer))}
         replace_functions(mixer, {name: inspect.unwrap(function) for name, function in called.items()})
@@ -89,3 +90,147 @@ def _called_functions(forward: Any) -> set[str]:
         return set()
     globals_by_name = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
     return {name for name, value in globals_by_name.items() if callable(value) and not isinstance(value, type)}
+
+
+_EPSILON = 1e-6  # of the norm of queries and keys, as in flash-linear-attention
+
+
+class MixerOps(NamedTuple):
+    """What a mixer computes across rows: its convolution (T, C) and its scan (T, H, ·), as `longspan.ssm` has them."""
+
+    convolve: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]  # of x, weight, bias, silu
+    scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], Tensor]  # of q, k, v, g, beta, scale
+
+
+FindOps = Callable[[object, int, int], MixerOps]  # of the `shard=` of a call, its batch and its rows
+
+
+def _convolve_alone(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    y = x * weight[:, -1] + (0 if bias is None else bias)
+    return F.silu(y) if silu else y
+
+
+def _scan_alone(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, scale: float) -> Tensor:
+    """q, k (T, H, K), v (T, H, V), g (T, H, 1 or K) -> (T, H, V): no model's formula, but it depends on every input."""
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
+    out = scale * (q * k).sum(-1, keepdim=True) * v * (1 + g.exp().mean(-1, keepdim=True))
+    return out if beta is None else out * beta.unsqueeze(-1)
+
+
+ROWS_ALONE = MixerOps(_convolve_alone, _scan_alone)  # rows see only themselves: what is around a mixer is tried so
+_SHAPES = MixerOps(lambda x, *_: torch.empty_like(x), lambda q, k, v, *_: torch.empty_like(v))  # on the meta device
+
+
+def _find_ops(name: str, shard: object, batch: int, rows: int) -> MixerOps:
+    """A probe gets results of the right shape only; a shard may be that of the decoder layer around the mixer."""
+    shard = running_layer().shard if shard is None else shard
+    if isinstance(shard, Probe):
+        return _SHAPES
+    checked = check_shard(name, shard, batch, rows)
+    if isinstance(checked, SeparateRows):
+        return ROWS_ALONE
+    return MixerOps(
+        lambda x, weight, bias, silu: causal_conv(x, weight, bias, checked, silu=silu),
+        lambda q, k, v, g, beta, scale: linear_scan(q, k, v, g, beta, checked, scale),
+    )
+
+
+def _refuse_state(state: Tensor | None) -> None:
+    if state is not None:
+        raise ModelError("a mixer begins with a state of a cache; there is no cache in training: use_cache=False")
+
+
+def _run_convolution(
+    find_ops: FindOps,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    shard: object = None,
+    **others: Any,
+) -> Tensor:
+    x = hidden_states.to(weight.dtype).squeeze(0).t()
+    silu = activation in ("silu", "swish")
+    y = find_ops(shard, len(hidden_states), len(x)).convolve(x, weight, bias, silu)
+    y = y if activation is None or silu else ACT2FN[activation](y)
+    return y.to(hidden_states.dtype).t().unsqueeze(0)
+
+
+def _run_delta_rule(
+    find_ops: FindOps,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    shard: object = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H) -> (1, T, H, V)."""
+    _refuse_state(initial_state)
+    ops = find_ops(shard, len(query), query.shape[1])
+    q, k, v, decay, strength = (x.squeeze(0) for x in (query, key, value, g, beta))
+    if use_qk_l2norm_in_kernel:
+        q, k = unit_vectors(q, _EPSILON), unit_vectors(k, _EPSILON)
+    decay = decay if decay.ndim == 3 else decay.unsqueeze(-1)
+    out = ops.scan(q, k, v, decay, strength, q.shape[-1] ** -0.5)
+    return out.to(query.dtype).unsqueeze(0), None
+
+
+def _run_mamba2(
+    find_ops: FindOps,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    shard: object = None,
+    **others: Any,
+) -> Tensor:
+    """x (1, T, H, P), dt (1, T, H), A, D (H,), B, C (1, T, G, N) -> (1, T, H, P).
+
+    Steps are softplus(dt + bias), cut to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read
+    at C; D · x is added to what is read.
+    """
+    _refuse_state(initial_states)
+    if z is not None:
+        raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
+    ops = find_ops(shard, len(x), x.shape[1])
+    wide_dtype = state_dtype(x.dtype)
+    v, step, k, q = (t.squeeze(0) for t in (x, dt, B, C))  # as linear attention: x are values, B keys, C queries
+    step = step.to(wide_dtype) if dt_bias is None else step.to(wide_dtype) + dt_bias
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    # A kernel that computes on half precision gets the values as the model has them, else in the state's type.
+    takes_half = scan_kernel(v, k.shape[-1], delta=False).half
+    values = (v * step.unsqueeze(-1)).to(v.dtype if takes_half else wide_dtype)
+    out = ops.scan(q, k, values, (step * A).unsqueeze(-1), None, 1.0)
+    out = out if D is None else out + D.unsqueeze(-1) * v
+    return out.to(x.dtype).unsqueeze(0)
+
+
+def shard_mixers(model: PreTrainedModel) -> None:
+    """Let the model's mixers run over the shard that their layers are called with, from here on."""
+    for name, mixer in find_mixers(model).items():
+        set_mixer_ops(mixer, partial(_find_ops, f"{name} ({type(mixer).__name__})"))
+
+
+def set_mixer_ops(mixer: nn.Module, find_ops: FindOps) -> None:
+    """Give an instance its class's forward with the functions of this module over these operations.
+
+    Their further arguments, about packing, chunk sizes and states to return, are ignored.
+    """
+    functions: dict[str, Callable[..., Any]] = {
+        _CONVOLUTION: partial(_run_convolution, find_ops),
+        **dict.fromkeys(_SCANS[:2], partial(_run_delta_rule, find_ops)),
+        _SCANS[2]: partial(_run_mamba2, find_ops),
+        "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # declines, so that the mixer calls the others
+    }
+    replace_functions(mixer, functions)

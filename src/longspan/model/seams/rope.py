@@ -1,17 +1,26 @@
-"""How long documents a rotary model was trained on, and the scaling of its rotary frequencies for longer ones.
+"""Rotary positions: how long documents may be, scaling for longer ones, and frequencies chosen by document.
 
-Tables of learnt positions are `seams/call_rules.py`'s business. Rope types that choose frequencies by a document's
-length ("dynamic", "longrope") are in `seams/forwards/rope_by_length.py`.
+"longrope" (Phi-3, MiniCPM3) and "dynamic" (NTK) modules of transformers read the longest position of a call, which over
+packed rows is another document's. Here a fresh copy is called for each length, with a row at its last position.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 from copy import deepcopy
+from types import MethodType
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import PreTrainedConfig
 
+from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
+from longspan.layout.segments import Integers, expand_runs
+from longspan.model.seams.attention_calls import Probe, running_layer
 from longspan.plan.shape.model_shape import has_mixers
 
 SCALINGS = ("yarn", "linear")
@@ -21,9 +30,7 @@ _STEP = 0.25  # of factors that are chosen here
 def position_limit(config: PreTrainedConfig) -> int | None:
     """Return the longest document, in tokens, that a configuration and its scaling allow; None without a limit.
 
-    llama3 and longrope scale up to `max_position_embeddings`, yarn to `original_max_position_embeddings` x `factor`
-    where that is more, linear and dynamic to `max_position_embeddings` x `factor`, as inference engines read them.
-    Hybrids whose attention has no positions have no limit, whatever they name (`has_no_positions`).
+    As inference engines read them: yarn scales the original limit, linear and dynamic `max_position_embeddings`.
     """
     if has_no_positions(config):
         return None
@@ -40,10 +47,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
 
 
 def has_no_positions(config: PreTrainedConfig) -> bool:
-    """Return whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, some Zamba 2.
-
-    Its other layers carry the order of rows in their states, which suit documents of any length.
-    """
+    """Return whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, some Zamba 2."""
     text = config.get_text_config()
     if not has_mixers(text):
         return False
@@ -98,10 +102,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
 
 
 def rope_types(rope: Any) -> set[str]:
-    """Return the types that rotary parameters name, under the present key or the older "type".
-
-    They are of all layers, or nested by type of layer.
-    """
+    """Return the types that rotary parameters name, under "rope_type" or the older "type", or by type of layer."""
     if not isinstance(rope, Mapping):
         return set()
     nested = (rope_types(values) for values in rope.values())
@@ -113,3 +114,126 @@ def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         return None
     return {**parameters, "rope_type": parameters.get("rope_type", parameters.get("type", "default"))}
+
+
+_CALL = "_shard_of_call"
+
+
+def choose_frequencies_by_document(model: nn.Module) -> None:
+    """Have every rotary module whose frequencies depend on a length see every document by itself."""
+    for parent in model.modules():
+        rotary_modules = [child for child in parent.children() if types_by_length(child)]
+        for rotary in rotary_modules:
+            rotary.forward = MethodType(_rotary_forward, rotary)
+        if rotary_modules:
+            parent.register_forward_pre_hook(_note_shard, with_kwargs=True)
+            parent.register_forward_hook(_forget_shard, always_call=True)
+
+
+def types_by_length(rotary: nn.Module) -> set[str]:
+    """Return the rope types of a rotary module, one or by type of layer, that choose frequencies by a length."""
+    kind = getattr(rotary, "rope_type", None)
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return {name for name in kinds if isinstance(name, str) and depends_on_length(name)}
+
+
+def depends_on_length(kind: str) -> bool:
+    """Return whether frequencies of this rope type depend on the longest position of a call."""
+    return "dynamic" in kind or kind == "longrope"
+
+
+def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for child in parent.children():
+        if types_by_length(child):
+            child.__dict__[_CALL] = kwargs.get("shard")
+
+
+def _forget_shard(parent: nn.Module, args: object, out: object) -> None:
+    for child in parent.children():
+        child.__dict__.pop(_CALL, None)
+
+
+def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+    """For position_ids (1, T), each row by its own document's length; a probe gets the module's first frequencies."""
+    shard = rotary.__dict__.get(_CALL) or running_layer().shard  # a layer may keep keyword arguments to itself
+    kind: Any = rotary.rope_type if layer_type is None else rotary.rope_type[layer_type]  # pyright: ignore[reportIndexIssue, reportArgumentType]
+    if isinstance(shard, Probe) or not depends_on_length(kind):
+        fresh_rotary: Any = _copy_fresh_rotary(rotary)
+        # transformers changes frequencies by the longest position unless the type is "default".
+        fresh_rotary.rope_type = "default" if layer_type is None else {layer_type: "default"}
+        return fresh_rotary(x, position_ids, **_layer_type_argument(layer_type))
+    if not isinstance(shard, SequenceShard) or position_ids.shape != (1, shard.local_rows):
+        got = "no shard" if not isinstance(shard, SequenceShard) else f"position_ids of {tuple(position_ids.shape)}"
+        raise ModelError(
+            f"{type(rotary).__name__} chooses {kind!r} frequencies by a document's length and got {got}: the module "
+            "that calls it must get shard= and hand on position_ids of one packed row; use another rope type"
+        )
+    positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
+    rows_by_length = _group_rows(shard, rotary, kind, layer_type)
+    parts = [_document_frequencies(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
+    order = np.concatenate(list(rows_by_length.values()))  # the row of each place in the results, one after another
+    if len(parts) == 1:
+        return parts[0]
+    place = to_device(np.argsort(order), x.device)
+    leaves, structure = zip(*map(tree_flatten, parts), strict=True)
+    joined = [torch.cat(leaf_parts, dim=1).index_select(1, place) for leaf_parts in zip(*leaves, strict=True)]
+    return tree_unflatten(joined, structure[0])
+
+
+def _group_rows(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
+    """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
+    rows: dict[int, list[Integers]] = {}
+    for shard_part in shard.parts:
+        segments = shard_part.segments()
+        lengths = np.asarray(shard_part.group.lengths, dtype=np.int64)[segments.document]
+        lengths = _representative_lengths(rotary, kind, layer_type, lengths)
+        first = shard_part.start + segments.offset
+        for length in np.unique(lengths).tolist():
+            is_length = lengths == length
+            rows.setdefault(length, []).append(
+                expand_runs(first[is_length], (first + segments.stop - segments.start)[is_length])
+            )
+    return {length: np.concatenate(of_length) for length, of_length in rows.items()}
+
+
+def _representative_lengths(rotary: nn.Module, kind: str, layer_type: str | None, lengths: Integers) -> Integers:
+    """longrope has two sets of frequencies, by a limit; dynamic one for each length beyond the trained."""
+    owner: Any = rotary
+    if kind == "longrope":
+        parameters = owner.config.rope_parameters
+        limit = (parameters if layer_type is None else parameters[layer_type])["original_max_position_embeddings"]
+        return np.where(lengths > limit, limit + 1, limit)
+    return np.maximum(lengths, owner.original_max_seq_len)
+
+
+def _document_frequencies(
+    rotary: nn.Module, layer_type: str | None, x: Tensor, positions: Tensor, length: int, rows: Integers
+) -> Any:
+    """The module takes the largest position plus one for the length: `length` − 1 is appended, then dropped."""
+    # All rows are taken without an index, which would have to be sent to the device.
+    positions_here = positions if len(rows) == positions.shape[1] else positions[:, to_device(rows, positions.device)]
+    with_last = torch.cat([positions_here, positions_here.new_full((1, 1), length - 1)], dim=1)
+    return tree_map(
+        lambda out: out[:, :-1], _copy_fresh_rotary(rotary)(x, with_last, **_layer_type_argument(layer_type))
+    )
+
+
+def _copy_fresh_rotary(rotary: nn.Module) -> nn.Module:
+    """With its class's forward, and its own buffers, which that may write to; a dynamic one counts anew."""
+    fresh_rotary: Any = copy.copy(rotary)
+    del fresh_rotary.__dict__["forward"]
+    buffers = {name: None if x is None else x.clone() for name, x in rotary.named_buffers(recurse=False)}
+    for name in buffers:
+        prefix = name.removesuffix("inv_freq")
+        original = getattr(rotary, f"{prefix}original_inv_freq", None)
+        if name.endswith("inv_freq") and isinstance(original, Tensor):
+            buffers[name] = original.clone()
+    fresh_rotary.__dict__["_buffers"] = buffers
+    for name in vars(rotary):
+        if name.endswith("max_seq_len_cached"):
+            setattr(fresh_rotary, name, fresh_rotary.original_max_seq_len)
+    return fresh_rotary
+
+
+def _layer_type_argument(layer_type: str | None) -> dict[str, str]:
+    return {} if layer_type is None else {"layer_type": layer_type}

@@ -1,17 +1,15 @@
-"""Which tensor-parallel style each module of a model gets, by its plan: transformers' own, and what we add.
+"""Which tensor-parallel style each module of a model gets, by transformers' plan and ours; how mixers' rows divide.
 
-A plan maps names of modules or parameters to styles (how each is split); `*` stands for a layer's number.
-Experts (modules named "experts") get no style: their parameters stay as they are, and the tokens that they work on are
-split over the tensor-parallel ranks. Mixers have a style of their own (`mixers.py`). Other styles are in `styles.py`.
-
-A split block may have parameters that the plan does not name. Between column-wise and row-wise linears a rank holds
-some of the features, so that a parameter applied there gets a partial gradient on every rank. It is summed if the
-module works on each feature by itself, as a learnt activation does; everything else is refused.
+Experts get no style: tokens are split. An unnamed parameter between column-wise and row-wise linears is summed if it
+acts on each feature by itself, else refused. A rank has consecutive heads of a mixer: runs of rows, as of [gate | x |
+B | C | dt]. Each group of a rank serves equally many heads: it is repeated where they do not divide so (0, 0, 1).
 """
 
+import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +20,219 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module
 from longspan.model.layers import text_name
-from longspan.model.mtp.depths import PREFIX
+from longspan.model.mtp import PREFIX
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.tensor_parallel.mixer_parts import mixer_parts
+
+
+@dataclass(frozen=True)
+class EvenRows:
+    """Rows that are divided into equal slices, one a rank."""
+
+    size: int
+
+    def runs(self, tp: int, rank: int) -> tuple[range, ...]:
+        """Return this rank's rows, a single run."""
+        part = self.size // tp
+        return (range(rank * part, (rank + 1) * part),)
+
+
+@dataclass(frozen=True)
+class GroupRows:
+    """Rows of groups of heads, `width` for each group: a rank has the rows of its heads' groups, in their order."""
+
+    groups: int
+    width: int
+    heads: int
+
+    @property
+    def size(self) -> int:
+        """All rows."""
+        return self.groups * self.width
+
+    def heads_together(self, tp: int) -> int:
+        """Return the largest n for which every n neighbouring heads of a rank, from its first on, share a group."""
+        return math.gcd(self.heads // tp, self.heads // self.groups)
+
+    def runs(self, tp: int, rank: int) -> tuple[range, ...]:
+        """Return this rank's rows: its group's `width` rows for every `heads_together` neighbouring heads."""
+        first, together = rank * (self.heads // tp), self.heads_together(tp)
+        heads = range(first, first + self.heads // tp, together)
+        groups = [head // (self.heads // self.groups) for head in heads]
+        return tuple(range(group * self.width, (group + 1) * self.width) for group in groups)
+
+
+@dataclass(frozen=True)
+class FusedRows:
+    """Rows of several things, one after another in one dim of a parameter."""
+
+    parts: tuple[EvenRows | GroupRows, ...]
+
+    @property
+    def size(self) -> int:
+        """All rows."""
+        return sum(part.size for part in self.parts)
+
+    def runs(self, tp: int, rank: int) -> tuple[range, ...]:
+        """Return this rank's rows, part after part, counted from the first row of the first part."""
+        runs, start = list[range](), 0
+        for rows_part in self.parts:
+            runs += [range(start + run.start, start + run.stop) for run in rows_part.runs(tp, rank)]
+            start += rows_part.size
+        return tuple(runs)
+
+    def cut_pieces(self, tp: int, rank: int) -> tuple[list[int], list[int]]:
+        """Cut all rows wherever a run of this rank begins or ends.
+
+        Return the pieces' sizes and the rank's indices, in order.
+        """
+        runs = self.runs(tp, rank)
+        cuts = sorted({0, self.size, *(run.start for run in runs), *(run.stop for run in runs)})
+        order = [i for run in runs for i in range(cuts.index(run.start), cuts.index(run.stop))]
+        return [end - start for start, end in itertools.pairwise(cuts)], order
+
+
+def equal_parts(size: int, count: int) -> FusedRows:
+    """Divide `size` rows into `count` parts of equal size, each of which holds all heads or features."""
+    return FusedRows((EvenRows(size // count),) * count)
+
+
+@dataclass(frozen=True)
+class MixerParts:
+    """How a mixer divides over tensor-parallel ranks: tp must divide `heads`, and `rows` are by child or tensor.
+
+    `whole` names what every rank applies undivided, `output` the projection back; `attributes` are numbers on a rank.
+    """
+
+    heads: Mapping[str, int]
+    rows: Mapping[str, EvenRows | FusedRows]
+    attributes: Mapping[str, int]
+    output: str = "out_proj"
+    whole: tuple[str, ...] = ()
+
+
+def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
+    """Return the parts of a mixer, recognised by its attributes.
+
+    ModelError for others, and for parameters not covered.
+    """
+    kind = next((kind for attributes, kind in _KINDS if all(hasattr(mixer, a) for a in attributes)), None)
+    if kind is None:
+        raise ModelError(
+            f"{name} ({type(mixer).__name__}) is none of the mixers whose heads are split over tensor-parallel ranks "
+            "(gated delta nets, Kimi's delta attention, Mamba 2, short convolutions); use tp 1"
+        )
+    parts = kind(mixer, tp)
+    part_names = (*parts.rows, *parts.whole, parts.output)
+    for parameter, tensor in mixer.named_parameters():
+        part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
+        rows = parts.rows.get(part or "")
+        # an adapter's first matrix stays whole, whatever its number of rows
+        if part is None or (
+            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
+        ):
+            raise ModelError(
+                f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
+                "known how it divides over tensor-parallel ranks; use tp 1"
+            )
+    return parts
+
+
+def _delta_net_parts(mixer: Any, tp: int) -> MixerParts:
+    """Qwen3-Next fuses projections by key head: a rank's rows are one run.
+
+    Qwen3.5 fuses queries, keys and values one after another, and OLMo Hybrid has a linear for each.
+    """
+    keys, values, heads = EvenRows(mixer.key_dim), EvenRows(mixer.value_dim), EvenRows(mixer.num_v_heads)
+    queries_keys_values = FusedRows((keys, keys, values))
+    rows = {
+        "in_proj_qkvz": EvenRows(2 * keys.size + 2 * values.size),
+        "in_proj_ba": EvenRows(2 * heads.size),
+        "in_proj_qkv": queries_keys_values,
+        "conv1d": queries_keys_values,
+        **dict.fromkeys(("in_proj_z", "v_proj", "g_proj"), values),
+        **dict.fromkeys(("q_proj", "k_proj"), keys),
+        **dict.fromkeys(("in_proj_a", "in_proj_b", "a_proj", "b_proj", "A_log", "dt_bias"), heads),
+    }
+    numbers = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
+    return MixerParts(
+        heads={"key heads": mixer.num_k_heads, "value heads": mixer.num_v_heads},
+        rows=rows,
+        attributes={number: getattr(mixer, number) // tp for number in numbers},
+        output="out_proj" if hasattr(mixer, "out_proj") else "o_proj",
+        whole=("norm", "o_norm"),
+    )
+
+
+def _kimi_parts(mixer: Any, tp: int) -> MixerParts:
+    width, heads = EvenRows(mixer.qkv_dim), EvenRows(mixer.num_heads)
+    of_width = ("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj")  # a row for each feature of each head
+    of_width += ("forget_gate.f_proj", "forget_gate.f_b_proj", "forget_gate.dt_bias")
+    rows = {
+        **dict.fromkeys(of_width, width),
+        **dict.fromkeys(("b_proj", "forget_gate.A_log"), heads),
+        "conv1d": equal_parts(3 * width.size, 3),
+    }
+    attributes = {number: getattr(mixer, number) // tp for number in ("num_heads", "qkv_dim", "conv_dim")}
+    attributes |= {f"forget_gate.{number}": attributes[number] for number in ("num_heads", "qkv_dim")}
+    whole = ("g_a_proj", "forget_gate.f_a_proj", "o_norm")
+    return MixerParts({"heads": heads.size}, rows, attributes, output="o_proj", whole=whole)
+
+
+def _mamba2_parts(mixer: Any, tp: int) -> MixerParts:
+    """Projects to [gate / x / B / C / dt] and convolves [x / B / C]."""
+    inner, heads = EvenRows(mixer.intermediate_size), EvenRows(mixer.num_heads)
+    # of B, and as many of C
+    states = GroupRows(mixer.n_groups, mixer.ssm_state_size, mixer.num_heads)
+    projected = FusedRows((inner, inner, states, states, heads))
+    groups = heads.size // tp // states.heads_together(tp)  # of a rank, repeated ones included
+    width = groups * states.width
+    attributes = {
+        "num_heads": heads.size // tp,
+        "intermediate_size": inner.size // tp,
+        "n_groups": groups,
+        "conv_dim": inner.size // tp + 2 * width,
+        "groups_time_state_size": width,  # of Falcon-H1
+    }
+    rows = {
+        "in_proj": projected,
+        "mup_vector": projected,
+        "conv1d": FusedRows((inner, states, states)),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), heads),
+        "norm": inner,
+    }
+    return MixerParts({"heads": heads.size}, rows, attributes)
+
+
+def _short_convolution_parts(mixer: Any, tp: int) -> MixerParts:
+    channels = mixer.conv.in_channels
+    rows = {"in_proj": equal_parts(3 * channels, 3), "conv": EvenRows(channels)}
+    return MixerParts({"channels": channels}, rows, attributes={})
+
+
+_KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
+    (("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"), _delta_net_parts),
+    (("qkv_dim", "forget_gate", "conv1d"), _kimi_parts),
+    (("ssm_state_size", "n_groups", "num_heads", "intermediate_size", "in_proj", "conv1d"), _mamba2_parts),
+    (("conv", "in_proj", "out_proj"), _short_convolution_parts),
+)
+
+
+def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name in the mixer, owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
+    for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
+        if name == part_name or name.startswith(f"{part_name}."):
+            owner, _, attribute = name.rpartition(".")
+            yield name, mixer.get_submodule(owner), attribute
+
+
+def is_first_adapter_matrix(name: str) -> bool:
+    """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
+
+    >>> is_first_adapter_matrix("in_proj.lora_A.default.weight")
+    True
+    """
+    return ".lora_A." in name
+
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 QKV = "qkv"  # of one linear that makes queries, keys and values, in an encoder
@@ -98,9 +306,7 @@ _HEAD = {"lm_head": GATHERED[0]}
 def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the style of every module and parameter that has one, by its name in the model, with `*` for layers.
 
-    The plan in a configuration names modules of the base model, without its prefix; its styles replace ours. The plan
-    of the class (`_tp_plan`) names modules of the whole model, so the head too. Layers that predict further tokens
-    (multi-token prediction) are split as decoder layers. Raises ModelError for a model without a plan.
+    Styles of the configuration, then of the class, replace ours; depths are split as layers. ModelError without a plan.
     """
     config = model.config.get_text_config()
     theirs, ours = getattr(config, "base_model_tp_plan", None), _OURS.get(config.model_type)
@@ -136,10 +342,7 @@ class StyledModule(NamedTuple):
 
 
 def list_styles(model: PreTrainedModel) -> list[StyledModule]:
-    """List every module and parameter that the model's plan names, and mixers, with styles, in the model's order.
-
-    Raises ModelError for a model without a plan, and for an unknown style.
-    """
+    """List every module and parameter that the plan names, and mixers, in order; ModelError for an unknown style."""
     plan = {re.compile(re.escape(k).replace(r"\*", r"\d+")): style for k, style in tensor_parallel_plan(model).items()}
     styled_modules = list(_find_styled_modules(model, plan))
     if unknown := sorted({f"{p.style!r} of {p.name}" for p in styled_modules if p.style not in KNOWN}):
@@ -153,8 +356,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
     """Return the names of the blocks that are split inside: mixers, and modules that own a column-wise linear.
 
-    Those are attention and MLPs. A block takes its whole input on every rank, for the rank's heads or features. Of
-    nested blocks only the outermost counts: an adapted linear inside attention has column-wise linears too.
+    Of nested blocks the outermost counts: an adapted linear inside attention has column-wise linears too.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in styled_modules if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}
@@ -185,14 +387,8 @@ def _find_styled_modules(model: PreTrainedModel, plan: Mapping[re.Pattern[str], 
 
 
 def _find_style(plan: Mapping[re.Pattern[str], str], name: str) -> str | None:
-    """Return the style of the first pattern that fits the whole name; None for none, and for one without effect."""
     style = next((style for pattern, style in plan.items() if pattern.fullmatch(name)), None)
     return None if style in _WITHOUT_EFFECT else style
-
-
-def check_tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule], tp: int) -> None:
-    """Raise ModelError, with the values of tp that would fit, where tp does not divide heads or intermediate sizes."""
-    check_divided_sizes(_tp_sizes(model, styled_modules), tp, type(model).__name__)
 
 
 def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
@@ -205,11 +401,11 @@ def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
         raise ModelError(f"tp {tp} does not divide {' and '.join(wrong[:4])} of {model}; use tp {fitting}")
 
 
-def _tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
-    """All layers share one entry, as their numbers are alike. The width of a linear is what its style splits: the
-    outputs of a column-wise one, half the outputs of a packed one, the inputs of others. Linears of attention have
-    no entry, as they divide where the heads do, except those whose whole inputs are cut evenly (SPLIT_INPUT). Raises
-    ModelError for a style on a module or parameter that it is not for.
+def tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
+    """All layers share one entry, as their numbers are alike.
+
+    A column-wise linear splits its outputs, a packed one half of them, others inputs; attention's divide where heads
+    do, except whole inputs (SPLIT_INPUT).
     """
     sizes = dict(_head_counts(model.config.get_text_config()))
     for name, module, style, parameter in styled_modules:
@@ -250,10 +446,9 @@ _FEATURES = 8  # of the trial of a single module: any even number
 
 
 def list_partial_gradients(model: nn.Module, styled_modules: Sequence[StyledModule]) -> list[StyledModule]:
-    """List the parameters of split blocks that every rank holds whole and whose gradients are partial over tp.
+    """List what every rank holds whole of split blocks, unnamed by the plan, with gradients that are partial over tp.
 
-    The plan does not name them; their gradients are to be summed over the tensor-parallel ranks. A parameter that
-    several blocks share is listed once. Raises ModelError for one whose sum would be wrong.
+    ModelError for one whose sum would be wrong.
     """
     named_ids = {id(p) for entry in styled_modules for p in _entry_parameters(entry)}
     entries: dict[int, StyledModule] = {}
@@ -273,11 +468,7 @@ def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
 def _partial_block_parameters(
     model: nn.Module, name: str, styled_modules: Sequence[StyledModule], named_ids: set[int]
 ) -> Iterator[StyledModule]:
-    """Yield the parameters of a block that the plan does not name, whose gradients are to be summed over tp.
-
-    `named_ids` are those of the parameters that it names. Raises ModelError if a sum would be wrong, and for parameters
-    that the block itself owns, since only a module inside it can be tried by itself.
-    """
+    """A parameter that the block itself owns is refused: only a module inside it can be tried by itself."""
     block = model.get_submodule(name)
     unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named_ids}
     if not unnamed:
@@ -298,12 +489,10 @@ def _partial_block_parameters(
 
 
 def _feature_parameters(block: nn.Module, names: Collection[str], styles: Mapping[int, str]) -> set[str]:
-    """Select the names of parameters that act on the block's output only through the inputs of row-wise linears.
+    """Names of parameters that act on the block's output only through the inputs of row-wise linears.
 
-    Such parameters, as of a learnt activation, act on this rank's features only. A parameter is one if the inputs of
-    row-wise linears depend on it and the output does not, once these linears' outputs are cut from the graph. The block
-    runs on the meta device; the result is empty if it cannot be called with only hidden states, or if its column-wise
-    linears are packed, which is not tried.
+    Those depend on them, and the output does not once these linears' outputs are cut from the graph. On the meta
+    device; none if the block needs more than hidden states, or its column-wise linears are packed.
     """
     inputs: list[Tensor] = []
 
@@ -345,7 +534,7 @@ def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor
 
 @torch.no_grad()
 def _is_elementwise(module: nn.Module) -> bool:
-    """Return whether a module gives the same for half of the features as for all, tried with numbers on the host."""
+    """Whether it gives the same for half of the features as for all, tried with numbers on the host."""
     ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
     x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
     try:

@@ -1,11 +1,7 @@
 """Trials of blocks that tensor parallelism splits: with numbers on the host before, or at an encoder's first call.
 
-`refuse_mixed_features` tries blocks of a language model. Between its column-wise and its row-wise linears a rank holds
-some of the features, so that a mean or a threshold over all of them would differ from rank to rank. Blocks that need
-more than hidden states, such as attention, are not tried in this way.
-
-`SplitTrial` compares a block of an encoder, at its first real call, with the unsplit block. Names of linears do not
-prove a split right: a block may reshape to its whole width, norm over all heads, or add a bias of each head.
+Names of linears do not prove a split right: a block may use a mean or threshold over all features, reshape to its whole
+width, or norm over all heads.
 """
 
 import copy
@@ -36,8 +32,7 @@ _FLOOR = 0.03  # of the largest gradient: below, a gradient may be rounding alon
 class SplitTrial:
     """Compares the first call of a block, or of a part outside blocks, with its unsplit twin: outputs and gradients.
 
-    Make it before the block is split: the twin is a copy of the block without values of parameters. It runs with the
-    gathered parameters and the same input, in evaluation mode. Call `hook_next_call` after the split.
+    Made before the split; the twin, a copy without values, runs with gathered parameters in evaluation mode.
     """
 
     def __init__(self, name: str, unit: nn.Module, world: World) -> None:
@@ -61,10 +56,7 @@ class SplitTrial:
         unit.forward = forward
 
     def _compare_call(self, split: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """The twin runs with the parameters gathered from all tensor-parallel ranks. Its gradients of sharded
-        parameters are cut to this rank's slice before they are compared. Every rank raises if any rank sees a
-        difference.
-        """
+        """Gradients of sharded parameters are compared by slice; all ranks raise if any sees a difference."""
         parameters = {name: p for name, p in self.unit.named_parameters() if p.requires_grad}
         buffers = dict(self.unit.named_buffers())
         detached = {name: p.detach() for name, p in self.unit.named_parameters()}
@@ -114,12 +106,10 @@ def _copy_without_values(unit: nn.Module) -> nn.Module:
 def _call_results(
     call: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """Run a call; return its outputs, and the gradients of its inputs and parameters, by words for messages.
+    """Outputs, and gradients of inputs and parameters, by words for messages.
 
-    Backward begins with fixed gradients of the outputs: cosines, the same on every rank and all different. Inputs that
-    need gradients are replaced by copies, wherever they stand in the arguments, so that backward does not enter the
-    caller's graph. The first input, the hidden states, gets a gradient even where the caller needs none, so that it is
-    compared too. Outputs that depend on none of these inputs and parameters are left out.
+    Gradients of outputs are cosines, all different. Inputs that need gradients, and the first, are replaced by copies,
+    so that backward does not enter the caller's graph.
     """
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     differentiable = {id(x) for i, x in enumerate(inputs) if i == 0 or x.requires_grad}
@@ -144,9 +134,6 @@ def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tens
 
 
 def _describe_differences(true: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]) -> list[str]:
-    """Differences are relative to the true norm, but at least to `_FLOOR` times the largest gradient's: a gradient
-    below that may be rounding alone. One that is missing in `results` differs by its whole norm.
-    """
     norms = {name: x.double().norm().item() for name, x in true.items() if x is not None}
     largest_gradient = max((norm for name, norm in norms.items() if not name.startswith("output")), default=0.0)
     wrong = list[str]()
@@ -179,8 +166,8 @@ def refuse_mixed_features(model: nn.Module, styled_modules: Sequence[StyledModul
 def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     """Return whether features depend on each other between the block's column-wise and row-wise linears.
 
-    Tried with numbers on the host: column-wise linears are made to return all features, then each half of them; the
-    input of the row-wise linear must be the same. False for a block that cannot be tried.
+    Column-wise linears return all features, then each half: the row-wise input must be the same. False if it cannot be
+    tried.
     """
     column_linears = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
     row_linears = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
@@ -200,7 +187,6 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Tensor:
-    """Other parameters are ones; the block's own input is not read, as the column-wise linears are replaced."""
     linears = (*outputs, *row_linears)
     unused = {id(p) for linear in linears for p in linear.parameters()}  # of forwards that are replaced
     tensors = (*block.named_parameters(), *block.named_buffers())

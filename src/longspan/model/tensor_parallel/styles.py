@@ -1,12 +1,11 @@
 """What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
 
-A sharded parameter is a DTensor, so that FSDP2, optimizers, checkpoints and norms treat it as a part of a whole;
-forward computes with its local tensor, and every message is one of `comm.tp_collectives`. Modules keep their
-names, weights and classes; an instance's `forward` is wrapped. It holds the key of a world, by which the collectives
-look up the group, and no group. Which module gets which style is in `plan.py`.
+A slice is a DTensor, for FSDP2, optimizers and checkpoints. Modules keep names and classes; an instance's `forward` is
+wrapped, with a world's key and no group. Of an adapted linear, W x + s B (A x), column-wise styles cut W and B, row-
+wise ones W and A; what stays whole gets partial gradients, which are summed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.tp_collectives import (
@@ -26,7 +26,23 @@ from longspan.comm.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
-from longspan.model.tensor_parallel.mixer_parts import EvenRows, FusedRows, equal_parts
+from longspan.errors import ModelError
+from longspan.model.adapters import find_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.tensor_parallel.plan import (
+    COLWISE,
+    GATHERED,
+    MIXER,
+    PACKED,
+    PARTIAL_GRADIENT,
+    QKV,
+    ROWWISE,
+    SPLIT_INPUT,
+    EvenRows,
+    FusedRows,
+    StyledModule,
+    equal_parts,
+    split_block_names,
+)
 from longspan.model.weights.fill import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
 
@@ -50,10 +66,7 @@ def return_none(x: Tensor) -> None:
 
 
 class ReplacedAttributes:
-    """A context in which a module's attributes have these values; a value hides a parameter of its name.
-
-    A class rather than a generator, which takes the host longer: a layer enters the context at each of its linears.
-    """
+    """A context in which a module's attributes have these values; a class, as generators take the host longer."""
 
     __slots__ = ("_attributes", "_old_values", "_values")
 
@@ -78,17 +91,19 @@ def wrap_forward(
     leave: Transform | None = None,
     views: Mapping[str, View] | None = None,
 ) -> None:
-    """Wrap the module's forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
+    """Wrap the forward: `enter` on its first tensor, `leave` on its first output, parameters seen as `views`.
 
-    A second wrapper goes around the first: its `enter` runs before, its `leave` after.
+    A second wrapper goes around the first.
     """
     inner = module.forward
     attributes = dict(views or {})
 
     @wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if enter is not None:
-            args, kwargs = _apply_to_input(enter, args, kwargs)
+        if enter is not None and args:
+            args = enter(args[0]), *args[1:]
+        elif enter is not None:
+            kwargs = kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
         out = _call_with_views(module, attributes, inner, args, kwargs) if attributes else inner(*args, **kwargs)
         if leave is None:
             return out
@@ -116,14 +131,6 @@ def _call_with_views(
         return inner(*args, **kwargs)
 
 
-def _apply_to_input(
-    enter: Transform, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (enter(args[0]), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": enter(kwargs["hidden_states"])}
-
-
 def split_columns(linear: nn.Linear, world: World) -> None:
     """Let each rank make its slice of the outputs from the whole input; the caller's input gradient is partial."""
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
@@ -135,8 +142,7 @@ def split_columns(linear: nn.Linear, world: World) -> None:
 def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
     """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each, or a third each.
 
-    Each rank makes its heads of all three. The parameters stay whole, so that checkpoints hold them as the unsplit
-    module does. A rank's gradients are zero outside of its heads' rows, and are summed over the ranks.
+    Parameters stay whole, for checkpoints; gradients are zero outside of a rank's rows, and are summed.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     part_widths = tuple(widths) or (linear.out_features // 3,) * 3
@@ -178,9 +184,9 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 
 
 def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank take its slice of the inputs; outputs are summed over tp, and the bias is added once, to the sum.
+    """Let each rank take its slice of the inputs.
 
-    With `sequence_parallel` a rank gets only its part of the rows of the sum.
+    Outputs are summed over tp, and the bias is added once, to the sum.
     """
     slice_inputs(linear, world)
     wrap_forward(linear, leave=make_output_sum(linear, world.key, sequence_parallel=sequence_parallel))
@@ -202,7 +208,7 @@ def slice_inputs(linear: nn.Linear, world: World) -> None:
 def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
     """Make the function that sums the outputs of all ranks, and then adds the linear's bias.
 
-    With `sequence_parallel` each rank adds the bias to its rows only, so the bias's gradient is summed over tp.
+    With `sequence_parallel` to a rank's rows only, so that the bias's gradient is summed over tp.
     """
     total: Transform = (
         partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
@@ -229,10 +235,7 @@ def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = N
 
 
 def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding.
-
-    With `sequence_parallel` a rank gets only its part of the rows of the sum.
-    """
+    """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding."""
     module: Any = embedding
     inner, key = embedding.forward, world.key
     index, degree = tp_place(key)
@@ -254,9 +257,8 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
 def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> None:
     """Let each rank run the experts on its part of the T tokens; every rank gets all rows back.
 
-    Tensors given to the experts, (T, …) each and the same on every rank, are padded to a multiple of tp with rows of
-    zeros, which means expert 0 with weight 0. With `sum_gradients` the experts' gradients, which are partial, are
-    summed here; otherwise the code that shards the parameters must sum over the tensor-parallel ranks.
+    Tensors (T, …) are padded with zeros, expert 0 with weight 0. Without `sum_gradients`, what shards the parameters
+    must sum over tp.
     """
     if sum_gradients:
         for module in experts.modules():
@@ -275,7 +277,6 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 
 
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
-    """Return this rank's part of the T rows of a (T, …) tensor, padded with zeros; other values are passed on."""
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
     index, degree = tp_place(key)
@@ -294,10 +295,10 @@ def split_packed_columns(linear: nn.Linear, world: World) -> None:
 
 
 def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows, world: World) -> View:
-    """Shard a parameter in its module where that works; returns the view by which a forward sees this rank's rows.
+    """Shard a parameter where that works; returns the view by which a forward sees this rank's rows.
 
-    One even slice needs no message. A parameter of other rows is sharded evenly and gathered at each use; if tp does
-    not divide its rows it stays whole on every rank, as a buffer does.
+    One even slice needs no message. Other rows are sharded evenly and gathered at each use, or stay whole if tp does
+    not divide them.
     """
     tensor, tp, key = getattr(owner, name), world.home.tp, world.key
     dim = tuple(tensor.shape).index(rows.size)
@@ -317,3 +318,70 @@ def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows,
 def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
     pieces = x.split(sizes, dim)
     return torch.cat([pieces[i] for i in order], dim)
+
+
+ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  # styles of linears with adapters
+
+
+def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
+    """Split a linear with an adapter, and the adapter with it, by the style of the linear.
+
+    `first` goes from the inputs to the adapter's rank, `second` to the outputs. Styles that split inputs cut the linear
+    and `first`, others the linear and `second`; the one that stays whole has a partial gradient, which is summed. With
+    PARTIAL_GRADIENT all three stay whole; SPLIT_INPUT is given whole inputs, GATHERED gives all outputs.
+    """
+    layer: Any = module
+    key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
+    if style in (ROWWISE, SPLIT_INPUT):
+        for linear in (base, *first):
+            slice_inputs(linear, world)
+        for linear in second:
+            sum_partial_gradients(linear, key)
+        whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
+        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
+        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
+        return
+    for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
+        sum_partial_gradients(linear, key)
+    if style == PARTIAL_GRADIENT:
+        return
+    for linear in (base, *second):
+        if style == PACKED:
+            split_packed_columns(linear, world)
+        elif style == QKV:
+            split_three_columns(linear, world)
+        else:
+            split_columns(linear, world)
+    if style in GATHERED:
+        gather_outputs(layer, key)
+
+
+def refuse_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> None:
+    """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
+    if reasons := [*_adapter_reasons(model, styled_modules)]:
+        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
+
+
+def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
+    """Each adapted linear needs a style; adapters of the embedding and of the head stay whole."""
+    adapter = find_adapter(model)
+    if adapter is None:
+        return
+    if adapter.dropout:
+        yield f"lora_dropout is {adapter.dropout:g}, and tensor-parallel ranks would drop different inputs"
+    for key in ("use_dora", "lora_bias"):
+        if getattr(adapter.config, key, False):
+            yield f"{key} is set, which is not shown to be exact there"
+    modules = peft_modules(model)
+    if copied := [name for name, module in modules.items() if is_copied(module)]:
+        yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
+    styles = {entry.name: entry.style for entry in styled_modules}
+    embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
+    blocks = split_block_names(styled_modules)
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
+    # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
+    # split blocks; inside attention or an MLP that is split, its gradient would be partial.
+    around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
+    in_mixer = {name for name, outer in around.items() if all(styles.get(block) == MIXER for block in outer)}
+    if unplaced := [n for n in linears if not (styles[n] in ADAPTED if n in styles else n in in_mixer)]:
+        yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

@@ -1,45 +1,56 @@
 """Tensor parallelism from a model's plan: heads, widths and vocabulary split over the `tp` ranks of a slot.
 
-All ranks of a slot hold the same rows and compute the same loss, which counts once a slot; each attends with its own
-heads. Experts are not split: their rows are, see `split_expert_rows`. Logits are whole on every rank: the head
-gathers them, from as many rows of hidden states as it is given, so that a caller who wants little memory gives few.
-
-With sequence parallelism, norms and residuals hold 1 / tp of the slot's rows (hidden states of tokens): gathered
-before attention and MLP, summed after them so that each rank gets its part; positions, attention, the last hidden
-states and logits are of all the slot's rows. A slot is the tp ranks that hold the same tokens.
+A slot's ranks hold the same tokens and loss. With sequence parallelism norms and residuals hold 1 / tp of the rows,
+gathered before blocks and summed in parts after. A mixer's parameters are even slices, as checkpoints have them: other
+rows are gathered when it runs. Norms over groups that lie on several ranks sum squares over these.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial, wraps
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.tp_collectives import tp_copy, tp_gather, tp_split
-from longspan.errors import ModelError
+from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_place, tp_split, tp_sum
+from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
-from longspan.model.layers import Absent, decoder_layers, decoder_model, expert_modules
-from longspan.model.mtp.depths import model_depths, mtp_blocks
+from longspan.model.layers import Absent, decoder_model, expert_modules
+from longspan.model.mtp import layers_and_depths, model_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_parts
+from longspan.model.seams.norms import count_groups
 from longspan.model.tensor_parallel import plan as tp_style
-from longspan.model.tensor_parallel.mixers import check_mixer, split_mixer
 from longspan.model.tensor_parallel.plan import (
+    ROWWISE,
+    MixerParts,
     StyledModule,
-    check_tp_sizes,
+    check_divided_sizes,
+    find_tensors,
+    is_first_adapter_matrix,
     layer_experts,
     list_partial_gradients,
     list_styles,
+    mixer_parts,
     split_block_names,
+    tp_sizes,
 )
-from longspan.model.tensor_parallel.split_adapters import ADAPTED, refuse_adapter, split_adapted_linear
 from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
+    ADAPTED,
     ROWS,
+    ReplacedAttributes,
     Transform,
+    View,
+    refuse_adapter,
+    shard_and_view_rows,
     slice_parameter,
+    split_adapted_linear,
     split_and_gather_columns,
     split_columns,
     split_expert_rows,
@@ -52,13 +63,146 @@ from longspan.model.tensor_parallel.styles import (
 )
 from longspan.model.weights.local_tensors import local_tensor
 
+Means = Callable[[Tensor], Tensor]  # (…, features) -> the mean square of each feature's group, for each feature
+
+
+def split_norm(norm: Any, world: World) -> None:
+    """Have a norm take means of this rank's features by group, over the ranks that share a group.
+
+    `sizes` are its features in the groups that it has a part of. When it runs, the caller has replaced its weight by
+    this rank's part.
+    """
+    groups = count_groups(norm)
+    key, tp, total = world.key, world.home.tp, norm.weight.numel()
+    means: Means = partial(_local_means, groups=groups // tp)
+    if groups % tp:  # some groups lie on several ranks
+        size, features = total // groups, total // tp
+        first = world.coordinates.tp * features
+        groups_here = range(first // size, (first + features - 1) // size + 1)
+        sizes = [min((g + 1) * size, first + features) - max(g * size, first) for g in groups_here]
+        means = partial(_means_over_ranks, groups=groups_here, sizes=sizes, count=groups, key=key)
+
+    def forward(hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return _apply_norm(norm, hidden_states, gate, norm.weight, means)
+
+    norm.forward = forward
+
+
+def _apply_norm(norm: Any, x: Tensor, gate: Tensor | None, weight: Tensor, means: Means) -> Tensor:
+    wide_dtype = torch.promote_types(x.dtype, torch.float32)
+    y, gates = x.to(wide_dtype), None if gate is None else F.silu(gate.to(wide_dtype))
+    gate_first = not getattr(norm, "norm_before_gate", False)
+    if gates is not None and gate_first:
+        y = y * gates
+    y = weight * (y * torch.rsqrt(means(y) + norm.variance_epsilon))
+    if gates is not None and not gate_first:
+        y = y * gates
+    return y.to(x.dtype)
+
+
+def _local_means(y: Tensor, groups: int) -> Tensor:
+    means = y.unflatten(-1, (groups, -1)).square().mean(-1)
+    return means.repeat_interleave(y.shape[-1] // groups, -1)
+
+
+def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, key: int) -> Tensor:
+    """y (…, features here) has `sizes` features of each of this rank's `groups`, a range of all `count`.
+
+    Sums of squares are padded with zeros to all groups and summed over tp; a group has (size of y) · tp / `count`
+    features. Each rank uses the means for its own features: their gradients are summed over tp too.
+    """
+    sums_of_groups = [group_features.square().sum(-1) for group_features in y.split(sizes, -1)]
+    sums = torch.stack(sums_of_groups, -1)  # (…, groups here)
+    sums = F.pad(sums, (groups.start, count - groups.stop))  # (…, count)
+    means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)
+    means_here = means[..., groups.start : groups.stop].split(1, -1)
+    return torch.cat([mean.expand(*mean.shape[:-1], size) for mean, size in zip(means_here, sizes, strict=True)], -1)
+
+
+Views = dict[nn.Module, dict[str, View]]
+
+
+def check_mixer(name: str, mixer: nn.Module, tp: int) -> None:
+    """Raise ModelError for an unknown mixer, or one with an unknown norm over features; tp is checked elsewhere."""
+    norm: Any = _find_feature_norm(mixer, mixer_parts(name, mixer, tp))
+    if norm is None:
+        return
+    features, groups = norm.weight.numel(), count_groups(norm)
+    generator = torch.Generator().manual_seed(0)
+    x, gate, weight = torch.randn(3, 1, 2, features, dtype=torch.float64, generator=generator).unbind()
+    try:
+        norm_output = functional_call(norm, {"weight": weight[0, 0]}, (x, gate))
+        ours = _apply_norm(norm, x, gate, weight[0, 0], partial(_local_means, groups=groups))
+        equal = torch.allclose(norm_output, ours, rtol=1e-4, atol=1e-5)
+    except Exception:  # whatever a norm raises that takes other arguments
+        equal = False
+    if not equal:
+        raise ModelError(
+            f"{name}.norm ({type(norm).__name__}) is not an RMS norm over {plural(groups, 'group')} of features, "
+            "before or after its gate, and its features would be on several tensor-parallel ranks; use tp 1"
+        )
+
+
+def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel: bool) -> None:
+    """Split a mixer over the tensor-parallel ranks.
+
+    Its input's gradient is partial, its output whole, or parts of rows.
+    """
+    tp = world.home.tp
+    parts = mixer_parts(name, mixer, tp)
+    if norm := _find_feature_norm(mixer, parts):
+        split_norm(norm, world)
+    views: Views = {}
+    for owner, attribute, view in _shard_and_view_parts(mixer, parts, world):
+        views.setdefault(owner, {})[attribute] = view
+    output: Any = mixer.get_submodule(parts.output)
+    if is_adapted(output):
+        split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
+    else:
+        split_rows(output, world, sequence_parallel=sequence_parallel)
+    _apply_views(mixer, views)
+
+
+def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
+    norm: Any = getattr(mixer, "norm", None)
+    return norm if "norm" in parts.rows and getattr(norm, "weight", None) is not None else None
+
+
+def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> Iterator[tuple[nn.Module, str, View]]:
+    whole_view: View = partial(tp_copy_parameter, world_key=world.key)  # unchanged; its gradient is summed over tp
+    for name, value in parts.attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        number: Any = value  # a view gives a tensor otherwise
+        yield mixer.get_submodule(owner), attribute, lambda _, number=number: number
+    for part_name, rows in parts.rows.items():
+        for name, owner, attribute in find_tensors(mixer, part_name):
+            view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
+            yield owner, attribute, view
+    for part_name in parts.whole:
+        for _, owner, attribute in find_tensors(mixer, part_name):
+            yield owner, attribute, whole_view
+
+
+def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
+    inner: Any = mixer.forward
+
+    @wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            # a view may name an attribute that only some mixers of a kind have
+            for owner, attributes in views.items():
+                values = {name: view(getattr(owner, name)) for name, view in attributes.items() if hasattr(owner, name)}
+                stack.enter_context(ReplacedAttributes(owner, values))
+            return inner(*args, **kwargs)
+
+    mixer.forward = forward
+
 
 def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], world: World) -> None:
     """Let norms and residuals work on 1 / tp of a slot's rows, from the embedding to the last norm.
 
-    The gradients of norms are summed over the tensor-parallel ranks. Blocks that need all rows gather them and keep
-    their part of the output. The last norm gathers all rows of its output, and the layers that predict further tokens
-    (`model_depths`) take their part of these and gather again.
+    Gradients of norms are summed over tp. The last norm gathers all rows of its output; depths take their part of these
+    again.
     """
     key = world.key
     for depth in model_depths(model):
@@ -88,18 +232,12 @@ def _sum_row_gradients(module: nn.Module, key: int) -> None:
         sum_partial_gradients(inner, key)
 
 
-def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder layers of this pipeline stage, and layers of multi-token prediction, by name."""
-    return decoder_layers(model) | mtp_blocks(model)
-
-
 def residual_regions(
     name: str, layer: nn.Module, styled_modules: list[StyledModule]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return (children of a decoder layer that work on single rows, children that must be given all rows).
+    """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
 
-    All rows are for blocks of experts, and for attention that the plan does not split, so that every rank computes all
-    heads. Blocks whose heads or features are split are in neither list: they gather rows themselves.
+    The latter are blocks of experts and unsplit attention; split blocks gather rows themselves.
     """
     single_row_modules, full_row_modules = list[nn.Module](), list[nn.Module]()
     blocks = split_block_names(styled_modules)
@@ -124,7 +262,7 @@ def residual_regions(
 def final_norm_name(model: PreTrainedModel) -> str:
     """Return the name of the norm after the layers in the base model.
 
-    Raises ModelError if the base model lacks it, or the embedding or the list of layers before it.
+    ModelError without one, or embedding or layers.
     """
     names = usual_parts(model)
     if len(names) != 3:
@@ -136,10 +274,7 @@ def final_norm_name(model: PreTrainedModel) -> str:
 
 
 def refuse_model_without_region(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model without the region in which rows are split: from its embedding to its last layer.
-
-    Rows are whole again after the norm. So a model must be embedding, layers and norm, and call the norm once, last.
-    """
+    """Raise ModelError unless a model is embedding, layers and norm, and calls the norm once, last."""
     base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
     embedding, layers = usual_parts(model)[:2]
     parts = parts_with_outputs(model, ModelParts((embedding,), layers, (norm,)))
@@ -165,13 +300,6 @@ def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
     return [places_of_one for places_of_one in places.values() if len(places_of_one) > 1]
 
 
-def share_parameters_again(places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-    """Give modules that shared a parameter the first module's slice, after each has made a slice for itself."""
-    for (first_module, name), *other_places in places:
-        for module, other_name in other_places:
-            module.register_parameter(other_name, getattr(first_module, name))
-
-
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
     """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
     tp = world.home.tp
@@ -184,10 +312,9 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 
 def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
-    """List the modules and parameters to split, after checks of all of them."""
     styled_modules = list_styles(model)
     refuse_adapter(model, styled_modules)
-    check_tp_sizes(model, styled_modules, tp)
+    check_divided_sizes(tp_sizes(model, styled_modules), tp, type(model).__name__)
     for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)
@@ -203,10 +330,9 @@ def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: b
 def split_over_ranks(
     model: PreTrainedModel, world: World, *, sequence_parallel: bool = False, sum_expert_gradients: bool = False
 ) -> None:
-    """Split the model over the tensor-parallel ranks of this rank's slot; all ranks call it together, before FSDP2.
+    """Split the model over the tensor-parallel ranks of this slot; all ranks call it together, before FSDP2.
 
-    `sum_expert_gradients` is for parameters that nobody else shards over the ranks of `world.meshes.expert`.
-    Raises ModelError for a model whose plan or sizes do not allow it.
+    `sum_expert_gradients` is for parameters that nobody else shards over `world.meshes.expert`.
     """
     styled_modules = _list_split_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
@@ -234,7 +360,9 @@ def split_over_ranks(
             split_rows(module, world, sequence_parallel=in_parts)
         elif isinstance(module, nn.Linear) and style in _SPLITS and not (module is head and style in tp_style.GATHERED):
             _SPLITS[style](module, world)
-    share_parameters_again(shared)
+    for (first_module, name), *other_places in shared:  # each has made a slice for itself: the first one's is for all
+        for module, other_name in other_places:
+            module.register_parameter(other_name, getattr(first_module, name))
     # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
     # outside of blocks of experts are given this rank's part of the rows, and gather all.
     copy_input: Transform = partial(tp_copy, world_key=world.key)
@@ -260,9 +388,9 @@ _SPLITS = {
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """A tied embedding is split with the head, whose weight it shares. If an adapter changes the head or the embedding,
-    neither is split. Where rows are split between layers (`sequence_parallel`), an embedding hands on only this rank's
-    rows: a whole one by slicing its output, a split one as it sums over ranks.
+    """A tied embedding is split with the head; where an adapter changes either, neither is split.
+
+    Where rows are split between layers, an embedding hands on this rank's rows: sliced, or as it sums over ranks.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

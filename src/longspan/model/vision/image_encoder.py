@@ -1,15 +1,10 @@
 """The tower and projector of a vision-language model as an encoder: a list of images to their rows, end to end.
 
-The model's own `get_image_features` is called, once for all images of a call; parameters keep the model's names. A row
-is the vector that stands for one placeholder token of an image.
-
-Towers of images of any size (Qwen-VL) pack their patches, and mark segments (images, frames or windows) by cu_seqlens.
-If the attention function's name contains "flash", transformers gives it all patches in one call; otherwise it splits
-them image by image, and reads their lengths from the device in every layer. Our function has such a name and calls
-`attend` over one slot, so that its kernel is one of the support table's.
+The model's own `get_image_features` is called once. Towers that pack patches by cu_seqlens call `attend` over one slot:
+for functions with "flash" in their name transformers does not split images, nor read lengths in every layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -24,20 +19,18 @@ from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.layers import base_model, base_name, other_towers, shallow_module, text_model
-from longspan.model.vision.image_arguments import encoding_order, image_arguments
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, image_tokens
+from longspan.model.vision.image_tokens import ImageInput, ImageTokens, encoding_order, image_arguments, image_tokens
 from longspan.plan import Group, MicroBatch
 
 
 class ImageEncoder(nn.Module):
     """The module of an `Encoder` of images: returns rows (n, D · (1 + deep layers)), the parts of a row side by side.
 
-    `base` is the model below the head without its text model, a child under the `name` that it has in the whole model.
-    If `base` is the whole model (name "", Llama 4), its children are children of the encoder itself.
+    `base` is the model below the head without its text model, under the `name` of the whole model; without one (Llama
+    4) its children are children of the encoder itself.
     """
 
     def __init__(self, base: nn.Module, name: str) -> None:
-        """Take `base` as a child, or its children if it has no name; the configuration counts the deeper layers."""
         super().__init__()
         self.base_name = name
         if name:
@@ -57,8 +50,7 @@ class ImageEncoder(nn.Module):
     def forward(self, inputs: Sequence[ImageInput]) -> Tensor:
         """Encode images.
 
-        Raises DataError if they do not fit each other, ModelError if the model makes no rows of images, or rows for
-        another number of deeper layers than its configuration names.
+        DataError if they do not fit each other, ModelError for rows of another number of deeper layers.
         """
         rows = encode_images(self.base, inputs)
         if len(rows) != 1 + self.deep_layers:
@@ -70,10 +62,7 @@ class ImageEncoder(nn.Module):
 
 
 def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
-    """Encode images by a model's get_image_features: rows (n, D) end to end, and the same for each deeper layer.
-
-    An image of a single row is given twice, and its second half dropped, as `_has_one_row` explains.
-    """
+    """Encode images by a model's get_image_features: rows (n, D) end to end, and the same for each deeper layer."""
     is_doubled = len(inputs) == 1 and _has_one_row(base, inputs[0])
     inputs = [*inputs, *inputs] if is_doubled else inputs
     order = encoding_order(inputs)
@@ -88,11 +77,7 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
 
 
 def _has_one_row(base: Any, image: ImageInput) -> bool:
-    """Return whether an image has only one row, in a model with Pixtral's tower.
-
-    Such models (Mistral 3 and others in transformers 5.17 to 5.23) drop the dim of rows if a call has only one, and
-    then fail.
-    """
+    """Models with Pixtral's tower (transformers 5.17 to 5.23) drop the dim of a single row, and then fail."""
     vision: Any = getattr(base.config, "vision_config", None)
     if image.size is None or getattr(vision, "model_type", "") != "pixtral":
         return False
@@ -101,11 +86,7 @@ def _has_one_row(base: Any, image: ImageInput) -> bool:
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
-    """Join the rows of images that were encoded in `order` to (n, D), in input order.
-
-    `parts` are one tensor for each image in `order`, or one tensor of all images. The latter are in input order
-    already: only LLaVA-OneVision needs another order, and it gives a tensor for each image.
-    """
+    """(n, D) in input order; one tensor of all images is so already: LLaVA-OneVision gives one for each."""
     if not isinstance(parts, Tensor):
         parts = torch.cat([*parts] if list(order) == sorted(order) else [parts[i] for i in np.argsort(order)])
     return parts.flatten(0, -2)
@@ -113,10 +94,7 @@ def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True)
 class VisionParts:
-    """The two modules of a vision-language model, and the facts of images in its token ids and positions.
-
-    `deep_layers` decoder layers get a part of every image row added to what they return (DeepStack).
-    """
+    """The two modules of a vision-language model, and the facts of images in its token ids and positions."""
 
     encoder: ImageEncoder
     language_model: PreTrainedModel
@@ -148,20 +126,12 @@ _shards = WeakIdKeyDictionary()  # by the tensor of cu_seqlens, which all layers
 
 
 def pack_attention(encoder: nn.Module) -> None:
-    """Have a tower that packs its images attend to all of them in one call.
-
-    Other towers stay as they are, and towers whose attention function the user chose (not transformers' default).
-    """
-    for module in _packing_modules(encoder):
-        module.config._attn_implementation = IMPLEMENTATION
-
-
-def _packing_modules(encoder: nn.Module) -> Iterator[Any]:
+    """Have a tower that packs its images attend to all of them in one call, unless its user chose otherwise."""
     for module in encoder.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         is_default = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
         if is_default and "cu_seqlens" in signature(module.forward).parameters:
-            yield module
+            config._attn_implementation = IMPLEMENTATION
 
 
 def _packed_attention(
@@ -177,7 +147,6 @@ def _packed_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend (1, N, T, H) -> (1, T, N, H), every segment by itself: transformers' attention function of each layer."""
     if cu_seq_lens_q is None or attention_mask is not None or dropout or is_causal or len(query) != 1:
         raise ModelError(
             f"{type(module).__name__} asked {IMPLEMENTATION} for other attention than among the rows of each segment: "
@@ -189,10 +158,7 @@ def _packed_attention(
 
 
 def _bind_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
-    """Return the shard of one slot whose documents are the segments, made once for all layers of a call of the tower.
-
-    The lengths are read from the device then; segments of length 0 are left out.
-    """
+    """Made once for all layers of a call of the tower, when lengths are read from the device."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)
         group = Group((0,), tuple(range(len(lengths))), lengths, partition="contiguous")

@@ -1,13 +1,10 @@
-"""Images in the token ids and positions of a vision-language model: only integers, from its configuration.
+"""Images in the token ids and positions of a vision-language model, and as arguments of `get_image_features`.
 
-    tokens = image_tokens(AutoConfig.from_pretrained(folder))
-    rows = tokens.rows((1, 4, 6))                       # of an image of 4 x 6 patches
-    positions = tokens.positions(ids, grids)            # (3, T) of a whole document, None where they are plain
-
-Positions are those of the model's own `get_rope_index`. Neither pixels nor weights are looked at.
+tokens = image_tokens(AutoConfig.from_pretrained(folder))
+positions = tokens.positions(ids, grids)            # (3, T), by the model's own `get_rope_index`; None if plain
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from inspect import Parameter, signature
@@ -17,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import MODEL_MAPPING, AutoModel, PreTrainedConfig
 
 from longspan.errors import DataError, ModelError, plural
@@ -36,8 +34,8 @@ def rope_index(
 ) -> Integers:
     """Compute positions (3, T) of a document by the model's own `get_rope_index`.
 
-    `model` is the class below the head; `kinds` (T,) says which ids are of text, images and videos; `media` are the
-    method's arguments for images and videos, such as grids. Errors of the model's own code are not caught.
+    `model` is the class below the head; `kinds` (T,) are of text, images and videos; `media` are arguments such as
+    grids.
     """
     bare = model.__new__(model)  # the method reads the configuration and nothing else of the model
     object.__setattr__(bare, "config", config)
@@ -49,8 +47,7 @@ def rope_index(
 def mark_placeholders(ids: Integers, placeholder: int, rows: Sequence[int], media: str) -> Integers:
     """Mark tokens (T,) that are this placeholder by 1, others by 0.
 
-    Positions are counted by runs of placeholders, one for each image (or part of a video). Raises DataError if the runs
-    do not have the lengths `rows`; `media` ("2 images") is for the message.
+    DataError if its runs do not have the lengths `rows`.
     """
     kinds = (ids == placeholder).astype(np.int64)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], kinds, [0]])))  # start, end, start, end … of runs
@@ -109,7 +106,7 @@ class ImageTokens:
     def rows(self, grid: Grid | None) -> int:
         """Return the rows, and placeholders, of one image.
 
-        Raises DataError for a grid that the model does not merge, and where the configuration does not tell the rows.
+        DataError where the configuration does not tell, or merge, them.
         """
         if self.fixed_rows is not None:
             return self.fixed_rows
@@ -128,8 +125,7 @@ class ImageTokens:
     def positions(self, ids: npt.NDArray[Any], grids: npt.NDArray[Any]) -> npt.NDArray[np.int64] | None:
         """Compute the positions (3, T) of a whole document, ids (T,) and grids (images, 3); None if they are plain.
 
-        They are plain (0, 1, 2 …) in models without positions of three axes (M-RoPE), and in documents without images.
-        Raises DataError where `kinds` does, and if two images have no text between them.
+        DataError where `kinds` raises it, and if two images have no text between them.
         """
         model = model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
@@ -141,8 +137,7 @@ class ImageTokens:
     def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the kind of each token (T,): text 0, image 1.
 
-        Raises DataError if the runs of placeholders do not fit the images' grids, and where `rows` does: for a grid
-        that the model does not merge, and for a configuration that does not tell the rows.
+        DataError if runs of placeholders do not fit the grids.
         """
         rows = [self.rows(tuple(grid)) for grid in grids.tolist()]
         return IMAGE * mark_placeholders(ids, self.placeholder, rows, plural(len(rows), "image"))
@@ -162,8 +157,10 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
             f"{type(config).__name__} has no image_token_id and vision_config, so it says nothing of images; use the "
             "configuration of a model from images and text to text"
         )
-    if _takes_argument(config, "image_grid_thw") and (merge := _merge_size(config, vision)) is not None:
-        return ImageTokens(placeholder, merge, config=config)
+    merges = [getattr(some_config, name, None) for some_config in (vision, config) for name in _MERGES]
+    merge = next((value for value in merges if value is not None), None)
+    if _takes_argument(config, "image_grid_thw") and merge is not None:
+        return ImageTokens(placeholder, merge[0] if isinstance(merge, list | tuple) else merge, config=config)
     if _takes_argument(config, "image_sizes", required=True):
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
     try:
@@ -178,14 +175,8 @@ def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = Fal
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
 
-def _merge_size(config: PreTrainedConfig, vision: PreTrainedConfig) -> int | None:
-    values = [getattr(some_config, name, None) for some_config in (vision, config) for name in _MERGES]
-    merge = next((value for value in values if value is not None), None)
-    return merge[0] if isinstance(merge, list | tuple) else merge
-
-
 def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
-    """Return the rows of an image of the configuration's size, by running the model's own code on the meta device."""
+    """By running the model's own code on the meta device."""
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
     name = type(config).__name__
@@ -237,10 +228,7 @@ class VideoTokens:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "VideoTokens":
-        """Read what a configuration takes for videos.
-
-        Raises ModelError for a model that does not take videos by grids of patches, or whose vocabulary lacks the id.
-        """
+        """Read what a configuration takes for videos; ModelError where it takes none by grids, or lacks the id."""
         images, model = image_tokens(config), model_class(config)
         placeholder = getattr(config, "video_token_id", None)
         feature_arguments = _argument_names(model, "get_video_features")
@@ -270,9 +258,9 @@ class VideoTokens:
         return [self.images.rows((1, height, width))] * groups
 
     def inputs(self, pixels: Tensor, grid: Grid) -> list[ImageInput]:
-        """Cut pixel_values_videos (t · h · w, C · frames · p²) into one encoder input for each group of frames.
+        """Cut pixel_values_videos (t · h · w, C · frames · p²) into an input for each group of frames.
 
-        Raises DataError if the number of patches is not that of the grid.
+        DataError if unequal.
         """
         groups, height, width = grid
         if len(pixels) != groups * height * width:
@@ -285,9 +273,9 @@ class VideoTokens:
     def positions(
         self, ids: npt.NDArray[Any], grids: npt.NDArray[Any], videos: Sequence[Video]
     ) -> npt.NDArray[np.int64] | None:
-        """Compute the positions (3, T) of a document, ids (T,), with grids (images, 3) of its images, and its videos.
+        """Compute the positions (3, T) of ids (T,), with grids (images, 3) of its images, and its videos.
 
-        None if they are plain (0, 1, 2 …). Raises DataError if the placeholders do not fit the images and videos.
+        None if plain.
         """
         if not videos:
             return self.images.positions(ids, grids)
@@ -312,10 +300,7 @@ def _argument_names(model: Any, method: str) -> frozenset[str]:
 
 
 def _are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
-    """Return whether the model wants text between the groups of a video.
-
-    It is tried with two groups of two rows each as one run: a model that wants text makes positions for too few tokens.
-    """
+    """Tried with two groups of two rows as one run: a model that wants text makes positions for too few tokens."""
     ids, side = np.array([placeholder] * 4), images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:
@@ -323,3 +308,103 @@ def _are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
     except RuntimeError:  # positions of the first group only, which do not fill four tokens
         return True
     return False
+
+
+PIXELS, GRIDS, SIZES = "pixel_values", "image_grid_thw", "image_sizes"
+MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that one tensor holds
+IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
+
+
+def image_signature(model: Any) -> Mapping[str, Parameter]:
+    """Return the parameters of `get_image_features` of a model or class by name; ModelError for one without it."""
+    features = getattr(model, "get_image_features", None)
+    if features is None:
+        kind = model if isinstance(model, type) else type(model)
+        raise ModelError(f"{kind.__name__} has no get_image_features, which makes rows of images")
+    parameters = signature(features).parameters.items()
+    return {name: p for name, p in parameters if name != "self" and p.kind != Parameter.VAR_KEYWORD}
+
+
+def check_fields(model: Any, names: Collection[str]) -> None:
+    """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
+    parameters, kind = image_signature(model), model if isinstance(model, type) else type(model)
+    if unknown := [name for name in names if name not in parameters]:
+        raise DataError(
+            f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "
+            f"{', '.join(parameters)} alone; use the processor of the model's own folder"
+        )
+    required = [name for name, p in parameters.items() if p.default is Parameter.empty and name not in names]
+    if required:
+        hints = [_HINTS.get(name, f'fields={{"{name}": …}}') for name in required]
+        raise DataError(
+            f"{kind.__name__} makes rows of an image by {', '.join(required)}, which its images lack; give "
+            f"ImageInput(pixels, {', '.join(hints)}), as the image processor of the model's folder makes them"
+        )
+
+
+def check_images(config: PreTrainedConfig, names: Collection[str]) -> None:
+    """Raise DataError unless models of this configuration take these arguments for their images."""
+    if (model := model_class(config)) is not None:
+        check_fields(model, names)
+
+
+_HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
+
+
+def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> dict[str, Any]:
+    """Make the arguments of a model's `get_image_features`, and of its forward pass, for images, in the type of `like`.
+
+    Inputs are joined along the first dim, padded with zeros if sizes or a mask tell. Idefics gets all as one document.
+    DataError for images that do not fit each other, or the model.
+    """
+    names = dict.fromkeys(name for image in inputs for name in image.fields)
+    fields = {name: [image.fields[name] for image in inputs if name in image.fields] for name in names}
+    arguments: dict[str, Any] = {}
+    if any(image.grid is not None for image in inputs):
+        arguments[GRIDS] = torch.tensor([image.grid for image in inputs], device=like.device)
+    if any(image.size is not None for image in inputs):
+        arguments[SIZES] = torch.tensor([image.size for image in inputs], device=like.device)
+    check_fields(model, [PIXELS, *arguments, *fields])
+    pads = SIZES in arguments or MASK in fields
+    for name, parts in ({PIXELS: [image.pixels for image in inputs]} | fields).items():
+        if len(parts) != len(inputs):
+            raise DataError(f"{len(parts)} of {plural(len(inputs), 'image')} have {name}; give it of each")
+        dtypes = [like.dtype if x.is_floating_point() else x.dtype for x in parts]
+        parts = [x.to(like.device, dtype, non_blocking=True) for x, dtype in zip(parts, dtypes, strict=True)]
+        arguments[name] = _join_images(name, parts, pads=pads)
+    if MASK in image_signature(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
+        arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
+    return arguments
+
+
+def encoding_order(inputs: Sequence[ImageInput]) -> list[int]:
+    """Return the order of images in one call: those alone in their document first, as LLaVA-OneVision needs it."""
+    counts = [int(image.fields.get(IN_DOCUMENT, 1)) for image in inputs]  # an only image is cut into tiles
+    return sorted(range(len(inputs)), key=lambda i: counts[i] != 1)
+
+
+def _join_images(name: str, parts: Sequence[Tensor], *, pads: bool) -> Tensor:
+    if name == IN_DOCUMENT:
+        # An image alone is a document. All others form one of at least two: a single one would be cut into tiles.
+        single_images = sum(int(count) == 1 for count in parts)
+        others = len(parts) - single_images
+        return torch.tensor([1] * single_images + [max(2, others)] * (others > 0))
+    if pads:
+        parts = _pad_to_largest(parts)
+    shapes = {tuple(x.shape[1:]) for x in parts}
+    if len(shapes) > 1:
+        argument = "pixels" if name == PIXELS else name
+        raise DataError(
+            f"{plural(len(parts), 'image')} have {argument} of {len(shapes)} shapes ({sorted(shapes)[:3]} after the "
+            "first dim); an image processor makes one"
+        )
+    return torch.cat([*parts])
+
+
+def _pad_to_largest(parts: Sequence[Tensor]) -> list[Tensor]:
+    """With zeros behind, as processors pad images of a call; different numbers of dims are refused later."""
+    if len({x.ndim for x in parts}) > 1:
+        return list(parts)
+    largest_sides = [max(sides) for sides in zip(*(x.shape[1:] for x in parts), strict=True)]
+    missing = [[to - side for side, to in zip(x.shape[1:], largest_sides, strict=True)] for x in parts]
+    return [F.pad(x, [n for count in sides[::-1] for n in (0, count)]) for x, sides in zip(parts, missing, strict=True)]

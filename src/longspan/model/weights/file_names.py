@@ -40,10 +40,7 @@ def vocabulary_files(folder: Path) -> list[str]:
 
 
 def tokenizer_folder(tokenizer: str, model: str) -> Path | None:
-    """Return the folder of a run's tokenizer: the one named, else the model's (that of its config.json), if it has one.
-
-    `model` is "" for a preset.
-    """
+    """Return the folder of a run's tokenizer: the one named, else that of the model ("": a preset), if it has one."""
     if tokenizer:
         return Path(tokenizer).expanduser()
     source = Path(model).expanduser()

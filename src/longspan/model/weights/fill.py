@@ -1,14 +1,15 @@
-"""Models whose parameters are on the meta device until `prepare` has decided which part of each this rank keeps.
+"""Models that are on the meta device until `prepare` has decided what this rank keeps of them, and their filling.
 
-This rank's part of each parameter is then filled from a source: a folder's files (`folder.py`), random weights
-(`random.py`), or nothing where a checkpoint follows.
+Sources are a folder's files (`folder.py`), random weights, or nothing where a checkpoint follows.
 """
 
 import math
+import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -26,16 +27,102 @@ from transformers.core_model_loading import build_glob_alternation
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import plain_name
+from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
+
+
+class RandomWeights:
+    """Weights that are a function of the configuration, the seed and the device's kind: the same under every layout.
+
+    Each decoder layer, and other module, is drawn whole in float32, from a seed of `seed` and its name.
+    """
+
+    def __init__(self, model: PreTrainedModel, seed: int) -> None:
+        """Copy the model, on the meta device, as it is: later it may be cut into stages and sharded."""
+        self._model, self._seed = deepcopy(model), seed
+
+    def __str__(self) -> str:
+        return "the drawn model"
+
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, values) of these parts of parameters; buffers have the values that their modules begin with."""
+        yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
+        for path, module, initialise in self._draw_units():
+            names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
+            if not names.keys().isdisjoint(parts):
+                drawn = draw_copy(path, module, device, seed=self._seed, initialise=initialise)
+                for name, inside in names.items():
+                    if part := parts.get(name):
+                        yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
+
+    def _draw_units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+        """Each decoder layer as a whole, since its modules may scale each other's weights.
+
+        Each other tower, which has an initialisation of its own; each remaining module, without its children.
+        """
+        layers = decoder_layers(self._model)
+        towers = {module for module in other_towers(self._model) if isinstance(module, PreTrainedModel)}
+        draw = self._model._init_weights
+        yield from ((path, layer, draw) for path, layer in layers.items())
+        yield from ((n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers)
+        inside = {module for unit in (*layers.values(), *towers) for module in unit.modules()}
+        for path, module in self._model.named_modules():
+            if module not in inside and any(True for _ in module.parameters(recurse=False)):
+                bare = deepcopy(module)
+                bare._modules.clear()
+                yield path, bare, draw
+
+
+@torch.no_grad()
+def draw_copy(
+    path: str, module: nn.Module, device: torch.device, *, seed: int, initialise: Callable[[nn.Module], None]
+) -> nn.Module:
+    """Draw a copy of a module with random float32 weights, a function of `seed` and its name; buffers begin at 0.
+
+    ModelError for parameters that a model's own `initialise` leaves as they were in memory.
+    """
+    drawn = deepcopy(module).to_empty(device=device).float()
+    for parameter in drawn.parameters():
+        parameter.fill_(math.nan)
+    for buffer in drawn.buffers():
+        buffer.zero_()
+    # The CPU's generator is always forked; these are others, and the type is theirs: without any it has no effect.
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32))
+        drawn.apply(initialise)  # children before parents, as transformers does
+    if _list_unset(drawn):  # parameters that the model's function leaves to their module's constructor
+        for inner in drawn.modules():
+            _fill_class_defaults(inner)
+        if unset := _list_unset(drawn):
+            raise ModelError(
+                f"{path}: {', '.join(unset[:4])} ({type(module).__name__}) get no random values by the model's own "
+                "_init_weights; read weights from a folder"
+            )
+    return drawn
+
+
+def _list_unset(module: nn.Module, *, recurse: bool = True) -> list[str]:
+    parameters = dict(module.named_parameters(recurse=recurse))
+    flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
+    return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]
+
+
+def _fill_class_defaults(module: nn.Module) -> None:
+    """With those of a new module, if the class takes no arguments, as Apertus' activations."""
+    unset = _list_unset(module, recurse=False)
+    arguments = signature(type(module)).parameters.values() if unset else ()
+    if not unset or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
+        return
+    new_module = type(module)(**({"dtype": torch.float32} if any(p.name == "dtype" for p in arguments) else {}))
+    for name in unset:
+        module.get_parameter(name).copy_(new_module.get_parameter(name))
 
 
 def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU.
-
-    Its class is `architecture`, or else the causal language model that the configuration stands for.
-    """
+    """Make a model of this configuration with parameters on the meta device, and buffers with values on the CPU."""
     config = deepcopy(config)  # transformers writes the dtype into it
     with _register_on_meta():
         if architecture is None:
@@ -51,9 +138,7 @@ def empty_model(
 def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
     """Return the image-text-to-text class to load a configuration with, or None to load its causal language model.
 
-    With `images` the model must read images: ModelError for a configuration without such a class. Otherwise the class
-    is only for configurations without a causal language model. None for one that has neither: AutoModelForCausalLM then
-    refuses it.
+    With `images` it must have one, ModelError otherwise; else only configurations without a causal model take it.
     """
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -117,9 +202,9 @@ def is_empty(model: nn.Module) -> bool:
 
 
 def allocate_model(model: nn.Module, device: torch.device) -> None:
-    """Give every parameter on the meta device memory on `device`, with undefined values; buffers move there.
+    """Give every parameter on the meta device undefined memory on `device`, the same objects as before.
 
-    Parameters stay the same objects, so that ties, and what FSDP2 has recorded of them, stay valid.
+    Move buffers.
     """
     for parameter in model.parameters():
         if parameter.is_meta:
@@ -141,10 +226,7 @@ class WeightSource(Protocol):
     """Where weights come from: parts of a model's parameters, one after another."""
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) for each part of a parameter or persistent buffer that the source has.
-
-        The source may compute on the device; values may lie on the CPU too, as their reader copies them.
-        """
+        """Yield (name, values) for each part that the source has, on the device or the CPU."""
         ...
 
 
@@ -161,7 +243,6 @@ class DeferredWeights:
     """What fills a model once it is prepared, and which names of the model mean one tied parameter."""
 
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
-        """Note the first name of each parameter; `source` knows tied parameters by that name."""
         self.source, self._first_name = source, tied_names(model)
 
     def of(self, part: nn.Module) -> "DeferredWeights":
@@ -169,9 +250,9 @@ class DeferredWeights:
         return DeferredWeights(part, self.source)
 
     def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
-        """Allocate the parameters of a model, or of this rank's stages, on the world's device, and fill them.
+        """Allocate and fill the parameters of a model, or this rank's stages.
 
-        All ranks call it together; each reads for itself. Raises ModelError on every rank if one rank fails.
+        All ranks raise ModelError if one fails.
         """
         result_or_first_error(world, lambda: self._fill_models(models, world.device), _to_model_error)
 

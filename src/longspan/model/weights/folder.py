@@ -1,8 +1,6 @@
 """The weights of a Hugging Face folder, compared with a model, read a part at a time and converted to its names.
 
-transformers says which file tensors become which parameter, and how (its weight conversions: renamed keys, fused
-experts). Its conversions run here for one parameter at a time, so that at most one is whole in memory; of stacked
-experts at most one expert.
+transformers' conversions run for one parameter at a time, and for one of stacked experts.
 """
 
 from collections import defaultdict
@@ -40,10 +38,7 @@ _ROWS = 4096  # of two matrices that are compared at once
 
 
 class _Recipe:
-    """The file tensors that a parameter is made of, by the pattern that their names match, and their converter.
-
-    Without a converter it is one tensor as it is.
-    """
+    """The file tensors that a parameter is made of, by the pattern of their names, and their converter, if any."""
 
     def __init__(self) -> None:
         self.converter: Any = None
@@ -55,28 +50,23 @@ class _Recipe:
         return {name} if parts is None else {f"{parts[0]}{target}{parts[2]}" for target in targets}
 
     def stacks_experts(self, count: int) -> bool:
-        """Return whether the converter stacks `count` experts in dim 0, so that each can be converted by itself.
-
-        Every pattern then has one file tensor for each expert, and what follows the stacking leaves dim 0 alone.
-        """
+        """Each expert is then converted by itself: a tensor for each in every pattern, and dim 0 stays."""
         operations = self.converter.operations
         stacks = isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
-        by_expert = all(_leaves_first_dim(operation) for operation in operations[1:])
+        by_expert = all(
+            operation.dim > 0
+            if isinstance(operation, Concatenate)
+            else isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
+            for operation in operations[1:]
+        )
         has_one_target = len(self.converter.target_patterns) == 1
         return stacks and by_expert and has_one_target and all(len(keys) == count for keys in self.sources.values())
-
-
-def _leaves_first_dim(operation: Any) -> bool:
-    if isinstance(operation, Concatenate):
-        return operation.dim > 0
-    return isinstance(operation, Transpose) and min(operation.dim0, operation.dim1) > 0
 
 
 class FolderWeights:
     """A source of weights from the files of a folder, for a model of `model`'s names, shapes and types.
 
-    `rename` maps the files' names to those of a folder that `save_model` writes; `view` wraps each tensor of a file,
-    given its name there, for example to exchange columns as it is read.
+    `rename` maps the files' names to those of `save_model`; `view` wraps each tensor, given its name there.
     """
 
     def __init__(
@@ -87,9 +77,9 @@ class FolderWeights:
         rename: Callable[[str], str] = lambda key: key,
         view: Callable[[str, Any], Any] = lambda key, tensor: tensor,
     ) -> None:
-        """Read the headers of the files; `unread` maps what the model does not take to its name for it.
+        """Read the headers of the files; `unread` maps what the model does not take to its name.
 
-        Raises ModelError for files that cannot be read, and for tensors of another shape or type than the model's.
+        ModelError for others.
         """
         self._folder, self._files, self._config = folder, weight_files(folder), model.config
         self._rename, self._view = rename, view
@@ -105,15 +95,16 @@ class FolderWeights:
             self._recipes = self._find_recipes(slices)
             for name, recipe in self._recipes.items():
                 if recipe.converter is None:
-                    self._check_shape(name, _shape_of(slices[self._single_key(name)]))
+                    tensor = slices[self._single_key(name)]  # of safetensors, or a Tensor
+                    self._check_shape(name, tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)
 
     def __str__(self) -> str:
         return f"the model in {self._folder}"
 
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values) of each part that the files have, on the CPU, whatever the device.
+        """Yield (name, values) of each part that the files have, on the CPU.
 
-        Raises ModelError for tensors of other shapes than the model's, and for files that cannot be read.
+        ModelError for other shapes, and bad files.
         """
         with ExitStack() as stack:
             slices = self._open_slices(stack)
@@ -129,10 +120,7 @@ class FolderWeights:
         return {target for name, recipe in self._recipes.items() for target in recipe.target_names(name)}
 
     def check_complete(self) -> None:
-        """Raise ModelError unless the files have every weight of the model.
-
-        Values are read only of two matrices that the model ties, if the files hold both: they must be equal.
-        """
+        """Raise ModelError unless the files have every weight, and two matrices that the model ties are equal."""
         if missing := sorted(self._shapes.keys() - self._tied.keys() - self.names()):
             raise ModelError(
                 f"{self} lacks {len(missing)} weights that its config.json asks for, which would be random: "
@@ -163,9 +151,7 @@ class FolderWeights:
         return {self._rename(name): self._view(name, tensor) for name, tensor in tensors.items()}
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
-        """A recipe that makes several parameters is listed under the first of them. A tied parameter that the files
-        hold under its second name only is found under its first.
-        """
+        """By the first of several parameters; a tied one in the files under its second name is under its first."""
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in self._conversions if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -188,9 +174,7 @@ class FolderWeights:
     def _convert_part(
         self, name: str, recipe: _Recipe, slices: _Slices, parts: Mapping[str, LocalPart]
     ) -> Iterator[tuple[str, Tensor]]:
-        """A converter may make several parameters, and is then run even if `parts` lacks the first: in float32, as the
-        others' dtypes are known only once they are made.
-        """
+        """Several parameters are made even if `parts` lacks the first: in float32, as types are known later."""
         converter, part = deepcopy(recipe.converter), parts.get(name)  # a copy: it collects the tensors to convert
         if part is None and len(converter.target_patterns) == 1:
             return
@@ -208,7 +192,7 @@ class FolderWeights:
                 yield parameter_name, tensor[local_part.block].to(local_part.dtype)
 
     def _stack_experts(self, name: str, recipe: _Recipe, slices: _Slices, part: LocalPart) -> Tensor:
-        """An expert is converted in the files' dtype, and cast as it is stacked. An empty part reads no expert."""
+        """An expert is converted in the files' dtype, and cast as it is stacked."""
         converter, (experts, *block) = deepcopy(recipe.converter), part.block
         stacked = torch.empty([side.stop - side.start for side in part.block], dtype=part.dtype)
         for index in range(experts.start, experts.stop) if stacked.numel() else ():
@@ -238,12 +222,17 @@ def check_type(key: str, tensor: Any, dtype: torch.dtype, folder: Path) -> None:
 def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
     """Open files of weights until `stack` closes; return their tensors by name, each read when it is indexed.
 
-    Raises ModelError for a file that cannot be read, with its size, and for a tensor that two files hold.
+    ModelError for a file that cannot be read, with its size, and for a tensor that two files hold.
     """
     tensors = dict[str, Any]()
     for file in files:
         try:
-            slices = _open_file(file, stack)
+            if file.suffix == ".safetensors":
+                opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                slices: dict[str, Any] = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            else:
+                state = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
+                slices = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
         except Exception as error:  # safetensors and torch raise errors of their own kinds
             size = file.stat().st_size if file.is_file() else 0
             reason = refusal_reason(error, OWN_MODEL)
@@ -255,18 +244,6 @@ def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
             )
         tensors |= slices
     return tensors
-
-
-def _open_file(file: Path, stack: ExitStack) -> dict[str, Any]:
-    if file.suffix == ".safetensors":
-        opened = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
-        return {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    state = torch.load(file, map_location="cpu", mmap=is_zipfile(file), weights_only=True)
-    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
-
-
-def _shape_of(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape)  # of safetensors, or a Tensor
 
 
 def _make_reader(tensor: Any, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:

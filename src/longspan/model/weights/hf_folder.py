@@ -31,10 +31,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 
 
 def read_configuration(path: Path) -> PreTrainedConfig:
-    """Read the configuration in a folder, or in a config.json itself, without what it says of quantized weights.
-
-    Raises ModelError for a path that is missing and for what transformers cannot read.
-    """
+    """Read the configuration in a folder or config.json, without what it says of quantized weights; or ModelError."""
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ModelError(f"there is no model folder {path}; {_folder_advice()}")
@@ -48,10 +45,7 @@ def read_configuration(path: Path) -> PreTrainedConfig:
 
 
 def plain_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Remove from a configuration, and return it, what longspan neither runs nor writes.
-
-    That is code of its folder (auto_map), kernels of the hub, which are named OWNER/NAME, and quantized weights.
-    """
+    """Remove from a configuration, and return it, code of its folder, kernels of the hub, and quantized weights."""
     for key in ("auto_map", _QUANTIZED):
         vars(config).pop(key, None)
     for key in ("_attn_implementation", "_experts_implementation"):
@@ -76,8 +70,7 @@ def refusal_reason(error: Exception, instead: str) -> str:
 def weight_files(folder: Path) -> list[Path]:
     """List a folder's files of weights.
 
-    Raises ModelError if it has none, if they are quantized, if files of its index are missing or outside the folder,
-    and if an adapter lies beside the weights: transformers would then load the model that the adapter names instead.
+    ModelError for none, quantized, missing or outside ones, and beside an adapter.
     """
     if not folder.is_dir():
         raise ModelError(f"there is no model folder {folder}; {_folder_advice()}")
@@ -111,7 +104,6 @@ def _quantization_method(folder: Path) -> str:
 
 
 def _index_files(folder: Path, index: Path) -> list[Path]:
-    """Return the files that an index names. Raises ModelError if it is damaged, or if files are missing or outside."""
     try:
         files: list[str] = sorted({*read_json(index)["weight_map"].values()})
         outside = [name for name in files if Path(os.path.normpath(name)).parts[:1] in (("..",), ("/",))]
@@ -128,9 +120,9 @@ def _index_files(folder: Path, index: Path) -> list[Path]:
 
 
 def adapter_folder_advice(folder: Path) -> str:
-    """Advise what to use instead of a folder that holds an adapter of peft; "" for another folder.
+    """Advise what to use instead of a folder that holds an adapter of peft, by the run in its parent.
 
-    A run keeps its adapter in a folder of its own, so the parent is named if it is a run.
+    "" for another.
     """
     if not (folder / _ADAPTER).is_file():
         return ""

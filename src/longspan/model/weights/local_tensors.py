@@ -24,8 +24,7 @@ class LocalPart:
     def of(cls, parameter: Tensor) -> "LocalPart":
         """Return which block of a parameter this rank holds.
 
-        Tensor and expert parallelism cut a parameter first and FSDP2 cuts what they leave, both as `torch.chunk` does:
-        a rank holds one block, whether or not the ranks divide the dim. The mesh's first axis is the last cut.
+        Tensor and expert parallelism cut first, FSDP2 what they leave, both as `torch.chunk` does.
         """
         if not isinstance(parameter, DTensor):
             return cls(tuple(slice(0, size) for size in parameter.shape), parameter.dtype)
@@ -36,24 +35,19 @@ class LocalPart:
 
 
 def local_block(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[slice, ...]:
-    """Return this rank's block of a tensor of this shape, a slice with start and stop for each dim.
+    """Return this rank's block of a tensor of this shape.
 
-    The mesh's last axis cuts the tensor first, and its first axis what the others leave. An axis whose placement has no
-    `dim` cuts nothing.
+    The mesh's last axis cuts first; an axis whose placement has no `dim` cuts nothing.
     """
     block = [slice(0, size) for size in shape]
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(placements[axis], "dim", None)
         if dim is not None:
-            block[dim] = _chunk_slice(block[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            start, stop = block[dim].start, block[dim].stop
+            step = -(-(stop - start) // mesh.size(axis))
+            first = min(stop, start + mesh.get_local_rank(axis) * step)
+            block[dim] = slice(first, min(stop, first + step))
     return tuple(block)
-
-
-def _chunk_slice(part: slice, count: int, index: int) -> slice:
-    size = part.stop - part.start
-    step = -(-size // count)
-    start = min(size, index * step)
-    return slice(part.start + start, part.start + min(size, start + step))
 
 
 def local_tensor(x: Tensor) -> Tensor:
@@ -71,10 +65,7 @@ def add_gradient(leaf: Tensor, gradient: Tensor | None) -> None:
 
 @contextmanager
 def set_earlier_gradients_aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let `.grad` hold only the gradients of backward passes inside; earlier gradients are added again at the end.
-
-    After an error inside, `.grad` is what it was before.
-    """
+    """Let `.grad` hold only gradients of backward passes inside; earlier ones are added at the end, or put back."""
     earlier = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

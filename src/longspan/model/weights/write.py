@@ -1,8 +1,7 @@
 """A model's weights, a few at a time, to a Hugging Face folder: safetensors files of a bounded size and their index.
 
-Names and shapes become those of stock folders by transformers' own conversions, a decoder layer at a time, so that the
-writer holds one file's tensors and one layer, and never the whole model. Files are made in a folder beside the target,
-and then replace an older model's files there; other files stay: a README, a tokenizer if none is saved.
+Names become those of stock folders by transformers' conversions, a decoder layer at a time. Files are made beside the
+target, and then replace an older model's there; other files stay.
 """
 
 import json
@@ -31,10 +30,7 @@ _CONFIGURATIONS = ("config.json", "adapter_config.json")  # without one of these
 
 
 def make_partial_folder(folder: Path) -> Path:
-    """Make an empty folder for the files that are then moved to `folder`: on the same disk, so that a rename does it.
-
-    It lies beside `folder`, or inside if that is a mount point. Raises ModelError where `folder` is a file.
-    """
+    """Make an empty folder beside (at a mount point in) `folder`, for a rename; ModelError where that is a file."""
     place = folder.resolve()
     if place.exists() and not place.is_dir():
         raise ModelError(f"{folder} is a file; name a folder to write the model to")
@@ -47,10 +43,8 @@ def make_partial_folder(folder: Path) -> Path:
 def replace_files(partial: Path, folder: Path, replaced: str) -> None:
     """Move finished files from `partial` to `folder`, and remove what was there under their names or like `replaced`.
 
-    `replaced` is a regular expression for whole names. An old tokenizer's files are removed too if there is a new one;
-    all other files stay. The old configuration goes first and the new one comes last. So an interrupted move leaves a
-    folder that does not pass for a model, and loses nothing: the old files are in `FOLDER.replaced-…`, the new ones in
-    `partial`.
+    An old tokenizer goes if there is a new one. The old configuration goes first and the new one comes last: an
+    interrupted move leaves no model, and loses nothing (`FOLDER.replaced-…`, `partial`).
     """
     if not folder.exists():
         partial.rename(folder.resolve())
@@ -88,9 +82,8 @@ class WeightWriter:
     ...     writer.write_unit(unit)
     >>> written = writer.finish()
 
-    Tensors are written in the dtypes that `empty` has for them, or in their own without `cast`, under stock names,
-    which `rename` changes. Raises ModelError for a name or a shape that the model does not have, and, when finished,
-    for names that never came.
+    They are in the dtypes of `empty`, or their own without `cast`, under stock names, which `rename` changes. Raises
+    ModelError for a name or a shape that the model does not have, and, when finished, for names that never came.
     """
 
     def __init__(
@@ -114,11 +107,7 @@ class WeightWriter:
         self._bytes = 0
 
     def write_unit(self, unit: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a layer, or one outside the layers; names that were written before are skipped.
-
-        A layer comes whole, as stock names may split or join its tensors, such as experts. Tensors collect until a file
-        would be larger than the limit.
-        """
+        """Write the tensors of a layer, whole, or one outside the layers; names that came before are skipped."""
         tensors = {
             name: self._tensor_for_file(name, tensor) for name, tensor in unit.items() if name not in self._left_out
         }

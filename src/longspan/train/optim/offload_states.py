@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError
-from longspan.model.activations.host_arena import HostArena, HostRange, check_host_room
+from longspan.model.activations.host_offload import HostArena, HostRange, check_host_room
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW

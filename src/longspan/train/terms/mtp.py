@@ -26,8 +26,7 @@ from longspan.config.sections import RANDOM, RunConfig
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError, ModelError, plural, short_text
 from longspan.model.add_depths import add_mtp
-from longspan.model.mtp.depths import model_depths
-from longspan.model.mtp.names import count_depths
+from longspan.model.mtp import count_depths, model_depths
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.train.loss import CrossEntropy, Head

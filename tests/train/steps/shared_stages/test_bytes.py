@@ -10,9 +10,8 @@ from longspan.comm import World
 from longspan.comm.channel import Channel
 from longspan.doctor.stock import whole_float64
 from longspan.model.parts import find_parts
-from longspan.model.pipeline.copies import shared_parameters
 from longspan.model.pipeline.schedules import PipelineSettings
-from longspan.model.pipeline.stages import stage_models
+from longspan.model.pipeline.stages import shared_parameters, stage_models
 from longspan.plan.memory.parameters import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step

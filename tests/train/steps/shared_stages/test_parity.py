@@ -81,11 +81,11 @@ def test_every_schedule(tp: int) -> None:
 ROOM = "model.pipeline"
 MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
     "the sum over stages": (
-        (f"{ROOM}.copies", "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
+        (f"{ROOM}.stages", "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "the sum over stages of a rank": (
-        (f"{ROOM}.copies", "add_gradient(trained_place.parameter, copied_place.parameter.grad)", "pass"),
+        (f"{ROOM}.stages", "add_gradient(trained_place.parameter, copied_place.parameter.grad)", "pass"),
         lambda errors: errors["gradients"] > 1e-3,
     ),
     "the embedding on later stages": (

@@ -1,9 +1,9 @@
-"""Triton kernels of `norm_formula.py`, the only importer of this module: it needs triton, which CPU builds lack."""
-
-# pyright: basic, reportMissingImports=false
+"""Triton kernels of `norms.py`, the only importer of this module: it needs triton, which CPU builds lack."""
 
 import triton
 import triton.language as tl
+
+# pyright: basic, reportMissingImports=false
 
 
 @triton.jit

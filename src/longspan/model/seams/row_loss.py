@@ -1,8 +1,7 @@
 """From hidden states to the loss without the logits of all rows at once, inside the model's own forward.
 
-`model(input_ids=, position_ids=, shard=, row_loss=fn)` returns `fn(hidden, head)` in place of logits: `hidden` (T, D)
-are the last hidden states, and `head`, an OutputHead, makes the logits (t, V) of any of their rows. The call still goes
-through the root module, so that FSDP2's hooks run and the head's parameters are gathered inside.
+`model(…, row_loss=fn)` returns `fn(hidden, head)`: `hidden` (T, D), and `head` makes the logits (t, V) of any rows. The
+call goes through the root module, so that FSDP2's hooks run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +16,11 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
 from longspan.model.layers import architecture_name, base_model
-from longspan.model.mtp.depths import deeper_states, find_copied_layer, model_depths, refuse_bypass
-from longspan.model.mtp.layer_inputs import layer_inputs
+from longspan.model.mtp import deeper_states, find_copied_layer, layer_inputs, model_depths, refuse_bypass
 from longspan.model.seams.attention_calls import Probe
+from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.seams.mixers import find_mixers
-from longspan.model.seams.refusals import doctor_hint
 
 RowLoss = Callable[..., Tensor]  # of (hidden, head, *deeper)
 Forward = Callable[..., Any]  # a class's: of the model, and the arguments of its call
@@ -35,10 +33,9 @@ _ROWS = 2  # of hidden states that show what a forward does
 
 
 class OutputHead:
-    """What a model does to its last hidden states: (t, D) to logits (t, V).
+    """What a model does to its last hidden states: (t, D) to logits (t, V), biases, soft caps and scales included.
 
-    It runs the model's own forward with the hidden states in place of its base model's, so that biases, soft caps and
-    scales of any architecture are in it.
+    It runs the model's own forward with the hidden states in place of its base model's.
     """
 
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
@@ -74,13 +71,10 @@ def _output_embedding(model: PreTrainedModel) -> Any:
 def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool = True, tried: bool = False) -> bool:
     """Let the model's forward take `row_loss=`; a call without it runs as before.
 
-    With `future_ids=` (depths, T) a model with depths of multi-token prediction runs them too, and `fn(hidden, head,
-    *deeper)` gets the hidden states (T, D) of each.
-
-    Raises ModelError if logits depend on more than the last hidden states and the output embedding, or the forward does
-    more before its base model than hand on its arguments. `probe` tries that on the meta device, where a pass that
-    fails is an error only if it is `required`. What was not tried then is tried by the first call with `row_loss=`,
-    except for a pipeline stage of a model that was `tried` as a whole. Returns whether a trial has succeeded.
+    With `future_ids=` (depths, T) depths run too, and the function gets the states (T, D) of each. ModelError if logits
+    depend on more than hidden states and output embedding, or the forward does more before its base model. What no
+    `probe` tried is tried by the first call, but for a stage of a model that was `tried`. Returns whether a trial has
+    succeeded.
     """
     _check_head(model)
     forward, untried = type(model).forward, not tried
@@ -156,10 +150,7 @@ def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
 
 
 class _ModelAfterBase:
-    """A model, or a model inside it, as a forward sees it, whose base model answers with given hidden states (1, t, D).
-
-    `calls` notes what the forward calls its base model with.
-    """
+    """A model as a forward sees it, whose base model answers with given hidden states (1, t, D); `calls` notes them."""
 
     def __init__(self, model: PreTrainedModel, hidden: Tensor, calls: list[ModelCall] | None = None) -> None:
         self._model, self._hidden, self._calls = model, hidden, calls if calls is not None else []
@@ -182,10 +173,7 @@ class _BaseStandIn(_ModelAfterBase):
 
 
 class _BaseOutput:
-    """A base model's output with only its hidden states, by name or as item 0; any other attribute is None.
-
-    Special methods are missing, not None, for Python would call them.
-    """
+    """Special methods are missing, not None, for Python would call them."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -201,9 +189,10 @@ class _BaseOutput:
 def _refuse_other_forward(
     model: PreTrainedModel, forward: Forward, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """A step leaves out what a forward does before its base model, and gradients of what it takes for its logits other
-    than the output embedding. `hidden` (1, T, D) is what the base model made of these arguments. The forward runs again
-    on some of these rows, with a stand-in that notes calls of the base model: there must be one, with its arguments.
+    """`hidden` (1, T, D) is what the base model made of these arguments.
+
+    The forward runs again on some rows, with a stand-in that notes calls of the base model: there must be one, with its
+    arguments.
     """
     calls, reads = list[ModelCall](), dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`

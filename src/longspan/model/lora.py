@@ -4,48 +4,33 @@ peft makes the layers and their configuration. Matrices A are uniform and B zero
 each from a seed of its own, `seed` and its name, so that no rank needs another's numbers.
 """
 
+import copy
 import math
 import re
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import adapter_parameters
+from longspan.model.adapters import Adapter, adapter_parameters, model_adapter, peft_modules
 from longspan.model.layers import decoder_layers, is_in_projector, other_towers
-from longspan.model.mtp.depths import take_copied_depths
+from longspan.model.mtp import PREFIX, select_depth_weights, take_copied_depths
+from longspan.model.seams.call_rules import SAVES, refuse_call
 from longspan.model.weights.fill import WeightSource, is_empty
 from longspan.model.weights.local_tensors import LocalPart
 
 LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")
-
-
-class AdapterTargets(NamedTuple):
-    """Arguments of peft's LoraConfig: endings of names, and a pattern of the modules to leave out (None: none)."""
-
-    names: list[str]
-    excluded: str | None
-
-
-def choose_targets(model: PreTrainedModel, requested: Sequence[str], parts: Sequence[str]) -> AdapterTargets:
-    """Choose an adapter's targets in these parts: without names every linear of decoder layers, tower or projector.
-
-    Raises ModelError for parts that the model lacks, for a name that no linear in the parts has, and for names that
-    peft refuses or takes for experts.
-    """
-    linears = _part_linears(model, parts)
-    if requested:
-        names = _check_target_names(model, requested, linears, parts)
-    else:
-        names = _default_names(model, linears, parts)
-    return AdapterTargets(names, _exclusion_pattern(model, names, linears, parts))
 
 
 def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
@@ -108,10 +93,7 @@ def _check_target_names(
 
 
 def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
-    """List the name endings of linears in decoder layers, towers and projectors.
-
-    Names that peft takes for experts, or refuses, are left out with a warning. Raises ModelError if none is left.
-    """
+    """Names that peft takes for experts, or refuses, are left out with a warning."""
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
@@ -134,9 +116,7 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
 def _exclusion_pattern(
     model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
 ) -> str | None:
-    """peft compares the ends of names, in all parts and whatever the module is. Left out are the modules of other parts
-    and, in towers, those that are not among `linears`, the linears of the chosen parts.
-    """
+    """peft compares the ends of names in all parts: others are left out, and what is no linear in towers."""
     towers = "|".join(map(re.escape, _tower_names(model)))
     if not towers:  # all modules are the language model's
         return None
@@ -208,12 +188,10 @@ def _peft_refusals(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class NewAdapter:
-    """What a new LoRA adapter is to be.
+    """What a new LoRA adapter is to be; `alpha` 0 is twice the rank.
 
-    `alpha` 0 is twice the rank. `targets` are names of linears; without any, every linear of the `parts`
-    has an adapter, in the language model only those of decoder layers. `whole` are modules that are trained whole and
-    have no adapter: depths of multi-token prediction. `base` is the path or name of the base model for the adapter's
-    configuration.
+    Without `targets`, every linear of the `parts` has an adapter, in the language model those of decoder layers.
+    `whole` modules are trained whole; `base` names the base model in the configuration.
     """
 
     rank: int
@@ -227,10 +205,9 @@ class NewAdapter:
 
 
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
-    """Return the model with a new adapter in it, as a PeftModel; `prepare` fills an adapter on the meta device.
+    """Return the model with a new adapter in it, as a PeftModel; `prepare` fills one on the meta device.
 
-    Adapters are float32, or float64 in a float64 model. Raises ModelError where peft is missing, and for targets and
-    parts that the model lacks.
+    Adapters are float32, or float64 in a float64 model. ModelError without peft, and for wrong targets and parts.
     """
     try:
         import peft
@@ -238,13 +215,17 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         raise ModelError(
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
-    targets = choose_targets(model, new.targets, new.parts)
+    linears = _part_linears(model, new.parts)
+    if new.targets:
+        names = _check_target_names(model, new.targets, linears, new.parts)
+    else:
+        names = _default_names(model, linears, new.parts)
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha or 2 * new.rank,  # pyright: ignore[reportArgumentType]
         lora_dropout=new.dropout,
-        target_modules=targets.names,
-        exclude_modules=targets.excluded,
+        target_modules=names,
+        exclude_modules=_exclusion_pattern(model, names, linears, new.parts),
         task_type="CAUSAL_LM",
         modules_to_save=[*new.whole] or None,
     )
@@ -260,8 +241,9 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         parameter.data = (
             parameter.data.to(dtype) if empty else initial_values(name, parameter.shape, new.seed).to(dtype)
         )
-    if empty:
-        _defer_drawing(model, new.seed)
+    if empty and (weights := vars(model).get("weights_to_come")) is not None:
+        shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
+        weights.source = AdapterOver(weights.source, shapes, new.seed)
     return peft_model
 
 
@@ -298,7 +280,132 @@ def is_drawn_when_prepared(model: nn.Module) -> bool:
     return weights is not None and isinstance(weights.source, AdapterOver)
 
 
-def _defer_drawing(model: nn.Module, seed: int) -> None:
-    if (weights := vars(model).get("weights_to_come")) is not None:
-        shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
-        weights.source = AdapterOver(weights.source, shapes, seed)
+def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: str = "") -> tuple[str, ...]:
+    """Return the names of the largest modules, inside the one named `inside`, all of whose parameters are `trained`.
+
+    Lists of modules, which peft does not take, are not among them. ModelError for a module trained in part.
+    """
+    modules = tuple(_largest_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
+    if outside := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
+        raise ModelError(
+            f"{', '.join(outside[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
+            "trained; train all of it or nothing, or keep it by save_checkpoint(folder, model, …)"
+        )
+    return modules
+
+
+def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
+    for name, child in module.named_children():
+        path, parameters = f"{prefix}{name}", dict(child.named_parameters())
+        is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
+        if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield path
+        else:
+            yield from _largest_trained_modules(child, f"{path}.", trained)
+
+
+def select_entries(modules: Collection[str], entries: Any) -> dict[str, Any]:
+    """Select the entries, by names of weights and buffers, that lie inside these modules; none for no modules."""
+    inside = tuple(f"{module}." for module in modules)
+    return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
+
+
+WEIGHTS, CONFIGURATION = "adapter_model.safetensors", "adapter_config.json"
+
+
+def write_adapter(
+    folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor], tokenizer: Any = None, modules: Sequence[str] = ()
+) -> None:
+    """Write an adapter's whole tensors, named as in a prepared model, its configuration, and the tokenizer's files.
+
+    `modules` are whole modules among the tensors, which peft loads in place of the base model's.
+    """
+    stock = {stock_name(name, adapter.name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(adapter.config)
+    config.inference_mode = True
+    if whole_modules := [*modules, *([PREFIX] if select_depth_weights(tensors) else [])]:
+        config.modules_to_save = [*dict.fromkeys((*(config.modules_to_save or ()), *whole_modules))]
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # in one order, so that equal adapters have equal files
+    config.save_pretrained(str(folder))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def stock_name(name: str, adapter: str) -> str:
+    """Return the name of an adapter's tensor in peft's files, where names lack the name `adapter`.
+
+    DoRA's magnitudes, a module each in the model, are plain parameters in files.
+
+    >>> stock_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    bare = name.replace(f".modules_to_save.{adapter}.", ".")
+    bare = re.sub(rf"\.lora_magnitude_vector\.{re.escape(adapter)}\.weight$", ".lora_magnitude_vector", bare)
+    return "base_model.model." + re.sub(rf"(\.lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", bare)
+
+
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Let a model compute what its base model does inside; all ranks enter it together.
+
+    >>> with without_adapter(model):
+    ...     reference = run_step(model, plan, documents, world, backward=False).loss
+
+    `model` is what `prepare` returned, under any home. Nothing is trained inside: `run_step` with a backward pass
+    raises ModelError there. `peft_model.disable_adapter()` of a PeftModel that was prepared does the same. Unlike
+    peft's own it leaves unchanged which parameters require gradients: FSDP2 reads that when it first gathers them.
+    Raises ModelError for a model that has no adapter.
+    """
+    modules: list[Any] = [*peft_modules(model).values()]
+    if not modules and model_adapter(model) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no adapter to leave out; call without_adapter with the model that prepare "
+            "returned"
+        )
+    old_flags = [module._disable_adapters for module in modules]
+    for module in modules:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module, disabled in zip(modules, old_flags, strict=True):
+            module._disable_adapters = disabled
+
+
+def refuse_adapter_left_out(model: nn.Module) -> None:
+    """Raise ModelError before a model is trained while its adapter, the only part that is trained, is left out."""
+    if model_adapter(model) is None:
+        return
+    modules: list[Any] = [*peft_modules(model).values()]
+    if any(module._disable_adapters for module in modules):
+        raise ModelError(
+            "the model's adapter is left out (without_adapter), and nothing else of it is trained; use backward=False "
+            "there, or train outside of it"
+        )
+
+
+_CHANGES = {
+    "merge_and_unload": "longspan export RUN FOLDER --merge merges that of a run, or merge what {saves} saved",
+    "unload": "load the base model again",
+    "merge_adapter": "merge what {saves} saved, in one process",
+    "add_adapter": "add adapters before prepare",
+    "load_adapter": "load adapters before prepare",
+    "delete_adapter": "delete adapters before prepare",
+    "set_adapter": "choose the adapter before prepare",
+    "save_pretrained": "call {saves} on all ranks, which stock peft loads",
+    "push_to_hub": "call {saves} on all ranks, and push that folder",
+    "forward": "call the model that prepare returned, with a shard, or longspan.run_step",
+}
+
+
+def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES) -> None:
+    """Have a PeftModel's `disable_adapter` leave the adapter out, and refuse methods that change its parts."""
+    if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
+        return
+    peft_model.disable_adapter = partial(without_adapter, prepared)
+    for name, instead in _CHANGES.items():
+        if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
+            inside = f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks"
+            setattr(peft_model, name, partial(refuse_call, f"{inside}; {instead.format(saves=saves)}"))

@@ -1,0 +1,457 @@
+"""Multi-token prediction (DeepSeek-V3, https://arxiv.org/abs/2412.19437, §2.2): depths behind a causal model.
+
+x = eh_proj [enorm(embedding of token t + d) ; hnorm(hidden of depth d − 1)]
+hidden of depth d = post_norm(block(x)); predicts token t + d + 1 at row t
+"""
+
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from inspect import signature
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from longspan.bridge.bridge import embedding_arguments
+from longspan.errors import ModelError
+from longspan.model.adapters import belongs_to_adapter, is_adapted, is_copied
+from longspan.model.layers import Absent, architecture_name, decoder_layers, final_norm, layer_list, shallow_module
+from longspan.model.weights.folder import open_tensors
+from longspan.model.weights.hf_folder import weight_files
+
+# Published names are those of vLLM's `deepseek_mtp.py`, `qwen3_next_mtp.py`, `nemotron_h_mtp.py` and `mimo_mtp.py`.
+# MiMo's projection takes the hidden states first: the halves of its columns are exchanged when it is read.
+PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
+_OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")
+_MIMO: dict[str, str] = dict(
+    zip(("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm."), _OURS, strict=True)
+)
+_QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
+_MIMO_PROJECTION = re.compile(r"model\.mtp_layers\.\d+\.input_proj\.weight")
+_AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "bailing_hybrid"})
+_SHARED_NORM = "shared_head.norm."
+_LAST_NORM = {"bailing_hybrid": "final_layernorm."}
+_LAST_NORMS = dict.fromkeys((_SHARED_NORM, *_LAST_NORM.values()), "post_norm.")
+_LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
+
+
+def translate_name(key: str, layers: int, blocks: int = 1) -> str:
+    """Translate a depth's weight name in files of a model of so many layers to ours; another key stays as it is.
+
+    A depth has `blocks` decoder layers: several in Nemotron-H, which numbers them like depths and has one depth.
+
+    >>> translate_name("model.layers.61.mlp.up_proj.weight", layers=61)
+    'mtp.layers.0.mtp_block.mlp.up_proj.weight'
+    >>> translate_name("model.layers.61.shared_head.norm.weight", layers=61)
+    'mtp.layers.0.post_norm.weight'
+    >>> translate_name("mtp.norm.weight", layers=48)
+    'mtp.layers.0.post_norm.weight'
+    >>> translate_name("model.mtp_layers.0.input_proj.weight", layers=36)
+    'mtp.layers.0.eh_proj.weight'
+    >>> translate_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
+    'mtp.layers.0.mtp_block.1.mixer.gate.weight'
+    """
+    if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
+        depth, inside = int(match[1]) - layers, _replace_prefix(match[2], _LAST_NORMS)
+        return key if depth < 0 else _depth_name(depth, inside)
+    if match := re.fullmatch(r"model\.mtp_layers\.(\d+)\.(.*)", key):
+        return _depth_name(int(match[1]), _replace_prefix(match[2], _MIMO))
+    if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
+        if match[2].startswith(("mtp_block.", *_OURS)):
+            return key
+        if blocks == 1:
+            return _depth_name(int(match[1]), match[2])
+        depth, block = divmod(int(match[1]), blocks)
+        inside = _replace_prefix(match[2], {"final_layernorm.": "post_norm."})
+        inside = inside if inside != match[2] else f"mtp_block.{block}.{inside}"
+        return f"{PREFIX}.layers.{depth}.{inside}"
+    bare = key.removeprefix(f"{PREFIX}.")
+    inside = _replace_prefix(bare, _QWEN)
+    is_qwen_name = bare != key and inside != bare
+    return _depth_name(0, inside) if is_qwen_name else key
+
+
+def order_columns(key: str, tensor: Any) -> Any:
+    """Return a file's tensor, which safetensors reads in parts, with its columns in our order: see MiMo above."""
+    return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
+
+
+def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
+    """Return the function from our names to the names in a family's published models; None if they are not known.
+
+    Some families name weights of a single depth only. A depth has `blocks` decoder layers.
+
+    >>> publication_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
+    'model.layers.61.mlp.up_proj.weight'
+    >>> publication_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
+    'mtp.fc.weight'
+    """
+    if model_type in _AFTER_LAYERS:
+        return lambda name: _trailing_layer_name(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
+    if blocks > 1:
+        return (lambda name: _nemotron_name(name, blocks)) if depths == 1 else None
+    return _qwen_name if model_type in _LIKE_QWEN and depths == 1 else None
+
+
+def count_depths(folder: Path, layers: int) -> int:
+    """Count the depths 0, 1, … without a gap whose weights a folder has; ModelError for files that cannot be read."""
+    with ExitStack() as stack:
+        names = {translate_name(name, layers) for name in open_tensors(weight_files(folder), stack)}
+    return next(depth for depth in count() if f"{PREFIX}.layers.{depth}.eh_proj.weight" not in names)
+
+
+def names_of_depths(keys: Iterable[str], layers: int) -> set[str]:
+    """Select, of names in files of a model of so many layers, those of depths: of a layer with a depth's projection.
+
+    >>> names_of_depths(["model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight", "model.layers.3.x"], layers=2)
+    {...'model.layers.2.enorm.weight'...}
+    """
+    names = {key: translate_name(key, layers) for key in keys}
+    depths = tuple(name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight"))
+    return {key for key, name in names.items() if name.startswith(depths) or re.match(r"(model\.)?mtp", key)}
+
+
+class _HalvesExchanged:
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
+
+    def __getitem__(self, block: Any) -> Tensor:
+        whole: Tensor = self._tensor[...]
+        return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[block]
+
+
+def _depth_name(depth: int, inside: str) -> str:
+    return f"{PREFIX}.layers.{depth}.{'' if inside.startswith(_OURS) else 'mtp_block.'}{inside}"
+
+
+def _replace_prefix(name: str, begins: dict[str, str]) -> str:
+    return next((ours + name.removeprefix(theirs) for theirs, ours in begins.items() if name.startswith(theirs)), name)
+
+
+def _trailing_layer_name(name: str, layers: int, last_norm: str) -> str:
+    match = re.fullmatch(rf"{PREFIX}\.layers\.(\d+)\.(.*)", name)
+    if match is None:
+        return name
+    inside = match[2].removeprefix("mtp_block.").replace("post_norm.", last_norm, 1)
+    return f"model.layers.{layers + int(match[1])}.{inside}"
+
+
+def _qwen_name(name: str) -> str:
+    inside = name.removeprefix(f"{PREFIX}.layers.0.")
+    if inside == name:
+        return name
+    without_number = _replace_prefix(inside, {our_prefix: qwen_prefix for qwen_prefix, our_prefix in _QWEN.items()})
+    if without_number != inside:
+        return f"{PREFIX}.{without_number}"
+    return f"{PREFIX}.layers.0.{inside.removeprefix('mtp_block.')}"
+
+
+def _nemotron_name(name: str, blocks: int) -> str:
+    if match := re.fullmatch(rf"{PREFIX}\.layers\.0\.mtp_block\.(\d+)\.(.*)", name):
+        return f"{PREFIX}.layers.{match[1]}.{match[2]}"
+    return name.replace(f"{PREFIX}.layers.0.post_norm.", f"{PREFIX}.layers.{blocks - 1}.final_layernorm.")
+
+
+LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called with, without hidden states
+_NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
+
+
+@dataclass(frozen=True)
+class CopiedLayer:
+    """The layer that depths copy, by its index.
+
+    `of_tokens`: it also takes tensors made of the rows' tokens. `outputs`: how many values it returns in a tuple; 0: a
+    tensor.
+    """
+
+    index: int
+    of_tokens: bool = False
+    outputs: int = 0
+
+
+class Note:
+    """What a layer was called with: hidden states, and its other arguments."""
+
+    def __init__(self) -> None:
+        self.hidden_states: Tensor | None = None
+        self.call: LayerCall = ((), {})
+
+
+class NotedLayer(Absent):
+    """A stand-in for a decoder layer, which returns its hidden states and notes the arguments of its call.
+
+    The note is an object that is filled: a pass on the meta device restores attributes.
+    """
+
+    def __init__(self, layer: nn.Module, outputs: int) -> None:
+        super().__init__(layer, outputs)
+        self.note: Note = Note()
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Note the call, and return the hidden states as they are."""
+        self.note.hidden_states, self.note.call = x, (args, _depth_arguments(kwargs))
+        return super().forward(x)
+
+
+class _Embedded(nn.Module):
+    """A stand-in for an embedding, which returns given rows (1, T, D) whatever the ids are."""
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self.rows
+
+
+def copy_without_layers(
+    model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
+) -> tuple[Any, list[nn.Module]]:
+    """Copy the module around a model's decoder layers, with stand-ins for those not in `keep`; and return the layers.
+
+    Rows `embedded` (1, T, D) replace the embedding, and there is no norm. For the meta device, modules without
+    parameters, which may store tensors, are copied too.
+    """
+    name, layers = layer_list(model)
+    path, _, attribute = name.rpartition(".")
+    parent, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), final_norm(model)
+    bare, stand_ins = shallow_module(parent), shallow_module(layers)
+    for child, module in parent.named_children():
+        if module is embedding:
+            bare._modules[child] = _Embedded(embedded)
+        elif module is norm:
+            bare._modules[child] = Absent()
+        elif embedded.is_meta and not any(True for _ in module.parameters()):
+            bare._modules[child] = deepcopy(module)
+    for child, layer in layers.named_children():
+        stand_ins._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
+    bare._modules[attribute] = stand_ins
+    return bare, [*stand_ins]
+
+
+class LayerInputs:
+    """The inputs of depths' layers besides hidden states, noted by a hook while a pass of the model runs."""
+
+    def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
+        self._model, self._copied = model, copied
+        # The arguments of the layer, or, where inputs are made of tokens, of what is around the layers.
+        self._noted: LayerCall = (), {}
+
+    def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of a call: a forward pre-hook of the copied layer, or of the module around all layers."""
+        self._noted = args, kwargs
+
+    def make_call(self, ids: Tensor, embedded: Tensor) -> LayerCall:
+        """Return the inputs of a depth's layer that reads ids (T,) embedded as (1, T, D), made anew if of tokens.
+
+        ModelError if they depend on parameters, and that was not seen when depths were added.
+        """
+        args, kwargs = self._noted
+        if not self._copied.of_tokens:
+            call = args[1:], _depth_arguments(kwargs)
+            if depends_on_parameters(call):
+                raise ModelError(
+                    f"{architecture_name(self._model)} gives its last decoder layer, beside hidden "
+                    "states, tensors that depend on its parameters, and its forward does not show on the meta device "
+                    "how they are made of later tokens; train it without multi-token prediction (no mtp=, "
+                    "mtp.depths = 0)"
+                )
+            return call
+        layerless_model, layers = copy_without_layers(self._model, embedded, self._copied.outputs)
+        arguments = dict(zip(signature(layerless_model.forward).parameters, args, strict=False)) | dict(kwargs)
+        other_arguments = {  # floats hold values of the rows' tokens (embeddings), integers do not
+            name: value
+            for name, value in arguments.items()
+            if name != "input_ids" and not (isinstance(value, Tensor) and torch.is_floating_point(value))
+        }
+        layerless_model.forward(input_ids=ids[None], **other_arguments)  # without hooks, `note_call` among them
+        layer: Any = layers[self._copied.index]
+        return layer.note.call
+
+
+@contextmanager
+def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
+    """Note what a pass inside gives the layer that depths copy, or, if that is of tokens, what is around it."""
+    inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
+    noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
+    handle = noted.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
+    try:
+        yield inputs
+    finally:
+        handle.remove()
+
+
+def depends_on_parameters(call: LayerCall) -> bool:
+    """Return whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
+    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
+
+
+def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
+
+
+class MtpBlocks(nn.ModuleList):
+    """The decoder layers of one depth, one after another, in models whose layers are only attention, mixer or MLP."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run hidden states (1, T, D) through all blocks, each called with the same arguments."""
+        for block in self:
+            hidden = take_hidden_states(block(hidden, *args, **kwargs))
+        return hidden
+
+
+class MtpDepth(nn.Module):
+    """One depth: norms, a projection of twice the hidden size, and a decoder layer (or `MtpBlocks`) of the model's."""
+
+    def __init__(self, block: nn.Module, norms: tuple[nn.Module, nn.Module, nn.Module], eh_proj: nn.Linear) -> None:
+        super().__init__()
+        self.enorm: nn.Module
+        self.hnorm: nn.Module
+        self.post_norm: nn.Module
+        self.enorm, self.hnorm, self.post_norm = norms
+        self.eh_proj = eh_proj
+        self.mtp_block = block
+
+    def forward(self, embedded: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Project embeddings of later tokens and hidden states of the depth before, (1, T, D), and run the layer."""
+        x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
+        return self.post_norm(take_hidden_states(self.mtp_block(x, *args, **kwargs)))
+
+
+def take_hidden_states(output: Any) -> Tensor:
+    """Return the hidden states in what a decoder layer returns: a tensor, or the first of a tuple."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+class MtpDepths(nn.Module):
+    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, copies the layer `copied`."""
+
+    def __init__(self, depths: list[MtpDepth], copied: CopiedLayer) -> None:
+        super().__init__()
+        self.layers: nn.ModuleList = nn.ModuleList(depths)
+        self.copied: CopiedLayer = copied
+
+
+def model_depths(model: nn.Module) -> tuple[MtpDepth, ...]:
+    """Return the depths that `add_mtp` gave a model, in order; none for another model."""
+    mtp = model._modules.get(PREFIX)
+    return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
+
+
+def find_copied_layer(model: nn.Module) -> CopiedLayer:
+    """Find the layer of a model that its depths copy."""
+    mtp = model._modules[PREFIX]
+    assert isinstance(mtp, MtpDepths)
+    return mtp.copied
+
+
+def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the decoder layers of a model's depths, by qualified name."""
+    blocks = dict[str, nn.Module]()
+    for i, depth in enumerate(model_depths(model)):
+        name, block = f"{PREFIX}.layers.{i}.mtp_block", depth.mtp_block
+        several = isinstance(block, MtpBlocks)
+        blocks |= {f"{name}.{j}": layer for j, layer in enumerate(block)} if several else {name: block}
+    return blocks
+
+
+def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the decoder layers that are here, and layers of multi-token prediction, by name."""
+    return decoder_layers(model) | mtp_blocks(model)
+
+
+def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
+    """Raise ModelError for a depth without any of the modules `reached`, which call our attention or are mixers."""
+    for i, depth in enumerate(model_depths(model)):
+        if not any(module is inner for inner in depth.mtp_block.modules() for module in reached):
+            raise ModelError(
+                f"{type(model).__name__}: {PREFIX}.layers.{i}.mtp_block ({type(depth.mtp_block).__name__}) reaches no "
+                "attention over the sharded sequence; train the model without add_mtp"
+            )
+
+
+def deeper_states(
+    model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
+) -> tuple[Tensor, ...]:
+    """Compute the hidden states (T, D) of each depth, from the model's (1, T, D) and ids (depths, T) of later tokens.
+
+    A placeholder of images has the image's row, which the `shard` holds, as its embedding.
+    """
+    embedding: Any = model.get_input_embeddings()
+    states = list[Tensor]()
+    for number, (depth, ids) in enumerate(zip(model_depths(model), future_ids, strict=True), 1):
+        embedded = embedding(ids[None], **embedding_arguments(shard, number))
+        args, kwargs = inputs.make_call(ids, embedded)
+        hidden = depth(embedded, hidden, *args, **kwargs)
+        states.append(hidden.squeeze(0))
+    return tuple(states)
+
+
+def take_copied_depths(model: nn.Module) -> nn.Module | None:
+    """Replace peft's wrapper of the depths by the one copy that it trains; returns the wrapper, or None without."""
+    wrapper: Any = model._modules.get(PREFIX)
+    if wrapper is None or not is_copied(wrapper):
+        return None
+    copies = [*wrapper.modules_to_save.values()]
+    if len(copies) != 1:
+        return None
+    # the copy has configurations of its own; layers must share the model's, which names the attention function
+    for name, original in wrapper.original_module.named_modules():
+        if isinstance(config := vars(original).get("config"), PreTrainedConfig):
+            copies[0].get_submodule(name).config = config
+    model._modules[PREFIX] = copies[0]
+    return wrapper
+
+
+@contextmanager
+def replace_copied_depths(model: nn.Module) -> Iterator[None]:
+    """Call `take_copied_depths`; after an error inside, the wrapper is put back."""
+    original = take_copied_depths(model)
+    try:
+        yield
+    except BaseException:
+        if original is not None:
+            model._modules[PREFIX] = original
+        raise
+
+
+def select_depth_weights(names: Iterable[str]) -> list[str]:
+    """Select the depths' own weights from the names of what a run with an adapter trains.
+
+    >>> select_depth_weights(["mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj.lora_A.default.weight"])
+    ['mtp.layers.0.eh_proj.weight']
+    """
+    return [name for name in names if name.startswith(f"{PREFIX}.") and not belongs_to_adapter(name)]
+
+
+def depth_reasons(model: nn.Module) -> Iterator[str]:
+    """Yield why depths cannot be trained with an adapter: trained only in part, or trained whole and adapted too."""
+    mtp = model._modules.get(PREFIX)
+    if mtp is None:
+        return
+    parameters = {f"{PREFIX}.{name}": parameter for name, parameter in mtp.named_parameters()}
+    depth_weights = select_depth_weights(parameters)
+    trained = [name for name in depth_weights if parameters[name].requires_grad]
+    if not trained:
+        return
+    if len(trained) < len(depth_weights):
+        yield (
+            f"{len(trained)} of {len(depth_weights)} weights of its depths of multi-token prediction require "
+            "gradients, and depths are trained whole or through adapters alone; use "
+            "model.mtp.requires_grad_(True), or False"
+        )
+    if adapted := [f"{PREFIX}.{name}" for name, module in mtp.named_modules() if is_adapted(module)]:
+        yield (
+            f"its depths of multi-token prediction are trained whole and have adapters ({', '.join(adapted[:2])}); "
+            'give LoraConfig(modules_to_save=["mtp"]), which leaves them without'
+        )

@@ -1,0 +1,457 @@
+"""A prepared model, whole: to a folder that stock transformers loads, one layer at a time, or by name on every rank.
+
+Training checkpoints, with optimizer state, and encoders of one's own are not saved here.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from longspan.comm import World, result_or_first_error
+from longspan.errors import ModelError
+from longspan.model.adapters import (
+    Adapter,
+    adapter_entries,
+    belongs_to_adapter,
+    is_adapted,
+    model_adapter,
+    plain_name,
+    unwrap_model,
+)
+from longspan.model.add_depths import add_mtp
+from longspan.model.load import compare_weights, torch_dtype
+from longspan.model.lora import WEIGHTS, largest_trained_modules, select_entries, stock_name, write_adapter
+from longspan.model.mtp import model_depths
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.prepared import refuse_unprepared_model
+from longspan.model.weights.fill import DeferredWeights, empty_model, persistent_buffers
+from longspan.model.weights.folder import check_type
+from longspan.model.weights.hf_folder import no_progress_bars, plain_configuration
+from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
+from longspan.model.weights.write import (
+    OF_ADAPTER,
+    OF_MODEL,
+    WeightWriter,
+    make_partial_folder,
+    replace_files,
+    weight_unit,
+)
+
+_BASE = ".base_layer."
+
+
+def weights_by_name(
+    model: PreTrainedModel | PipelineModel, world: World, merge_adapter: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole weights of a prepared model: pairs of a name and a tensor on this rank's device.
+
+    >>> for name, weight in weights_by_name(model, world): ...
+
+    All ranks call it together and go through to the end. Names are those of the stock model's `state_dict`; a tied
+    weight comes once. One weight is whole at a time; do not write to it. `merge_adapter` adds an adapter to the
+    weights, as peft's `merge_and_unload`, with sums in float32 at least; otherwise its own come under peft's names as
+    well. Raises ModelError for a model that was not prepared, for a MultimodalModel, and where an adapter cannot be
+    merged.
+    """
+    if isinstance(model, MultimodalModel):
+        raise ModelError(
+            "weights_by_name got a MultimodalModel, whose encoders it does not read; give it model.language_model, or "
+            "write all of it: longspan.save_model(model, folder, world)"
+        )
+    inside: Any = unwrap_model(model)
+    refuse_unprepared_model(inside)
+    world.check_open()
+    weights = WholeWeights(inside, world)
+    if merge_adapter:
+        weights.check_merge()
+    return weights.iterate_merged_weights() if merge_adapter else weights.iterate_separately()
+
+
+class _Entry(NamedTuple):
+    """What other ranks must know of a weight to receive it; `name` is the prepared model's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int
+    tied: bool  # whether it has a second name
+    scaling: float | None  # of the adapter, if the weight is in an adapted module
+
+
+class WholeWeights:
+    """Gathers the weights of a model one at a time; entered by all ranks in one order.
+
+    With `saved`, of a model with an adapter only the adapter and what is trained beside it.
+    """
+
+    def __init__(self, model: PreTrainedModel | PipelineModel, world: World, *, saved: bool = False) -> None:
+        """Of names that share a tensor the first is given out, and noted as tied; of several stages, the first one's.
+
+        A weight in an adapted module has the scaling of its adapter.
+        """
+        self._world, self._adapter = world, model_adapter(model)
+        stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+        self._local: dict[str, Tensor] = {}
+        entries = list[_Entry]()
+        position = world.coordinates.pp
+        for stage in stages:
+            state, tied, scalings = stage.state_dict(), tied_names(stage), dict[str, float]()
+            if self._adapter is not None:
+                adapted: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
+                scalings = {name: float(module.scaling[self._adapter.name]) for name, module in adapted.items()}
+            state = adapter_entries(model, state) if saved else state
+            for name, value in state.items():
+                if name not in tied and name not in self._local:
+                    self._local[name] = value
+                    scaling = scalings.get(name.partition(_BASE)[0]) if _BASE in name else None
+                    # a copy that is trained counts as tied if its original is, unless both ends have the one copy
+                    original = re.sub(r"\.modules_to_save\.[^.]+\.", ".original_module.", name)
+                    both_ends = original != name and name in tied.values()
+                    is_tied = original in {*tied, *tied.values()} and not both_ends
+                    entries.append(_Entry(name, tuple(value.shape), value.dtype, position, is_tied, scaling))
+        if world.home.pp > 1:
+            local_entries = {position: entries} if (world.slot, world.coordinates.tp) == (0, 0) else None
+            join = dict[int, list[_Entry]].__or__
+            by_stage = world.control.reduce_object(local_entries, join, "names of weights") or {}
+            entries = [entry for stage in range(world.home.pp) for entry in by_stage[stage]]
+        self._tied = {entry.name for entry in entries if entry.tied}
+        self._entries = dict[str, _Entry]()
+        for entry in entries:  # a weight that several stages have is sent by the first of them
+            self._entries.setdefault(entry.name, entry)
+        self.names = [*self._entries]
+
+    def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base model's weights, and the adapter's under peft's names."""
+        for name in self.names:
+            stock = plain_name(name)
+            if self._adapter is not None and belongs_to_adapter(name):
+                stock = stock_name(name, self._adapter.name)
+            yield stock, self.gather_tensor(name)
+
+    def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the base model's weights with the adapter added, and none of the adapter's own."""
+        for name in self.names:
+            # a module that is trained whole has its trained copy beside `original_module`
+            if ".lora_" in name or ".original_module." in name:
+                continue
+            parts = self._adapter_tensor_names(name)
+            weight = self.gather_tensor(name)
+            if parts:
+                tensors = {role: self.gather_tensor(tensor_name) for role, tensor_name in parts.items()}
+                weight = _merge_adapter(weight, tensors, self._entries[name].scaling or 0.0)
+            yield plain_name(name), weight
+
+    def check_merge(self) -> None:
+        """Raise ModelError for adapters that cannot be merged: on a tied weight, or of a kind not known here."""
+        changed = (name for name in self._tied if ".modules_to_save." in name or self._adapter_tensor_names(name))
+        if tied := sorted(changed):
+            raise ModelError(
+                f"merge_adapter: {tied[0]} is trained, and is the weight of the other end of the model as well "
+                "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
+            )
+        mergeable = {part for name in self.names for part in self._adapter_tensor_names(name).values()}
+        if others := [name for name in self.names if ".lora_" in name and name not in mergeable]:
+            raise ModelError(
+                f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
+                "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
+            )
+
+    def _adapter_tensor_names(self, name: str) -> dict[str, str]:
+        """The adapter's tensors that change this weight or bias, by role; `_BASE` is behind an adapted module."""
+        if self._adapter is None or _BASE not in name:
+            return {}
+        module, _, kind = name.rpartition(_BASE)
+        adapter = self._adapter.name
+        suffixes = {"bias": f"lora_B.{adapter}.bias"}
+        if kind == "weight":
+            suffixes = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
+            suffixes |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
+            if f"{module}.lora_A.{adapter}.weight" in self._entries:  # an embedding's DoRA is refused by check_merge
+                suffixes |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
+        names = {role: f"{module}.{tensor_name}" for role, tensor_name in suffixes.items()}
+        return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
+
+    def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:
+        """Gather a whole tensor on every rank, or the home's first alone; its stage sends it to the others."""
+        entry, world, position = self._entries[name], self._world, self._world.coordinates.pp
+        receivers = [stage for stage in range(world.home.pp) if stage != entry.stage]
+        if first_only:
+            receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
+        sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+        with world.watch.naming(f"gathering of {name}", world.home.ranks):
+            if position == entry.stage:
+                value = self._local[name]
+                whole_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
+                sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
+            else:
+                shape = entry.shape if position in receivers else (0,)
+                whole_tensor = torch.empty(shape, dtype=entry.dtype, device=world.device)
+                receives = [(entry.stage, whole_tensor)] if position in receivers else []
+            if sends or receives:
+                world.channels.pipeline.exchange(sends, receives, "weights of a stage").wait()
+        return whole_tensor
+
+
+def _merge_adapter(weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
+    """scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's; DoRA sets lengths."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    wide = {role: x.to(dtype) for role, x in parts.items()}
+    total = weight.to(dtype)
+    if "bias" in wide:
+        total = total + scaling * wide["bias"]
+    elif "embedding_A" in wide:
+        total = total + scaling * (wide["embedding_B"] @ wide["embedding_A"]).T
+    else:
+        total = total + scaling * (wide["B"] @ wide["A"])
+    if "magnitude" in wide:  # DoRA: the directions of rows, times lengths that are trained
+        total = total * (wide["magnitude"] / total.norm(dim=1)).unsqueeze(1)
+    return total.to(weight.dtype)
+
+
+def save_model(
+    model: PreTrainedModel | PipelineModel | MultimodalModel,
+    folder: str | Path,
+    world: World,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+) -> None:
+    """Write the full weights to a folder that stock transformers loads; all ranks call it together.
+
+    The home's first rank, sent a decoder layer at a time, writes safetensors, configuration and tokenizer next to
+    `folder`; once all are written they replace the files of an older model or adapter, and other files stay. `dtype` is
+    that of the files, the parameters' own by default. With an adapter it alone is written, as stock peft loads it, with
+    what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
+    on every rank where writing failed, CommError where a rank is lost.
+    """
+    encoders = _find_encoders(model)
+    model = model.language_model if isinstance(model, MultimodalModel) else model
+    model, target = _find_prepared_model(model), Path(folder)
+    file_dtype = None if dtype is None else torch_dtype(dtype)
+    with world.watch.naming(f"writing of {target}", world.home.ranks):  # for DTensor's gathers, which name nothing
+        _save_weights(model, encoders, target, world, tokenizer, file_dtype)
+
+
+def _save_weights(
+    model: PreTrainedModel | PipelineModel,
+    encoders: Sequence[Encoder],
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    file_dtype: torch.dtype | None,
+) -> None:
+    """All ranks gather a unit of weights (a layer) after another, and learn at once if the first cannot write."""
+    writes = world.rank == world.home.ranks[0]
+    if (adapter := model_adapter(model)) is not None:
+        modules, states = _find_trained_modules(encoders)
+        units = chain(_weight_units(model, world), *(_state_units(state, writes=writes) for state in states))
+        cast = ({name: x.to(dtype=file_dtype) for name, x in unit.items()} for unit in units)
+        _save_adapter(adapter, target, world, tokenizer, cast, modules)
+        return
+    as_save_error = partial(_make_save_error, target)
+    folder_and_model = result_or_first_error(
+        world, lambda: _make_folder_and_empty_model(model, target, file_dtype) if writes else None, as_save_error
+    )
+    writer = None if folder_and_model is None else WeightWriter(*folder_and_model, cast=file_dtype is not None)
+    for unit in chain(
+        _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
+    ):
+        result_or_first_error(
+            world, lambda unit=unit: None if writer is None else writer.write_unit(unit), as_save_error
+        )
+
+    def finish_files() -> None:
+        if writer is not None and folder_and_model is not None:
+            writer.finish()
+            unfinished, empty = folder_and_model
+            write_configuration(empty, unfinished, tokenizer)
+            replace_files(unfinished, target, OF_MODEL)
+
+    result_or_first_error(world, finish_files, as_save_error)
+
+
+def _find_encoders(model: Any) -> list[Encoder]:
+    if not isinstance(model, MultimodalModel):
+        return []
+    from longspan.model.vision.image_encoder import ImageEncoder
+
+    encoders = [*model.encoder_settings.values()]
+    if others := [name for name, e in model.encoder_settings.items() if not isinstance(e.module, ImageEncoder)]:
+        raise ModelError(
+            f"a MultimodalModel with an encoder of one's own ({', '.join(others)}) is no model of transformers'; save "
+            "model.language_model, and encoders by save_checkpoint(folder, model, …)"
+        )
+    return encoders
+
+
+def _find_trained_modules(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...], list[Mapping[str, Tensor]]]:
+    names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
+    for encoder in encoders:
+        parameters = encoder.module.named_parameters()
+        trained = {name for name, p in parameters if p.requires_grad and not belongs_to_adapter(name)}
+        modules = largest_trained_modules(encoder.module, trained, inside=str(encoder.module.base_name))
+        names += modules
+        state = encoder.module.state_dict()
+        adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
+        states.append(adapter | select_entries(modules, state))
+    return names, states
+
+
+def _find_prepared_model(model: Any) -> PreTrainedModel | PipelineModel:
+    """Return the model itself; of a PeftModel the prepared model inside, whose parameters have other names."""
+    inside: Any = unwrap_model(model)
+    if inside is not model and model_adapter(inside) is None:
+        raise ModelError(
+            f"save_model got a {type(model).__name__} with no prepared model in it; give it the model that "
+            "longspan.prepare returned, which under pipeline stages is a PipelineModel"
+        )
+    return inside
+
+
+def _save_adapter(
+    adapter: Adapter,
+    target: Path,
+    world: World,
+    tokenizer: Any,
+    units: Iterator[dict[str, Tensor]],
+    modules: tuple[str, ...],
+) -> None:
+    tensors = {name: x for unit in units for name, x in unit.items()}
+
+    def write_files() -> None:
+        unfinished = make_partial_folder(target)
+        write_adapter(unfinished, adapter, tensors, tokenizer, modules)
+        replace_files(unfinished, target, OF_ADAPTER)
+
+    writes = world.rank == world.home.ranks[0]
+    result_or_first_error(world, lambda: write_files() if writes else None, partial(_make_save_error, target))
+
+
+def _make_save_error(folder: Path, error: Exception) -> ModelError:
+    return ModelError(f"the model could not be saved to {folder}: {type(error).__name__}: {error}")
+
+
+def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Iterator[dict[str, Tensor]]:
+    """Of stages, a rank that sends holds one whole tensor."""
+    writes = world.rank == world.home.ranks[0]
+    if not isinstance(model, PipelineModel):
+        yield from _state_units(adapter_entries(model, model.state_dict()), writes=writes)
+        return
+    weights = WholeWeights(model, world, saved=True)
+    for _, unit in groupby(weights.names, weight_unit):
+        whole = ((name, weights.gather_tensor(name, first_only=True)) for name in unit)
+        yield {name: x.cpu() for name, x in whole if writes}
+
+
+def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
+    for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
+        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
+        yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
+
+
+def _make_folder_and_empty_model(
+    model: PreTrainedModel | PipelineModel, target: Path, dtype: torch.dtype | None
+) -> tuple[Path, PreTrainedModel]:
+    unfinished = make_partial_folder(target)
+    empty = empty_stock_model(model, dtype)
+    empty.generation_config = model.generation_config
+    return unfinished, empty
+
+
+def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Make the whole stock model from which a model was prepared, with its depths, on the meta device."""
+    architecture = model.architecture if isinstance(model, PipelineModel) else type(model)
+    stock = next(kind for kind in architecture.__mro__ if not issubclass(kind, FSDPModule))
+    empty = empty_model(stock_configuration(model.config), dtype or next(model.parameters()).dtype, stock)
+    if depths := model.depths if isinstance(model, PipelineModel) else len(model_depths(model)):
+        add_mtp(empty, depths)
+    return empty
+
+
+def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a prepared model's configuration with transformers' own attention and cache, to be saved."""
+    config = plain_configuration(deepcopy(config))
+    config._attn_implementation = "eager"
+    config.use_cache = True
+    return config
+
+
+def write_configuration(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
+    """Write a model's configurations and what a tokenizer or processor writes by `save_pretrained`.
+
+    An export passes the copied files of a run: a generation configuration among them is not replaced.
+    """
+    config: Any = empty.config
+    config.architectures = [type(empty).__name__]
+    with no_progress_bars():
+        config.save_pretrained(folder)
+        if empty._auto_class is not None:  # a model whose code is not transformers' own
+            custom_object_save(empty, folder, config=config)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        generation = empty.generation_config if empty.can_generate() else None
+        if generation is not None and not (folder / "generation_config.json").is_file():
+            generation.save_pretrained(folder)
+
+
+# ---- weights of a folder into a prepared model
+
+
+def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, world: World) -> None:
+    """Read a folder's weights into a prepared model; all ranks call it together.
+
+    >>> load_weights(model, "best", world)                     # bit for bit, under any layout
+
+    If the model has an adapter, the adapter only is read. Raises ModelError, on every rank, for a folder that lacks
+    weights of the model, has them in other shapes, or cannot be read; the model's weights are then undefined.
+    """
+    folder = Path(folder)
+    as_error = partial(_make_load_error, folder)
+    if (adapter := model_adapter(model)) is not None:
+        result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
+        return
+    empty = empty_stock_model(model)
+    source = result_or_first_error(world, lambda: compare_weights(folder, empty), as_error)
+    stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
+    DeferredWeights(empty, source).fill_weights(stages, world)
+
+
+@torch.no_grad()
+def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, folder: Path) -> None:
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
+    tensors = adapter_entries(model, dict((*model.named_parameters(), *persistent_buffers(model))))
+    with safe_open(file, framework="pt", device="cpu") as stored:
+        by_name: Mapping[str, Tensor] = {stock_name(name, adapter.name): tensor for name, tensor in tensors.items()}
+        if by_name.keys() != (names := set(stored.keys())):
+            lacks, extra = sorted(by_name.keys() - names), sorted(names - by_name.keys())
+            raise ModelError(
+                f"{file} is of another adapter: it lacks {len(lacks)} of this one's tensors "
+                f"({', '.join(lacks[:2]) or 'none'}) and has {len(extra)} others ({', '.join(extra[:2]) or 'none'})"
+            )
+        for name, tensor in by_name.items():
+            values = stored.get_slice(name)
+            if tuple(values.get_shape()) != tuple(tensor.shape):
+                raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
+            check_type(name, values, tensor.dtype, folder)
+            local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
+
+
+def _make_load_error(folder: Path, error: Exception) -> ModelError:
+    if isinstance(error, ModelError):
+        return error
+    return ModelError(f"the weights in {folder} cannot be read: {type(error).__name__}: {error}")

@@ -1,0 +1,269 @@
+"""How norms run: RMS norms in one pass over memory, long inputs some rows at a time.
+
+Plain ones take `torch.nn.functional.rms_norm` (pytorch/pytorch#153666), those with 1 + weight, gates or groups a Triton
+kernel (`norm_kernels.py`): float32, rounded once where transformers' code rounds between operations.
+"""
+
+import copy
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import rms_norm
+
+from longspan.errors import ModelError
+from longspan.model.seams.call_rules import has_instance_forward
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 16384  # features of a group, which a program holds
+_TILE = 4096  # features that a program of four warps has at a time
+_PROGRAMS = 512  # at most in backward, each with its own sum of the weight's gradient
+
+
+@dataclass(frozen=True)
+class NormFormula:
+    """`offset` is added to weights (1 in Gemma's norms); the mean is over each of `groups` groups of features.
+
+    `gate`, through its `activation`, stands before the norm, after it, or nowhere ("").
+    """
+
+    offset: float = 0.0
+    groups: int = 1
+    gate: Literal["", "first", "last"] = ""
+    activation: Literal["silu", "sigmoid"] = "silu"
+
+    def __call__(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor:
+        """Compute the norm (…, n) of features (…, n), in torch's operations."""
+        gates = getattr(torch.nn.functional, self.activation)(gate) if gate is not None else 1.0
+        y = x * gates if self.gate == "first" else x
+        in_groups = y.unflatten(-1, (self.groups, -1))
+        normed = in_groups * torch.rsqrt(in_groups.square().mean(-1, keepdim=True) + eps)
+        y = normed.flatten(-2) * (self.offset + weight)
+        return y * gates if self.gate == "last" else y
+
+    def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
+        """Compute the norm by the kernel; None if it cannot take these tensors, by type, device or width."""
+        tensors = (x, weight) if gate is None else (x, weight, gate)
+        if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
+            return None
+        if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
+            return None
+        return _OnePass.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
+
+
+def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
+    """Return whether kernels can read these tensors."""
+    return all(x.is_cuda for x in tensors)
+
+
+class _OnePass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, formula: NormFormula) -> Tensor:
+        rows, gates = _flatten_rows(x), None if gate is None else _flatten_rows(gate)
+        out = rows.new_empty(rows.shape)
+        inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
+        block = _Block.of(len(rows), rows.shape[1] // formula.groups)
+        arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _row_stride(gates), eps)
+        _norm_kernels().norm_rows_kernel[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
+        ctx.save_for_backward(x, weight, gate, inverse)
+        ctx.formula, ctx.gate_shape = formula, None if gate is None else gate.shape
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
+        rows, gates, dout = _flatten_rows(x), None if gate is None else _flatten_rows(gate), _flatten_rows(gradients[0])
+        dx, dgate = rows.new_empty(rows.shape), None if gates is None else gates.new_empty(gates.shape)
+        block = _Block.of(len(rows), rows.shape[1] // formula.groups)
+        programs = min(block.count, _PROGRAMS)
+        parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
+        strides = (rows.stride(0), _row_stride(gates), dout.stride(0))
+        arguments = (rows, gates, weight, inverse, dout, dx, dgate, parts, len(rows), block.width, *strides)
+        _norm_kernels().norm_rows_backward_kernel[programs, formula.groups](
+            *arguments, **_kernel_constants(formula, block)
+        )
+        dweight = parts.sum(0).to(weight.dtype).view(weight.shape)
+        return dx.view(x.shape), dweight, None if dgate is None else dgate.view(ctx.gate_shape), None, None
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a program has at a time: `rows` rows of one group of `width` features, in `columns`, a power of two."""
+
+    rows: int
+    width: int
+    columns: int
+    count: int
+
+    @classmethod
+    def of(cls, rows: int, width: int) -> "_Block":
+        columns = max(16, 1 << (width - 1).bit_length())
+        at_once = max(1, _TILE // 2 // columns)
+        return cls(at_once, width, columns, -(-rows // at_once))
+
+
+def _kernel_constants(formula: NormFormula, block: _Block) -> dict[str, Any]:
+    sizes = {"ROWS": block.rows, "COLUMNS": block.columns, "GROUPS": formula.groups, "OFFSET": formula.offset}
+    kinds = {"GATE_FIRST": formula.gate == "first", "GATE_LAST": formula.gate == "last"}
+    # four warps for every _TILE features
+    warps = 4 * max(1, block.rows * block.columns // _TILE)
+    return {**sizes, **kinds, "SILU": formula.activation == "silu", "num_warps": min(16, warps)}
+
+
+def _flatten_rows(x: Tensor) -> Tensor:
+    """(rows, features), rows at equal distances and features one after another: a view where x lies so."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _row_stride(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.stride(0)
+
+
+@cache
+def _norm_kernels() -> Any:
+    return None if find_spec("triton") is None else import_module("longspan.model.seams.norm_kernels")
+
+
+MOST = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
+
+
+def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a norm over rows x (…, n), by calls of at most MOST elements each."""
+    if x.numel() <= MOST:
+        return norm(x)
+    longest_dim = max(range(x.ndim - 1), key=lambda dim: x.shape[dim])
+    at_once = max(1, MOST * x.shape[longest_dim] // x.numel())
+    return torch.cat([norm(rows) for rows in x.split(at_once, longest_dim)], longest_dim)
+
+
+def split_long_norms(model: nn.Module) -> None:
+    """Let layer norms and RMS norms take any number of rows, unless `fuse_norms` set their forward, which does so."""
+    for norm in model.modules():
+        if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
+            norm.forward = partial(_norm_forward, norm.forward)
+
+
+def _norm_forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
+    if others or named:
+        return norm(x, *others, **named)
+    return run_in_pieces(norm, x)
+
+
+_EPS = ("variance_epsilon", "eps")
+_CLOSE = 1e-5  # relative, in float32
+_PLAIN = NormFormula()
+
+
+def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
+    """Let every norm of a model that is weight · x / √(mean x² + eps), or alike, run in one pass; returns how many do.
+
+    A copy of one of each kind is tried against formulas: 1 + weight, groups of features, gates before or after.
+    Classes, names and weights stay; float64, and inputs that kernels do not take, run as before. ModelError where one
+    is `required` and there is none.
+    """
+    norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
+    weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not has_instance_forward(norm)]
+    first_norms = {_norm_kind(norm): norm for norm in reversed(weighted)}  # the first norm of each kind
+    formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
+    fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
+    if required and not fused:
+        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
+        raise ModelError(
+            f"fused_norms is 'on', and {type(model).__name__} has {classes}: none is weight · x / √(mean x² + eps) "
+            "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
+        )
+    for norm, formula in fused:
+        norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_own_kernel, norm, formula)
+    return len(fused)
+
+
+def use_class_norms(modules: Iterable[nn.Module]) -> None:
+    """Remove the forwards that `fuse_norms` and `split_long_norms` set: a compiler fuses the class's own code."""
+    for module in modules:
+        if getattr(vars(module).get("forward"), "func", None) in (_run_torch_kernel, _run_own_kernel, _norm_forward):
+            del module.forward
+
+
+def runs_in_one_pass(module: nn.Module) -> bool:
+    """Return whether a module is a norm that runs by our kernel where this can take its inputs."""
+    return getattr(vars(module).get("forward"), "func", None) is _run_own_kernel
+
+
+def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
+    """In mixed types or float64 by its class's own code; `formula` is the plain one here."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    if x.dtype != weight.dtype or x.dtype == torch.float64:
+        return type(norm).forward(norm, x)
+    eps = _find_eps(norm)
+    if x.numel() <= MOST:  # nearly always: without a function for pieces, which costs the host time
+        return rms_norm(x, weight.shape, weight, eps)
+    return run_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, eps), x)
+
+
+def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    weight, eps = norm.weight, _find_eps(norm)
+    assert isinstance(weight, Tensor) and eps is not None
+    out = formula.run_kernel(x, weight, eps, gate)
+    if out is None:
+        return type(norm).forward(norm, x, *([] if gate is None else [gate]))
+    return out
+
+
+def _find_eps(norm: nn.Module) -> float | None:
+    for name in _EPS:
+        if isinstance(eps := getattr(norm, name, None), float):
+            return eps
+    return None
+
+
+def _has_weight_and_eps(norm: nn.Module) -> bool:
+    weight = getattr(norm, "weight", None)
+    return isinstance(weight, Tensor) and weight.ndim == 1 and _find_eps(norm) is not None
+
+
+def count_groups(norm: nn.Module) -> int:
+    """Count the groups of features over which a norm takes means."""
+    size, groups = getattr(norm, "group_size", None), getattr(norm, "n_groups", None)
+    return norm.weight.numel() // size if isinstance(size, int) else groups if isinstance(groups, int) else 1  # pyright: ignore
+
+
+def _norm_kind(norm: nn.Module) -> Hashable:
+    return type(norm), norm.weight.shape, count_groups(norm), getattr(norm, "norm_before_gate", None)  # pyright: ignore
+
+
+def _find_formula(norm: nn.Module) -> NormFormula | None:
+    if not type(norm).__name__.endswith("Gated"):
+        return next((f for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)), None)
+    variants = product(("first", "last"), ("silu", "sigmoid"))
+    gated = (NormFormula(groups=count_groups(norm), gate=gate, activation=act) for gate, act in variants)
+    return next((formula for formula in gated if _computes_formula(norm, formula)), None)
+
+
+@torch.no_grad()
+def _computes_formula(norm: nn.Module, formula: NormFormula) -> bool:
+    """On rows of numbers near 100, 1 and √eps, where eps counts."""
+    weight, eps = norm.weight, _find_eps(norm)
+    assert isinstance(weight, Tensor) and eps is not None
+    generator = torch.Generator().manual_seed(0)
+    trial_norm = copy.deepcopy(norm).to_empty(device="cpu").float()
+    for parameter in trial_norm.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    sizes = torch.tensor([100.0, 1.0, eps**0.5])[:, None]
+    x = torch.randn((1, 3, *weight.shape), generator=generator) * sizes
+    gates = [torch.randn(x.shape, generator=generator)] if formula.gate else []
+    try:
+        normed = trial_norm(x, *gates)
+        expected = formula(x, trial_norm.weight, eps, *gates)  # pyright: ignore[reportArgumentType]
+    except Exception:  # it takes other arguments, another shape of them, or a device that it is not on
+        return False
+    return normed.shape == expected.shape and bool((normed - expected).norm() <= _CLOSE * expected.norm())
