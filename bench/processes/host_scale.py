@@ -37,9 +37,8 @@ from longspan import Layout, World
 from longspan.bench.record import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
-from longspan.comm.all_ranks import run_on_every_rank
+from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank
 from longspan.comm.channel import Channels
-from longspan.comm.stop_signal import StopSignal, received_signal
 from longspan.errors import CommError
 from longspan.versions import versions
 

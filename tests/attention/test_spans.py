@@ -16,7 +16,7 @@ from longspan.comm import SequenceShard
 from longspan.comm.shard import ShardPart
 from longspan.errors import AttentionError, LayoutError
 from longspan.layout import Partition
-from longspan.layout.spans import Spans
+from longspan.layout.segments import Spans
 from tests.attention.test_tiles import assert_one_launch, seen, whole
 
 CPU = torch.device("cpu")

@@ -23,8 +23,7 @@ from longspan.attention.rows import Partial, RowSum, deltas, take_rows
 from longspan.attention.tiles import Launch, Mask, Tile, Tokens, span_tiles, tiles_between
 from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
 from longspan.layout import Segments
-from longspan.layout.segments import Integers, expand_runs, segments_from_runs
-from longspan.layout.spans import NO_SPANS, Spans
+from longspan.layout.segments import NO_SPANS, Integers, Spans, expand_runs, segments_from_runs
 from longspan.plan import AttentionCall
 from longspan.plan.cost.type_price import fetched_share
 from longspan.plan.memory.bytes import count_head_groups
@@ -364,7 +363,7 @@ class AttendCall:
     N, K, H and Hv are `heads`, `kv_heads`, `head_size` and `value_size`. `scale` is above 0, as kernels
     find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
-    document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/spans.py`),
+    document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
     under a causal mask. `deterministic`: the same bits again; torch's own switch by default. A caller who only looks
     for a kernel or a communication type leaves out the rest:
 

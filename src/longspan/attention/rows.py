@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.comm import Addend
-from longspan.comm.ring import Block, covers
+from longspan.comm.ring import Block
 
 _PAIRS = 16  # (row, head) pairs that one program merges, or whose sums it takes
 _COPIES = 3  # at most, in one launch
@@ -170,6 +170,10 @@ Move = tuple[Tensor, Tensor]
 
 _ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
+
+
+def covers(rows: RowIndex, count: int) -> bool:
+    return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 
 def runs_fused(x: Tensor) -> bool:

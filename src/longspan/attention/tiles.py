@@ -16,8 +16,7 @@ from torch import Tensor
 
 from longspan.attention.rows import merge_rows_
 from longspan.comm import to_device
-from longspan.layout.segments import Flags, Integers, Segments, expand_runs
-from longspan.layout.spans import Spans
+from longspan.layout.segments import Flags, Integers, Segments, Spans, expand_runs
 
 
 class Tile(NamedTuple):

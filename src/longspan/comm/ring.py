@@ -118,10 +118,6 @@ class GradientRing:
         return self._buffers[self._step % len(self._buffers)][: self._counts[owner]]
 
 
-def covers(rows: slice | Tensor, count: int) -> bool:
-    return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
-
-
 def split_columns(matrix: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
     """Return the columns of a matrix as views (rows, *shape), one for each shape.
 

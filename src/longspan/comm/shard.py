@@ -18,8 +18,7 @@ from torch import Tensor
 from longspan.comm.world import World, world_of
 from longspan.errors import CommError, LayoutError, PlanError
 from longspan.layout import Segments
-from longspan.layout.segments import Integers, expand_runs
-from longspan.layout.spans import NO_SPANS, Spans, SpansOfDocuments
+from longspan.layout.segments import NO_SPANS, Integers, Spans, SpansOfDocuments, expand_runs
 from longspan.plan import Group, MicroBatch
 
 

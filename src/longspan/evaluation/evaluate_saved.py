@@ -21,8 +21,14 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, first_rank_warns, is_first_rank, run_on_every_rank, run_on_first_rank
-from longspan.comm.stop_signal import StopSignal
+from longspan.comm.all_ranks import (
+    LogLine,
+    StopSignal,
+    first_rank_warns,
+    is_first_rank,
+    run_on_every_rank,
+    run_on_first_rank,
+)
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import DataConfig, RunConfig

@@ -1,7 +1,7 @@
 """Ranks whose launcher is gone, killed or not: they stop as at SIGTERM, instead of training on where nobody sees them.
 
 Such ranks would keep GPUs busy and the run's folder locked. A run ends its step and saves first; its ranks talk over
-connections of their own, so they can. Nothing here knows a run: what SIGTERM does is `comm/stop_signal.py`'s.
+connections of their own, so they can. Nothing here knows a run: what SIGTERM does is `comm/all_ranks.py`'s.
 """
 
 import os

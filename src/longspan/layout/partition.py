@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, excerpt
-from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only, segments_from_runs
+from longspan.layout.segments import Integers, Segments, expand_runs, is_integer, make_read_only, segments_from_runs
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 _MOST_ROWS = 2**63 - 1  # the largest int64
@@ -60,11 +60,6 @@ def _to_list(lengths: Iterable[object], noun: str) -> list[object]:
         return list(lengths)
     except TypeError as error:
         raise LayoutError(f"{noun}s are {lengths!r}; give a sequence of integers, one per document") from error
-
-
-def is_integer(kind: type) -> bool:
-    """Python and numpy integers are counts, bools are not."""
-    return issubclass(kind, (int, np.integer)) and kind is not bool
 
 
 def _refuse_length(noun: str, index: int, value: object, advice: str) -> NoReturn:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from longspan.comm import World
-from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
-from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank, run_on_first_rank
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
 from longspan.data.document import NO_TARGET, Labelled
 from longspan.errors import DataError, EvaluationStopped, RunFolderError

@@ -20,8 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from longspan.comm import World, raise_first_error
-from longspan.comm.all_ranks import LogLine, is_first_rank, result_or_error, run_on_every_rank
-from longspan.comm.stop_signal import StopSignal, received_signal
+from longspan.comm.all_ranks import (
+    LogLine,
+    StopSignal,
+    is_first_rank,
+    received_signal,
+    result_or_error,
+    run_on_every_rank,
+)
 from longspan.comm.watch import is_out_of_memory, one_line
 from longspan.comm.world import open_worlds
 from longspan.config.sections import RunConfig

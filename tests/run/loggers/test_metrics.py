@@ -14,8 +14,8 @@ import torch
 
 from longspan.cli import eval as display_module
 from longspan.cli.eval import EvalDisplay
-from longspan.comm import stop_signal as stop_module
-from longspan.comm.stop_signal import StopSignal
+from longspan.comm import all_ranks as stop_module
+from longspan.comm.all_ranks import StopSignal
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans

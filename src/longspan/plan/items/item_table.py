@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from longspan.errors import DataError, plural
 from longspan.layout.layout import excerpt
-from longspan.layout.partition import is_integer
-from longspan.layout.segments import Integers, Segments, expand_runs, make_read_only
+from longspan.layout.segments import Integers, Segments, expand_runs, is_integer, make_read_only
 
 
 class Item(NamedTuple):
