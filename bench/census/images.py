@@ -159,11 +159,11 @@ _YES = {"exact": "yes", "refused": "no", "wrong": "**wrong**", "crashed": "**cra
 _INTRO = """
 ## With images
 
-Every class of transformers from images and text to text, made small, with documents of 0 to 3 images, packed, its
-tower and projector under a home of their own (`prepare(model, world, encoder=…)`, [vision models](vision-models.md));
-float64, FSDP2, cp 2 under `all_gather`, and several micro-batches under `p2p` with full recomputation. Loss and every
-gradient are compared with the stock model, which saw the documents one by one; exact means a relative error of at most
-1e-12. `longspan doctor --model FOLDER` does the same for your own model, with more degrees and types.
+The census also ran a small copy of every class from images and text to text, with packed documents of 0 to 3 images,
+and with tower and projector under a home of their own (`prepare(model, world, encoder=…)`,
+[vision models](vision-models.md)). It ran them in float64 under FSDP2, at cp 2 under `all_gather`, and in several
+micro-batches under `p2p` with full recomputation. It compared loss and every gradient with the stock model, which saw
+the documents one by one; exact means a relative error of at most 1e-12.
 
 Of {total} classes of transformers {transformers}, {exact} are exact and {refused} refused; {not_built} could not be
 built by the census, {failed} are wrong or failed.{earlier} ([The record](../bench/records/census-images.json),
@@ -173,7 +173,7 @@ too.
 
 """
 _NOT_EXACT = """
-Not exact with images; "text alone" says whether the class is, prepared without `encoder=`:
+These are not exact with images; "text alone" says whether the class is exact if it is prepared without `encoder=`:
 
 | class | models | text alone | reason |
 | --- | --- | --- | --- |

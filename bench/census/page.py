@@ -64,15 +64,12 @@ POPULAR = {
 }
 _INTRO = """# Models
 
-This page lists which of transformers' causal language models longspan runs, and how that was found out. Every class
-of transformers' registry was made small, with random weights, and run in float64 under FSDP2 at degrees 2 and 3, with
-`p2p` and `all_gather`, in several micro-batches and with full recomputation. Its loss and every gradient were compared
-with those of the stock model, which saw the same documents one by one in one process; exact means a relative error of
-at most 1e-12, or what rounding does to an ill-conditioned copy ([doctor](doctor.md)). `a2a` and `a2a+p2p` compute the
-same sums ([attention](attention.md)). A model that is not exact is refused by `prepare`, or before its first step, with
-the reason.
-
-`longspan doctor --model FOLDER` does the same for your own model, on your machine.
+This page lists which of transformers' causal language models longspan runs. A census ran a small copy of every class
+of transformers' registry in float64 under FSDP2 at degrees 2 and 3, with `p2p` and `all_gather`, in several
+micro-batches and with full recomputation. It compared loss and every gradient with the stock model, which saw the same
+documents one by one in one process. Exact means a relative error of at most 1e-12, or what rounding does to an
+ill-conditioned copy ([doctor](doctor.md)). A model that is not exact is refused by `prepare`, or before its first step,
+with the reason. `longspan doctor --model FOLDER` makes this comparison for your own model, on your machine.
 
 {figures} `{command}` makes this page from [the record](../bench/records/census.json)
 ([as a table](../bench/records/census.md)), which `python bench/census.py --out bench/records/census.json` makes.
@@ -80,13 +77,11 @@ the reason.
 ## Exact
 
 "Also" names configurations that the census ran beside the defaults of the class. `tp`, `pp` and `ep` say whether homes
-with two tensor-parallel ranks, two stages or two expert-parallel ranks are exact too, "routers" whether the balance and
-z losses of routers are; a dash: it has no experts. `tp` is of the class's default configuration: `phi` with
-`qk_layernorm` and `glm4_moe` with `use_qk_norm` are refused there. Sequence parallelism has no column: it needs `tp`,
-and a module for each part of a layer that is in the tensor-parallel plan, a norm or a block of experts; what has none
-is refused by name, as the MLP of `phi3` is. "Kernel" is the first of the
-[table of kernels](attention.md#kernels) that takes several documents at the head sizes of the class's default
-configuration on a GPU in bfloat16, for each kind of layer; where `fa4` is not installed, it is the next that can.
+with two tensor-parallel ranks, two stages or two expert-parallel ranks are exact too, and "routers" whether the balance
+and z losses of routers are; a dash means that the class has no experts. `tp` is for the class's default configuration:
+`phi` with `qk_layernorm` and `glm4_moe` with `use_qk_norm` are refused under `tp`. "Kernel" is the first of the
+[table of kernels](attention.md#kernels) that takes several documents at these head sizes on a GPU in bfloat16, for each
+kind of layer; if `fa4` is not installed, the next one runs.
 
 """
 _REFUSED = """
@@ -98,7 +93,7 @@ What the reasons mean, and what you can do:
 _NOT_BUILT = """
 ## Not built
 
-The census could not make or run a small copy of these; `longspan doctor --model FOLDER` may, of a real folder.
+The census could not make or run a small copy of these. With a real folder `longspan doctor --model FOLDER` may do so.
 
 | class | what was said |
 | --- | --- |
