@@ -36,7 +36,7 @@ from bench.census.page import page
 from bench.census.record import as_text, changes, failed
 from bench.census.run import row_of  # at the top, so that the fork server of the ranks has its imports
 
-from longspan.bench.record import write_record
+from longspan.bench.benches import write_record
 from longspan.cli.machine import machine_facts
 from longspan.versions import versions
 

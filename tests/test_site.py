@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from longspan.bench.benches import BENCHES
-from longspan.cli.evaluation.flags import refuse_training_keys
+from longspan.cli.eval import refuse_training_keys
 from longspan.cli.main import VERBS, main
 from longspan.config.file import load_config
 from longspan.errors import ConfigError

@@ -28,8 +28,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from longspan.attention import AttendCall, Mask, attend, choose_kernel
-from longspan.bench.benches import BenchFlags
-from longspan.bench.record import origin_text, show_record, write_unfinished
+from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished
 from longspan.cli.flags import parse_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks

@@ -13,7 +13,7 @@ from bench.census.run import Row, as_such, said
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from longspan.bench.record import origin_text
+from longspan.bench.benches import origin_text
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import prove
 from longspan.model.exactness.small_copies import shrink_configuration

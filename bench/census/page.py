@@ -9,7 +9,7 @@ from bench.census.images import image_section
 from bench.census.record import counts, earlier_text
 
 from longspan.attention import AttendCall, Mask
-from longspan.doctor.kernels import GPU, list_gpu_kernels
+from longspan.doctor.which_model import GPU, list_gpu_kernels
 
 COMMAND = "python bench/census.py --docs docs/models.md"
 POPULAR = {

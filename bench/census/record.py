@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from longspan.bench.record import origin_text
+from longspan.bench.benches import origin_text
 
 WAYS = ("tp 2", "pp 2", "ep 2", "router losses")
 _RANK = {"exact": 0, "refused": 1, "not built": 1, "crashed": 2, "wrong": 3}

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from longspan.bench.benches import BenchFlags
-from longspan.bench.record import origin_text, show_record, write_unfinished
+from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished
 from longspan.bench.timing import time_run
 from longspan.cli.flags import check_least, parse_flags
 from longspan.cli.machine import machine_facts
@@ -84,7 +83,7 @@ class EvaluationCase:
 
     def configuration(self, vocabulary: int) -> "PreTrainedConfig":
         """The model's configuration, with an untied head. Raises ModelError for an unknown preset."""
-        from longspan.bench.layers import change_layer_count
+        from longspan.bench.benches import change_layer_count
         from longspan.model.presets import preset_config
 
         configuration = change_layer_count(preset_config(self.preset, vocab_size=vocabulary), self.layers)

@@ -24,7 +24,7 @@ from longspan.plan import (
     MemorySettings,
     PlanOptions,
 )
-from longspan.plan.memory.bytes import Bytes
+from longspan.plan.memory.settings import Bytes
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.ways import plan_evaluation
 

@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from longspan.plan import Plan
-from longspan.plan.cost.bound import ROUNDING, lower_bound_seconds
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.links import Network
+from longspan.plan.step_times import ROUNDING, lower_bound_seconds
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.cost import Cost, StateCost
 from longspan.plan.cost.links import LEVELS, Level, Link, Wire
-from longspan.plan.cost.state_cost import StateCost
 from longspan.plan.plan import Plan
 
 SHARE = 0.2

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.errors import PlanError
-from longspan.plan.cost.bound import ROUNDING
 from longspan.plan.cost.cost import Cost
+from longspan.plan.step_times import ROUNDING
 
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of traffic in the longer of attention and traffic
 

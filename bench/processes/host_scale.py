@@ -34,7 +34,7 @@ from unittest import mock
 import numpy as np
 
 from longspan import Layout, World
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
 from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank

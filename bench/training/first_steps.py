@@ -31,7 +31,7 @@ from bench.begun import open_record
 from bench.processes.end_processes import end_with_workers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import origin_text, write_record
 from longspan.data.step_order import StepOrder
 from longspan.plain_text import markdown_table
 from longspan.plan.distributions import sample_lengths

@@ -24,8 +24,7 @@ from bench.begun import missing_row, open_record
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.bench.layers import change_layer_count
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import change_layer_count, origin_text, write_record
 from longspan.comm import World, bind
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, preset_config

@@ -22,7 +22,7 @@ from bench.begun import open_record
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import origin_text, write_record
 from longspan.checkpoint.saver import CachedPlanner
 from longspan.plain_text import markdown_table
 

@@ -24,7 +24,7 @@ import torch
 from bench.begun import open_record
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import origin_text, write_record
 from longspan.comm import run_local
 from longspan.plain_text import markdown_table
 from longspan.train import CheckpointSaver, build_optimizer

@@ -17,8 +17,7 @@ from bench.begun import missing_row
 from bench.training.hf_peer import PEER, open_peer_step
 from bench.training.packed_peer import PACKED_PEER, open_packed_step
 
-from longspan.bench.step.command import main
-from longspan.bench.step.ranks import Cases, measure_steps, rows_note
+from longspan.bench.step.command import Cases, main, measure_steps, rows_note
 from longspan.bench.step.settings import StepSettings
 from longspan.comm import World
 

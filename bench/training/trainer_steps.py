@@ -22,8 +22,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from longspan.bench.layers import change_layer_count
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import change_layer_count, origin_text, write_record
 from longspan.model.presets import preset_config
 from longspan.plain_text import markdown_table
 

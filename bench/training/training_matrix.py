@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench.begun import open_record
 
-from longspan.bench.record import origin_text, write_record
+from longspan.bench.benches import origin_text, write_record
 from longspan.comm import run_local
 from tests.train.steps.matrix import DTYPES, LIMITS, RANKS, Combination, Errors, every, run, wanted_of, worst_of_ranks
 

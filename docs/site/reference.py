@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from longspan.bench.benches import BENCHES
-from longspan.bench.calibrate.command import CalibrateFlags
-from longspan.bench.step.flags import StepFlags
+from longspan.bench.calibrate import CalibrateFlags
+from longspan.bench.step.settings import StepFlags
 from longspan.cli.doctor import DoctorFlags
-from longspan.cli.evaluation.flags import EvalFlags, refuse_training_keys
+from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
-from longspan.cli.flags import TrainFlags, flag_types
-from longspan.cli.help import find_words
+from longspan.cli.flags import TrainFlags, find_words, flag_types
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags

@@ -7,7 +7,7 @@ import torch
 
 from longspan import Layout, World, plan_fixed
 from longspan.attention import all_gather, all_to_all, ring
-from longspan.plan.memory import bytes as memory_bytes
+from longspan.plan import head_split
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import (
     LIMIT,
@@ -75,7 +75,7 @@ def test_parity_in_slices_and_over_own_communicators():
 
 def grouped_cases(rank, slots, cases):
     """Cases whose queries are taken for large: backward computes one key/value head after another."""
-    memory_bytes.QUERY_GRADIENT_BYTES = 1  # in this process only
+    head_split.QUERY_GRADIENT_BYTES = 1  # in this process only
     all_gather.SLICE_BYTES = all_to_all.SLICE_BYTES = ring.HALVES_BYTES = 0
     with World(Layout(ranks=slots), backend=backend()) as world:
         return worst_errors(cases, slots, world)

@@ -11,7 +11,7 @@ from longspan.attention.call import Members
 from longspan.attention.tiles import Mask, tiles_between
 from longspan.comm.shard import ShardPart
 from longspan.layout import Partition, Segments
-from longspan.plan.cost.type_price import fetched_share
+from longspan.plan.cost.machine import fetched_share
 from tests.attention.test_tiles import assert_one_launch, seen, whole
 from tests.mutation import mutated
 

@@ -17,7 +17,7 @@ from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
 from longspan.comm import Channel, RingBlocks
-from longspan.plan.memory import bytes as memory_bytes
+from longspan.plan import head_split
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
 from tests.attention.test_attend import needs
@@ -137,7 +137,7 @@ def peaks_of_groups(rank, slots):
         shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
         for kind in ("p2p", "all_gather", "a2a"):
             for most in (1 << 30, 1):
-                memory_bytes.QUERY_GRADIENT_BYTES = most  # in this process only
+                head_split.QUERY_GRADIENT_BYTES = most  # in this process only
                 leaves = [torch.ones(ROWS, HEADS, SIZE, dtype=torch.bfloat16, device=shard.device) for _ in range(3)]
                 leaves = [x.requires_grad_() for x in leaves]
                 out = attend(*leaves, shard, cp_comm_type=kind)

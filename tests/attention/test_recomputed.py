@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from longspan import Layout, World, attend, bind
 from longspan.attention import all_to_all
 from longspan.attention.saved_outputs import Recording
-from longspan.plan.memory import bytes as memory_bytes
+from longspan.plan import head_split
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import Case, Question, Way, cases_of, micro_batch, worst_errors
 from tests.attention.test_attend import check, needs
@@ -60,7 +60,7 @@ def test_parity_in_slices(slots: int) -> None:
 
 def one_by_one(rank: int, slots: int, cases: list[Case]) -> list[float]:
     """The same where the sums of all slices are taken for too large: a slice is sent when the one before arrived."""
-    memory_bytes.QUERY_GRADIENT_BYTES = 1  # in this process only
+    head_split.QUERY_GRADIENT_BYTES = 1  # in this process only
     return sliced(rank, slots, cases)
 
 
@@ -83,7 +83,7 @@ def backward_peaks(rank: int, slots: int) -> dict[tuple[bool, bool], float]:
         q, k, v = (torch.ones(512, *s, dtype=torch.bfloat16, device=shard.device).requires_grad_() for s in shapes)
         for lean in (False, True):
             for most in (1 << 30, 1):
-                memory_bytes.QUERY_GRADIENT_BYTES = most  # in this process only
+                head_split.QUERY_GRADIENT_BYTES = most  # in this process only
                 recording = Recording(keep_exchanged=not lean)
                 with recording.forward():
                     attend(q, k, v, shard, cp_comm_type="a2a")

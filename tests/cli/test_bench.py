@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from bench.begun import open_record
 
-from longspan.bench.benches import BENCHES, SCRIPTS, BenchFlags
-from longspan.bench.record import write_record
+from longspan.bench.benches import BENCHES, SCRIPTS, BenchFlags, write_record
 from longspan.cli.main import main
 from longspan.errors import ConfigError
 

@@ -8,8 +8,7 @@ from bench.training.step_peers import peer_cases
 
 from longspan.bench.step.command import main as bench_step
 from longspan.bench.step.command import record_markdown, record_text
-from longspan.bench.step.flags import parse_step
-from longspan.bench.step.settings import StepSettings, make_settings
+from longspan.bench.step.settings import StepSettings, make_settings, parse_step
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError

@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from longspan.bench.calibrate import command
-from longspan.bench.calibrate.command import (
+from longspan.bench import calibrate
+from longspan.bench.calibrate import (
+    MESSAGE_BYTES,
     CalibrateFlags,
+    CalibrationSettings,
+    Measured,
+    Sample,
+    calibrate_ranks,
     calibration_text,
     fit_machine,
+    fit_samples,
+    least_squares,
     make_calibration_settings,
     make_record,
 )
-from longspan.bench.calibrate.fit import Sample, fit_samples, least_squares
-from longspan.bench.calibrate.trials import MESSAGE_BYTES, CalibrationSettings, Measured, calibrate_ranks
 from longspan.cli.main import main
 from longspan.plan import Machine
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
@@ -197,7 +202,7 @@ def test_two_hosts_are_those_of_the_launcher_and_what_is_between_them_is_measure
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over a slow link between two torchruns: tests/launch/test_two_nodes.py, in `make test-all`."""
-    monkeypatch.setattr(command, "run_on_ranks", lambda _, args, n: run_ranks(_calibrate_two_hosts, n, *args)[0])
+    monkeypatch.setattr(calibrate, "run_on_ranks", lambda _, args, n: run_ranks(_calibrate_two_hosts, n, *args)[0])
     out = tmp_path / "machine.json"
     assert main(["bench", "calibrate", "--world", "4", *ONCE, "--out", str(out)]) == 0
     machine = Machine.from_json(json.loads(out.read_text()))

@@ -13,7 +13,7 @@ from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Machine, plan_fixed
 from longspan.plan.distributions import sample_lengths
-from longspan.plan.plan_rows import plan_row
+from longspan.plan.plan import plan_row
 from tests.report.runs import write_run
 
 COMPARE = ("plan", "--compare")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from longspan.checkpoint.files import PARTIAL
-from longspan.cli.evaluation.output import _bucket_tables, result_tables
+from longspan.cli.eval import _bucket_tables, result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.evaluation.metrics import Bucket, Mean
@@ -97,7 +97,7 @@ def test_a_degree_that_does_not_fit_is_refused_before_ranks_start(
 
 
 def test_a_perplexity_that_nobody_can_read_is_not_written_out() -> None:
-    names, row = result_tables([result(np.full(5, 50.0))], 1).splitlines()[1:3]
+    names, row = next(result_tables([result(np.full(5, 50.0))], 1)).splitlines()[1:3]
     assert names.startswith("set       type  cp          loss  perplexity")
     assert row.startswith("held out  -      1  50.000000000   over 1e21")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.bench.step.flags import parse_step
-from longspan.cli.evaluation.flags import EvalFlags, parse_eval
+from longspan.bench.step.settings import parse_step
+from longspan.cli.eval import EvalFlags, parse_eval
 from longspan.cli.flags import TrainFlags, flag_types, parse_flags, parse_train
 from longspan.cli.main import VERBS, main
 from longspan.cli.plan import PlanFlags

@@ -55,7 +55,7 @@ def test_the_driver_is_asked_for_builds_that_use_it(
             raise OSError(f"{name}: cannot open shared object file")
         return driver
 
-    monkeypatch.setattr(gpus, "_torch_build", lambda: build)
+    monkeypatch.setattr(gpus, "_has_build", lambda driver: build.get(driver) is not None)
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert find_gpus() == expected
     gpus._driver_gpus.cache_clear()

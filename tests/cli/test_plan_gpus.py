@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from longspan.cli.main import main
-from longspan.cli.plans.fit import UNIT
-from longspan.cli.plans.gpu_run import RunOnGpus
+from longspan.cli.plans.fit import UNIT, RunOnGpus
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.file import load_config
 from longspan.errors import ConfigError, PlanError

@@ -10,7 +10,7 @@ import pytest
 from longspan.cli import machine, processes
 from longspan.cli.main import main
 from longspan.cli.plans import question
-from longspan.cli.plans.gpu_run import can_scale, position_limit
+from longspan.cli.plans.fit import can_scale, position_limit
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.model.seams import rope

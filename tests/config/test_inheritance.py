@@ -10,7 +10,7 @@ from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
-from longspan.plan.hierarchy import level_sizes
+from longspan.plan.micro_batch import level_sizes
 
 OWN = ModelConfig(path="folder-of-no-model")
 KEYS = tuple(key.name for key in fields(PlanSection))

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 
-from longspan.doctor.kernels import kernel_lines
-from longspan.doctor.which_model import find_configuration
+from longspan.doctor.which_model import find_configuration, kernel_lines
 from longspan.errors import ConfigError, ModelError
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.seams.call_rules import doctor_hint

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from longspan.launch.launch import pickle_call
-from longspan.launch.local_ranks import LocalRanks
+from longspan.launch.launch import LocalRanks, pickle_call
 from tests.launch.process_state import ProcessState
 
 RANKS_PER_GPU = "LONGSPAN_TEST_RANKS_PER_GPU"

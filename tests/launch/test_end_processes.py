@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from bench.processes.end_processes import end_with_workers
 
-from longspan.launch.siblings import processes_of_torchrun
+from longspan.launch.orphans import processes_of_torchrun
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -17,7 +17,7 @@ import torch
 
 from longspan.errors import CommError, LayoutError, RankLostError
 from longspan.launch import launch, rank_process
-from longspan.launch.local_ranks import LocalRank, LocalRanks
+from longspan.launch.launch import LocalRank, LocalRanks
 from longspan.testing import run_ranks
 
 

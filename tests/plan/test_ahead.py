@@ -16,8 +16,7 @@ import pytest
 
 from longspan.errors import PlanError
 from longspan.plan import Plan
-from longspan.plan.plan_ahead import PlanAhead
-from longspan.plan.planning import PlannerError
+from longspan.plan.plan_ahead import PlanAhead, PlannerError
 from longspan.testing import run_ranks
 from tests.plan import planners
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_fixed, plan_padded, slot_rows
-from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
-from longspan.plan.planners.fixed import Packer, smallest_degree
-from longspan.plan.planners.request import Request
+from longspan.plan.planners.fixed import Packer, pack_first_fit, pack_least_loaded, smallest_degree
+from longspan.plan.planners.options import Request
 from tests.plan.cases import bounded, lengths
 
 PLANNERS = {"fixed": plan_fixed, "padded": plan_padded}

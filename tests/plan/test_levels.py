@@ -7,7 +7,7 @@ import pytest
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Group, plan_fixed
-from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
+from longspan.plan.micro_batch import Levels, group_levels, hierarchical_groups
 
 SIZES = [(2, 2), (4, 2), (2, 4), (2, 3), (3, 2), (1, 4), (4, 1)]
 
@@ -39,6 +39,7 @@ def test_hierarchical_groups_of_a_plan_are_named_once() -> None:
     plan = plan_fixed(
         [200] * 8, Layout(8), cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2), **settings
     )
-    assert [group_levels(g).a2a for g in hierarchical_groups(plan)] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
-    assert not list(hierarchical_groups(plan_fixed([200], Layout(8), **settings)))
-    assert isinstance(group_levels(next(hierarchical_groups(plan))), Levels)
+    groups = list(hierarchical_groups(plan.micro_batches))
+    assert [group_levels(group).a2a for group in groups] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
+    assert not list(hierarchical_groups(plan_fixed([200], Layout(8), **settings).micro_batches))
+    assert isinstance(group_levels(groups[0]), Levels)

@@ -10,7 +10,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
 from longspan.plan.distributions import sample_lengths
-from longspan.plan.plan_rows import group_counts, plan_row
+from longspan.plan.plan import group_counts, plan_row
 
 LENGTHS = [900, 300, 20, 400, 7, 1200, 63]
 PLANS = {

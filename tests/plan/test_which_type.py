@@ -4,7 +4,8 @@ import pytest
 
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions, plan_dynamic, plan_fixed
-from longspan.plan.ways import list_type_options, plan_type_text, type_text
+from longspan.plan.micro_batch import type_text
+from longspan.plan.ways import list_type_options, plan_type_text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import Group, MicroBatch, Plan
-from longspan.report.bars import plan_bars
+from longspan.report.gantt import plan_bars
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
 

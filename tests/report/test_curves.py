@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
-from longspan.report.curves import curve, smooth, thin_curve
 from longspan.report.gantt import ticks
+from longspan.report.page import curve, smooth, thin_curve
 from tests.plan.cases import bounded
 
 

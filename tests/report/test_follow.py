@@ -20,9 +20,8 @@ from longspan.cli.main import main
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed
-from longspan.plan.plan_rows import find_plan, plan_row, read_plans
-from longspan.report.follow import Follower, is_over, live_page
-from longspan.report.live_run import LiveRun, lock_holder
+from longspan.plan.plan import find_plan, plan_row, read_plans
+from longspan.report.follow import Follower, LiveRun, is_over, live_page, lock_holder
 from longspan.run.loggers import MetricsLog
 from longspan.run.records import PlanLog
 from tests.report.pages import parts_of, value_of, words_of

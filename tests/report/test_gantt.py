@@ -9,8 +9,7 @@ from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import gantt_svg, plan_document, write_png
-from longspan.report.bars import FILLS, plan_bars
-from longspan.report.gantt import plan_part
+from longspan.report.gantt import FILLS, plan_bars, plan_part
 from longspan.report.page import room_text
 from tests.report.runs import mixed_plan
 

@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from longspan.report import plan_page, write_report
-from longspan.report.curves import chart, curve
 from longspan.report.evaluation_page import eval_page
-from longspan.report.page import PATTERNS, head, page, room_text, section, tag, text
+from longspan.report.page import PATTERNS, chart, curve, head, page, room_text, section, tag, text
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, mixed_plan, train_row, write_run
 

@@ -35,7 +35,7 @@ from longspan.errors import (
     plural,
 )
 from longspan.plan import Machine, Plan, read_plans
-from longspan.plan.plan_rows import group_counts
+from longspan.plan.plan import group_counts
 from longspan.run import records as run_records
 from longspan.run import set_up
 from longspan.run.checks import check_config

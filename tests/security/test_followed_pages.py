@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.report.follow import Follower, live_page
-from longspan.report.live_run import LiveRun
+from longspan.report.follow import Follower, LiveRun, live_page
 from tests.report.runs import train_row, write_run
 from tests.security.test_hostile_pages import BAD_ROWS
 from tests.security.test_sockets import LOOPBACKS, listening_addresses

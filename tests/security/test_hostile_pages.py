@@ -12,11 +12,10 @@ import pytest
 from longspan.cli.main import main
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan import Plan
-from longspan.plan.plan_rows import plan_row
+from longspan.plan.plan import plan_row
 from longspan.report import plan_document, plan_page, write_report
 from longspan.report.evaluation_page import eval_page
-from longspan.report.follow import live_page
-from longspan.report.live_run import LiveRun
+from longspan.report.follow import LiveRun, live_page
 from longspan.report.page import page as draw_page
 from longspan.report.run_folder import RunFolder
 from tests.report.pages import draw, parts_of, words_of

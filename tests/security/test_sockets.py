@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from longspan import Layout, World
-from longspan.launch.local_ranks import LOOPBACK, start_store_server
+from longspan.launch.launch import LOOPBACK, start_store_server
 from longspan.testing import run_ranks
 from tests.run.test_run_signals import LOCAL, started
 

@@ -7,9 +7,8 @@ import torch
 
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
-from longspan.plan.cost.model_flops import model_flops
 from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.train.step_figures import StepFigures, waiting_text
 from longspan.train.terms.encoders import EncoderTimes, PartClock
 

@@ -33,8 +33,7 @@ from longspan.attention.rows import (
 )
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
-from longspan.plan.head_split import HeadSplit, head_split
-from longspan.plan.memory.bytes import count_exchange_slices, count_head_groups
+from longspan.plan.head_split import HeadSplit, count_exchange_slices, count_head_groups, head_split
 
 
 class HeadSwap:

@@ -25,8 +25,8 @@ from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, 
 from longspan.layout import Segments
 from longspan.layout.segments import NO_SPANS, Integers, Spans, expand_runs, segments_from_runs
 from longspan.plan import AttentionCall
-from longspan.plan.cost.type_price import fetched_share
-from longspan.plan.memory.bytes import count_head_groups
+from longspan.plan.cost.machine import fetched_share
+from longspan.plan.head_split import count_head_groups
 
 _NO_ROWS = np.empty(0, dtype=np.int64)
 

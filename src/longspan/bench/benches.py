@@ -1,13 +1,20 @@
-"""`longspan bench NAME`: the list of benches, and flags that all of them have. Records are written by `record.py`."""
+"""`longspan bench NAME`: the list of benches, the flags that all of them have, and their records."""
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from longspan.cli.processes import Device, choose_processes, print_note
+from longspan.cli.flags import write_text
+from longspan.cli.machine import machine_text
+from longspan.cli.processes import Device, choose_processes, is_reporting, print_note
 from longspan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +37,6 @@ class BenchFlags:
     """Print the record as JSON, and nothing else, on standard output."""
 
     def check_flags(self) -> None:
-        """Raise ConfigError if nothing would be timed, or if the record could not be written."""
         if self.repeats < 1 or self.warmup < 0:
             raise ConfigError(f"--repeats {self.repeats} --warmup {self.warmup}: at least 1 and 0")
         if self.out and Path(self.out).is_dir():
@@ -41,9 +47,8 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """Return how many processes there are, and their backend.
-
-        Without --world and torchrun there is one for each GPU, or on CPUs `without_gpus` of them.
+        """Return how many processes there are (without --world, torchrun and GPUs `without_gpus`), and their
+        backend.
         """
         processes = choose_processes(self.world, self.device, on_cpus=without_gpus)
         print_note(processes.note, sys.stderr)
@@ -54,6 +59,7 @@ BENCHES = {
     "calibrate": "what this machine and its network sustain, for run.machine and plan --machine",
     "step": "whole training steps of a model under padded, fixed and dynamic plans, next to their predictions",
 }
+MODULES = {"calibrate": "calibrate", "step": "step.command"}
 SCRIPTS = {  # benches that the package does not have, and where they are
     "attention": "bench/attention/attention_types.py",
     "eval": "bench/evaluation/evaluation_degrees.py",
@@ -61,22 +67,53 @@ SCRIPTS = {  # benches that the package does not have, and where they are
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the bench that the first argument names, with the others as its flags; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help", "--help-all", "--list"):
-        print(usage_text())
+        lines = "\n".join(f"  {name:<11}{text}" for name, text in BENCHES.items())
+        print(
+            f"usage: longspan bench NAME [flags]\n\n{lines}\n\n"
+            "longspan bench NAME --help shows a bench's flags. Records that back a claim are kept in bench/records."
+        )
         return 0
     name, *arguments = argv
     if name in SCRIPTS:
         raise ConfigError(f"bench {name} is a script of the repository: python {SCRIPTS[name]} [flags]")
     if name not in BENCHES:
         raise ConfigError(f"longspan bench has no {name!r}; it has {', '.join(BENCHES)}")
-    return import_module(f"longspan.bench.{name}.command").main(arguments)
+    return import_module(f"longspan.bench.{MODULES[name]}").main(arguments)
 
 
-def usage_text() -> str:
-    """Write what `longspan bench` prints."""
-    lines = "\n".join(f"  {name:<11}{text}" for name, text in BENCHES.items())
-    return (
-        f"usage: longspan bench NAME [flags]\n\n{lines}\n\n"
-        "longspan bench NAME --help shows a bench's flags. Records that back a claim are kept in bench/records."
-    )
+def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:
+    """Print a finished record, as JSON with --json, and write it to the file of --out; on the reporting rank only."""
+    if not is_reporting():
+        return
+    if flags.out:
+        write_record(record, Path(flags.out), markdown)
+    print(json.dumps(record, indent=1) if flags.json else text)
+
+
+def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(record, indent=1) + "\n")
+    write_text(path.with_suffix(".md"), markdown)
+
+
+def write_unfinished(record: dict[str, Any], out: str) -> None:
+    """Write what has been measured so far, for a bench that may be interrupted; with out "" nothing is written."""
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, json.dumps(record, indent=1))
+
+
+def origin_text(record: dict[str, Any]) -> str:
+    packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    commit = f" Commit {record['commit']}." if "commit" in record else ""
+    return f"Machine: {machine_text(record['machine'])}. Versions: {packages}.{commit} Command: `{record['command']}`."
+
+
+def change_layer_count(configuration: "PreTrainedConfig", count: int) -> "PreTrainedConfig":
+    """Change a configuration to `count` layers, whose kinds (full attention, window) repeat in the model's order."""
+    text = configuration.get_text_config()
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    text.num_hidden_layers = count
+    text.layer_types = [types[layer % len(types)] for layer in range(count)]
+    return configuration

@@ -19,9 +19,8 @@ def time_run(run: Callable[[], object], world: World) -> float:
 
 
 def time_in_turn(run: Callable[[], object], repeats: int, world: World) -> list[float]:
-    """Time runs one after another, as steps of a training come: the host waits for the GPU only where a run does.
-
-    A run's seconds are those from the return of the call before to the return of its own, so an untimed call is first.
+    """Time runs one after another, as steps of a training come: the host waits for the GPU only where a run does. A
+    run's seconds are those from the return of the call before to the return of its own, so an untimed call is first.
     """
     wait_for_gpu(world)
     world.control.barrier("start of timed runs")

@@ -110,11 +110,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def version_checks(installed: dict[str, str]) -> Iterator[Check]:
-    """Yield a check of each package's version, and a failed one for each package that longspan cannot run without.
-
-    A version is good between the bounds of `SUPPORTED`: the least version that longspan is tested with, and the first
-    that it is not (None: no upper bound). Only the first two numbers are compared. A package without bounds has no
-    verdict.
+    """A version is good between the bounds of `SUPPORTED`: the least that longspan is tested with, and the first that
+    it is not (None: no bound). Only the first two numbers are compared. A package without bounds has no verdict; one
+    that longspan cannot run without, and that is not installed, fails.
     """
     for name, text in installed.items():
         least_version, first_unsupported = SUPPORTED.get(name, (None, None))
@@ -132,7 +130,7 @@ def version_checks(installed: dict[str, str]) -> Iterator[Check]:
 
 
 def device_checks() -> Iterator[Check]:
-    """Yield the processor, each GPU, and which communication backends there are; only several GPUs need NCCL."""
+    """Only several GPUs need NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -149,9 +147,8 @@ def device_checks() -> Iterator[Check]:
 
 
 def kernel_checks() -> Iterator[Check]:
-    """Yield which attention kernel runs for each device and dtype, and why the others do not run here.
-
-    The call that is asked about has one head of size 128 over one packed document.
+    """Which attention kernel runs a call of one head of size 128 over one packed document, for each device and dtype,
+    and why the others do not run here.
     """
     import torch
 
@@ -175,9 +172,8 @@ def kernel_checks() -> Iterator[Check]:
 
 
 def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
-    """Yield a check for each process group that was made, and for each comparison with the stock model.
-
-    `details` is the JSON object of `compare_preset`.
+    """A check for each process group that was made, and for each comparison with the stock model; `details` is the JSON
+    object of `compare_preset`.
     """
     ranks_text = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
     for record in details["groups"]:
@@ -200,9 +196,8 @@ def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
     device = devices[flags.backend]
     if device == "auto" and gpus == 1 and not flags.world:  # one GPU has no degrees to compare
         device = "cpu"
-    processes = choose_processes(
-        flags.world, device, on_gpus=min(gpus, LOCAL_RANKS), on_cpus=LOCAL_RANKS, for_cpus="--backend gloo"
-    )
+    ranks: dict[str, Any] = {"on_gpus": min(gpus, LOCAL_RANKS), "on_cpus": LOCAL_RANKS}
+    processes = choose_processes(flags.world, device, **ranks, for_cpus="--backend gloo")
     return compare_preset(processes, flags.timeout_seconds)
 
 

@@ -24,10 +24,9 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
-from longspan.doctor.kernels import KernelLine, kernel_lines
 from longspan.doctor.proof import InWorld, Proof, Ranks, outcome_text, proof_json, proof_text, run_proof
 from longspan.doctor.stock import no_video_reason
-from longspan.doctor.which_model import find_configuration, reads_images
+from longspan.doctor.which_model import KernelLine, find_configuration, kernel_lines, reads_images
 from longspan.errors import CommError, LongspanError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
@@ -51,10 +50,8 @@ def prove_model(
     timeout: float,
     as_json: bool,
 ) -> int:
-    """Prove that a model is exact here, by the flags of the verb, and print the outcomes.
-
-    Returns 0 if it is proven, otherwise 1. Raises ConfigError for an unknown name, ModelError where no small copy of
-    the model can be made.
+    """Prove that a model is exact here, and print the outcomes; returns 0 if it is proven, otherwise 1. Raises
+    ConfigError for an unknown name, ModelError where no small copy of the model can be made.
     """
     began = time.perf_counter()
     config = find_configuration(name)
@@ -88,9 +85,8 @@ def prove_model(
 
 
 def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
-    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes; returns a JSON object.
-
-    Raises CommError where the ranks did not end well.
+    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes; returns a JSON object. Raises
+    CommError where the ranks did not end well.
     """
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
@@ -131,12 +127,12 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment()
     show = is_reporting() and sys.stderr.isatty()
-    launch = _run_torchrun_cases if has_torchrun() else None
-    return run_proof(config, cases, Ranks(processes.ranks, processes.backend, timeout, show, launch))
 
+    def launch(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
+        return run_on_ranks(fn, (task,), count, seconds)
 
-def _run_torchrun_cases(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
-    return run_on_ranks(fn, (task,), count, seconds)
+    ranks = Ranks(processes.ranks, processes.backend, timeout, show, launch if has_torchrun() else None)
+    return run_proof(config, cases, ranks)
 
 
 def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import longspan
-from longspan.cli.flags import parse_flags
-from longspan.cli.help import Word
+from longspan.cli.flags import Word, parse_flags
 from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json
@@ -63,10 +62,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examples_folder() -> Path:
-    """Return where the examples lie: in the package, or next to `src` of a checkout.
-
-    Raises ConfigError if in neither.
-    """
+    """In the package, or next to `src` of a checkout."""
     package = Path(longspan.__file__).parent
     for folder in (package / "_examples", package.parents[1] / "examples"):
         if (folder / "first.toml").is_file():
@@ -75,9 +71,8 @@ def examples_folder() -> Path:
 
 
 def first_sentence(path: Path) -> str:
-    """Return the first sentence of the comment or docstring that an example begins with; "" where there is neither.
-
-    A sentence too wide for the list ends at its first comma, semicolon or colon.
+    """Return the first sentence of the comment or docstring that an example begins with; "" where there is neither. A
+    sentence too wide for the list ends at its first comma, semicolon or colon.
     """
     lines = path.read_text(encoding="utf-8").removeprefix("#!/bin/bash\n").splitlines()
     # of a docstring the first paragraph, else the lines of the comment

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from longspan import __version__
-from longspan.cli.flags import parse_flags
-from longspan.cli.help import Word
+from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError, plural
 from longspan.evaluation.request import split_target
 from longspan.files import as_json

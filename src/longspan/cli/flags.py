@@ -1,25 +1,124 @@
-"""Words of the command line to a dataclass of flags, for every verb; `help.py` shows them.
+"""Words of the command line to a dataclass of flags, for every verb, and what `--help` shows of them.
 
-`train` and `eval` have every key of the configuration as `--section.key value`. A flag may have dashes or underscores,
-and "=" or a space before its value.
+`train` and `eval` have every key of the configuration as `--section.key value`; a verb's other flags have dashes. A
+flag may have dashes or underscores, and "=" or a space before its value.
 """
 
+import inspect
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
+from textwrap import wrap
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from longspan.cli.help import Groups, Word, find_words, help_text, shown_flag
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import find_folders, resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
-from longspan.config.keys import section_keys, set_key_values
+from longspan.config.keys import NOT_GIVEN, class_texts, key_value, section_keys, section_texts, set_key_values
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
 from longspan.files import name_file_in_errors, os_error_text
+
+Groups = Mapping[str, Sequence[str]]  # titles, and the flags of each: those that --help shows, as SHOWN of a class
+_NAMES = 30  # columns of flags
+_WIDEST = 110  # columns in all
+_VALUES = {int: "N", float: "X", str: "TEXT", bool: ""}
+
+
+@dataclass(frozen=True)
+class Word:
+    """Marks a field as a word without a flag: its name in help, and, if it must be given, what it is and an example."""
+
+    metavar: str
+    what: str = ""
+    example: str = ""
+
+
+def find_words(kind: Any) -> dict[str, Word]:
+    hints = get_type_hints(kind, include_extras=True)
+    marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: mark for name in marks for mark in marks[name] if isinstance(mark, Word)}
+
+
+def shown_flag(flag: str) -> str:
+    """Write a flag as messages and help do.
+
+    >>> shown_flag("--dry_run"), shown_flag("--train.save_every")
+    ('--dry-run', '--train.save_every')
+    """
+    return flag if "." in flag else flag.replace("_", "-")
+
+
+def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) -> str:
+    """Write the help of a verb: its text, its examples, and the flags of its `SHOWN`, or (`whole`) all `types`."""
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    words = find_words(kind)
+    texts = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in class_texts(base).items()}
+    for section, hint in get_type_hints(kind).items():
+        if is_dataclass(hint):
+            texts |= {f"{section}.{key}": text for key, text in section_texts(hint).items()}
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
+    examples = [f"  {text}" for text in paragraphs if text.startswith("longspan ")]
+    lines = [" ".join(["usage:", prog, *(word.metavar for word in words.values()), "[flags]"])]
+    for paragraph in paragraphs:
+        if not paragraph.startswith("longspan "):
+            lines += ["", *wrap(" ".join(paragraph.split()), width)]
+    lines += ["", "examples:", *examples] if examples else []
+    lines += [""] if words else []
+    for name, word in words.items():
+        lines += _entry(word.metavar, texts[name], width)
+    shown: Groups = getattr(kind, "SHOWN", {})
+    groups = {title: list(flags) for title, flags in shown.items()}
+    if whole or not shown:
+        for flag in (flag for flag in types if not any(flag in flags for flags in shown.values())):
+            title = f"[{flag[2:].partition('.')[0]}]" if "." in flag else "further flags" if shown else "flags"
+            groups.setdefault(title, []).append(flag)
+    for title, flags in groups.items():
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            name = "--data" if flag == "--data.path" else shown_flag(flag)  # as in verbs without that section
+            text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
+            lines += _entry(f"{name} {_value_text(types[flag])}", text, width)
+    if shown and not whole:
+        lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
+    return "\n".join(lines)
+
+
+def _entry(name: str, text: str, width: int) -> Iterator[str]:
+    first, *further = wrap(text, width - _NAMES)
+    if len(name) > _NAMES - 4:
+        yield f"  {name}"
+        name = ""
+    yield f"  {name:<{_NAMES - 2}}{first}"
+    yield from (f"{'':<{_NAMES}}{line}" for line in further)
+
+
+def _value_text(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return "|".join(str(choice) for choice in get_args(kind) if choice)
+    if get_origin(kind) is tuple:
+        item, *further = get_args(kind)
+        return f"{_VALUES[item]} …" if further == [...] else " ".join(_VALUES[item] for item in get_args(kind))
+    if kind in _VALUES:
+        return _VALUES[kind]
+    return "|".join(map(_value_text, get_args(kind)))  # of several types
+
+
+def _default_text(kind: Any, flag: str, text: str) -> str:
+    name, _, key = flag[2:].partition(".")
+    (field,) = (field for field in fields(kind) if field.name == name)
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    value = key_value(value, key) if key else value
+    of_run = bool(key) and "config" not in find_words(kind)  # without a file, keys have the values of a run
+    if of_run or "Default" in text or value is False or value in ("", (), NOT_GIVEN):
+        return ""
+    shown = value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else str(value).lower(),)
+    return f" (default: {' '.join(map(str, shown))})"
+
 
 Flags = TypeVar("Flags", bound=Any)
 Repeated = Annotated[tuple[str, ...], "again for more"]  # a flag that is given once for each of its values
@@ -63,7 +162,6 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
 def make_flags(
     kind: type[Flags], words: Sequence[str], values: Mapping[str, Any], prog: str, defaults: Mapping[str, Any]
 ) -> Flags:
-    """Make the dataclass from the words without a flag and from the values of flags; both win over `defaults`."""
     places = find_words(kind)
     if len(words) > len(places):
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
@@ -88,14 +186,12 @@ def make_flags(
 
 
 def check_least(flags: Any, **least: int) -> None:
-    """Raise ConfigError where the value of a flag is below the least that it may be."""
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
             raise ConfigError(f"{shown_flag(f'--{name}')} is {value}; give an integer of at least {number}")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file that a flag names. Raises ConfigError where it cannot be written."""
     try:
         with name_file_in_errors(Path(path)):
             Path(path).write_text(text, encoding="utf-8")
@@ -119,9 +215,8 @@ def _is_value(kind: Any) -> bool:
 
 
 def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
-    """Yield each flag with underscores, the words behind it, and whether "=" is before the first of them.
-
-    The words before any flag come first, with the flag "".
+    """Yield each flag with underscores, the words behind it, and whether "=" is before the first of them. The words
+    before any flag come first, with the flag "".
     """
     flag, values, joined = "", list[str](), False
     for word in argv:
@@ -194,19 +289,19 @@ def _is_number(word: str, kind: type[int] | type[float]) -> bool:
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:
     """Raise ConfigError for the flags among the words that a verb with these flags does not have, with the nearest."""
-    flags = dict.fromkeys(flag for flag, _, _ in split_flags(argv) if flag)
-    unknown = [flag for flag in flags if flag not in types and _SAME.get(flag) not in types]
-    if unknown:
-        texts = (f"{shown_flag(flag)}: {_flag_hint(flag, types, prog)}" for flag in unknown)
+    texts = list[str]()
+    for flag in dict.fromkeys(flag for flag, _, _ in split_flags(argv) if flag):
+        if flag in types or _SAME.get(flag) in types:
+            continue
+        in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
+        hint = nearest_hint(shown_flag(flag), map(shown_flag, types), prefix="--")
+        if in_sections:
+            hint = f"did you mean {in_sections[0]!r}?"
+        elif hint.startswith("known: ") and len(types) > _FEW:
+            hint = f"{prog} --help-all lists those that it has"
+        texts.append(f"{shown_flag(flag)}: {hint}")
+    if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
-
-
-def _flag_hint(flag: str, types: Mapping[str, Any], prog: str) -> str:
-    in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
-    if in_sections:
-        return f"did you mean {in_sections[0]!r}?"
-    hint = nearest_hint(shown_flag(flag), map(shown_flag, types), prefix="--")
-    return f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
 
 
 @dataclass(frozen=True)

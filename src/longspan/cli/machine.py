@@ -35,10 +35,8 @@ NO_GPUS = LocalGpus(0, (0, 0))
 
 
 def find_gpus() -> LocalGpus:
-    """Find the GPUs that torch can use.
-
-    On Linux CUDA's driver counts them for a build of torch for CUDA, and a build for CPUs can use none. For a build for
-    AMD, and on other systems, torch itself is imported to count them.
+    """On Linux CUDA's driver counts GPUs for a build of torch for CUDA, and a build for CPUs can use none. For a build
+    for AMD, and on other systems, torch itself is imported to count them.
     """
     if sys.platform == "linux" and not _has_build("hip"):
         return _driver_gpus() if _has_build("cuda") else NO_GPUS
@@ -78,30 +76,24 @@ def find_first_gpu() -> tuple[str, int] | None:
 
 
 @cache
-def _torch_build() -> dict[str, Any]:
+def _has_build(driver: str) -> bool:
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
-    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-
-
-def _has_build(driver: str) -> bool:
-    return _torch_build().get(driver) is not None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(driver) is not None
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch 2.9 and later read the first before the second
 
 
 def allocator_environment() -> dict[str, str]:
-    """Return the variable that lets segments of GPUs' memory grow; none where the user has set one."""
+    """The variable that lets segments of GPUs' memory grow; none where the user has set one."""
     return {} if any(name in os.environ for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
 
 
 def set_gpu_environment() -> None:
     """Set the variables that keep compiled kernels across runs and let segments of GPU memory grow; none without GPUs.
-
     Kernels are kept in longspan/kernels of the user's cache (XDG_CACHE_HOME). In growing segments micro-batches of
-    different sizes leave no gaps; gaps would make the allocator free memory and ask for it again. Raises ConfigError if
-    nothing can be written in the folder.
+    different sizes leave no gaps; gaps would make the allocator free memory and ask for it again.
     """
     gpus = find_gpus()
     if not gpus.count:
@@ -130,7 +122,6 @@ def set_gpu_environment() -> None:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Return the facts of processor, memory and GPUs, as a JSON object; without GPUs their keys are left out."""
     import torch
     from torch.cuda import nccl
 
@@ -159,7 +150,6 @@ def machine_facts() -> dict[str, Any]:
 
 
 def machine_text(facts: dict[str, Any]) -> str:
-    """Write one line about a machine from its `machine_facts`: the GPUs, if any, then the cores and the memory."""
     gpus = facts.get("gpus", [])
     memory = f"{facts['memory_bytes'] / 2**30:.0f} GiB"
     host = f"{facts['cores']} cores of {facts['processor']}, {memory}"

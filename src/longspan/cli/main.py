@@ -34,9 +34,8 @@ EXIT_RANK_LOST = 3  # for schedulers: starting the command again may help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns its exit code, 2 for an error, 3 for a lost rank, or 128 + the number of a signal.
-
-    If this is the command itself (`argv` is None), another process imports what ranks need in the meantime.
+    """Run a verb; returns its exit code, 2 for an error, 3 for a lost rank, or 128 + the number of a signal. If this is
+    the command itself (`argv` is None), another process imports what ranks need in the meantime.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
@@ -85,10 +84,7 @@ def _find_rank_loss(error: BaseException) -> RankLostError | None:
 
 
 def error_line(error: LongspanError) -> str:
-    """Write the error in one line (and one for each note); under torchrun it begins with the rank.
-
-    Notes that repeat the error are left out.
-    """
+    """One line for the error, and one for each note that does not repeat it; under torchrun it begins with the rank."""
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR"):

@@ -12,17 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.cli.flags import check_least, parse_flags, write_text
-from longspan.cli.help import Groups
+from longspan.cli.flags import Groups, check_least, parse_flags, write_text
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
-from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
     check_degrees,
     check_slots,
     own_planners,
     plan_options,
+    read_lengths,
     read_price,
 )
 from longspan.cli.plans.question import asks_for_gpus, parse_question
@@ -86,7 +85,7 @@ class PlanFlags(CompareFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code. Raises ConfigError for a .toml file, unless it is a flag's value."""
+    """Run the verb; a .toml file among the words is refused, unless it is a flag's value."""
     pairs = zip(["", *argv], argv, strict=False)  # each word behind the word before it
     files = [word for previous, word in pairs if word.endswith(".toml") and not previous.startswith("-")]
     if files:
@@ -129,7 +128,15 @@ def _plan_step(flags: PlanFlags) -> int:
     ]
     # Files are written only now, because making the notes checks the images; their notes stand behind the first one.
     if flags.plot:
-        _write_pictures(flags.plot, plan, f"plan of {plural(len(plan.lengths), 'document')} from {source}")
+        from longspan.report import plan_document, plan_page, write_png
+
+        title = f"plan of {plural(len(plan.lengths), 'document')} from {source}"
+        for path in flags.plot:
+            if path.lower().endswith(".png"):
+                write_png(plan, path)
+            else:
+                draw = plan_page if path.lower().endswith(".html") else plan_document
+                write_text(path, draw(plan, title=title))
     notes[1:1] = [f"wrote {path}" for path in flags.plot]
     print(plan.to_json() if flags.json else plan.table())
     print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
@@ -137,7 +144,6 @@ def _plan_step(flags: PlanFlags) -> int:
 
 
 def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    """Make the plan that the flags describe; also returns why a hybrid's rows are dealt out so ("" for others)."""
     home = Layout(flags.slots)
     options = plan_options(
         flags,
@@ -164,17 +170,6 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
     return plan_with_partition(make, options, flags.partition)
 
 
-def _write_pictures(paths: Sequence[str], plan: Plan, title: str) -> None:
-    from longspan.report import plan_document, plan_page, write_png
-
-    for path in paths:
-        kind = Path(path).suffix.lower()
-        if kind == ".png":
-            write_png(plan, path)
-        else:
-            write_text(path, plan_page(plan, title=title) if kind == ".html" else plan_document(plan, title=title))
-
-
 def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
     if flags.images and not flags.model:
         raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
@@ -183,7 +178,10 @@ def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
             if flags.model and EncoderShape.of(flags.model):
                 yield "the model has a tower for images, which is not in these seconds; --images COUNTxROWS adds it"
         return
-    count, rows = _parse_images(flags.images)
+    words = flags.images.lower().partition("x")
+    if not words[0].isdecimal() or not words[2].isdecimal() or not int(words[0]) * int(words[2]):
+        raise ConfigError(f"--images {flags.images!r} is not COUNTxROWS, such as 16x256")
+    count, rows = int(words[0]), int(words[2])
     shape = EncoderShape.of(flags.model)
     if too_short := [n for n in plan.lengths if n < count * rows]:
         raise ConfigError(
@@ -202,10 +200,3 @@ def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
         f"every slot encoding all images of its documents would take {load.replicated_seconds:.3g} s, "
         f"{load.replicated_seconds / load.seconds:.1f} times as long"
     )
-
-
-def _parse_images(text: str) -> tuple[int, int]:
-    count, _, rows = text.lower().partition("x")
-    if not count.isdecimal() or not rows.isdecimal() or not int(count) * int(rows):
-        raise ConfigError(f"--images {text!r} is not COUNTxROWS, such as 16x256")
-    return int(count), int(rows)

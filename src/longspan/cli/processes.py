@@ -30,7 +30,7 @@ class Processes:
 
     @contextmanager
     def add_note_to_errors(self) -> Iterator[None]:
-        """Add the note to a LongspanError in this context, for processes on GPUs, whose number the user never gave."""
+        """Of processes on GPUs, whose number the user never gave."""
         try:
             yield
         except LongspanError as error:
@@ -42,11 +42,10 @@ class Processes:
 def choose_processes(
     world: int, device: Device = "auto", *, on_gpus: int = 0, on_cpus: int = 1, for_cpus: str = "--device cpu"
 ) -> Processes:
-    """Choose the processes of a verb: torchrun's; else `world` local ones (0: not given); else a default number.
-
-    The default is `on_gpus` where this machine has GPUs (0: one process a GPU), else `on_cpus`. Only GPUs in
-    CUDA_VISIBLE_DEVICES count. Raises ConfigError for an impossible --world, for a lack of GPUs that are asked for, and
-    for more processes than GPUs. `for_cpus` is the flag that the error recommends for processes on CPUs.
+    """Choose the processes of a verb: torchrun's; else `world` local ones (0: not given); else `on_gpus` where this
+    machine has GPUs (0: one process a GPU), else `on_cpus`. Raises ConfigError for an impossible --world, for a lack of
+    GPUs that are asked for, and for more processes than GPUs. `for_cpus` is the flag that the error recommends for
+    processes on CPUs.
     """
     if world < 0:
         raise ConfigError(f"--world is {world}; give the number of processes to start, or leave it out")
@@ -87,27 +86,22 @@ def _gpu_note(ranks: int, gpus: int) -> str:
 
 
 def usable_gpus() -> int:
-    """Count the GPUs of this machine that torch can use."""
     return find_gpus().count
 
 
 def count_ranks(world: int, device: Device) -> int:
-    """Count the ranks of a verb: `world`, or where it is 0 torchrun's, else one for each GPU here, else one."""
+    """`world`, or where it is 0 torchrun's ranks, else one for each GPU here, else one."""
     if has_torchrun() and not world:
         return int(os.environ["WORLD_SIZE"])
     return world or (0 if device == "cpu" else usable_gpus()) or 1
 
 
 def has_torchrun() -> bool:
-    """Return whether this process is one of torchrun's."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def count_host_ranks(ranks: int | None = None) -> int:
-    """Count the ranks that run on this host: those that torchrun says, else all of them.
-
-    `ranks` is the number of all ranks, None under torchrun, which says that too.
-    """
+    """Count the ranks that run on this host: those that torchrun says, else all of them, `ranks`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks or os.environ["WORLD_SIZE"])
 
 
@@ -117,7 +111,6 @@ def is_reporting() -> bool:
 
 
 def print_note(note: str, stream: TextIO) -> None:
-    """Print a note that is not empty, once for all ranks."""
     if note and is_reporting():
         print(note, file=stream, flush=True)
 
@@ -131,9 +124,8 @@ def run_on_ranks(
     ignored: Sequence[int] = (),
 ) -> Any:
     """Run `fn(rank, *args)` on every rank; returns the first rank's result, or under torchrun this rank's result.
-
-    `timeout`: seconds that local ranks may take, None for no limit. Signals that are `ignored` do
-    nothing in local ranks until `fn` handles them.
+    `timeout`: seconds that local ranks may take. Signals that are `ignored` do nothing in local ranks until `fn`
+    handles them.
     """
     set_gpu_environment()
     if has_torchrun():
@@ -144,9 +136,8 @@ def run_on_ranks(
 
 @contextmanager
 def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
-    """Compile attention's kernels ahead on GPUs while this context is open, those of backward passes too if `backward`.
-
-    The first process of a host does it for all processes there, which share the folder of kernels.
+    """Compile attention's kernels on GPUs while this context is open, those of backward passes too if `backward`: in
+    the first process of a host, for all processes there.
     """
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from longspan.cli.flags import parse_flags
-from longspan.cli.help import Word
+from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError
 from longspan.plan import Plan
 from longspan.report import plan_page, write_report
@@ -39,7 +38,6 @@ class ReportFlags:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code."""
     flags = parse_flags(ReportFlags, argv, "longspan report")
     target = Path(flags.target)
     if flags.follow:

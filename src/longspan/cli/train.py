@@ -77,9 +77,8 @@ def train_rank(
     rank: int, config: RunConfig, ranks: int, backend: str, to_stderr: bool, starts: Starts
 ) -> "TrainResult":
     """Train on one rank; the first rank's progress goes to standard output, or with `to_stderr` to standard error.
-
-    `starts` has the seconds of the parts of the command's start so far. Where a rank runs out of memory in the warm-up,
-    all ranks leave their world and begin anew with half of the rows that "auto" had chosen.
+    `starts` has the seconds of the command's start so far. Where a rank runs out of memory in the warm-up, all ranks
+    leave their world and begin anew with half of the rows that "auto" had chosen.
     """
     starts.end_part("processes")
     if backend == "nccl":

@@ -18,8 +18,8 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import new_connection
+from longspan.launch.orphans import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
-from longspan.launch.siblings import has_ended, processes_of_torchrun
 from longspan.layout.layout import excerpt
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeInt, PositiveInt, Texts
-from longspan.plan.hierarchy import level_sizes
+from longspan.plan.micro_batch import level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
 PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's

@@ -22,7 +22,7 @@ from longspan.config.keys import (
 )
 from longspan.config.plan_section import ContextConfig, EvalConfig
 from longspan.errors import ConfigError
-from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint
+from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 RANDOM = "random"  # as mtp.weights
 LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")  # as in model/lora.py

@@ -47,7 +47,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the case as tables and messages write it, without the features that it does not have."""
         degrees = [f"{key} {getattr(self, key)}" for key in ("tp", "pp", "ep") if getattr(self, key) > 1]
         cp = {"one": f"cp {self.cp}", "several": f"several micro-batches, cp 1 to {self.cp}", "dynamic": "dynamic plan"}
         kind = self.cp_comm_type + (f" {self.sizes}" if self.sizes else "")
@@ -59,16 +58,14 @@ class Case:
             "evaluation": self.evaluation,
         }
         images = [f"images (encoder tp {self.encoder})" if self.encoder > 1 else "images"] if self.encoder else []
-        return ", ".join(
-            [self.dtype, *images, *degrees, cp[self.plan], kind, *(text for text, is_set in features.items() if is_set)]
-        )
+        shown = [text for text, is_set in features.items() if is_set]
+        return ", ".join([self.dtype, *images, *degrees, cp[self.plan], kind, *shown])
 
     @property
     def is_basic(self) -> bool:
-        """Return whether a refusal of this case counts as a refusal of the model itself.
-
-        It does for context parallelism that any model should run. Other degrees than cp, an encoder, losses of routers
-        and a2a, which deals out heads, can each be a reason to refuse only this case.
+        """Whether a refusal of this case counts as one of the model: for context parallelism that any model should run.
+        Other degrees, an encoder, losses of routers and a2a, which deals out heads, can each be a reason to refuse only
+        this case.
         """
         plain = max(self.tp, self.pp, self.ep, self.encoder) <= 1 and not self.router_losses
         return plain and self.cp_comm_type in ("p2p", "all_gather")
@@ -84,10 +81,7 @@ class Case:
         return self.tp * self.pp * self.ep
 
     def home(self, ranks: int) -> Layout:
-        """Return the home of this case over the largest number of these ranks that tp x pp x ep divides.
-
-        Raises LayoutError where they are too few.
-        """
+        """The home of this case over the largest number of these ranks that tp x pp x ep divides."""
         unit = self.unit
         if ranks < unit:
             raise LayoutError(
@@ -98,11 +92,9 @@ class Case:
 
 
 def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List the cases of a set over this number of ranks, once for each dtype, in the order of `dtypes`.
-
-    "basic": FSDP2 at degrees 2 and 3 under p2p, all_gather and full recomputation at 2, and a step of several
-    micro-batches. "whole": every degree and type, tp, pp, ep where they divide the ranks, losses of routers, evaluation
-    at another degree and a dynamic plan. Raises ConfigError for another name.
+    """List the cases of a set over this number of ranks, once for each dtype. "basic": FSDP2 at degrees 2 and 3 under
+    p2p, all_gather and full recomputation at 2, and a step of several micro-batches. "whole": every degree and type,
+    tp, pp, ep where they divide the ranks, losses of routers, evaluation at another degree and a dynamic plan.
     """
     if name not in get_args(CaseSet):
         raise ConfigError(f"there is no set of cases {name!r}; use one of {', '.join(get_args(CaseSet))}")
@@ -138,9 +130,8 @@ def list_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("floa
 
 
 def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List cases in which a slot has consecutive rows, as state-space layers need: all_gather, several degrees, a2a.
-
-    a2a is tried only where its degree divides the ranks.
+    """List cases in which a slot has consecutive rows, as state-space layers need; a2a only where its degree divides
+    the ranks.
     """
     widest = min(4 if name == "whole" else 3, ranks)
     cases = [Case(cp=min(2, widest), cp_comm_type="all_gather"), Case(cp=widest, plan="several")]
@@ -150,9 +141,8 @@ def list_contiguous_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ..
 
 
 def list_image_cases(name: CaseSet, ranks: int, dtypes: tuple[DTypeName, ...] = ("float64",)) -> tuple[Case, ...]:
-    """List the cases of `list_cases` with images among the text, without those of routers' losses.
-
-    The whole set on an even number of ranks also has an encoder with tp 2.
+    """List the cases of `list_cases` with images among the text, without those of routers' losses; the whole set on an
+    even number of ranks also has an encoder with tp 2.
     """
     cases = [replace(case, encoder=1) for case in list_cases(name, ranks, dtypes) if not case.router_losses]
     if name == "whole" and ranks % 2 == 0:
@@ -181,10 +171,9 @@ def plan_case(
     heads: int | None = None,
     node_size: int = 8,
 ) -> Plan:
-    """Plan a case for documents of these lengths, which predict so many tokens.
-
-    Raises LayoutError where the home has fewer slots than the case's degree, and PlanError where the type cannot deal
-    out this number of query `heads`; None: that is not checked.
+    """Plan a case for documents of these lengths, which predict so many tokens. Raises LayoutError where the home has
+    fewer slots than the case's degree, and PlanError where the type cannot deal out this number of query `heads` (None:
+    unchecked).
     """
     if case.cp > home.slots:
         raise LayoutError(f"cp {case.cp} needs as many slots, and the home has {home.slots}; use more ranks")

@@ -53,7 +53,7 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.call_rules import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
-from longspan.plan.hierarchy import Levels, group_levels, hierarchical_groups
+from longspan.plan.micro_batch import Levels, group_levels, hierarchical_groups
 from longspan.train import run_step
 from longspan.train.step_inputs import check_step
 
@@ -86,7 +86,6 @@ class Outcome:
         return self.status == "exact" or (self.status == "refused" and not self.case.is_basic)
 
     def row(self) -> dict[str, Any]:
-        """Return the outcome as a JSON object: its fields and those of its case in one, with `name` and `good`."""
         fields = asdict(self)
         return {"name": self.case.name, **fields.pop("case"), **fields, "good": self.good}
 
@@ -103,9 +102,8 @@ class WorldFacts:
 
 @dataclass(frozen=True)
 class Proof:
-    """Outcomes in the order of their cases, and the worlds in which they ran.
-
-    `text_suffices`: the model's class is also that of text, so that refused images are only a remark.
+    """Outcomes in the order of their cases, and the worlds in which they ran; `text_suffices`: the model's class is
+    also that of text, so that refused images are only a remark.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -114,7 +112,6 @@ class Proof:
 
     @property
     def good(self) -> bool:
-        """Whether nothing is wrong, nothing crashed, and the model as such is not refused."""
         refused_images = (
             self.text_suffices and outcome.case.encoder > 0 and outcome.status == "refused" for outcome in self.outcomes
         )
@@ -123,7 +120,6 @@ class Proof:
 
 
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
-    """Write the heading, a line for each case, and a verdict: how many are exact, and what the others are."""
     # A dot is for a refusal that says nothing against the model.
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
     rows = [(mark, o.case.name, o.status, outcome_text(o)) for mark, o in zip(marks, proof.outcomes, strict=True)]
@@ -136,7 +132,6 @@ def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
 
 
 def outcome_text(outcome: Outcome) -> str:
-    """Write the errors of a case and the tolerance, or the reason why there are none."""
     if outcome.loss_error is None:
         return " ".join(outcome.message.split())
     text = f"loss {outcome.loss_error:.1e}"
@@ -147,7 +142,6 @@ def outcome_text(outcome: Outcome) -> str:
 
 
 def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Return the proof as a JSON object: the model, `good`, a row for each case, and the worlds."""
     worlds = [{"ranks": w.ranks, "device": w.device, "backend": w.backend} for w in proof.worlds]
     rows = [outcome.row() for outcome in proof.outcomes]
     return {"good": proof.good, "seconds": seconds, "model": model, "cases": rows, "worlds": worlds}
@@ -172,7 +166,6 @@ class Task:
 
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
     """Run every case in one world; returns the world's facts and the outcomes by number, which are recorded at once.
-
     The first error in a step is raised, and ends the world.
     """
     outcomes: dict[int, Outcome] = {}
@@ -204,10 +197,6 @@ class CaseRun:
     """One prepared model, or why it was refused, and its cases one after another."""
 
     def __init__(self, task: Task, world: World, first: Case) -> None:
-        """Prepare a model for the first of some cases that share it.
-
-        A refusal becomes the outcome of each case; an error of communication is raised and ends the world.
-        """
         self.task, self.world = task, world
         self.refusal, self.model = "", nn.Module()
         self._began = time.perf_counter()
@@ -234,9 +223,8 @@ class CaseRun:
         return whole_float64() if self.whole else nullcontext()
 
     def run_case(self, case: Case) -> Outcome:
-        """Run one case and return its outcome; an error of the step is raised, as other ranks may wait in it.
-
-        The first case's seconds contain the preparation of the model.
+        """An error of the step is raised, as other ranks may wait in it. The first case's seconds contain the
+        preparation.
         """
         began, self._began = self._began, time.perf_counter()  # the next case begins here if this one is refused
         expected = self.task.expected[case.answer]
@@ -254,7 +242,7 @@ class CaseRun:
         plane = self.world.plane  # the ranks of slots, with this rank's pipeline stage and tp position
         levels = [
             Levels(*(tuple(tuple(plane[s] for s in slots) for slots in level) for level in (pair.a2a, pair.p2p)))
-            for pair in map(group_levels, hierarchical_groups(plan))
+            for pair in map(group_levels, hierarchical_groups(plan.micro_batches))
         ]
         return Outcome(
             case,
@@ -277,10 +265,9 @@ class CaseRun:
         return plan
 
     def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
-        """Return errors of the loss and of each gradient, the worst of all ranks.
-
-        Gradients are compared under the stock model's names, on the rank that has them; one that is missing on all
-        ranks is an error. The losses of routers count as losses of the case. An evaluation has only a loss.
+        """Errors of the loss and of each gradient, the worst of all ranks. Gradients are compared under the stock
+        model's names, on the rank that has them; one that is missing on all ranks is an error. The losses of routers
+        count as losses of the case. An evaluation has only a loss.
         """
         if case.evaluation:
             return loss_error(evaluate(self.model, self.documents, plan, self.world).loss, stock.loss), {}
@@ -307,11 +294,9 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a proof runs on: `count` processes, and how they are started.
-
-    `timeout` is how long a rank waits for the others, in seconds; with `show` the first rank prints each outcome.
-    `launch` runs a function on every rank and returns the first one's result; None: on local processes, which are
-    started again where a case ends them.
+    """What a proof runs on: `count` processes; `timeout` is how long a rank waits for the others, in seconds; with
+    `show` the first rank prints each outcome. `launch` runs a function on every rank and returns the first one's
+    result; None: on local processes, which are started again where a case ends them.
     """
 
     count: int
@@ -335,11 +320,10 @@ def prove(config: PreTrainedConfig, cases: Sequence[Case], ranks: int, *, backen
 
 def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> Proof:
     """Run every case on these ranks; returns their outcomes, in the order of cases, with the facts of their worlds.
-
     First the stock model computes what each case should give, in one process. A case whose documents or images cannot
     be made, or whose stock model fails, gets its outcome from that, and one whose home the ranks cannot have is
     refused. All other cases run grouped by home, as ranks start once for each home; cases that share a prepared model
-    follow each other, in the place of the first of them.
+    follow each other.
     """
     outcomes: dict[int, Outcome] = {}
     worlds: list[WorldFacts] = []
@@ -382,9 +366,8 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """Run a home's cases, in as many worlds as it takes; returns their outcomes.
-
-    The error that ended a world is the outcome of its first case without one; the next world takes those after it.
+    """The error that ended a world is the outcome of its first case without one; the next world takes those
+    after it.
     """
     outcomes: dict[int, Outcome] = {}
     pending = list(task.cases)

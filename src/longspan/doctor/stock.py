@@ -55,10 +55,8 @@ def draw_documents(config: PreTrainedConfig, lengths: Sequence[int], seed: int =
 
 
 def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
-    """Make documents with images for a small configuration, and one with videos if its model reads them.
-
-    Those with images have LENGTHS tokens of text and IMAGES images each. Raises ModelError if `prepare(encoder=…)`
-    refuses the model.
+    """Make documents with images for a small configuration, LENGTHS tokens of text and IMAGES images each, and one with
+    videos if its model reads them. Raises ModelError if `prepare(encoder=…)` refuses the model.
     """
     model = make_tiny_model(config, torch.float32, images=True)
     check_vision(model)
@@ -67,7 +65,7 @@ def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
 
 
 def no_video_reason(config: PreTrainedConfig) -> str:
-    """Return why no document of a small configuration has videos; "" where one has."""
+    """Why no document of a small configuration has videos; "" where one has."""
     try:
         video_tokens(config)
     except ModelError as error:
@@ -82,9 +80,7 @@ def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument])
     items = items_at_placeholders(ids, image_tokens(config).placeholder, of_images)
     if any(of_videos):
         items += items_at_placeholders(ids, video_tokens(config).placeholder, of_videos)
-    images = [
-        image for kind in (0, 1) for document in documents for image in _split_items(document, document.images)[kind]
-    ]
+    images = [x for kind in (0, 1) for document in documents for x in _split_items(document, document.images)[kind]]
     tokens = [Document(d.ids, loss_mask=np.arange(len(d.ids)) >= d.prefix) if d.prefix else d.ids for d in documents]
     return ItemDocuments(tokens, items, images, lambda number: documents[number].positions)
 
@@ -120,9 +116,8 @@ class _Float64(TorchFunctionMode):
 
 @contextmanager
 def whole_float64() -> Iterator[None]:
-    """Cast to float64, inside the `with` block, whatever a model casts to float32.
-
-    torch leaves modes out of a backward pass, which may recompute layers: there the mode is entered again.
+    """Cast to float64, inside the `with` block, whatever a model casts to float32. torch leaves modes out of a backward
+    pass, which may recompute layers: there the mode is entered again.
     """
     engine: Any = torch.autograd
     run = engine._engine_run_backward
@@ -172,14 +167,12 @@ def compute_stock_answer(
     attention: str = "eager",
     nudge: int = 0,
 ) -> Answer:
-    """Compute loss and gradients of the unchanged model on the CPU.
-
-    Weights are rounded to the dtype `weights`, and arithmetic is in the dtype `compute` (None: the same). With `nudge`,
-    a seed above 0, every weight is then changed by the rounding unit of `compute`, up or down.
-
-    Documents run one by one, each from the same states of modules, and the loss is the mean over all targets. With
-    coefficients in `router`, the losses of routers are over all tokens and layers of the documents. Raises what the
-    model's own code raises, and ModelError where it returns no logits of routers.
+    """Compute loss and gradients of the unchanged model on the CPU. Weights are rounded to the dtype `weights`, and
+    arithmetic is in the dtype `compute` (None: the same). With `nudge`, a seed above 0, every weight is then changed by
+    the rounding unit of `compute`, up or down. Documents run one by one, each from the same states of modules, and the
+    loss is the mean over all targets. With coefficients in `router`, the losses of routers are over all tokens and
+    layers of the documents. Raises what the model's own code raises, and ModelError where it returns no logits of
+    routers.
     """
     images = any(isinstance(document, TrialDocument) for document in documents)
     model: Any = make_stock_model(config, weights, attention, images=images).to(compute or weights)  # pyright: ignore[reportArgumentType]
@@ -222,10 +215,7 @@ def compute_stock_answer(
 def make_stock_model(
     config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
 ) -> PreTrainedModel:
-    """Make the unchanged model in training mode, with transformers' eager experts where it has a choice of them.
-
-    With `images` it is the class that reads images.
-    """
+    """Make the unchanged model in training mode, with transformers' eager experts where it has a choice of them."""
     model = make_tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
@@ -234,12 +224,8 @@ def make_stock_model(
 
 
 def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration so that every row gets every expert, of every group.
-
-    A configuration without experts to choose from is returned itself.
-
-    >>> choose_every_expert(MixtralConfig()).num_experts_per_tok
-    8
+    """Copy a configuration so that every row gets every expert, of every group; one without experts is returned
+    itself.
     """
     experts = read_experts(config.get_text_config()).of_layer
     copied_config = copy.deepcopy(config)
@@ -267,9 +253,8 @@ def _run_stock(model: PreTrainedModel, document: np.ndarray | TrialDocument, *, 
 
 
 def _router_losses(model: PreTrainedModel, layers: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute the balance and z losses of all layers' logits (T, E), in float64.
-
-    Raises ModelError where the balance loss of transformers' own function for this model, in float32, is another one.
+    """The balance and z losses of all layers' logits (T, E), in float64. Raises ModelError where the balance loss of
+    transformers' own function for this model, in float32, is another one.
     """
     config = model.config.get_text_config()
     rows = torch.cat([layer.double() for layer in layers])  # (layers T, E)
@@ -301,10 +286,9 @@ def collect_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, float]:
-    """Compute the relative error of each of these gradients; infinite for one that is not finite.
-
-    A gradient whose norm is below a thousandth of that of all together is compared with that thousandth: the gradient
-    of a key's bias without rotary positions, for example, is zero up to rounding.
+    """Compute the relative error of each of these gradients; infinite for one that is not finite. A gradient whose norm
+    is below a thousandth of that of all together is compared with that thousandth: the gradient of a key's bias without
+    rotary positions, for example, is zero up to rounding.
     """
     floor = SMALL_SHARE * stock.norm or 1e-30
     errors: dict[str, float] = {}
@@ -317,7 +301,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
 
 
 def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
-    """Return the errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
+    """The errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
 
@@ -333,7 +317,6 @@ def _worst_error(answer: Answer, exact: Answer) -> float:
 
 
 def error_text(error: BaseException) -> str:
-    """Write the message of an error, with its type unless it is this package's."""
     return str(error) if isinstance(error, LongspanError) else f"{type(error).__name__}: {error}"
 
 
@@ -342,10 +325,8 @@ def error_text(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Expected:
-    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed.
-
-    `whole`: float64 without casts to float32 (`whole_float64`). `every_expert`: in stock model and case alike each row
-    gets every expert.
+    """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed. `whole`:
+    float64 without casts to float32. `every_expert`: each row gets every expert, on both sides.
     """
 
     answer: Answer
@@ -360,19 +341,16 @@ def expect_answers(
     documents: Sequence[Any],
     image_documents: Sequence[TrialDocument] = (),
 ) -> dict[tuple[str, bool, bool], Expected | str]:
-    """Compute the expected answer, or why there is none, for every dtype that the cases use.
-
-    Keys are dtype, with losses of routers or not, and with images or not (`Case.answer`). Answers without losses of
-    routers are always computed, as they say in which mode a model is prepared.
+    """Compute the expected answer, or why there is none, for every dtype that the cases use, by `Case.answer`. Answers
+    without losses of routers are always computed, as they say in which mode a model is prepared.
     """
     keys = dict.fromkeys((case.dtype, False, case.encoder > 0) for case in cases)
     keys |= dict.fromkeys(case.answer for case in cases if case.router_losses)
     answers: dict[tuple[str, bool, bool], Expected | str] = {}
     for name, with_routers, with_images in keys:
         router = ROUTER if with_routers else NO_ROUTER
-        answer_of = partial(
-            compute_stock_answer, documents=image_documents if with_images else documents, router=router
-        )
+        of_key = image_documents if with_images else documents
+        answer_of = partial(compute_stock_answer, documents=of_key, router=router)
         plain = answers.get((name, False, with_images))
         chosen = plain.every_expert if isinstance(plain, Expected) else None
         try:
@@ -385,18 +363,14 @@ def expect_answers(
 def _expect_answer(
     config: PreTrainedConfig, answer_of: Callable[..., Answer], dtype: torch.dtype, every_expert: bool | None
 ) -> Expected:
-    """Compute the stock answer in a dtype, and the tolerance of cases that are compared with it.
-
-    In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
+    """In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
     against float32. There each row gets every expert, because rounding would change which experts are chosen; with
-    losses of routers as `every_expert` says, since one model is prepared for both (None: where the model can).
-
-    In float32 it is EXACT, or what two float32 computations may differ by: gradients that cancel have few digits left.
-    That is ROUNDING times the error of the stock model's own float32 pass against float64, if its conditioning
-    explains this error. A larger error has other causes, such as a row that got another expert, and EXACT stays.
-
-    In float64 it is EXACT, or what rounding may do. A model whose code cannot run in float64 throughout keeps its own
-    casts to float32 and EXACT; its attention is then "sdpa" in float64, as the eager one casts its softmax to float32.
+    losses of routers as `every_expert` says, since one model is prepared for both (None: where the model can). In
+    float32 it is EXACT, or what two float32 computations may differ by: ROUNDING times the error of the stock model's
+    own float32 pass against float64, if its conditioning explains this error. A larger error has other causes, such as
+    a row that got another expert, and EXACT stays. In float64 it is EXACT, or what rounding may do. A model whose code
+    cannot run in float64 throughout keeps its own casts to float32 and EXACT; its attention is then "sdpa" in float64,
+    as the eager one casts its softmax to float32.
     """
     if dtype not in EXACT:
         every = config if every_expert is False else choose_every_expert(config)

@@ -20,7 +20,7 @@ from longspan.evaluation.result import Evaluation
 from longspan.hub import find_local
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow
-from longspan.plan.hierarchy import level_sizes
+from longspan.plan.micro_batch import level_sizes
 from longspan.train.plans import PlanChoice, plan_row_multiple
 
 ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number

@@ -35,14 +35,11 @@ PRELOAD: tuple[str, ...] = (
 
 
 def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServerContext:
-    """Start the fork server if it does not run; it imports in the background while this process imports torch.
-
-    What it imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
+    """Start the fork server if it does not run; it imports in the background while this process imports torch. What it
+    imports may ask torch for GPUs, which makes CUDA unusable in everything forked from it unless torch asks the
     driver's management library (PYTORCH_NVML_BASED_CUDA_CHECK, torch 2.11 to 2.15). An `environment` is added to this
-    process's for its imports; ranks have that of their call.
-
-    The server gets no signals that stop, which a supervisor may send to all processes of a command: it ends with its
-    launcher.
+    process's for its imports. The server gets no signals that stop, which a supervisor may send to all processes of a
+    command: it ends with its launcher.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
@@ -57,7 +54,6 @@ def start_fork_server(environment: Mapping[str, str] | None = None) -> ForkServe
 
 @contextmanager
 def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set this process's variables inside, for processes that are started there; on leaving they are as before."""
     old_values = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -72,13 +68,8 @@ def _temporary_variables(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def imports_for_ranks(environment: Mapping[str, str]) -> Iterator[None]:
-    """Let the fork server import what ranks need, in this environment, while this is open; end it on leaving.
-
-    The server imports while the command does its own imports and checks, so ranks need not wait for it later. An error
-    in these ends the server too.
-
-    >>> with imports_for_ranks({}):
-    ...     run_local(train_rank, 4, (config,))
+    """Let the fork server import what ranks need, in this environment, while the command does its own imports and
+    checks; end it on leaving.
     """
     start_fork_server(environment)
     try:

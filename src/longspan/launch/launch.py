@@ -1,28 +1,259 @@
 """Start N local ranks from one fork server, wait for their answers, and report which one failed and how.
 
-Every rank is a fresh process with torchrun's variables set and no process group. The store that ranks share lives in
-the parent (as under torchrun), so that survivors can still talk to it when a rank dies. Several machines are torchrun's
-business, not this module's.
-
-torch's launchers do less (2.13; eight ranks from a fork server with the same imports, on two busy cores):
-`start_processes` of torch.distributed.elastic takes 1.6 s where `run_local` takes 0.8 s; torch.multiprocessing's takes
-as long as `run_local`, but returns no results. Both end the other ranks as soon as one fails, before these can report
-what they saw, do not let them learn how it died, and give its error as text. Neither shows where a rank is that does
-not end, nor forwards signals.
+Ranks are fresh processes with torchrun's variables, without a process group; their store lives in the parent, so that
+survivors can talk to it when a rank dies. Torch's launchers return no results, and end ranks before these can report.
 """
 
 import os
 import pickle
+import socket
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longspan.errors import CommError
-from longspan.launch.fork_server import kill_fork_server
-from longspan.launch.local_ranks import LocalRanks
-from longspan.launch.stop_signals import Forwarding
+from longspan.errors import CommError, RankLostError
+from longspan.launch.fork_server import kill_fork_server, start_fork_server
+from longspan.launch.rank_process import (
+    DEAD_KEY,
+    DUMP,
+    READY,
+    Answer,
+    Descriptor,
+    Spec,
+    State,
+    Task,
+    rank_main,
+    stack_text,
+)
+from longspan.launch.stop_signals import Forwarding, block_signals
+from longspan.launch.worker import describe_death
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+
+
+LOOPBACK = "127.0.0.1"  # where local ranks and their launcher listen: nothing outside this host reaches them
+
+
+def start_store_server() -> Any:
+    """Return a store in this process on a free port, which all ranks share. No other host may reach it: values in a
+    store may be pickled objects, which can run code where they are read. torch's own server would listen on every
+    network.
+    """
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port: int = listening.getsockname()[1]
+    return TCPStore(LOOPBACK, port, None, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+
+
+def torchrun_variables(n: int, port: int, threads: int) -> dict[str, str]:
+    variables = {
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "GROUP_RANK": 0,
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 does not serve the store, this process does
+        "OMP_NUM_THREADS": threads,
+    }
+    if sys.platform == "linux":  # over the loopback network, unless the user has named another
+        variables |= {name: "lo" for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ}
+    return {name: str(value) for name, value in variables.items()}
+
+
+class LocalRank:
+    """One rank's process, and its answer, or how the process died, once either has come."""
+
+    def __init__(self, index: int, process: "ForkServerProcess", pipe: connection.Connection) -> None:
+        self.index: int = index
+        self.process: ForkServerProcess = process
+        self.pipe = pipe
+        self.answer: Answer | None = None
+        self.death: str | None = None
+        self.killed_by = 0  # the signal that the process died of; 0: none
+        self.waiting = True  # for its answer
+
+    def receive_answer(self) -> None:
+        """Take the answer from the pipe; a pipe that ends or breaks without one means that the process died."""
+        try:
+            self.answer = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join()
+            self.killed_by: int = -min(0, self.process.exitcode or 0)  # a negative exit code is a signal's number
+            self.death = describe_death(self.process.exitcode)
+        self.waiting = False
+
+    def send_task(self, task: Task) -> None:
+        self.waiting: bool = True
+        self.answer = None
+        self.pipe.send_bytes(pickle.dumps(task))
+
+    @property
+    def has_failed(self) -> bool:
+        return self.death is not None or (self.answer is not None and not self.answer.ok)
+
+
+class LocalRanks:
+    """Local ranks of one call, from start to end; or, without a `payload`, of one call after another (`start_call`),
+    between which each rank restores the `state` that it had when it started. Ranks write their stacks into `folder` and
+    run with `threads` threads of torch. Signals that are `ignored` do nothing in a rank until its function handles
+    them.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        folder: Path,
+        threads: int,
+        payload: bytes | None = None,
+        state: Callable[[], State] | None = None,
+        *,
+        ignored: Sequence[int] = (),
+    ) -> None:
+        self._context = start_fork_server()
+        self.store = start_store_server()
+        self.folder = folder
+        self.failure: BaseException | None = None
+        self.ranks: list[LocalRank] = []  # those of the present call
+        self.failed: list[LocalRank] = []  # in the order in which their failures arrived
+        self._payload, self._threads, self._state = payload, threads, state
+        self._n, self._ignored = n, tuple(ignored)
+        self._all_ranks: list[LocalRank] = []  # every rank that was started; a call may use fewer
+
+    def start(self) -> None:
+        self.ranks = self._all_ranks  # the same list, which `_start_rank` fills
+        for index in range(self._n):
+            # The first start waits for the fork server's imports, so signals may interrupt it; no other is interrupted.
+            with block_signals() if index else nullcontext():
+                self._start_rank(index)
+
+    def _start_rank(self, index: int) -> None:
+        own_end, rank_end = self._context.Pipe()
+        task = None if self._payload is None else self._task(index, self._n, self._payload)
+        args = Spec(index, task, self._threads, self.folder, self._state), rank_end, Descriptor(1), Descriptor(2)
+        process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
+        try:
+            process.start()
+            self._all_ranks.append(LocalRank(index, process, own_end))
+        except BaseException:
+            own_end.close()  # a process that started in spite of the error reads the end of its pipe, and ends
+            raise
+        finally:
+            rank_end.close()
+
+    def are_ready(self, timeout: float) -> bool:
+        """Whether all ranks live, and have undone what the last call changed; a rank without an answer has made no call
+        yet.
+        """
+        for rank in self.ranks:
+            try:
+                if rank.answer is not None and not (rank.pipe.poll(timeout) and rank.pipe.recv_bytes() == READY):
+                    return False
+            except (EOFError, OSError):  # it died of what the call had left
+                return False
+        return True
+
+    def start_call(self, payload: bytes, n: int) -> None:
+        self.store: Any = start_store_server()
+        self.ranks, self.failed, self.failure = self._all_ranks[:n], [], None
+        for rank in self.ranks:
+            rank.send_task(self._task(rank.index, n, payload))
+
+    def _task(self, index: int, n: int, payload: bytes) -> Task:
+        environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
+        return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
+
+    def collect_answers(self, timeout: float | None, grace: float) -> None:
+        """Wait for every answer for `timeout` seconds (None: no limit), but after a failure only for `grace` more; then
+        set `failure`, the error to raise, None if every rank answered with a result.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        failed_at: float | None = None
+        while waiting := {rank.pipe: rank for rank in self.ranks if rank.waiting}:
+            seconds_left = None if deadline is None else deadline - time.monotonic()
+            if seconds_left is not None and seconds_left <= 0:
+                break
+            for pipe in connection.wait(list(waiting), seconds_left):
+                rank = waiting[pipe]  # pyright: ignore[reportArgumentType]
+                rank.receive_answer()
+                if rank.death is not None:
+                    self.store.set(f"{DEAD_KEY}{rank.index}", rank.death)
+                if rank.has_failed:
+                    self.failed.append(rank)
+            if failed_at is None and self.failed:
+                failed_at = time.monotonic()
+                deadline = min(failed_at + grace, deadline or failed_at + grace)
+        self.failure = self._error_to_raise(timeout)
+
+    def _error_to_raise(self, timeout: float | None) -> BaseException | None:
+        if not self.failed:
+            running = [rank for rank in self.ranks if rank.waiting]
+            return self._timeout_error(running, timeout) if running else None
+        first = self._rank_to_blame()
+        if first.death is not None or first.answer is None:
+            error: BaseException = RankLostError(f"rank {first.index} of {len(self.ranks)} {first.death}")
+            if stacks := stack_text(self.folder, first.index):
+                error.add_note(f"rank {first.index} was at:\n{stacks}")
+        else:
+            error = first.answer.error(first.index)
+        for rank in [rank for rank in self.ranks if rank is not first and (rank.has_failed or rank.waiting)][:4]:
+            outcome = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
+            error.add_note(f"rank {rank.index}: {outcome}")
+        return error
+
+    def _rank_to_blame(self) -> LocalRank:
+        """One whose process died; else one with an error of its own; else one that only saw another rank's failure."""
+        died = [rank for rank in self.failed if rank.death]
+        own = [rank for rank in self.failed if rank.answer is not None and not rank.answer.consequence]
+        return [*died, *own, *self.failed][0]
+
+    def was_ended_by(self, signals: Sequence[int]) -> bool:
+        if not signals or not self.failed:
+            return False
+        first = self._rank_to_blame()
+        return first.killed_by in signals or isinstance(self.failure, KeyboardInterrupt)
+
+    def _timeout_error(self, running: list[LocalRank], timeout: float | None) -> CommError:
+        for rank in running:
+            rank.process.join(0)
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                os.kill(rank.process.pid, DUMP)  # the rank's faulthandler dumps its stack
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline and not all(stack_text(self.folder, rank.index) for rank in running):
+            time.sleep(0.05)
+        texts = {rank.index: stack_text(self.folder, rank.index) or "  (not known)" for rank in running}
+        stacks = "".join(f"\nrank {index} was at:\n{text}" for index, text in texts.items())
+        names = ", ".join(str(rank.index) for rank in running)
+        return CommError(
+            f"after {timeout:g} seconds, rank(s) {names} of {len(self.ranks)} were still running and were killed; "
+            f"give more time, or see where they were:{stacks}"
+        )
+
+    def signal(self, number: int) -> None:
+        for rank in self.ranks:
+            rank.process.join(0)
+            if rank.process.exitcode is None and rank.process.pid is not None:
+                os.kill(rank.process.pid, number)
+
+    def end(self) -> None:
+        """Ranks without an answer are killed, others end as their pipes close."""
+        for rank in self.ranks:
+            if rank.waiting:
+                rank.process.kill()
+        for rank in self._all_ranks:
+            rank.pipe.close()
+        for rank in self._all_ranks:
+            rank.process.join(5)
+            if rank.process.exitcode is None:
+                rank.process.kill()
+                rank.process.join()
+            rank.process.close()
 
 
 def run_local(
@@ -54,14 +285,18 @@ def run_local(
     if n < 1:
         raise CommError(f"{n} ranks were asked for; give a count of at least 1")
     payload = pickle_call(fn, args)
-    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder, _kill_server_on_interrupt():
-        ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload, ignored=ignored)
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
         try:
-            ranks.start()
-            with Forwarding(ranks) as forwarding:
-                ranks.collect_answers(timeout, grace)
-        finally:
-            ranks.end()
+            ranks = LocalRanks(n, Path(folder), threads or max(1, usable_cores() // n), payload, ignored=ignored)
+            try:
+                ranks.start()
+                with Forwarding(ranks) as forwarding:
+                    ranks.collect_answers(timeout, grace)
+            finally:
+                ranks.end()
+        except KeyboardInterrupt:  # while ranks start: the server would go on importing for nobody
+            kill_fork_server()
+            raise
     if ranks.failure is not None:
         if ranks.was_ended_by(forwarding.sent):
             forwarding.repeat_signal()
@@ -69,18 +304,7 @@ def run_local(
     return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
 
 
-@contextmanager
-def _kill_server_on_interrupt() -> Iterator[None]:
-    """Kill the fork server if ranks are interrupted while they start: the server would go on importing for nobody."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kill_fork_server()
-        raise
-
-
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    """Return a function and its arguments, pickled for a rank. Raises CommError for what cannot be pickled."""
     try:
         return pickle.dumps((fn, tuple(args)))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -91,5 +315,4 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def usable_cores() -> int:
-    """The CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

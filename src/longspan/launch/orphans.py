@@ -1,7 +1,7 @@
 """Ranks whose launcher is gone, killed or not: they stop as at SIGTERM, instead of training on where nobody sees them.
+And the other ranks of this host's torchrun, which tells no rank that another has died.
 
-Such ranks would keep GPUs busy and the run's folder locked. A run ends its step and saves first; its ranks talk over
-connections of their own, so they can. Nothing here knows a run: what SIGTERM does is `comm/all_ranks.py`'s.
+A run ends its step and saves first: its ranks talk over connections of their own. See `comm/all_ranks.py`.
 """
 
 import os
@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 from longspan.launch.stop_signals import leave_closed_output
 
@@ -18,15 +20,11 @@ _gone = threading.Event()
 
 
 def stop_without_launcher(wait: Callable[[], object], *, with_message: bool) -> None:
-    """Send this process SIGTERM once `wait` has returned, which is called in a thread, and SIGKILL much later.
-
-    >>> stop_without_launcher(lambda: connection.wait([parent.sentinel]), with_message=rank == 0)
-
-    `with_message`: also write what happened to standard error, which one rank of a launch should do.
+    """Send this process SIGTERM once `wait` has returned, which is called in a thread, and SIGKILL PATIENCE seconds
+    later. `with_message`: also write what happened to standard error, which one rank of a launch should do.
     """
 
     def stop() -> None:
-        """Wait until the launcher is gone; then stop this process by SIGTERM, and kill it after PATIENCE seconds."""
         wait()
         _gone.set()
         if with_message:
@@ -54,3 +52,29 @@ def stop_without_torchrun() -> None:
                 time.sleep(_CHECK_SECONDS)
 
         stop_without_launcher(wait, with_message=os.environ.get("LOCAL_RANK") == "0")
+
+
+def processes_of_torchrun() -> dict[int, int]:
+    """Return the process id of each rank that this process's torchrun started here; empty under other launchers. Ranks
+    that have not started yet are missing, so a caller waits for all ranks first. Linux only.
+    """
+    processes = dict[int, int]()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        torchrun = os.getppid()
+        children = list[str]()
+        with suppress(OSError):
+            children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        for pid in children:
+            with suppress(OSError):  # it has ended since
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                ranks = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
+                processes |= dict.fromkeys(ranks, int(pid))
+    return processes
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or has nothing left but its exit status."""
+    try:  # the state stands behind the command, which is in brackets; Z: only its exit status is left, X: dead
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

@@ -46,9 +46,8 @@ def _receive_descriptor(handle: Any) -> Descriptor:
 
 @dataclass(frozen=True)
 class Task:
-    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments.
-
-    Signals that are `ignored` do nothing until the function handles them.
+    """One call of a rank: its environment with torchrun's variables, and the pickled function and arguments. Signals
+    that are `ignored` do nothing until the function handles them.
     """
 
     environment: dict[str, str]
@@ -59,16 +58,13 @@ class Task:
 class State(Protocol):
     """What calls may change in a process, as it was before them."""
 
-    def restore(self) -> None:
-        """Put the process back into this state."""
-        ...
+    def restore(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a rank needs to start: its number and its task.
-
-    Without a task, its tasks come through the pipe, one by one, and `state` returns what is put back between them.
+    """What a rank needs to start: its number and its task. Without a task, its tasks come through the pipe, one by one,
+    and `state` returns what is put back between them.
     """
 
     rank: int
@@ -89,7 +85,6 @@ class Answer:
     consequence: bool = False  # an error that reports another rank's failure
 
     def value(self) -> Any:
-        """The rank's result."""
         assert self.ok and self.pickled is not None
         return pickle.loads(self.pickled)
 
@@ -119,7 +114,10 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
     """Run a rank from its start to its end, in a new Python process if the fork server has made CUDA unusable."""
     if not spec.folder.is_dir():  # the launcher was interrupted while it waited for this process
         os._exit(0)
-    if _cuda_is_unusable():
+    import torch
+
+    # Where an import of the fork server used CUDA, as transformers' of torchao does, nothing forked from it can use it.
+    if torch.cuda._is_in_bad_fork():
         _restart_process(spec, pipe, out, err)
     parent = multiprocessing.parent_process()
     _run_rank(spec, pipe, out, err, parent.sentinel if parent is not None else None)
@@ -138,16 +136,6 @@ def _run_rank(
     pipe.close()
     util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]  (of locks, such as tqdm's, and pools)
     os._exit(0)  # no destructor may wait for a rank that is gone
-
-
-def _cuda_is_unusable() -> bool:
-    """Return whether an import of the fork server used CUDA: no process that is forked from the server can use it then.
-
-    torchao uses CUDA where there is a GPU, and transformers imports torchao where it is installed.
-    """
-    import torch
-
-    return torch.cuda._is_in_bad_fork()
 
 
 def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
@@ -169,7 +157,7 @@ def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, e
 
 
 def _main_module() -> dict[str, Any]:
-    """Return the folder and the program of the launcher, whose functions a task may name, for `spawn.prepare`."""
+    """The folder and the program of the launcher, whose functions a task may name, for `spawn.prepare`."""
     main = sys.modules.get("__mp_main__")
     folder: dict[str, Any] = {"dir": str(Path.cwd())}
     if main is not None and (spec := getattr(main, "__spec__", None)) is not None:
@@ -193,7 +181,7 @@ def continue_restarted_rank() -> NoReturn:
 
 
 def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
-    """Make one call, and send what the function returned or raised; signals are heeded only while it runs."""
+    """Signals are heeded only while the function runs."""
     os.environ.clear()
     os.environ.update(task.environment)
     disregard_signals(task.ignored)
@@ -233,11 +221,10 @@ def _serve_calls(rank: int, state: State, pipe: connection.Connection) -> None:
 
 
 def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int | None) -> None:
-    """Put this process into a group of its own, with the launcher's output, environment and number of threads.
-
-    Signals come only from the launcher then. What the fork server imported is no garbage: collections pass over it, and
-    its memory stays shared. Processes that a rank starts, such as a loader's workers, start as elsewhere in Python, and
-    not from a fork server of their own, which would import torch and transformers again.
+    """In a group of its own signals come only from the launcher. What the fork server imported is no garbage:
+    collections pass over it, and its memory stays shared. Processes that a rank starts, such as a loader's workers,
+    start as elsewhere in Python, and not from a fork server of their own, which would import torch and transformers
+    again.
     """
     gc.freeze()
     gc.enable()
@@ -268,9 +255,8 @@ def _error_answer(error: BaseException) -> Answer:
 
 
 def stack_text(folder: Path, index: int) -> str:
-    """Return the stack that a rank's faulthandler has written, 14 lines at most; "" if it has written none.
-
-    Of a fault in a library, these are the name of the fault and the stack of the thread in which it happened.
+    """Return the stack that a rank's faulthandler has written, 14 lines at most; "" if it has written none. Of a fault
+    in a library, these are the name of the fault and the stack of the thread in which it happened.
     """
     path = folder / f"rank-{index}.txt"
     text = path.read_text() if path.exists() else ""

@@ -35,14 +35,12 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals that stop raise Interrupted inside, but not within a second of the last one that did.
-
-    Ignored signals stay ignored. Nothing is done in threads other than the main one: only that one receives signals.
+    """Let signals that stop raise Interrupted inside, but not within a second of the last one that did: a terminal may
+    send several at one press of keys. Ignored signals stay ignored; only the main thread receives signals.
     """
     raised_at = [-SAME_PRESS]  # the time of the last Interrupted
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        """Raise Interrupted, unless a signal did so a moment ago: a terminal may send several at one press of keys."""
         now = time.monotonic()
         leave_closed_output()  # the signal may be that of a terminal that closed
         if now - raised_at[0] > SAME_PRESS:
@@ -57,11 +55,8 @@ def interruptible() -> Iterator[None]:
 
 
 def disregard_signals(numbers: Collection[int]) -> None:
-    """Let signals do nothing in this process until it sets a handler for them.
-
-    Processes that it starts do not inherit this, as they would inherit ignored signals.
-
-    >>> disregard_signals([signal.SIGUSR1])
+    """Let signals do nothing in this process until it sets a handler for them. Processes that it starts do not inherit
+    this, as they would inherit ignored signals.
     """
     _set_handler(lambda number, frame: None, numbers)
 
@@ -72,10 +67,7 @@ def signals_that_stop() -> tuple[signal.Signals, ...]:
 
 
 def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
-    """Drop output from now on that would go to a closed terminal or a pipe without a reader, so that no print fails.
-
-    >>> leave_closed_output()
-    """
+    """Drop output from now on that would go to a closed terminal or a pipe without a reader, so that no print fails."""
     for descriptor in descriptors:
         events = select.poll()
         events.register(descriptor, 0)  # 0: errors only
@@ -91,7 +83,6 @@ def block_signals() -> AbstractContextManager[None]:
 
 
 def unblock_signals() -> AbstractContextManager[None]:
-    """Let signals reach this thread while this is open; those that came before do so now."""
     return _mask_signals(signal.SIG_UNBLOCK)
 
 
@@ -107,16 +98,13 @@ def _mask_signals(how: int) -> Iterator[None]:
 class Ranks(Protocol):
     """What signals are sent to."""
 
-    def signal(self, number: int) -> None:
-        """Send a signal to every rank that still runs."""
-        ...
+    def signal(self, number: int) -> None: ...
 
 
 class Forwarding:
-    """While open, signals that stop go to ranks instead of ending their launcher.
-
-    Ranks know what a notice asks for, and get each. A second SIGINT or SIGTERM, more than a second after the first,
-    kills them. `sent` are all signals that were sent.
+    """While open, signals that stop go to ranks instead of ending their launcher. Ranks know what a notice asks for,
+    and get each. A second SIGINT or SIGTERM, more than a second after the first, kills them; within a second it is of
+    the same press, and does nothing. `sent` are all signals that were sent.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -132,10 +120,6 @@ class Forwarding:
         _restore_handlers(self._old_handlers)
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
-        """Pass a notice, or the first request to end, on to the ranks; kill them at a second request.
-
-        A second one within a second is of the same press, and does nothing.
-        """
         now = time.monotonic()
         leave_closed_output()  # the signal may be that of a terminal that closed
         if number in NOTICES:
@@ -155,7 +139,6 @@ class Forwarding:
         self._ranks.signal(to_ranks)
 
     def repeat_signal(self) -> None:
-        """Let the last signal that came have its usual effect here too."""
         signal.raise_signal(self.received)
 
 

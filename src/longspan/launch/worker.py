@@ -1,8 +1,8 @@
 """Worker processes: each answers requests that come through its connection, until that closes or its parent is gone.
 
 A worker is a fresh interpreter, started without `multiprocessing.Process`: it shares no torch, threads or devices with
-a rank, and a daemonic rank may start one too. Plans are made ahead in one (`plan/planning.py`) and corpora are encoded
-in several (`corpus/document_encoder.py`). Ranks are no workers: `launch.py` starts them.
+a rank, and a daemonic rank may start one too. Plans are made ahead in one (`plan/plan_ahead.py`), and corpora are
+encoded in several (`corpus/document_encoder.py`). Ranks are no workers: `launch.py` starts them.
 """
 
 import os
@@ -32,16 +32,14 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Worker:
-    """A worker process as its parent sees it: requests and answers go through `connection`.
-
-    `serve`, a function at the top of a module, is all that the process runs. `environment` is added to this process's;
-    with `own_session` the worker gets no signals from a terminal.
+    """A worker process as its parent sees it: requests and answers go through `connection`. `serve`, a function at the
+    top of a module, is all that the process runs. `environment` is added to this process's; with `own_session` the
+    worker gets no signals from a terminal.
     """
 
     def __init__(
         self, serve: Serve, *, environment: Mapping[str, str] | None = None, own_session: bool = False
     ) -> None:
-        """Start the process, and send it the folders that this one imports from."""
         self.connection: Connection[Any, Any]
         self.connection, worker_end = Pipe()
         arguments = [str(worker_end.fileno()), str(os.getpid()), serve.__module__, serve.__name__]
@@ -57,7 +55,6 @@ class Worker:
 
     def end(self, patience: float = 0.0) -> None:
         """End the process, also in the middle of a request; with `patience`, ask first, and kill after these seconds.
-
         Close `connection` afterwards.
         """
         with suppress(OSError, subprocess.TimeoutExpired):
@@ -91,7 +88,6 @@ def describe_main(payload: bytes) -> dict[str, Any]:
 
 
 def import_main(main: dict[str, Any]) -> None:
-    """Import the parent's script in a worker, from what `describe_main` gave."""
     if main:
         for name in _TORCHRUN:  # a script that trains when it is imported must not take a rank's place
             os.environ.pop(name, None)
@@ -127,7 +123,7 @@ _USUAL_CAUSES: dict[int, str] = {
 
 
 def describe_death(code: int | None) -> str:
-    """Describe the end of a rank that gave no answer, by its exit code; signals with their usual cause."""
+    """Of a rank that gave no answer, by its exit code; signals with their usual cause."""
     if code is not None and code < 0:
         return describe_end(code) + _USUAL_CAUSES.get(-code, "")
     return f"{describe_end(code)} before it answered"

@@ -27,7 +27,7 @@ from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
-from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
 _REASONS = {  # by model type, where the cause is known: clearer than the differences that a trial finds

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cache, cached_property
-from math import gcd
+from math import ceil, gcd
+
+from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
+
+QUERY_GRADIENT_BYTES = 1 << 30
+"""The most bytes of a float32 gradient of queries that backward of attention makes at once; of a larger one, heads are
+computed in groups, one after another. It is that of 64K rows of Qwen3-8B, with which one key/value head fills a GPU."""
 
 
 @dataclass(frozen=True)
@@ -25,45 +31,66 @@ class HeadSplit:
 
     @cached_property
     def member_heads(self) -> int:
-        """Return the number of query heads of a member."""
         return self.heads // self.degree
 
     @cached_property
     def member_kv_heads(self) -> int:
-        """Return the number of key/value heads that a member receives, one for each run of its query heads.
-
-        A run is the longest that divides both the query heads of a key/value head and those of a member.
+        """The key/value heads that a member receives, one for each run of its query heads; a run is the longest that
+        divides both the query heads of a key/value head and those of a member.
         """
         return self.member_heads // gcd(self.heads // self.kv_heads, self.member_heads)
 
     @cached_property
     def kv_copies(self) -> int:
-        """Return how often every key/value head is sent."""
         return self.degree * self.member_kv_heads // self.kv_heads
 
     def q_heads(self, member: int) -> slice:
-        """Return the member's query heads."""
         return slice(member * self.member_heads, (member + 1) * self.member_heads)
 
     def slice_count(self, at_most: int) -> int:
         """Return into how many equal slices the query heads of every member can be cut: the most up to `at_most`.
 
-        >>> [HeadSplit(heads=32, kv_heads=8, degree=degree).slice_count(2) for degree in (4, 8)]
-        [2, 2]
-
         A slice is one or more whole runs, or a part of one: its key/value head is then that of other slices as well.
         """
-        return next(n for n in range(min(at_most, self.member_heads), 0, -1) if self._cuts_evenly(n))
+        heads, runs = self.member_heads, self.member_kv_heads
+        counts = range(min(at_most, heads), 0, -1)
+        return next(n for n in counts if runs % n == 0 or (n % runs == 0 and heads % n == 0))
 
     def slices_per_kv_head(self, slices: int) -> int:
         """Return how many of `slices` slices use the same key/value head: several only where slices cut a run."""
         return max(1, slices // self.member_kv_heads)
 
-    def _cuts_evenly(self, slices: int) -> bool:
-        """Return whether `slices` slices of a member's query heads can be whole runs each, or equal parts of a run."""
-        return self.member_kv_heads % slices == 0 or (
-            slices % self.member_kv_heads == 0 and self.member_heads % slices == 0
-        )
-
 
 head_split = cache(HeadSplit)  # worked out once
+
+
+def count_head_groups(query_bytes: float, kv_heads: int) -> int:
+    """Return in how many groups, one after another, backward of attention computes the key/value heads; `query_bytes`
+    are those of the float32 gradient of all queries, of which a group of several heads has at most
+    QUERY_GRADIENT_BYTES.
+
+    >>> count_head_groups(5 << 29, 8)
+    3
+    """
+    return max(1, min(kv_heads, ceil(query_bytes / max(1, QUERY_GRADIENT_BYTES))))
+
+
+def count_exchange_slices(
+    split: HeadSplit,
+    query_numbers: int,
+    bytes_of_number: int,
+    *,
+    most: int = EXCHANGE_SLICES,
+    slice_bytes: int = EXCHANGE_SLICE_BYTES,
+) -> int:
+    """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, `most` at most.
+    `query_numbers` are those of all query heads of the member with the most rows, so that all members count the same.
+    Each group of heads that backward computes one after another may be a slice, even of more than `most`.
+
+    >>> split = HeadSplit(heads=32, kv_heads=8, degree=2)
+    >>> [count_exchange_slices(split, rows * 32 * 128, 2) for rows in (4096, 65536, 360448)]
+    [1, 2, 4]
+    """
+    useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
+    groups = count_head_groups(4 * query_numbers, split.member_kv_heads)  # 4 bytes: sums are float32
+    return split.slice_count(min(useful_slices, max(most, groups))) if useful_slices > 1 else 1

@@ -1,4 +1,4 @@
-"""One step as a value: which slots work together on which documents, micro-batch by micro-batch.
+"""One step as a value: which slots work together on which documents, micro-batch by micro-batch; and plans in files.
 
 It is checked and printed here, and the same on every rank. Whether a model can run it is checked in `attention`.
 """
@@ -6,21 +6,21 @@ It is checked and printed here, and the same on every rank. Whether a model can 
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from longspan.errors import LayoutError, PlanError, plural
+from longspan.files import parse_json, read_lines
 from longspan.layout import check_lengths
 from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
-from longspan.plan.cost.bound import lower_bound_seconds
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode
-from longspan.plan.plan_json import read_plan_fields
-from longspan.plan.step_times import Timeline, slot_rows, timeline
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, type_text
+from longspan.plan.step_times import Timeline, lower_bound_seconds, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
 
@@ -61,10 +61,7 @@ class Plan:
 
     @cached_property
     def efficiency(self) -> float:
-        """Return the share of rows in use, from 0 to 1: tokens / (slots x micro-batches x rows of the fullest slot).
-
-        A plan that is balanced by time need not fill its slots.
-        """
+        """The share of rows in use, from 0 to 1: tokens / (slots x micro-batches x rows of the fullest slot)."""
         rows = slot_rows(self.micro_batches, self.slots, self.row_multiple)
         return self.tokens / (rows.size * int(rows.max())) if rows.any() else 0.0
 
@@ -80,11 +77,8 @@ class Plan:
         return timeline(batches, slots, cost, mode=self.mode, node_size=self.node_size, row_multiple=self.row_multiple)
 
     def reprice(self, cost: Cost, *, max_cp: int | None = None) -> "Plan":
-        """Return this plan with the seconds and the bound that it has under another cost, its stages included.
-
-        >>> plan.reprice(Cost.for_model("Qwen3-8B", tflops=800)).predicted_seconds  # doctest: +SKIP
-
-        The bound is of plans with groups of the type that this plan was made for, up to degree `max_cp` (None: slots).
+        """Return this plan with the seconds and the bound that it has under another cost, its stages included. The
+        bound is of plans with groups of the type that this plan was made for, up to degree `max_cp` (None: slots).
         """
         plan = replace(self, cost=cost)
         kinds = cost.under(self.cost.cp_comm_type, self.cost.a2a_size, heads=self.cost.heads)
@@ -102,8 +96,7 @@ class Plan:
 
     def digest(self) -> str:
         """Return SHA-256 (hex) of the integers and strings: what ranks compare before the first collective of a step.
-
-        Times and the cost are left out: two hosts may round them differently without disagreeing on what to do.
+        Times and the cost are left out: two hosts may round them differently.
         """
         return self._digest
 
@@ -128,9 +121,8 @@ class Plan:
         return "\n".join([*_header_lines(self, cost or self.cost, times), "", *_micro_batch_lines(self, times, limit)])
 
     def check(self) -> "Plan":
-        """Return this plan if it is sound: every document once, slots in range, caps met, types that exist.
-
-        Raises PlanError naming the document, slot or micro-batch, and the numbers.
+        """Return this plan if it is sound: every document once, slots in range, caps met, types that exist. Raises
+        PlanError naming the document, slot or micro-batch, and the numbers.
         """
         _check_plan_numbers(self)
         for m, batch in enumerate(self.micro_batches):
@@ -261,15 +253,13 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
 
 
 def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Return a line for each micro-batch; of more than `limit` + 1 only the first and the last, `limit` in all.
-
-    Two thirds of these are the first ones. With `limit` + 1 all are shown: the line that says how many are left out
-    would take the place of a single one.
+    """Of more than `limit` + 1 micro-batches only the first two thirds and the last, `limit` in all; one more than
+    `limit` would be replaced by a line that is as long.
     """
     count = len(plan.micro_batches)
-    shown = (
-        list(range(count)) if count <= limit + 1 else [*range(limit - limit // 3), *range(count - limit // 3, count)]
-    )
+    shown, last = list(range(count)), limit // 3
+    if count > limit + 1:
+        shown = [*range(limit - last), *range(count - last, count)]
     groups = {m: _degrees_text(plan.micro_batches[m]) for m in shown}
     width = max(len("groups"), *map(len, groups.values()))
     lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
@@ -285,10 +275,7 @@ def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
 
 
 def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
-    """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none.
-
-    Of the degrees after the `most` widest only the number of groups is written.
-    """
+    """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
     texts = [f"{count} x cp {degree}" for degree, count in counts]
     other_groups = sum(count for _, count in counts[most:])
@@ -300,3 +287,189 @@ def _seconds_text(value: float) -> str:
         if value * scale >= 0.1:
             return f"{value * scale:,.3f} {unit}"
     return f"{value * 1e6:,.1f} us"
+
+
+_PLAN = {"slots", "lengths", "micro_batches"}  # needed; the rest has a default
+_LIMITS = {"targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple"}
+_PLAN_MORE = _LIMITS | {"tokens", "planner", "predicted_seconds", "lower_bound_seconds", "cost"}
+_GROUP = {"slots", "documents"}
+_GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}  # with defaults
+
+
+def read_plan_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
+    """Read the fields of a plan from a JSON document, unchecked, and the number of tokens that it states, or None."""
+    try:
+        document = parse_json(text)
+    except ValueError as error:
+        raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {error}") from None
+    values = _read_object("the plan", document, _PLAN, _PLAN_MORE)
+    tokens = values.pop("tokens", None)
+    lengths = values["lengths"] = _read_tuple("lengths", values["lengths"])
+    batches = list[MicroBatch]()
+    for m, groups in enumerate(_read_tuple("micro_batches", values["micro_batches"])):
+        where, items = f"micro-batch {m}", _read_tuple(f"micro-batch {m}", groups)
+        read = (_read_group(f"{where}, group {index}", group, lengths) for index, group in enumerate(items))
+        batches.append(MicroBatch(tuple(read)))
+    values["micro_batches"] = tuple(batches)
+    values["cost"] = Cost.from_json(values.get("cost", {}))
+    for name in _SECONDS:
+        seconds: Any = values.get(name, 0.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise PlanError(f"{name} is {seconds!r}; it must be a number of at least 0")
+        values[name] = float(seconds)
+    # Lengths that are no integers are refused by `Plan.check`.
+    values.setdefault("targets", sum(length - 1 for length in lengths if isinstance(length, int)))
+    return values, tokens
+
+
+def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
+    """Sizes may be null, as a group without levels has them; lengths that are left out are those of the plan."""
+    values = _read_object(where, item, _GROUP, _GROUP_MORE)
+    for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
+        if name in values and not (name.startswith("hier") and values[name] is None):  # of these only sizes may be null
+            values[name] = _read_tuple(f"{where}: {name}", values[name])
+    kind = values.get("cp_comm_type", "p2p")
+    values["cp_comm_type"] = kind if isinstance(kind, str) else _read_tuple(f"{where}: cp_comm_type", kind)
+    documents = values["documents"]
+    if not all(type(d) is int and 0 <= d < len(lengths) for d in documents):
+        raise PlanError(f"{where} has documents {documents}, but the plan has {len(lengths)} lengths")
+    values.setdefault("lengths", tuple(lengths[d] for d in documents))
+    return Group(**values)
+
+
+def _read_object(where: str, value: Any, required: set[str], optional: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise PlanError(f"{where} must be an object, got {type(value).__name__}")
+    values = dict(cast(dict[str, Any], value))
+    missing, unknown = sorted(required - set(values)), sorted(set(values) - required - optional)
+    if missing:
+        raise PlanError(f"{where} lacks {', '.join(missing)}")
+    if unknown:
+        raise PlanError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(sorted(required | optional))}")
+    return values
+
+
+def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, list):
+        raise PlanError(f"{where} must be a list, got {type(values).__name__}")
+    return tuple(cast(list[Any], values))
+
+
+_NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
+_SECONDS = ("predicted_seconds", "lower_bound_seconds")
+MOST_BYTES = 64 << 20  # of a line
+_MOST_SLOTS, _MOST_PLACES = 1 << 20, 1 << 24  # of a plan, and of its groups in all: a short line can name huge ranges
+
+
+def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
+    """Write the plan of a step as a line of JSON, without its cost if that equals `after`, the cost of the line before.
+
+    >>> plan_row(7, Plan.from_json(text))  # doctest: +SKIP
+    '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
+    """
+    kinds = dict[tuple[Any, ...], int]()
+    batches = [[_group_row(group, kinds) for group in batch.groups] for batch in plan.micro_batches]
+    row = {"step": step} | {name: getattr(plan, name) for name in (*_NUMBERS, *_SECONDS)}
+    row |= {} if plan.cost == after else {"cost": plan.cost.to_json()}
+    row |= {"lengths": plan.lengths, "kinds": list(kinds), "micro_batches": batches}
+    return json.dumps(row, separators=(",", ":"))
+
+
+def read_plans(path: str | Path) -> Iterator[tuple[int, Plan]]:
+    """Yield the steps and checked plans of a run's plans.jsonl, in order; its last line may be torn.
+
+    >>> plans = dict(read_plans("runs/first/plans.jsonl"))  # doctest: +SKIP
+
+    Raises PlanError, with the number of the line, for a line that holds no plan. A plan that was priced by a subclass
+    of Cost gets a plain Cost of the same constants, and keeps its predicted seconds.
+    """
+    cost = DEFAULT_COST
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            step, plan = read_plan_row(line, cost, f"{path}, line {number}")
+            cost = plan.cost
+            yield step, plan
+
+
+def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "the line") -> tuple[int, Plan]:
+    """Return the step and the checked plan of a line of plans.jsonl; `cost` is that of the row before. Raises
+    PlanError, which begins with `where`, for a line that holds no plan.
+    """
+    try:
+        row = parse_json(line)
+        cost = Cost.from_json(row["cost"]) if "cost" in row else cost
+        lengths: tuple[int, ...] = tuple(row["lengths"])
+        kinds: list[list[Any]] = [[_list_as_tuple(x) for x in kind] for kind in row["kinds"]]
+        degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
+        if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
+            raise ValueError(f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all")
+        batches = (MicroBatch(tuple(_read_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
+        values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
+        plan = Plan(lengths=lengths, micro_batches=tuple(batches), cost=cost, **values)
+        return int(row["step"]), plan.check()
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        raise PlanError(f"{where} holds no plan: {type(error).__name__}: {error}") from error
+
+
+def find_plan(path: str | Path, step: int) -> Plan | None:
+    """Return the plan of one step in a run's plans.jsonl, the last if the step was run again; None without one. Only
+    the step's line and the one with its cost are parsed. Raises PlanError for a line that holds no plan.
+    """
+    start, step_line, cost_line, cost_line_of_step = b'{"step":%d,' % step, b"", b"", b""
+    for line in read_lines(Path(path), MOST_BYTES):
+        if line is None or not line.endswith(b"\n"):  # longer than any plan, or the torn last line
+            continue
+        if b'"cost":{' in line:
+            cost_line = line
+        if line.startswith(start):
+            step_line, cost_line_of_step = line, cost_line
+    if not step_line:
+        return None
+    where = f"{path}, step {step}"
+    cost = read_plan_row(cost_line_of_step, where=where)[1].cost if cost_line_of_step else DEFAULT_COST
+    return read_plan_row(step_line, cost, where)[1]
+
+
+def group_counts(plan: Plan) -> list[dict[str, Any]]:
+    """Count the groups of each degree and type of a plan, and their tokens, the widest groups last.
+
+    >>> group_counts(plan)  # doctest: +SKIP
+    [{'degree': 1, 'cp_comm_type': '', 'count': 12, 'tokens': 9031}, {'degree': 4, 'cp_comm_type': 'a2a', ...}]
+
+    The type of a group of one slot, which shares nothing, is "".
+    """
+    counts = dict[tuple[int, str], tuple[int, int]]()
+    for group in (group for batch in plan.micro_batches for group in batch.groups):
+        kind = type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes]) if group.degree > 1 else ""
+        key = group.degree, kind
+        count, tokens = counts.get(key, (0, 0))
+        counts[key] = count + 1, tokens + group.tokens
+    return [
+        {"degree": degree, "cp_comm_type": kind, "count": count, "tokens": tokens}
+        for (degree, kind), (count, tokens) in sorted(counts.items())
+    ]
+
+
+def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
+    """A kind that `kinds` lacks is added to it, with the next number."""
+    kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
+    slots, number = group.slots, kinds.setdefault(kind, len(kinds))
+    if slots == tuple(range(slots[0], slots[0] + len(slots))):
+        return [number, slots[0], len(slots), *group.documents]
+    return [number, slots, *group.documents]
+
+
+def _list_as_tuple(value: Any) -> Any:
+    return tuple(cast(list[Any], value)) if isinstance(value, list) else value
+
+
+def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
+    """A row is the number of its kind, its slots as a list, or the first slot and their number, and its documents."""
+    for number, first, *numbers in rows:
+        is_list = isinstance(first, list)
+        slots: tuple[int, ...] = _list_as_tuple(first) if is_list else tuple(range(first, first + numbers[0]))
+        documents: tuple[int, ...] = tuple(numbers if is_list else numbers[1:])
+        kind, sizes, partition, pad_to = kinds[number]
+        yield Group(slots, documents, tuple(lengths[d] for d in documents), kind, sizes, partition, pad_to)

@@ -1,15 +1,18 @@
-"""When every slot starts and ends each micro-batch of a plan, under a Cost.
+"""When every slot starts and ends each micro-batch of a plan, under a Cost; and a time that no plan can beat.
 
-Every function is vectorised over groups and slots: a plan of thousands of slots is priced in a fraction of a second.
+All is vectorised over groups and slots. Planners have no part in the bound, which follows from the lengths only: a
+mistake of theirs shows as a plan that beats it.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longspan.errors import PlanError
 from longspan.layout import Floats, Integers
 from longspan.plan.cost.cost import Cost
 from longspan.plan.micro_batch import Group, MicroBatch, Mode
@@ -35,7 +38,6 @@ class GroupTable:
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
-        """Make the table of the groups of these micro-batches."""
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
         counts = _int_array([len(group.lengths) for _, group in groups])
@@ -72,9 +74,8 @@ class GroupTable:
         return seconds
 
     def seconds_under(self, cost: Cost, node_size: int) -> Floats:
-        """Return the seconds of each group (G,) as if it had the cost's type; inf where heads or degree forbid it.
-
-        A group of one slot, which sends nothing, has any type.
+        """Return the seconds of each group (G,) as if it had the cost's type; inf where heads or degree forbid it. A
+        group of one slot, which sends nothing, has any type.
         """
         seconds = self._priced(cost, self.fewest_together(node_size), slice(None))
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
@@ -83,15 +84,13 @@ class GroupTable:
         # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
         degree, together = self.degree[some], together[some]
-        seconds = cost.group_seconds(
-            self.tokens[some], squares, degree, together == degree, self.documents[some], together=together
-        )
+        tokens, documents, inside = self.tokens[some], self.documents[some], together == degree
+        seconds = cost.group_seconds(tokens, squares, degree, inside, documents, together=together)
         return seconds - cost.real_row_seconds * self.skipped[some]
 
     def fewest_together(self, node_size: int) -> Integers:
-        """Return the slots of each group on the node that has the fewest of them; its degree on a single node (G,).
-
-        Slots of a node count together only where they are neighbours in the group.
+        """Return the slots of each group on the node that has the fewest of them (G,); slots of a node count together
+        only where they are neighbours in the group.
         """
         if not len(self.degree):
             return np.zeros(0, dtype=np.int64)
@@ -110,16 +109,14 @@ class GroupTable:
 
 
 def _group_way(group: Group) -> Way:
-    """Return the type of most of a group's layers, its a2a size, and its partition; one slot sends nothing: p2p."""
     types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind = max(types, key=types.count) if group.degree > 1 else "p2p"
     return kind, (group.hierarchical_context_parallel_sizes or (1,))[0], group.partition
 
 
 def _count_skipped_rows(group: Group) -> float:
-    """Return for how many rows no member computes experts and logits: its share of all, less the busiest's real ones.
-
-    Real rows are the first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
+    """For how many rows no member computes experts and logits: its share of all, less the busiest's real ones, the
+    first of each document. Shares are fractions of rows here, not rounded as in `Group.shares`.
     """
     if group.pad_to is None:
         return 0.0
@@ -137,11 +134,10 @@ def _count_skipped_rows(group: Group) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each slot works: arrays of shape (micro-batches, slots), times in seconds from the start of the step.
-
-    `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on. A slot that
-    skips a micro-batch has `start == end` and no busy time. `step_seconds` is the end of the whole step, with the
-    update and in free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
+    """When each slot works: arrays of shape (micro-batches, slots), times in seconds from the start of the step. `rows`
+    held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on. A slot that skips a
+    micro-batch has `start == end` and no busy time. `step_seconds` is the end of the whole step, with the update and in
+    free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
     """
 
     rows: Integers
@@ -198,10 +194,8 @@ def timeline(
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:
-    """Return when each slot starts and ends each micro-batch, and the last end.
-
-    Slots that groups join, which have one `component`, start when the last of them is ready, and end with the slowest.
-    A slot that is not `active` has no documents and waits for nobody.
+    """Slots that groups join, which have one `component`, start when the last of them is ready, and end with the
+    slowest. A slot that is not `active` has no documents and waits for nobody. Also returns the last end.
     """
     count, slots = busy.shape
     start, end, clock = np.zeros_like(busy), np.zeros_like(busy), np.zeros(slots)
@@ -219,10 +213,9 @@ def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) ->
 
 
 def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
-    """Return the lowest slot that groups join each slot to in each micro-batch (M, slots).
-
-    By hooking and pointer jumping: a slot takes the lowest label in any of its groups, and then that label's label,
-    until nothing changes. Labels count through all micro-batches, m x slots + slot.
+    """The lowest slot that groups join each slot to in each micro-batch (M, slots), by hooking and pointer jumping: a
+    slot takes the lowest label in any of its groups, and then that label's label, until nothing changes. Labels count
+    through all micro-batches, m x slots + slot.
     """
     label = np.arange(count * slots)
     cells = table.micro_batch[table.group] * slots + table.slot
@@ -239,7 +232,6 @@ def _label_joined_slots(table: GroupTable, count: int, slots: int) -> Integers:
 
 
 def _segment_sums(values: Integers, counts: Integers) -> Integers:
-    """Sum the first counts[0] values, the next counts[1], and so on (len(counts),); 0 for a count of 0."""
     total = np.concatenate(([0], np.cumsum(values)))
     stop = np.cumsum(counts)
     return total[stop] - total[stop - counts]
@@ -247,3 +239,100 @@ def _segment_sums(values: Integers, counts: Integers) -> Integers:
 
 def _int_array(values: Sequence[int]) -> Integers:
     return np.array(values, dtype=np.int64)
+
+
+ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seconds in another order
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself. `area`: all work
+    spread evenly over all slots and their stages, and the launches of the fewest micro-batches; `crossing` is added to
+    it: the messages of documents that are longer than a slot's cap, on ideal links only, so that plans on measured
+    links are 2 to 20 % above it. `longest`: the longest document at its best degree.
+    """
+
+    area: float
+    longest: float
+    crossing: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return max(self.area + self.crossing, self.longest) * (1 - ROUNDING)
+
+
+def lower_bound_seconds(
+    lengths: Sequence[int],
+    slots: int,
+    max_tokens_per_slot: int | None,
+    cost: Cost,
+    mode: str = "lockstep",
+    *,
+    max_cp: int | None = None,
+    node_size: int = 8,
+) -> Bound:
+    """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
+    `max_cp` limits the degree of any group. The slots of a step have slots · seconds together, of which work,
+    unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
+    PlanError if the longest document fits no group at all.
+    """
+    rows, widest = np.asarray(lengths, dtype=np.int64), min(max_cp or slots, slots)
+    attention = math.fsum(rows.astype(np.float64) ** 2 * cost.attention_seconds)
+    work = math.fsum(rows * float(cost.work_seconds(1, 0))) + attention
+    # In free mode a slot skips micro-batches without documents for it: it is in as many as its rows fill, on average.
+    launches = int(rows.sum()) / (slots * max_tokens_per_slot) if max_tokens_per_slot else 0.0
+    launches = max(1, math.ceil(launches)) if mode == "lockstep" else launches
+    # Every micro-batch takes its launches beside its work, and no less than the host needs.
+    area = max(work / slots + cost.micro_batch_seconds * launches, cost.launch_seconds * launches) / cost.stages
+    if not len(rows):
+        return Bound(area, 0.0)
+    longest = _longest_seconds(int(rows.max()), widest, max_tokens_per_slot, cost, node_size)
+    if max_tokens_per_slot is None or cost.network:
+        return Bound(area, longest)
+    messages = _ideal_message_seconds(rows, max_tokens_per_slot, attention, cost)
+    return Bound(area, longest, messages / slots / cost.stages)
+
+
+def _ideal_message_seconds(rows: NDArray[np.int64], cap: int, attention: float, cost: Cost) -> float:
+    """Slot seconds of messages that no plan avoids on ideal links, beyond those that `attention` hides. A document of L
+    rows, more than the cap, needs n = ⌈L / cap⌉ slots or more. Its group has at least L / cap slots for these rows,
+    each of which waits for the latency of n − 1 steps of a ring, or of one message under other types. Its rows go to n
+    − 1 other slots at the least under `p2p` and `all_gather`; under `a2a` (n − 1) / n of them leave their slot once.
+    Attention hides messages of a ring alone. Of types that may be rings or exchanges, "auto" and `a2a+p2p`, only the
+    latency counts.
+    """
+    if not (rows > cap).any():
+        return 0.0
+    long = rows[rows > cap].astype(np.float64)
+    needed, kind = np.ceil(long / cap), cost.cp_comm_type
+    steps = needed - 1 if kind == "p2p" else np.ones_like(long)
+    waits = math.fsum(long / cap * cost.ring_step_seconds * steps)
+    fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)
+    turns = math.fsum(cost.ring_bytes * long * (needed - 1)) / fastest
+    exchanges = math.fsum(cost.exchange_bytes * long * (1 - 1 / needed)) / fastest
+    if kind == "p2p":
+        return max(turns - attention, 0.0) + waits
+    return waits + {"all_gather": turns, "a2a": exchanges}.get(kind, 0.0)
+
+
+def _longest_seconds(length: int, widest: int, cap: int | None, cost: Cost, node_size: int) -> float:
+    """Seconds of one document in a group of its own, at the best degree and place that the cap allows: compute / degree
+    + messages that show on ideal links, the least over all degrees and types, and one launch. Of states the latency
+    alone counts: their bytes depend on the group's other documents.
+    """
+    narrowest = 1 if cap is None else -(-length // cap)
+    if narrowest > widest:
+        raise PlanError(
+            f"a document of {length} rows needs {narrowest} slots at max_tokens_per_slot {cap}, but a group has at "
+            f"most {widest}; raise max_tokens_per_slot or cut the document"
+        )
+    degree = np.arange(narrowest, widest + 1)
+    if cost.network:
+        seconds = cost.work_seconds(length, float(length) ** 2) / degree
+    else:
+        fastest = max(cost.inside_bytes_per_second, cost.across_bytes_per_second)  # what fits a host may also be across
+        alone = replace(cost, states=None, inside_bytes_per_second=fastest)
+        together = np.minimum(degree, node_size)
+        seconds = alone.group_seconds(length, length**2, degree, together == degree, together=together)
+        seconds = seconds + (cost.states.step_seconds if cost.states else 0.0) * (degree > 1)
+    return float(seconds.min()) + cost.micro_batch_seconds

@@ -5,7 +5,7 @@ one run a slot, and want an all-to-all of heads, which is even however rows are 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -13,8 +13,7 @@ from typing import Literal
 from longspan.errors import LongspanError, PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.hierarchy import level_sizes
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind, level_sizes, type_text
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
@@ -32,9 +31,8 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     >>> [o.cp_comm_type for o in list_type_options(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
     ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
-    A type of `options` other than "auto" is the only one. Under "auto" these are p2p, all_gather and, where the query
-    heads are known and allow it, a2a and a2a+p2p with every first level inside a node. Contiguous rows, which are even
-    only under a2a, take other types only where the heads do not allow a2a.
+    A type of `options` other than "auto" is the only one. Types that exchange heads need them, and first levels inside
+    a node. Contiguous rows, which are even only under a2a, take other types only where the heads do not allow a2a.
     """
     if options.cp_comm_type != "auto":
         return [options if cp is None else fit_to_degree(options, cp)]
@@ -50,7 +48,6 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
 
 
 def fit_to_degree(options: PlanOptions, cp: int) -> PlanOptions:
-    """Fit the levels of a2a+p2p, where a layer of the options has them, to a degree."""
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
         return options
@@ -58,23 +55,7 @@ def fit_to_degree(options: PlanOptions, cp: int) -> PlanOptions:
     return replace(options, hierarchical_context_parallel_sizes=levels)
 
 
-def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """Write a communication type, or those of a list, with its levels (a2a, p2p); of several levels the widest a2a.
-
-    `sizes` are the levels of all groups; None and single numbers are left out.
-
-    >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
-    ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
-    """
-    name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
-    levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})
-    if "a2a+p2p" not in name or not levels:
-        return name
-    return f"{name} {levels[0]}" if len(levels) == 1 else f"{name}, a2a of {levels[-1][0]} at most"
-
-
 def plan_type_text(plan: Plan) -> str:
-    """Write the communication types of a plan's groups of several slots; "" if no group has several slots."""
     groups = [group for group in chain.from_iterable(batch.groups for batch in plan.micro_batches) if group.degree > 1]
     kinds = ((g.cp_comm_type,) if isinstance(g.cp_comm_type, str) else g.cp_comm_type for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kinds)))
@@ -101,16 +82,11 @@ class PartitionChoice:
 
     @property
     def options(self) -> PlanOptions:
-        """The options of the chosen way."""
         return self.ways[0].options
 
     @property
     def reason(self) -> str:
-        """Return why it was chosen, in one line: the seconds of each way, or ratios under a cost that is of no machine.
-
-        >>> print(choice.reason)  # doctest: +SKIP
-        contiguous under a2a: 1.2 s predicted; zigzag under p2p 1.9 s; contiguous under p2p 2.1 s
-        """
+        """Why it was chosen, in one line: the seconds of each way, or ratios under a cost that is of no machine."""
         chosen, *others = self.ways
         if chosen.options.cost.source:
             texts = [f"{chosen}: {chosen.seconds:.3g} s predicted", *(f"{way} {way.seconds:.3g} s" for way in others)]
@@ -124,11 +100,9 @@ def which_partition(
     options: PlanOptions,
     partition: Literal["auto"] | PartitionKind = "auto",
 ) -> PartitionChoice:
-    """Price a hybrid's plans under each partition and type that comes into question.
-
-    `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a way that it refuses with a
-    LongspanError is left out. A `partition` and a type of `options` other than "auto" are kept. Raises PlanError where
-    nothing is possible.
+    """Price a hybrid's plans under each partition and type that comes into question; those that `partition` and
+    `options` name are kept. `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a
+    way that it refuses with a LongspanError is left out. Raises PlanError where nothing is possible.
     """
     ways, refused = list[PricedWay](), dict[str, str]()
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
@@ -151,7 +125,6 @@ def plan_with_partition(
     make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
 ) -> tuple[Plan, str]:
     """Make the plan of these options; also returns why the rows of a hybrid are dealt out as they are ("" for others).
-
     `partition` "auto" is the fastest partition for a hybrid, and zigzag for other models.
     """
     if options.cost.states is None:
@@ -168,12 +141,6 @@ def plan_evaluation(
     make: Callable[[PlanOptions], Plan], lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int
 ) -> Plan:
     """Make the plan of forward passes that is fastest through the home's stages, at the limit of rows or a lower one.
-
-    >>> options = PlanOptions(max_tokens_per_slot=8192)
-    >>> make = lambda options: plan_fixed([8192] * 8, Layout(8, pp=4), 2, options=options)
-    >>> len(plan_evaluation(make, [8192] * 8, Layout(8, pp=4), options, widest=2).micro_batches)  # doctest: +SKIP
-    8
-
     `widest` is the highest degree that a group of `make` may have. The limit is halved as long as that does not make
     the plan slower. Raises what `make` raises at the limit itself.
     """
@@ -181,7 +148,13 @@ def plan_evaluation(
     fastest = make(options)
     if home.pp == 1 or not lengths:
         return fastest
-    for rows in _lower_limits(lengths, home, options, widest):
+    # Limits from the least rows that hold the longest document in a group of `widest` slots, each twice the one before,
+    # but none above twice a slot's mean rows, which would limit nothing, and at most MOST_ROUNDS micro-batches a stage.
+    multiple, share = options.row_multiple, sum(lengths) / home.slots
+    least_rows = -(-max(lengths) // (widest * multiple)) * multiple
+    highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
+    limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
+    for rows in (rows for rows in reversed(limits) if rows * home.pp * MOST_ROUNDS >= share):
         plan = make(replace(options, max_tokens_per_slot=rows))
         if plan.predicted_seconds > fastest.predicted_seconds:
             break
@@ -196,27 +169,11 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
     return next((degree for degree in degrees if heads_allow(degree, options.heads, types, home.tp)), 1)
 
 
-def _lower_limits(lengths: Sequence[int], home: Layout, options: PlanOptions, widest: int) -> Iterator[int]:
-    """Yield limits of rows below that of the options, the highest first, each half of the one before.
-
-    The limits are the least rows a slot that hold the longest document in a group of `widest` slots, doubled again and
-    again. Left out are limits above twice a slot's mean rows, which would limit nothing, and limits that would make
-    more than `MOST_ROUNDS` micro-batches for each stage.
-    """
-    multiple, share = options.row_multiple, sum(lengths) / home.slots
-    least_rows = -(-max(lengths) // (widest * multiple)) * multiple
-    highest = min(options.max_tokens_per_slot or sum(lengths), math.ceil(2 * share))
-    limits = [least_rows << doubling for doubling in range(32) if least_rows << doubling < highest]
-    yield from (rows for rows in reversed(limits) if rows * home.pp * MOST_ROUNDS >= share)
-
-
 @dataclass(frozen=True)
 class DegreeChoice:
-    """One degree of an evaluation. A document-step is one document through the model once.
-
-    `planned` has each document once, under the fastest type and at the best cap; `options` are those of its type, with
-    the cap of the comparison. *Filled*, as evaluation loops do: one document a group and micro-batch, and documents
-    repeated until the last pass keeps the pipeline full; of its `filled_steps` those beyond the documents are wasted.
+    """One degree of an evaluation. `planned` has each document once, under the fastest type and at the best cap;
+    `options` are those of its type, with the cap of the comparison. *Filled*, as evaluation loops do: one document a
+    group and micro-batch, and documents repeated until the last pass keeps the pipeline full, `filled_steps` in all.
     """
 
     cp: int
@@ -240,11 +197,7 @@ class DegreeComparison:
         return min(self.choices, key=lambda choice: choice.planned.predicted_seconds)
 
     def reason(self, name: str = "") -> str:
-        """Return why the best degree is the best, of the evaluation set of this name, in one line of numbers.
-
-        >>> print(which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).reason())  # doctest: +SKIP
-        evaluation at cp 4, p2p: 1,024 documents in 0.173 s predicted; cp 1 0.366 s, cp 2 0.234 s, cp 8 0.211 s; ...
-        """
+        """Why the best degree is the best, of the evaluation set of this name, in one line of numbers."""
         best = self.best
         others = sorted(self.choices, key=lambda choice: choice.planned.predicted_seconds)[1:]
         named = [choice for choice in self.choices if choice in others[:NAMED]]  # by degree, not time

@@ -1,24 +1,24 @@
 """Evaluations on pages: each degree, each set, loss by position and by length, samples; and `longspan eval`'s page."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import plural
 from longspan.evaluation.result import SAME
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.curves import COLORS, chart, curve
-from longspan.report.page import HELD_OUT, Part, head, page, section, table, written_line
+from longspan.report.page import COLORS, HELD_OUT, Part, chart, curve, head, page, section, table, written_line
 from longspan.report.run_folder import EvalRow, RunFolder
 
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
 NATS = "nats per predicted token"
+_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
 def degree_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the table of the last evaluations of the held-out documents, a row for each degree, if there are any.
-
-    Losses are equal if they are of as many tokens and differ by SAME at most, relative to the first.
+    """The table of the last evaluations of the held-out documents, a row for each degree. Losses are equal if they are
+    of as many tokens and differ by SAME at most, relative to the first.
     """
     if not (rows := run.degrees):
         return
@@ -37,9 +37,8 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def set_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the curves and the last row of every set, if any has a name, and losses by position and by length.
-
-    With a single set its first evaluation is shown too, so that the change over the run is seen.
+    """The curves and the last row of every set, if any has a name, and losses by position and by length. With a single
+    set its first evaluation is shown too, so that the change over the run is seen.
     """
     sets = evaluations_by_set(run)
     last = {name or HELD_OUT: rows[-1] for name, rows in sets.items()}
@@ -63,10 +62,8 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
-    """Return the evaluations of every set by its name, one for each step.
-
-    Of a step's evaluations the last in the order of `record_key` is taken: that under a plan of several degrees, else
-    that at the largest degree. The held-out documents, whose name is "", come first.
+    """The evaluations of every set by its name, one for each step; of a step's the last in the order of `record_key`:
+    that under a plan of several degrees, else that at the largest degree. The held-out documents, "", come first.
     """
     sets = dict[str, dict[int, EvalRow]]()
     for row in sorted(run.evaluations, key=lambda row: (bool(row.name), row.step)):
@@ -75,7 +72,7 @@ def evaluations_by_set(run: RunFolder) -> dict[str, list[EvalRow]]:
 
 
 def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
-    """Return a table of evaluations, each with cells of its own by the names of their columns, which come first."""
+    """A table of evaluations, each with cells of its own by the names of their columns, which come first."""
     metrics = list(dict.fromkeys(name for row, _ in rows for name, _ in row.metrics))
     first_names = [name for _, first_cells in rows[:1] for name in first_cells]
     names = [*first_names, "loss", "perplexity", *(_LABELS.get(name, name) for name in metrics)]
@@ -92,9 +89,8 @@ def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
 
 
 def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Part]:
-    """Yield the chart by position and that by length, with a curve for each of the first COLORS names.
-
-    A chart is left out if its curves have one bucket only.
+    """The chart by position and that by length, with a curve for each of the first COLORS names; one bucket makes no
+    chart.
     """
     kinds = ("position", "position in the document, from"), ("document length", "tokens of the document, from")
     for (kind, x_label), by_name in zip(kinds, (by_position, by_length), strict=True):
@@ -117,7 +113,7 @@ def _start_text(first: int) -> str:
 
 
 def degree_curves(run: RunFolder) -> Iterator[Part]:
-    """Yield the losses of the held-out documents, a curve for each degree, the degree of most evaluations first."""
+    """The losses of the held-out documents, a curve for each degree, the degree of most evaluations first."""
     by_degree = dict[str, list[EvalRow]]()
     for row in run.held_out:
         by_degree.setdefault(row.degree, []).append(row)
@@ -127,32 +123,21 @@ def degree_curves(run: RunFolder) -> Iterator[Part]:
 
 
 def sample_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the samples with images, if there are any: for each set what was shown, expected and predicted."""
     by_set, tables = dict[str, list[Mapping[str, Any]]](), list[Part]()
     for row in run.samples:
         by_set.setdefault(str(row["name"]), []).append(row)
     for name, rows in by_set.items():
         right = [row["answer"] == row["predicted"] for row in rows]
         note = f"{name or 'held-out documents'}: {sum(right)} of {len(rows)} answers are right"
-        cells = (
-            [
-                _images_cell(row),
-                *map(str, (row["text"], row["answer"])),
-                [str(row["predicted"]), "good" if ok else "bad"],
-            ]
-            for row, ok in zip(rows, right, strict=True)
-        )
+        cells = list[list[object]]()
+        for row, ok in zip(rows, right, strict=True):
+            images = [image for image in row["images"] if isinstance(image, str) and _BASE64.fullmatch(image)]
+            words = str(row["text"]), str(row["answer"])
+            cells.append([{"images": images}, *words, [str(row["predicted"]), "good" if ok else "bad"]])
         tables += [{"note": note}, table(("images", "text", "answer", "predicted"), cells, "samples")]
     if tables:
         note = "Each token of an answer is predicted with the true ones before it."
         yield section("Samples", {"note": note}, *tables)
-
-
-def _images_cell(row: Mapping[str, Any]) -> Part:
-    def is_base64(image: object) -> bool:
-        return isinstance(image, str) and image.replace("+", "").replace("/", "").rstrip("=").isalnum()
-
-    return {"images": [image for image in row["images"] if is_base64(image)]}
 
 
 def eval_page(record: Mapping[str, Any]) -> str:
@@ -177,9 +162,8 @@ def eval_page(record: Mapping[str, Any]) -> str:
             by_position.setdefault(name, row.by_position)  # degrees of one set have the same loss
             by_length.setdefault(name, row.by_length)
             cells = {"weights": str(model["target"]), "set": set_name, "type": ", ".join(values["cp_comm_type"]) or "-"}
-            rows.append(
-                (row, cells | {"seconds": seconds_text(values["seconds"]), "targets": f"{values['eval_targets']:,}"})
-            )
+            cells |= {"seconds": seconds_text(values["seconds"]), "targets": f"{values['eval_targets']:,}"}
+            rows.append((row, cells))
     sections = [section("Evaluations", evaluation_table(rows))]
     differences = record.get("compare", {}).get("differences", ())
     sections += [_difference_section(difference, names) for difference in differences]
@@ -190,7 +174,6 @@ def eval_page(record: Mapping[str, Any]) -> str:
 
 
 def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> Part:
-    """Return the section that compares two models, named by `names`, on one set: a sentence and a table by length."""
     error = difference["standard_error"]
     words = (
         f"{difference['unit'].replace('_', ' ')} of {names[1]} minus that of {names[0]}: "

@@ -1,31 +1,117 @@
 """A run that is followed while it trains: a server of its page on 127.0.0.1, of the standard library only.
 
 The address holds a key of 32 random bytes, and every other path is refused with 403. The server sends the page and
-newer values of it; it sends no file of the run's folder, and takes and writes nothing. It is no server for a network:
-to see the page on another machine, forward the port over ssh.
+newer values of it, and no file. To see the page on another machine, forward the port over ssh.
 """
 
 import errno
 import gzip
 import json
+import os
 import secrets
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from longspan.errors import ConfigError
 from longspan.files import json_values
 from longspan.plain_text import seconds_text
-from longspan.report.curves import finite
-from longspan.report.live_run import LiveRun
-from longspan.report.page import Part, content_policy, head, page, section
+from longspan.report.page import Part, content_policy, finite, head, page, section
+from longspan.report.run_folder import RunFolder, number
 from longspan.report.run_page import BAD_RECORD, RECENT, RUN_SECTIONS, session_line, subject_line
+from longspan.run.facts import LOCK
+
+State = Literal["waiting", "running", "done", "stopped", "broken"]
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run now: its records, the process at work, "" for none, and the seconds since it wrote metrics, or began."""
+
+    run: RunFolder
+    state: State
+    holder: str = ""
+    idle: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path) -> "LiveRun":
+        """Read the run in a folder, which need not be there yet."""
+        holder = lock_holder(path)  # first: what a run that ends writes is there once its lock is gone
+        run = RunFolder.read(path, live=True)
+        files = (path / name for name in ("metrics.jsonl", "run.json"))
+        idle = min((time.time() - file.stat().st_mtime for file in files if file.is_file()), default=0.0)
+        return cls(run, _state_of(run, holder), holder, idle)
+
+    @property
+    def step(self) -> int:
+        return int(self.run.step[-1]) if len(self.run.step) else 0
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run is to take, by run.json, summary.json or config.toml; 0 where none of them says."""
+        facts, summary = self.run.facts, self.run.summary
+        values = facts.steps if facts else 0, summary.get("steps"), self.run.key("train", "steps")
+        # up to 2^53 a browser holds whole numbers exactly
+        return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
+
+    def state_sentence(self) -> str:
+        """Where the run is, or what came of it, in a sentence without a full stop."""
+        step_text = f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
+        signal = str(self.run.summary.get("stopped"))
+        signal = signal if signal.isalnum() and len(signal) < 16 else "a signal"  # a damaged file may hold anything
+        sentences: dict[State, str] = {
+            "running": f"the run is at {step_text}",
+            "waiting": "no run has begun here",
+            "done": f"the run has come to its end at {step_text}",
+            "stopped": f"the run was stopped by {signal} after {step_text}; the same command goes on",
+            "broken": f"the run ended after {step_text} with an error or was killed; its own output says more",
+        }
+        return sentences[self.state]
+
+
+def lock_holder(folder: Path) -> str:
+    """Return which process is at work in a run's folder, as its lock names it; "" where none is. The lock is only asked
+    for and never taken, so that a run which begins meanwhile is not refused. Where the system has no locks of files,
+    the lock counts as held if the file names a process.
+    """
+    path = folder / LOCK
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            holder = file.read(4096).decode("utf-8", "replace").strip()
+            file.seek(0)
+            try:
+                os.lockf(file.fileno(), os.F_TEST, 0)
+            except (PermissionError, BlockingIOError):
+                return holder or "another process"
+            except OSError:
+                return holder
+            return ""
+    except OSError:
+        return ""
+
+
+def _state_of(run: RunFolder, holder: str) -> State:
+    """The summary counts only if it is of the last step: a resumed run leaves an older one until it ends. A number that
+    the summary lacks is NaN, which equals nothing, so that a run without a summary is "broken".
+    """
+    if holder:
+        return "running"
+    if not run.summary and not len(run.step) and not run.evaluations:
+        return "waiting"
+    summary_step, steps = number(run.summary.get("step")), number(run.summary.get("steps"))
+    if summary_step != (int(run.step[-1]) if len(run.step) else summary_step):
+        return "broken"
+    return "stopped" if run.summary.get("stopped") else "done" if summary_step >= steps else "broken"
+
 
 HOST = "127.0.0.1"
 HOSTS = {HOST, "localhost"}  # that a browser may ask by; another name is of a web page, made to lead here
@@ -68,7 +154,6 @@ def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
 
 
 def _progress_words(live: LiveRun) -> Iterator[str]:
-    """Yield how far the run is, how long the steps that are left will take, and whether it seems to have stalled."""
     if live.state != "running":
         yield live.state_sentence()
         if live.state == "waiting":
@@ -101,7 +186,6 @@ class Follower:
     """
 
     def __init__(self, run_dir: Path, port: int = 0, *, farewell: float = FAREWELL_SECONDS) -> None:
-        """Take the port, draw the key of the address; for `farewell` seconds after the end pages can fetch it."""
         self.key: str = secrets.token_urlsafe(KEY_BYTES)
         self.asked_at: float = -ASKS_WITHIN  # when a page asked last; at first so long ago that none is open
         self.is_over: bool = False
@@ -119,18 +203,16 @@ class Follower:
         self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
 
     def __enter__(self) -> "Follower":
-        """Begin to answer, in a thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop answering, and give the port back."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def read(self) -> LiveRun:
-        """Return the run as it is now, or was a moment ago: the longer reading takes, the rarer it is."""
+        """The run as it is now, or was a moment ago: the longer reading takes, the rarer it is."""
         with self._lock:
             began = time.monotonic()
             if self._live is None or began >= self._due:
@@ -140,9 +222,8 @@ class Follower:
             return self._live
 
     def wait(self) -> LiveRun:
-        """Wait until the run has ended, and open pages, which ask often, had time to fetch its end; return the run.
-
-        A run that has not begun, or that is about to be resumed, is waited for.
+        """Wait until the run has ended, and open pages, which ask often, had time to fetch its end; return the run. A
+        run that has not begun, or that is about to be resumed, is waited for.
         """
         live, has_begun = self.read(), False
         while not is_over(live, has_begun=has_begun):
@@ -156,19 +237,16 @@ class Follower:
 
 
 def is_over(live: LiveRun, *, has_begun: bool) -> bool:
-    """Return whether the run is done, or was seen at work and is no more; one that stopped before may be resumed."""
+    """Whether the run is done, or was seen at work and is no more; one that stopped before may be resumed."""
     return live.state == "done" or (has_begun and live.state != "running")
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of the page, and of its value where that is not the one which the page shows."""
-
     server: Any  # its `follower` is the one that made it
     server_version, sys_version = "longspan", ""
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
-        """Answer with the page or its newest value; refuse a request without the key."""
         follower: Follower = self.server.follower
         path, _, shown_mark = self.path.partition("?")
         key, _, name = path.removeprefix("/").partition("/")
@@ -189,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send_text(200, "application/json", f'{{"mark":"{mark}",{answer.removeprefix("{")}')
 
     def _send_text(self, status: int, kind: str, words: str) -> None:
-        """Send an answer; one that is no page may load nothing in a browser."""
+        """An answer that is no page may load nothing in a browser."""
         body = words.encode("utf-8", "replace")
         compressed = len(body) > 1024 and "gzip" in self.headers.get("Accept-Encoding", "")
         body = gzip.compress(body, 1) if compressed else body

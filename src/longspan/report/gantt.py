@@ -1,16 +1,206 @@
-"""The picture of a plan as SVG: on a page, where page.js adds hover and keyboard, and as a document of its own."""
+"""The picture of a plan: bars of which slots are busy with which document, in time or in rows; as SVG and as PNG.
+
+On a page, page.js adds hover and keyboard. A slot's wide groups come first inside a micro-batch, whatever the order in
+which it runs them, so that a long document that spans slots is one block.
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from longspan.errors import plural
+import numpy as np
+
+from longspan.errors import ConfigError, plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
-from longspan.plan import Cost, Plan
-from longspan.plan.plan_rows import group_counts
-from longspan.report.bars import Bar, PlanBars, Summary, Unit, group_times, plan_bars
+from longspan.plan import Cost, MicroBatch, Plan
+from longspan.plan.plan import group_counts
+from longspan.plan.step_times import GroupTable, slot_rows
 from longspan.report.page import PATTERNS, Part, label, room_text, tag, text
+
+Unit = Literal["seconds", "rows"]
+
+# Paul Tol's light scheme, told apart with any colour vision, and a shade darker: those of page.css.
+FILLS = (
+    *("#77aadd", "#ee8866", "#44bb99", "#eedd88", "#ffaabb", "#99ddff", "#bbcc33", "#c9a6d9"),
+    *("#5f93c8", "#d8714e", "#35a384", "#d6c46a", "#ea8ea2", "#7cc6ec", "#a3b322", "#b28cc5"),
+)
+HUES = 8  # colours of the light scheme; its shades follow in the same order
+MOST_COLORED = 2400  # bars, the largest ones, whose neighbours have other colours
+NEAR = 0.02  # of the whole time: bars of the same slots so close are neighbours
+
+
+class Bar(NamedTuple):
+    micro_batch: int
+    document: int
+    slot: int
+    slots: int
+    start: float
+    stop: float
+
+
+class Summary(NamedTuple):
+    """Documents too small to draw, on neighbouring slots that are busy with them until `stop` on average."""
+
+    micro_batch: int
+    slot: int
+    slots: int
+    documents: int
+    tokens: int
+    start: float
+    stop: float
+
+
+class Panel(NamedTuple):
+    """The stretch of the x axis that belongs to a micro-batch; `work` is where its fixed launch time ends."""
+
+    start: float
+    work: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class PlanBars:
+    """Every bar of a plan, and the micro-batches' panels (one for all micro-batches in free mode)."""
+
+    plan: Plan
+    unit: Unit
+    panels: tuple[Panel, ...]
+    bars: tuple[Bar, ...]
+
+    @property
+    def end(self) -> float:
+        return max((panel.stop for panel in self.panels), default=0.0)
+
+    @cached_property
+    def color_of(self) -> dict[int, int]:
+        """The index in FILLS of each document's colour; documents without one of the largest bars take turns. In rows
+        documents have the colours that they have in time under the plan's own cost.
+        """
+        bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
+        largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
+
+    def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
+        """Select at most `limit` bars that are large enough to see at these scales (pixels a unit, pixels a slot): 1.2
+        pixels wide and 3 high. All other bars are returned as summaries, each over at most as many slots as make 3
+        pixels of height.
+        """
+        sizes = [((b.stop - b.start) * x_scale, b.slots * y_scale) for b in self.bars]
+        large_enough = [i for i, (width, height) in enumerate(sizes) if width >= 1.2 and height >= 3]
+        drawn = set(sorted(large_enough, key=lambda i: -sizes[i][0] * sizes[i][1])[:limit])
+        small_bars = [b for i, b in enumerate(self.bars) if i not in drawn]
+        most_slots = max(1, round(3 / y_scale))
+        return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, most_slots, x_scale))
+
+
+def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> PlanBars:
+    """Lay a plan out as bars, in seconds under its own cost or another, or in rows of each slot's cap.
+
+    >>> picture = plan_bars(plan, unit="rows")
+    """
+    panels, bars = _lay_out_rows(plan) if unit == "rows" else _lay_out_seconds(plan, cost or plan.cost)
+    return PlanBars(plan, unit, tuple(panels), tuple(bars))
+
+
+def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
+    """A document gets a colour that no neighbour has, if there is one, and of these one whose hue no neighbour has;
+    among equals the colour with the least area so far. Neighbours touch the same slots, or adjacent ones, at the same
+    time or within NEAR times the picture's length.
+    """
+    slot, slots, start, stop = (np.array([bar[i] for bar in bars]) for i in (2, 3, 4, 5))  # fields of Bar
+    near, color_of_bar, areas = NEAR * float(stop.max(initial=0.0)), np.full(len(bars), -1), np.zeros(len(FILLS))
+    colors: dict[int, int] = {}
+    for index, bar in enumerate(bars):
+        if bar.document not in colors:
+            is_near = (slot <= bar.slot + bar.slots) & (bar.slot <= slot + slots)
+            is_near &= (start <= bar.stop + near) & (bar.start <= stop + near)
+            used = set(color_of_bar[is_near].tolist()) - {-1}
+            hues = {color % HUES for color in used}
+            colors[bar.document] = min(range(len(FILLS)), key=lambda c: (c in used, c % HUES in hues, areas[c], c))
+            areas[colors[bar.document]] += (bar.stop - bar.start) * bar.slots
+        color_of_bar[index] = colors[bar.document]
+    return colors
+
+
+def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
+    """The seconds that each group takes of each of its slots, per micro-batch, without the launches."""
+    table = GroupTable.of(plan.micro_batches)
+    seconds = table.seconds(cost, plan.node_size)
+    return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
+
+
+def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
+    """In free mode slots are in different micro-batches at the same time."""
+    timeline, widths = plan.timeline(cost), group_times(plan, cost)
+    bars: list[Bar] = []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        begin = timeline.start[index] + cost.micro_batch_seconds
+        bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
+    if plan.mode == "free" or not plan.micro_batches:
+        return [Panel(0.0, 0.0, timeline.step_seconds)], bars
+    starts, ends = timeline.start.min(axis=1).tolist(), timeline.end.max(axis=1).tolist()
+    return [Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True)], bars
+
+
+def _lay_out_rows(plan: Plan) -> tuple[list[Panel], list[Bar]]:
+    """A panel is as wide as the cap, or as the rows of the fullest slot in a plan without a cap."""
+    most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
+    cap = float(plan.max_tokens_per_slot or most_rows)
+    panels, bars = [], []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        start = index * 1.06 * cap
+        widths = np.array([group.rows_per_slot for group in micro_batch.groups], float)
+        bars += _stack_groups(index, micro_batch, np.full(plan.slots, start), widths, None)
+        panels.append(Panel(start, start, start + cap))  # in rows no launch time comes before the work
+    return panels, bars
+
+
+def _stack_groups(
+    index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
+) -> Iterator[Bar]:
+    """On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group
+    over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
+    """
+    clock = begin.copy()  # (slots,)
+    for group, width in sorted(zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree):
+        slots, rows = np.sort(np.asarray(group.slots, np.int64)), np.asarray(group.laid_out, float)
+        work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
+        shares = (work / (float(work.sum()) or 1.0)).tolist()
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
+        for run in np.split(slots, breaks):
+            start = float(clock[run[0]])
+            for document, share in sorted(zip(group.documents, shares, strict=True), key=lambda pair: -pair[1]):
+                yield Bar(index, document, int(run[0]), len(run), start, start + share * width)
+                start += share * width
+        clock[slots] += width
+
+
+def _summarize_bars(small_bars: Sequence[Bar], plan: Plan, most_slots: int, x_scale: float) -> Iterator[Summary]:
+    """A document over several slots is counted on its first one only, so that no summary counts it twice."""
+    by_micro_batch: dict[int, list[Bar]] = {}
+    for bar in small_bars:
+        by_micro_batch.setdefault(bar.micro_batch, []).append(bar)
+    for index, bars in by_micro_batch.items():
+        first, last = np.full(plan.slots, np.inf), np.full(plan.slots, -np.inf)
+        documents, tokens = (np.zeros(plan.slots, np.int64) for _ in range(2))
+        for bar in bars:
+            slots = slice(bar.slot, bar.slot + bar.slots)
+            first[slots] = np.minimum(first[slots], bar.start)
+            last[slots] = np.maximum(last[slots], bar.stop)
+            documents[bar.slot] += 1
+            tokens[bar.slot] += plan.lengths[bar.document]
+        busy = np.flatnonzero(np.isfinite(first))  # slots with a small bar; those that begin alike stand together
+        begin = np.round(first[busy] * x_scale / 4)
+        for neighbours in np.split(busy, np.flatnonzero((np.diff(busy) != 1) | (np.diff(begin) != 0)) + 1):
+            for i in range(0, len(neighbours), most_slots):
+                run = neighbours[i : i + most_slots]
+                counts, times = (documents[run].sum(), tokens[run].sum()), (first[run].min(), last[run].mean())
+                yield Summary(index, int(run[0]), len(run), *map(int, counts), *map(float, times))
+
 
 WIDTH, NARROW = 1120, 400  # of the picture on a page, and on a page of a telephone
 LEGEND = (
@@ -24,9 +214,8 @@ _HEAD, _FOOT = 68, 44  # above and below the drawing of a document: title and fa
 
 
 def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *, measured: bool) -> Part:
-    """Return the facts of a plan and its pictures, in time and in rows, each for a wide and for a narrow page.
-
-    `seconds` are the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
+    """The facts of a plan and its pictures, in time and in rows, each for a wide and for a narrow page. `seconds` are
+    the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
     """
     kinds = (f"{row['count']:,} of degree {row['degree']} {row['cp_comm_type']}".rstrip() for row in group_counts(plan))
     facts = [*plan_facts(plan, seconds, measured=measured), ("groups", ", ".join(kinds))]
@@ -39,7 +228,6 @@ def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *
 
 
 def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the facts of a plan as names and values: what it holds, how it is cut, predicted and measured `seconds`."""
     degrees = sorted({group.degree for m in plan.micro_batches for group in m.groups})
     source = plan.cost.source or ""
     yield "planner", f"{plan.planner}, {plan.mode}"
@@ -62,7 +250,7 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
 
 
 def fact_lines(plan: Plan) -> tuple[str, str]:
-    """Return the facts of a plan as two lines: as one they would be wider than its picture."""
+    """The facts of a plan as two lines: as one they would be wider than its picture."""
     facts = [f"{name} {value}" for name, value in plan_facts(plan)]
     return " · ".join(facts[:5]), " · ".join(facts[5:])
 
@@ -95,7 +283,7 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
 
 
 def slot_height(slots: int) -> float:
-    """Return the height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
+    """The height of a slot in pixels: tall for few slots, and never a picture taller than a screen."""
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
 
@@ -127,7 +315,7 @@ def gantt_svg(
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most about `count`."""
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most about `count`."""
     if not high > low:
         return [low]
     least_step = (high - low) / max(1, count)
@@ -137,15 +325,11 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 class _Canvas:
-    """Turns bars into SVG elements at one scale. Times are seconds of a machine, else shares of the step."""
-
     def __init__(self, picture: PlanBars, cost: Cost, width: int) -> None:
         self.picture, self.plan, self.timed = picture, picture.plan, bool(cost.source)
         self.write_time = _time_format(cost, picture.end)
-        self.x_scale, self.slot_height = (
-            (width - _LEFT - _RIGHT) / (picture.end or 1.0),
-            slot_height(picture.plan.slots),
-        )
+        self.x_scale = (width - _LEFT - _RIGHT) / (picture.end or 1.0)
+        self.slot_height = slot_height(picture.plan.slots)
         self.bottom, self.right = _TOP + self.slot_height * picture.plan.slots, width - _RIGHT
 
     def x(self, value: float) -> float:
@@ -216,7 +400,6 @@ class _Canvas:
         yield label(words, self.right, self.bottom + 32, "end")
 
     def panel_ends_and_names(self) -> Iterator[str]:
-        """In free mode the only panel has no name."""
         last_name_x = -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
@@ -235,7 +418,7 @@ def _time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
 
 
 def _document_words(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
-    """Return what a pointer over each of the `shown` documents says of it and of its group, as names and values."""
+    """What a pointer over each of the `shown` documents says of it and of its group, as names and values."""
     times, write_time = group_times(plan, cost), _time_format(cost, plan.timeline(cost).step_seconds)
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
@@ -244,12 +427,95 @@ def _document_words(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[t
             types = comm if isinstance(comm, str) else "/".join(dict.fromkeys(comm))
             padded = f", each padded to {group.pad_to:,}" if group.pad_to else ""
             name = f"group{f' of {count} documents' if count > 1 else ''}{padded}: rows on a slot"
-            of_group = [
-                ("micro-batch", str(batch)),
-                ("slots" if group.degree > 1 else "slot", ranges_text(group.slots)),
-            ]
+            of_group = [("micro-batch", str(batch))]
+            of_group.append(("slots" if group.degree > 1 else "slot", ranges_text(group.slots)))
             of_group.append(("degree", f"{group.degree}, {types}" if group.degree > 1 else "1"))
             of_group += [(name, f"{group.rows_per_slot:,}"), ("group: time as priced", write_time(seconds))]
             for document in shown.intersection(group.documents):
                 words[document] = [("tokens", f"{plan.lengths[document]:,}"), *of_group]
     return words
+
+
+MANY, IDLE = "#93a5bf", "#f3f3f0"
+LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
+
+
+def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: Unit = "seconds") -> Path:
+    """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
+
+    >>> write_png(plan, "plan.png")
+
+    Panels are micro-batches, dotted lines the borders of hosts. Of many bars the largest are drawn, and those too small
+    to see are drawn together, as summaries in one colour.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.collections import PatchCollection
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Rectangle
+    except ImportError as error:
+        raise ConfigError(
+            f"a PNG needs matplotlib, which is not installed ({error}); pip install 'longspan[viz]'"
+        ) from None
+
+    picture = plan_bars(plan, cost, unit)
+    inches = min(9.0, max(3.0, 0.5 * plan.slots) + 1.4)
+    figure = Figure(figsize=(14, inches), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    # at matplotlib's 100 pixels an inch: of 14 inches 13 are axes, of the height all but 1.4
+    x_scale, y_scale = 1300 / (picture.end or 1.0), 100 * (inches - 1.4) / plan.slots  # pixels a second or row, a slot
+    bars, summaries = picture.select_bars(x_scale, y_scale, limit=6000)
+    for panel in picture.panels:
+        axes.axvspan(panel.start, panel.stop, facecolor=IDLE, edgecolor="none", zorder=0)
+        axes.axvline(panel.stop, color="#555555", linewidth=0.8, zorder=3)
+    for host in range(plan.node_size, plan.slots, plan.node_size):
+        axes.axhline(host, color="#555555", linewidth=1.0, linestyle=(0, (1, 3)), zorder=3)
+    fills = [FILLS[picture.color_of[b.document]] for b in bars]
+    boxes, summary_boxes = (
+        [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in group] for group in (bars, summaries)
+    )
+    axes.add_collection(PatchCollection(summary_boxes, facecolor=MANY, edgecolor="none", zorder=1))
+    axes.add_collection(PatchCollection(boxes, facecolor=fills, edgecolor="white", linewidth=0.5, zorder=2))
+    for b in bars:
+        width, height = (b.stop - b.start) * x_scale, b.slots * y_scale
+        names = f"{b.document} · {plan.lengths[b.document]:,}", f"{b.document}"
+        upright = width < LETTER_WIDTH * len(names[1]) + 4
+        across, along = (width, height) if upright else (height, width)
+        name = next((name for name in names if along >= LETTER_WIDTH * len(name) + 4), "")
+        if name and across >= LABEL_HEIGHT:
+            ground = {"facecolor": FILLS[picture.color_of[b.document]], "edgecolor": "none", "pad": 0.5}  # hides lines
+            look = {"fontsize": 8, "color": "#222222", "zorder": 4, "bbox": ground, "rotation": 90 if upright else 0}
+            axes.text((b.start + b.stop) / 2, b.slot + b.slots / 2, name, ha="center", va="center", **look)
+    entries = (
+        (FILLS[0], LEGEND[0][1]),
+        (MANY, LEGEND[1][1]),
+        (IDLE, "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"),
+    )
+    patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in entries]
+    figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
+    _label_axes(axes, picture, timed=bool((cost or plan.cost).source))
+    figure.savefig(path, dpi=150, facecolor="white")
+    return Path(path)
+
+
+def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
+    """Up to 24 slots have numbers. A panel's number needs 2% of the axis, its name four times that; a panel gets none
+    that would cover the last one.
+    """
+    plan, seconds = picture.plan, "predicted seconds" if timed else "time as priced, of no machine"
+    axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
+    axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
+    axes.set_title("\n".join(fact_lines(plan)), loc="left", fontsize=9, pad=18)
+    last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
+    for index, panel in enumerate(picture.panels if plan.mode == "lockstep" else ()):
+        middle = (panel.start + panel.stop) / 2
+        if middle - last_middle >= room:
+            name = f"micro-batch {index}" if panel.stop - panel.start >= 4 * room else f"{index}"
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": "#555555"}
+            axes.annotate(name, (middle, 0), (0, 4), **style)
+            last_middle = middle
+    if plan.slots <= 24:
+        axes.set_yticks([slot + 0.5 for slot in range(plan.slots)], [str(slot) for slot in range(plan.slots)])
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)

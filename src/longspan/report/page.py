@@ -1,10 +1,11 @@
-"""A page: a JSON value, and the style and script that draw it. And elements of SVG as strings, escaped in one place.
+"""A page: a JSON value, and the style and script that draw it; curves as values; elements of SVG, escaped in one place.
 
 The value has `title`, `head` and `sections`, each with `title` and `parts`. A part has one key: note, facts, cards,
 charts, table, text, details or plans, whose drawing is the method of that name in page.js.
 """
 
 import base64
+import itertools
 import json
 import shlex
 import sys
@@ -15,6 +16,8 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from longspan import __version__
 from longspan.files import json_values
@@ -29,7 +32,6 @@ def head(title: str, *lines: str, story: str = "", **others: object) -> Part:
 
 
 def written_line() -> str:
-    """Return when and by which command a page was written."""
     command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]])
     return f"{datetime.now().astimezone().isoformat(' ', 'minutes')} · {command}"
 
@@ -45,9 +47,8 @@ def table(names: Sequence[str], rows: Iterable[Sequence[object]], kind: str = ""
 
 
 def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
-    """Return the page that draws a value; a `live` one asks its server for newer ones.
-
-    What the page shows is in it. The JSON holds no `<`, so that no text in it ends its element or begins another.
+    """The page that draws a value; a `live` one asks its server for newer ones. What the page shows is in it. The JSON
+    holds no `<`, so that no text in it ends its element or begins another.
     """
     data = json.dumps(json_values({"name": title, "live": live, **value}), separators=(",", ":"))
     return (
@@ -86,7 +87,6 @@ def tag(element: str, *content: str, **attributes: object) -> str:
 
 
 def text(value: object) -> str:
-    """Return plain text as markup, with <, > and & escaped."""
     return escape(str(value))
 
 
@@ -96,7 +96,6 @@ def label(words: str, x: float, y: float, anchor: str, css_class: str = "label")
 
 
 def room_text(name: str) -> str:
-    """Return the text of the style sheet or the script of this room."""
     return files("longspan.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -107,3 +106,57 @@ PATTERNS = (
     '<pattern id="idle" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect class="panel" x="0" y="0" width="6" height="6"/><path class="hatch" d="M0 0V6"/></pattern></svg>'
 )
+
+
+COLORS = 6  # of page.css
+MAX_POINTS = 900  # of one curve
+
+
+def finite(values: np.ndarray) -> np.ndarray:
+    return values[np.isfinite(values)]
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean of the `window` values around each one, fewer at the ends, without those that are not finite."""
+    is_finite = np.isfinite(values)
+    total = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))
+    count = np.concatenate(([0], np.cumsum(is_finite)))
+    index = np.arange(len(values))
+    start, stop = np.maximum(index - window // 2, 0), np.minimum(index + (window + 1) // 2, len(values))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (total[stop] - total[start]) / (count[stop] - count[start])
+
+
+def thin_curve(x: np.ndarray, y: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most `limit` points of a curve: first, last, and the least and greatest value of each stretch between, so that
+    spikes survive. Values that are not finite are dropped.
+    """
+    is_finite = np.isfinite(y)
+    x, y = x[is_finite], y[is_finite]
+    if len(x) <= limit:
+        return x, y
+    edges = np.linspace(1, len(x) - 1, max(2, limit // 2)).astype(int)
+    keep = {0, len(x) - 1}
+    for start, stop in itertools.pairwise(edges):
+        if stop > start:
+            keep |= {start + int(np.argmin(y[start:stop])), start + int(np.argmax(y[start:stop]))}
+    index = np.array(sorted(keep))
+    return x[index], y[index]
+
+
+def curve(name: str, x: Iterable[float], y: Iterable[float], color: int = 0, kind: str = "line") -> Part:
+    """A curve; its kind is "line", "faint" for raw data behind averages, or "marks" for few points."""
+    points = thin_curve(np.array([*x], float), np.array([*y], float), MAX_POINTS)
+    x_values, y_values = (
+        [int(value) if value == int(value) else float(f"{value:.7g}") for value in values.tolist()] for values in points
+    )
+    return {"name": name, "x": x_values, "y": y_values, "color": color % COLORS, "kind": kind}
+
+
+def chart(title: str, unit: str, *curves: Part, format: str = "number", **options: Any) -> Part:
+    """A chart of curves whose values are written as a "number", "loss", "percent" or "bytes". Options: `zero` puts 0 on
+    the y axis, `log` makes it logarithmic, `tall` gives the chart a row of its own; `references` are horizontal lines
+    [y, words], `events` vertical ones [x, words]; `x_label` is "step" if not given, and `x_names` name the places 0, 1,
+    2 and so on of the x axis.
+    """
+    return {"title": title, "unit": unit, "series": [*curves], "format": format} | options

@@ -16,7 +16,7 @@ import numpy as np
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.files import json_values, parse_json
 from longspan.plan import Plan
-from longspan.plan.plan_rows import find_plan
+from longspan.plan.plan import find_plan
 from longspan.run.facts import RunFacts
 from longspan.run.loggers import read_json_rows
 
@@ -59,9 +59,8 @@ class EvalRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> "EvalRow | None":
-        """Return the evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite.
-
-        Raises ConfigError for a row that lacks keys or has no number in their place.
+        """The evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite. Raises
+        ConfigError for a row that lacks keys or has no number in their place.
         """
         loss = number(row.get("eval_loss"))
         if math.isnan(loss):
@@ -76,9 +75,8 @@ class EvalRow:
         metrics = {key.removeprefix("eval_"): value for key, value in values.items() if not math.isnan(value)}
         memory = int(np.nan_to_num(number(row.get("eval_activation_bytes", 0))))
         names, buckets = (str(row["planner"]), str(row.get("eval_name", ""))), (row["by_position"], row["by_length"])
-        return cls(
-            step, cp, loss, tokens, documents, *names, memory, tuple(metrics.items()), *map(_read_buckets, buckets)
-        )
+        places = map(_read_buckets, buckets)
+        return cls(step, cp, loss, tokens, documents, *names, memory, tuple(metrics.items()), *places)
 
     @property
     def degree(self) -> str:
@@ -140,7 +138,6 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
         return self.path.resolve().name
 
     @classmethod
@@ -182,7 +179,6 @@ class RunFolder:
 
     @property
     def held_out(self) -> tuple[EvalRow, ...]:
-        """The evaluations of the documents that are held out."""
         return tuple(row for row in self.evaluations if not row.name)
 
     @property
@@ -193,12 +189,10 @@ class RunFolder:
         return self.final if is_newest else tuple(row for row in self.held_out if row.step == last)
 
     def key(self, section: str, name: str) -> Any:
-        """Return the value of a key of the run's configuration; None where it has none."""
         values = self.config.get(section)
         return values.get(name) if isinstance(values, dict) else None
 
     def vocab_size(self) -> int | None:
-        """Return the number of entries of the vocabulary, where the run recorded it."""
         size = self.summary.get("vocab_size")
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
 
@@ -209,7 +203,7 @@ class RunFolder:
 
 
 def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the rows of a run's metrics, and a note on lines that are none. A pipe of that name is not waited for."""
+    """A pipe of the name of the metrics is not waited for."""
     folder, is_there = metrics.parent, metrics.is_file()
     rows, damaged = read_json_rows(metrics) if is_there else ([], 0)
     if not is_there and not live:
@@ -225,7 +219,6 @@ def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the object in a file; empty if the file is missing or, with a note, damaged."""
     try:
         words = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "{}"
         value = json_values(parse_json(words))

@@ -14,10 +14,9 @@ from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text
-from longspan.report.curves import chart, curve, finite, smooth
 from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, sample_sections, set_sections
 from longspan.report.gantt import LEGEND, plan_part
-from longspan.report.page import Part, head, page, section, table, written_line
+from longspan.report.page import Part, chart, curve, finite, head, page, section, smooth, table, written_line
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 # What building a page raises for records that hold values which no run writes.
@@ -90,7 +89,6 @@ def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> s
 
 
 def run_head(run: RunFolder) -> Part:
-    """Return the head of a run's page: what came of it, when and by which command it ran, on what, and versions."""
     loss, seconds, words = finite(run.train["loss"]), finite(run.train["seconds"]), list[str]()
     if len(loss) > 1:
         duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
@@ -112,24 +110,20 @@ def run_head(run: RunFolder) -> Part:
 
 
 def session_line(run: RunFolder) -> str:
-    """Return when and by which command the run's session began; "" where that was not recorded."""
     return " · ".join(filter(None, (run.facts.date, run.facts.command))) if run.facts else ""
 
 
 def subject_line(run: RunFolder) -> str:
-    """Return which model was trained on what, from the configuration."""
     model, data = run.key("model", "path") or run.key("model", "preset"), run.key("data", "path")
     return f"{model} on {data}" if model and data else str(model or "")
 
 
 def fact_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the lines that the run printed before its first step."""
     if run.facts is not None:
         yield section("The run", {"facts": [line for line in run.facts.lines() if line[0] != "report"]})
 
 
 def card_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the key figures: medians of all steps, or of the RECENT ones of a live run."""
     if cards := [*_key_figures(run, RECENT if run.live else 0)]:
         yield section("", {"cards": cards}, key="figures")
 
@@ -177,9 +171,8 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
 
 
 def loss_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the loss of every step, averaged where there are many, and of the held-out documents at each degree.
-
-    A line marks the loss of a uniform guess, the logarithm of the vocabulary's size V.
+    """The loss of every step, averaged where there are many, and of the held-out documents at each degree. A line marks
+    the loss of a uniform guess, the logarithm of the vocabulary's size V.
     """
     if not len(run.step) and not run.evaluations:
         return
@@ -194,21 +187,17 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def resume_events(run: RunFolder) -> list[tuple[int, str]]:
-    """Return where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
+    """Where the run was resumed: the last step before each time, and words, with the ranks if they changed."""
     sessions = run.facts.sessions if run.facts is not None else ()
     pairs = zip(sessions, (0, *(ranks for _, ranks in sessions)), strict=False)  # a session, and the ranks before it
-    return [
-        (step, "resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}")
-        for (step, ranks), old in pairs
-        if step
-    ]
+    words = ("resumed" if ranks == old else f"resumed on {plural(ranks, 'rank')}" for (_, ranks), old in pairs)
+    return [(step, word) for (step, _), word in zip(sessions, words, strict=True) if step]
 
 
 def step_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield a chart for each figure that the run measured of its steps.
-
-    Gradient norms get a logarithmic axis if one is over 30 times the median. Averages are over a sixtieth of all steps,
-    from 100 steps on; the learning rate is smooth, and an average of memory would hide its peak.
+    """A chart for each figure that the run measured of its steps. Gradient norms get a logarithmic axis if one is over
+    30 times the median. Averages are over a sixtieth of all steps, from 100 steps on; the learning rate is smooth, and
+    an average of memory would hide its peak.
     """
     if not len(run.step):
         return
@@ -237,7 +226,6 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def save_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the checkpoints in the run's folder, and the size and the seconds of the last saves."""
     folder, parts = run.path / "checkpoints", list[Part]()
     # what `run.checkpoints` names may be in an object store, which is not asked
     if folder.is_dir() and not run.key("run", "checkpoints"):
@@ -256,9 +244,8 @@ def save_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def memory_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the plan of memory of run.json, if there is one: bytes by what they are for, beside the measured peak.
-
-    On GPUs the peak is what torch allocates, so that a total without communicators stands above it.
+    """The plan of memory of run.json, bytes by what they are for, beside the measured peak. On GPUs the peak is what
+    torch allocates, so that a total without communicators stands above it.
     """
     device, host, (peak, planned) = _planned_bytes(run, "device"), _planned_bytes(run, "host"), peaks(run)
     if not device.get("total") or run.facts is None:
@@ -280,7 +267,7 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def peaks(run: RunFolder) -> tuple[float, float]:
-    """Return the most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
+    """The most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
     device = _planned_bytes(run, "device")
     planned = device.get("total", 0.0) - device.get("communicators", 0.0)
     return float(finite(run.train["memory_bytes"]).max(initial=0.0)), planned
@@ -294,7 +281,6 @@ def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
 
 
 def profile_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the tables that the profiler wrote to RUN/profiles, if there are any."""
     files = sorted(run.path.glob("profiles/step-*/table.txt"))[-SHOWN:]  # of run/profile.py, which imports torch
     note = (
         "Milliseconds on the first rank, under the profiler, which makes a step longer. profiles/ has a trace of each "
@@ -306,10 +292,9 @@ def profile_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def plan_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield pictures of plans, if there are any, with a selector between them.
-
-    The plan that shows first is that of the step whose time is the median; where none was measured, the middle one.
-    A run records `predicted_seconds` if its plans are priced for its machine as it was measured; else none is shown.
+    """Pictures of plans, with a selector between them: first that of the step whose time is the median; where none was
+    measured, the middle one. A run records `predicted_seconds` if its plans are priced for its machine as it was
+    measured; else none is shown.
     """
     if not run.plans:
         return
@@ -326,7 +311,6 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def note_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield what could not be read, and which folders a run wrote when something went wrong."""
     folders = {"hang": "a collective failed or timed out", "memory": "memory was short"}
     here = (folder for folder in folders if (run.path / folder).is_dir())
     notes = [*run.notes, *(f"{folders[folder]}; what was recorded is in the folder {folder}" for folder in here)]
@@ -335,7 +319,6 @@ def note_sections(run: RunFolder) -> Iterator[Part]:
 
 
 def configuration_sections(run: RunFolder) -> Iterator[Part]:
-    """Yield the text of config.toml."""
     if run.config_text:
         text = {"title": "Configuration", "parts": [{"text": run.config_text}]}
         yield section("", {"details": text}, key="configuration")

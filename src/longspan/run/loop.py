@@ -36,7 +36,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text, text_table
 from longspan.plan import Plan, PlanAhead
-from longspan.plan.plan_rows import group_counts
+from longspan.plan.plan import group_counts
 from longspan.run.checks import check_config
 from longspan.run.evaluations import Evaluations, Final
 from longspan.run.facts import TrainResult

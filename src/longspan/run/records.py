@@ -29,7 +29,7 @@ from longspan.model.execution import Execution, model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
-from longspan.plan.plan_rows import plan_row
+from longspan.plan.plan import plan_row
 from longspan.plan.shape.model_shape import read_experts
 from longspan.run.facts import LAST_STEPS, LOCK, RunFacts, facts_text
 from longspan.run.loggers import LoggerClass, MetricsLog, RunLoggers, RunStart, find_evaluations, read_metrics

@@ -30,11 +30,9 @@ from longspan.host_memory import free_host_bytes
 from longspan.layout import Layout
 from longspan.plain_text import bytes_text
 from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
-from longspan.plan.memory.bytes import gib_text
-from longspan.plan.memory.parameters import ModelNumbers
-from longspan.plan.memory.seconds import step_seconds
-from longspan.plan.memory.settings import MOMENTS
-from longspan.plan.memory.stage_bytes import CONTEXT_BYTES
+from longspan.plan.memory.memory_plan import step_seconds
+from longspan.plan.memory.settings import MOMENTS, gib_text
+from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.plans import PlanChoice, plan_row_multiple
 from longspan.train.plans.run_cost import find_run_cost, fixed_keys, read_run_machine, run_memory_settings

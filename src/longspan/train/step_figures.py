@@ -18,8 +18,7 @@ from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
 from longspan.plan.cost.machine import Machine
-from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained

@@ -21,7 +21,7 @@ from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
 from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_model, refuse_inexact
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan import plan_fixed
-from longspan.plan.memory.parameters import stage_layers
+from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.model.deep import answer, deep

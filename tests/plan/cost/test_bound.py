@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Machine, MicroBatch, Mode, Plan, PlanOptions, lower_bound_seconds, plan_fixed
-from longspan.plan.cost.state_cost import StateCost
-from longspan.plan.hierarchy import level_sizes
+from longspan.plan.cost.cost import StateCost
+from longspan.plan.micro_batch import level_sizes
 from tests.plan.cases import bounded, plans
 from tests.plan.shape.test_model_shape import QWEN3_8B
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, Machine, MicroBatch
-from longspan.plan.hierarchy import level_sizes
+from longspan.plan.micro_batch import level_sizes
 from longspan.plan.step_times import GroupTable
 from tests.plan.cases import bounded
 from tests.plan.shape.test_model_shape import QWEN3_8B

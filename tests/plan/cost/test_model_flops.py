@@ -3,8 +3,7 @@
 import pytest
 
 from longspan.model import preset_config
-from longspan.plan.cost.model_flops import model_flops, peak_tflops
-from longspan.plan.shape.model_shape import ModelShape
+from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 
 DENSE = {
     "hidden_size": 64,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, Machine, ModelShape, plan_dynamic, plan_fixed
+from longspan.plan.cost.cost import StateCost, busiest_ratio
 from longspan.plan.cost.machine import with_recomputation
-from longspan.plan.cost.state_cost import StateCost, busiest_ratio
 from longspan.ssm import state_bytes
 from tests.plan.cases import bounded
 

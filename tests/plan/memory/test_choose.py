@@ -19,8 +19,7 @@ from longspan.plan import (
     plan_fixed,
 )
 from longspan.plan.cost.machine import CostSettings
-from longspan.plan.memory.choose import fit_fewest_layers, memory_choices
-from longspan.plan.memory.seconds import MemoryPrices, seconds_beyond_settings
+from longspan.plan.memory.memory_plan import MemoryPrices, fit_fewest_layers, memory_choices, seconds_beyond_settings
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 GIB = 2**30

@@ -10,10 +10,9 @@ import pytest
 from longspan.attention import all_to_all
 from longspan.comm import World
 from longspan.layout import Layout
-from longspan.plan import MemoryNeeds, MemorySettings, plan_fixed
-from longspan.plan.memory import bytes as memory_bytes
+from longspan.plan import MemoryNeeds, MemorySettings, head_split, plan_fixed
+from longspan.plan.head_split import count_exchange_slices
 from longspan.plan.memory import layer_table
-from longspan.plan.memory.bytes import count_exchange_slices
 from longspan.plan.memory.layer_table import LayerTable
 from longspan.testing import backend, run_ranks
 from tests.plan.memory.counted import Counted, count_saved, count_step, use_kernel_norms
@@ -184,7 +183,7 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
             (2, "full", "at once"),
         )
         for config.num_key_value_heads, word, order in orders:
-            monkeypatch.setattr(memory_bytes, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
+            monkeypatch.setattr(head_split, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
             counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=128)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads

@@ -22,7 +22,7 @@ from longspan.plan import (
     plan_fixed,
 )
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad, slot_loads
-from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 GIB = 2**30

@@ -17,11 +17,8 @@ from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.seams.mixers import ROWS_ALONE, find_mixers, set_mixer_ops
 from longspan.plan import Cost
-from longspan.plan.cost.model_flops import model_flops
-from longspan.plan.shape.config_reader import ConfigReader
-from longspan.plan.shape.layers import layer_types
-from longspan.plan.shape.mixer_shape import MixerShape
-from longspan.plan.shape.model_shape import ModelShape, has_mixers
+from longspan.plan.shape.layers import ConfigReader, MixerShape, layer_types
+from longspan.plan.shape.model_shape import ModelShape, has_mixers, model_flops
 
 ROWS = 16
 FAMILIES = {

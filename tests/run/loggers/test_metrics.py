@@ -19,7 +19,7 @@ from longspan.comm.all_ranks import StopSignal
 from longspan.launch.stop_signals import SIGNALS
 from longspan.layout import Layout
 from longspan.plan import plan_fixed, read_plans
-from longspan.plan.plan_rows import plan_row
+from longspan.plan.plan import plan_row
 from longspan.run import progress
 from longspan.run.loggers import MetricsLog, read_metrics
 from longspan.run.progress import ProgressDisplay

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from longspan import World
-from longspan.cli.plans.run_documents import open_documents
+from longspan.cli.plans.answer import open_documents
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
 from longspan.errors import ConfigError

@@ -1,18 +1,186 @@
 """`longspan bench step`: whole training steps under several planners next to their predictions; the record in words."""
 
+import gc
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
-from longspan.bench.record import origin_text, show_record
-from longspan.bench.step.flags import PLANNERS, parse_step
-from longspan.bench.step.ranks import Peers, measure_step_on_rank
-from longspan.bench.step.settings import make_settings
+import torch
+
+from longspan.bench.benches import origin_text, show_record, write_unfinished
+from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, parse_step
+from longspan.bench.timing import time_in_turn
+from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
+from longspan.comm import World
+from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError
+from longspan.model.execution import model_execution
+from longspan.model.prepared import vocabulary_size
+from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan.memory.memory_plan import measures_text
-from longspan.train.run_memory import retries_text
+from longspan.plan.shape.model_shape import ModelShape, model_flops
+from longspan.run.records import mixers_text
+from longspan.train.plans import find_run_cost, query_heads
+from longspan.train.plans.resolve import set_node_size, use_machine
+from longspan.train.run_memory import (
+    ComingSteps,
+    RunMemory,
+    allocator_retries,
+    choose_rows,
+    peak_reserved_bytes,
+    retries_text,
+)
+from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
+from longspan.versions import versions
+
+Cases = Iterator[tuple[str, Callable[[], dict[str, Any]]]]  # names of rows, and what measures each
+Peers = Callable[[StepSettings, World], Cases]  # of the repository: bench/training/step_peers.py
+
+
+def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None = None) -> dict[str, Any]:
+    """Open a world, time every planner, then the peers; returns the record, which is equal on every rank. The cost and
+    the plan of memory, which all planners share, move from their rows to the record.
+    """
+    backend = None if settings.backend == "nccl" else "gloo"
+    with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
+        settings = replace(settings, config=set_node_size(settings.config, world))
+        use_machine(settings.config, world, partial(_log_first_rank, rank))
+        record: dict[str, Any] = {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json()}
+        about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
+        record |= {"memory": None, **about, "rows": []}
+        cases = _planner_cases(settings, world)
+        for name, measure in chain(cases, peers(settings, world)) if peers else cases:
+            row = {"name": name} | measure()
+            record |= {key: row.pop(key) for key in ("cost", "memory") if key in row}
+            record["rows"].append(row)
+            _report_row(record, settings, rank)
+    return record
+
+
+def _log_first_rank(rank: int, line: str) -> None:
+    if rank == 0:
+        print(line, file=sys.stderr)
+
+
+def _planner_cases(settings: StepSettings, world: World) -> Cases:
+    if settings.planners:
+        training = _make_training(settings, world)
+        for batch in settings.batches():
+            for planner in settings.planners:
+                name = f"longspan {planner}{rows_note(batch, settings)}"
+                yield name, partial(_measure_planner, batch, planner, training)
+        del training
+        gc.collect()
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def rows_note(batch: StepSettings, settings: StepSettings) -> str:
+    """The rows of a batch's one sequence, as a part of a row's name; "" if documents are timed together."""
+    return f", {batch.lengths[0]:,} rows" if settings.sequences else ""
+
+
+def _make_training(settings: StepSettings, world: World) -> Training:
+    """By the functions that set up a run. What layers keep, and the rows of a slot where they are "auto", are chosen
+    before the model is made.
+    """
+    log = partial(_log_first_rank, world.rank)
+    # Every batch is a coming step, under all planners: they share one model, whose layers must suit all plans.
+    batches, gpu = [batch.lengths for batch in settings.batches()], settings.device == "cuda"
+    heads, model_config = query_heads(settings.configuration), settings.configuration
+    ahead = ComingSteps(lambda step: batches[step], settings.home, heads, 0, len(batches), settings.planners)
+    run_memory = RunMemory(config=settings.config, model=model_config, ahead=ahead, gpu=gpu)
+    config, memory = choose_rows(run_memory, world, log)
+    loaded = load_run_model(config, config.data.vocab_size, settings.configuration)
+    model = prepare_run_model(config, world, loaded, memory=memory)
+    refuse_randomness(model)
+    if text := mixers_text(model_execution(model), world.device, config.context.partition):
+        log(text)
+    optimizer = make_optimizer(config, world, model, memory=memory)
+    cost = settings.cost
+    if memory is not None:
+        slots = settings.home.slots
+        cost = find_run_cost(settings.config, model_config, log, gpu=gpu, slots=slots, memory=memory)
+    return Training(config, world, model, optimizer, cost, memory=memory)
+
+
+def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
+    context = replace(training.config.context, planner=planner)
+    training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
+    plan = training.choice.plan(settings.lengths, settings.home)
+    planning_seconds = time.perf_counter() - started
+    documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
+    losses: list[float] = []
+
+    def take_step() -> None:
+        losses.append(training.take_step(plan, documents, len(losses)).loss)
+
+    timings = measure_steps(settings, take_step, training.world)
+    predicted = plan.predicted_seconds
+    return timings | {
+        "loss": losses[0],
+        "predicted_seconds": predicted,
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "prediction_ratio": predicted / timings["seconds"],
+        "packing": plan.efficiency,
+        "micro_batches": len(plan.micro_batches),
+        "widest": max(group.degree for batch in plan.micro_batches for group in batch.groups),
+        "planning_seconds": planning_seconds,
+        "cost": plan.cost.to_json(),
+        "memory": training.memory.to_json() if training.memory is not None else None,
+    }
+
+
+def measure_steps(settings: StepSettings, step: Callable[[], None], world: World) -> dict[str, Any]:
+    """Measure seconds of whole steps (the median, of the slowest rank) and peak memory. Steps come one after another,
+    as in training: the end of one and the beginning of the next overlap where they can.
+    """
+    cuda = world.device.type == "cuda"
+    for _ in range(settings.flags.warmup):
+        step()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    retries_before = allocator_retries(world.device)
+    times = time_in_turn(step, settings.flags.repeats, world)
+    untimed_steps = 1  # of `time_in_turn`
+    retries_of_step = (allocator_retries(world.device) - retries_before) / (untimed_steps + settings.flags.repeats)
+    peak = torch.cuda.max_memory_allocated() if cuda else 0
+    figures_of_ranks = world.control.gather_objects(
+        (statistics.median(times), peak, peak_reserved_bytes(world.device), retries_of_step)
+    )
+    seconds, peak, reserved, retries = (max(figures) for figures in zip(*figures_of_ranks, strict=True))
+    tokens = sum(settings.lengths)
+    flops = model_flops(ModelShape.of(settings.configuration), settings.lengths)
+    row: dict[str, Any] = {
+        "seconds": seconds,
+        "tokens_per_second_per_device": tokens / seconds / settings.ranks,
+        "peak_bytes": peak,
+        "reserved_bytes": reserved,
+        "allocator_retries": retries,
+        "model_tflops_per_device": flops / seconds / settings.ranks / 1e12,
+    }
+    if settings.peak_tflops:
+        row["mfu"] = row["model_tflops_per_device"] / settings.peak_tflops
+    return row
+
+
+def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> None:
+    """The first rank writes the record with its newest row, so that rows survive an interruption."""
+    if rank:
+        return
+    write_unfinished(record, settings.out)
+    row = record["rows"][-1]
+    seconds, speed = row.get("seconds", 0.0), row.get("tokens_per_second_per_device", 0.0)
+    outcome = row.get("missing") or f"{seconds:.3f} s, {speed:.0f} tokens/s a device"
+    print(f"{row['name']}: {outcome}", file=sys.stderr)
+
 
 _NAMES = (
     "step",
@@ -27,11 +195,7 @@ _NAMES = (
     "peak memory",
     "planned",
 )
-_NORMS = {
-    "auto": ", norms fused on GPUs",
-    "on": ", fused norms",
-    "off": ", the model's own norms",
-}
+_NORMS = {"auto": ", norms fused on GPUs", "on": ", fused norms", "off": ", the model's own norms"}
 _COMPILED = {
     "layers": ", compiled layers",
     **dict.fromkeys(("modules", True), ", compiled norms and MLPs"),  # True and False are of older records
@@ -41,7 +205,6 @@ _COMPILED = {
 
 
 def record_text(record: dict[str, Any]) -> str:
-    """Write a record for a terminal: its title, a table of rows, memory, and what did not run."""
     memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
     memory += "".join(f"\n\n{line}" for line in _retries_lines(record))
     table = text_table(_NAMES, _table_rows(record))
@@ -49,7 +212,6 @@ def record_text(record: dict[str, Any]) -> str:
 
 
 def record_markdown(record: dict[str, Any]) -> str:
-    """Write a record for people who read bench/records."""
     memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
     memory += "".join(f"{line}.\n\n" for line in _retries_lines(record))
     return (
@@ -64,14 +226,17 @@ def record_markdown(record: dict[str, Any]) -> str:
 
 
 def _record_title(record: dict[str, Any]) -> str:
-    shape = record["shape"]
+    shape, documents = record["shape"], "one sequence at a time"
+    if not record["sequences"]:
+        documents = f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
+        documents += f"({record['source']})"
     experts = f", {shape['experts']} experts" if shape["experts"] else ""
     offloaded = " offloaded" if record["offload"] else ""
     rows = f"{record['partition']} rows, " if record["partition"] != "zigzag" else ""
     kernels = _NORMS[record["fused_norms"]] + _COMPILED[record.get("compiled", "none")]
     return (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
-        f"{record['ranks']} ranks ({record['backend']}): {_documents_text(record)}; "
+        f"{record['ranks']} ranks ({record['backend']}): {documents}; "
         f"{record['mode']}, {record['cp_comm_type']}, "
         f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
         f"recomputation {record['recompute']}{offloaded}{kernels}, "
@@ -79,22 +244,10 @@ def _record_title(record: dict[str, Any]) -> str:
     )
 
 
-def _documents_text(record: dict[str, Any]) -> str:
-    if record["sequences"]:
-        return "one sequence at a time"
-    return (
-        f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
-        f"({record['source']})"
-    )
-
-
 def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [_record_row(row, _plan_bytes_text(record)) for row in record["rows"] if "missing" not in row]
-
-
-def _plan_bytes_text(record: dict[str, Any]) -> str:
     memory = record.get("memory")
-    return bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
+    planned = bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
+    return [_record_row(row, planned) for row in record["rows"] if "missing" not in row]
 
 
 def _memory_text(record: dict[str, Any]) -> str:
@@ -139,7 +292,6 @@ CPU_RANKS = 2
 
 
 def main(argv: Sequence[str], peers: Peers | None = None) -> int:
-    """Run the bench, with peers beside the planners if some are given. Returns the exit code."""
     flags, config = parse_step(argv)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])

@@ -1,22 +1,22 @@
-"""The settings of `longspan bench step` that the ranks receive: a run's configuration, its documents, what to time."""
+"""Flags of `longspan bench step`, and the settings that the ranks receive: a run's configuration, its documents."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from longspan.bench.layers import change_layer_count
-from longspan.bench.step.flags import PLANNERS, StepFlags
-from longspan.cli.plans.lengths import read_lengths
-from longspan.config.defaults import compute_dtype, resolve_defaults
+from longspan.bench.benches import BenchFlags, change_layer_count
+from longspan.cli.flags import Groups, Word, parse_flags
+from longspan.cli.plans.planning import SourceFlags, read_lengths
+from longspan.config.defaults import compute_dtype, find_folders, resolve_defaults
+from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.sections import RunConfig
+from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
-from longspan.plan.cost.model_flops import peak_tflops
 from longspan.plan.planners.fixed import smallest_degree
-from longspan.plan.shape.model_shape import read_experts
+from longspan.plan.shape.model_shape import peak_tflops, read_experts
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
 from longspan.train.plans.choice import plan_row_multiple
@@ -24,6 +24,72 @@ from longspan.train.plans.resolve import choose_partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+PLANNERS = ("padded", "fixed", "dynamic")
+SECTIONS = ("model", "parallel", "context", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFlags(BenchFlags, SourceFlags):
+    """Time whole training steps of `longspan train` (forward, backward, optimizer), over documents of given lengths.
+
+    The model, its placement, plans and optimizer are those of a run: of CONFIG.toml where it is given, with the same
+    keys as flags. Without it the model is a qwen3-8b with random weights on GPUs and a qwen3-tiny on CPUs. The learning
+    rate is 0, so that all planners see the same weights and report the same loss.
+
+    The documents come from --lengths (numbers with commas between, or a JSON file), --data, --distribution or --same;
+    else they are those of step 1 of CONFIG.toml's corpus. One sequence over all GPUs is --sequences 65536 --planners
+    fixed. Runs one process for each GPU of this machine, or torchrun's, or --world local processes.
+    """
+
+    SHOWN: ClassVar[Groups] = {
+        "documents": ("--sequences", "--lengths", "--same", "--distribution", "--tokens"),
+        "model and layout": ("--model.path", "--model.preset", "--layers", "--context.context_parallel_size"),
+        "what is timed": ("--planners", "--warmup", "--repeats", "--world", "--out", "--json"),
+    }
+    config: Annotated[str, Word("[CONFIG.toml]")] = ""
+    """Configuration file of a run, whose own step is timed."""
+    planners: str = ""
+    """Planners, with commas between, or none; one of your own by its dotted name. Default: that of CONFIG.toml,
+    otherwise padded,fixed,dynamic."""
+    layers: int = 0
+    """Number of layers, for random weights; 0: as in the model's configuration."""
+    sequences: str = ""
+    """Lengths with commas between, in place of --lengths; each is timed as one sequence, in turn."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    context: ContextConfig = field(default_factory=lambda: ContextConfig(cp_comm_type="auto"))
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: MachineSection = field(default_factory=MachineSection)
+    peak_tflops: float = 0.0
+    """Peak TFLOP/s of a device, for the model FLOPs utilisation; 0: the vendor's figure for a known GPU."""
+    warmup: int = 2
+    """Steps before the timed ones."""
+    repeats: int = 3
+    """Timed steps; their median counts."""
+    timeout_seconds: float = 600.0
+    """Seconds that a rank waits for the others."""
+
+    def check_flags(self) -> None:
+        super().check_flags()
+        if self.layers < 0:
+            raise ConfigError(f"--layers is {self.layers}; it must be at least 0")
+
+
+def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
+    """Parse the flags; returns them and the configuration of the file with the keys that flags change. Flags are parsed
+    a second time with the values of the file that they name as defaults.
+    """
+    flags, file_config = parse_flags(StepFlags, argv, "longspan bench step"), RunConfig()
+    if flags.config:
+        file_config = read_file(flags.config)
+        defaults = {name: getattr(file_config, name) for name in SECTIONS}
+        defaults["run"] = MachineSection(file_config.run.machine)
+        flags = parse_flags(StepFlags, argv, "longspan bench step", defaults)
+    run = replace(file_config.run, machine=flags.run.machine)
+    config = replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})
+    return flags, find_folders(config)
 
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)
@@ -39,9 +105,8 @@ class StepDocuments:
 
 
 def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
-    """Read the documents that flags name, or those of a run's first step; on CPUs there is a default.
-
-    Raises ConfigError where there are none, and for flags that contradict each other.
+    """Read the documents that flags name, or those of a run's first step; on CPUs there is a default. Raises
+    ConfigError where there are none, and for flags that contradict each other.
     """
     entries = (flags.sequences or flags.lengths).split(",")
     are_numbers = all(entry.strip().isdecimal() for entry in entries)  # --lengths may name a file instead
@@ -62,7 +127,6 @@ def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool
 
 
 def _read_first_step(config: RunConfig) -> StepDocuments:
-    """Read the documents of a run's first step, whose lengths its corpus tells."""
     from longspan.data.documents import Corpus
     from longspan.train.plans.order import make_step_order
 
@@ -80,13 +144,7 @@ def _read_first_step(config: RunConfig) -> StepDocuments:
 _RECORDED = {
     "parallel": ("tp", "pp", "ep", "dp_replicate"),
     "context": ("cp_comm_type", "partition", "mode", "node_size"),
-    "train": (
-        "mlp_tile_rows",
-        "fused_norms",
-        "float8",
-        "compiled",
-        "optimizer",
-    ),
+    "train": ("mlp_tile_rows", "fused_norms", "float8", "compiled", "optimizer"),
 }
 
 
@@ -109,7 +167,6 @@ class StepSettings:
 
     @property
     def home(self) -> Layout:
-        """The home of the model on these ranks."""
         return home_of(self.config.parallel, self.ranks)
 
     @property
@@ -120,7 +177,6 @@ class StepSettings:
 
     @property
     def device(self) -> str:
-        """The kind of device that the ranks have."""
         return "cpu" if self.backend == "gloo" else "cuda"
 
     @property
@@ -133,7 +189,6 @@ class StepSettings:
         return [replace(self, lengths=(n,), sequences=()) for n in self.sequences] or [self]
 
     def plan(self, planner: str) -> Plan:
-        """Plan the documents by one of the planners, at the cost that its configuration gives, without weights."""
         choice = PlanChoice.training(
             replace(self.config, context=replace(self.config.context, planner=planner)),
             cost=self.cost,
@@ -142,7 +197,6 @@ class StepSettings:
         return choice.plan(self.lengths, self.home)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as a record has them."""
         config, text = self.config, self.configuration.get_text_config()
         experts = read_experts(text).of_layer
         context, train = config.context, config.train
@@ -172,13 +226,14 @@ class StepSettings:
 def make_settings(
     flags: StepFlags, config: RunConfig, ranks: int, backend: str, command: Sequence[str]
 ) -> StepSettings:
-    """Make the settings of the flags. Raises ConfigError or PlanError for impossible ones, before a process starts."""
+    """Make the settings of the flags; impossible ones are refused before a process starts."""
     gpu = backend != "gloo"
     planners = _choose_planners(flags, config)
     flags.check_flags()
     home = home_of(config.parallel, ranks)
     documents = read_documents(flags, config, home.slots, gpu=gpu)
-    config = config if flags.config else _set_default_model(config, gpu=gpu)
+    if gpu and not (flags.config or config.model.source or config.model.preset):
+        config = replace(config, model=replace(config.model, preset="qwen3-8b"))
     configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _set_limits(flags, config, configuration, documents, home, gpu=gpu)
@@ -218,18 +273,8 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     return planners
 
 
-def _set_default_model(config: RunConfig, *, gpu: bool) -> RunConfig:
-    model = config.model
-    if not gpu or model.source or model.preset:
-        return config
-    return replace(config, model=replace(model, preset="qwen3-8b"))
-
-
 def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
-    """Make the model's configuration, with the layers of --layers and positions for the longest document.
-
-    Raises ConfigError for --layers beside a folder of weights, which have their own number of layers.
-    """
+    """With the layers of --layers and positions for the longest document."""
     from longspan.train.training import model_configuration, scale_positions
 
     configuration = model_configuration(config, config.data.vocab_size)
@@ -249,11 +294,9 @@ def _set_limits(
     *,
     gpu: bool,
 ) -> RunConfig:
-    """Set a cap of rows and a degree where flags give none.
-
-    Documents listed by length are few and get no cap (0). Others may be many, and are packed into micro-batches of at
-    most 8192 rows on a slot, or 256 on CPUs. The degree is the least one that holds the longest document; sequences
-    that are timed one by one get all slots.
+    """Set a cap of rows and a degree where flags give none. Documents listed by length are few and get no cap (0).
+    Others may be many, and are packed into micro-batches of at most 8192 rows on a slot, or 256 on CPUs. The degree is
+    the least one that holds the longest document; sequences that are timed one by one get all slots.
     """
     context = config.context
     cap = context.max_tokens_per_slot
@@ -272,10 +315,8 @@ def _set_limits(
 
 
 def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Sequence[str]) -> RunConfig:
-    """Return a run's configuration with learning rate 0, for documents of up to `longest` tokens.
-
-    The configuration is checked first, with the rate that it gives or else 1, as a run must have one. Raises
-    ConfigError for a configuration that no run could have.
+    """With learning rate 0, for documents of up to `longest` tokens. The configuration is checked first, with the rate
+    that it gives or else 1, as a run must have one.
     """
     data = replace(config.data, max_document_tokens=longest, eval_documents=0)
     train = replace(config.train, lr=config.train.lr if config.train.lr != NOT_GIVEN else 1.0)
@@ -286,7 +327,6 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
 
 
 def _check_cap(flags: StepFlags, config: RunConfig) -> None:
-    """Raise ConfigError where the cap of rows is "auto", and there is no run's folder to keep its number in."""
     if config.context.max_tokens_per_slot != AUTO or (flags.config and Path(config.run.dir).is_dir()):
         return
     lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"
@@ -303,4 +343,4 @@ def _vendor_peak(config: RunConfig) -> float:
 
 
 def _ignore_line(text: str) -> None:
-    """Drop a line that a run would log."""
+    pass

@@ -7,9 +7,15 @@ open; `longspan train … --dry-run` asks about a configuration and its data. `f
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from longspan.cli.flags import write_text
 from longspan.cli.plans.compare import NOTHING_POSSIBLE, CompareFlags
@@ -20,26 +26,124 @@ from longspan.cli.plans.fit import (
     Choices,
     Documents,
     Fit,
+    RunOnGpus,
     find_fits,
     find_longest,
     find_way_out,
     fit_run,
     rank_fit,
 )
-from longspan.cli.plans.gpu_run import RunOnGpus
-from longspan.cli.plans.lengths import read_lengths
+from longspan.cli.plans.planning import BYTES_PER_TOKEN, cut_lengths, read_lengths
 from longspan.cli.plans.question import Question, choose_gpus, find_source, read_gpus
-from longspan.cli.plans.run_documents import RunDocuments, open_documents, sample_steps
 from longspan.cli.processes import is_reporting
 from longspan.config.defaults import encoder_default, resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
-from longspan.errors import PlanError, plural
+from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
+from longspan.data.manifest import SHORTEST
+from longspan.data.step_order import PackOrder, StepOrder
+from longspan.errors import ConfigError, DataError, PlanError, plural
+from longspan.model.weights.file_names import tokenizer_folder
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops
-from longspan.plan.memory.bytes import Bytes, gib_text
+from longspan.plan.memory.settings import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_files
+from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class RunDocuments:
+    """The documents of a run: the configuration with its number of steps, their order, and what they are. `longest` is
+    the longest that a planner receives, `target_share` the share of tokens that are predicted, and `image_rows` the
+    mean rows of images in a step; `line` says in words what they are.
+    """
+
+    config: RunConfig
+    order: StepOrder | PackOrder
+    longest: int
+    target_share: float
+    image_rows: float
+    line: str
+    images: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])  # rows of each, by document
+
+    @property
+    def steps(self) -> int:
+        return self.config.train.steps
+
+
+@contextmanager
+def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
+    """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
+    Without it a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
+    """
+    if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
+        yield _estimate_documents(config, log)
+        return
+    from longspan.corpus.build import configured_tokenizer, ensure_corpus
+    from longspan.corpus.corpus_settings import CorpusSettings
+
+    engine = configured_tokenizer(config)
+    with TemporaryDirectory(prefix="longspan-plan-") as folder:
+        corpus = ensure_corpus(CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log)
+        order = make_step_order(config, corpus)
+        config = set_epoch_steps(config, order, log)
+        lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
+        tokens = max(1, int(lengths.sum()))
+        share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
+        rows, images = 0.0, dict[int, list[int]]()
+        if corpus.images is not None and len(corpus.images):
+            rows = float(corpus.images.column("rows").sum()) / tokens * largest_step(config, order)
+            columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
+            for document, image_rows in zip(*columns, strict=True):
+                images.setdefault(document, []).append(image_rows)
+        longest_tokens, line = _longest_planned_length(config, order, lengths), documents_line(config, order)
+        yield RunDocuments(config, order, longest_tokens, share, rows, line, images)
+
+
+def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
+    # Texts are cut, left out and ordered as in the run; a piece of one token has no target, and is left out.
+    data = config.data
+    if data.sources:
+        raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
+    paths = find_files(data.path or STDLIB, key="--data")
+    sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
+    cut = (cut_lengths([size // BYTES_PER_TOKEN], data.max_document_tokens) for size in sizes)
+    documents = ([n for n in text if n >= SHORTEST] for text in cut)
+    counts = [*filter(None, documents)]  # the tokens of the documents of each text
+    if not counts:
+        raise DataError(f"--data {data.path!r} holds no text")
+    log(
+        f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(counts), 'text')}: neither data.tokenizer "
+        "nor the model's folder has a tokenizer (--tokenizer FOLDER counts them)"
+    )
+    lengths = np.concatenate(counts)
+    order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(counts)), [*map(len, counts)]))
+    config = set_epoch_steps(config, order, log)
+    return RunDocuments(
+        config,
+        order,
+        longest=_longest_planned_length(config, order, lengths),
+        target_share=1.0,
+        image_rows=0.0,
+        line=f"{documents_line(config, order)}; estimated",
+    )
+
+
+def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
+    data = config.data
+    if not data.pack_to:
+        held_out = set(order.evaluation)
+        return max(int(n) for i, n in enumerate(lengths.tolist()) if i not in held_out)
+    return data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
+
+
+def sample_steps(steps: int, most: int) -> list[int]:
+    """Choose at most `most` of a run's steps, evenly apart, the first one among them."""
+    return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
+
 
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
 GATHERS = "parallel.reshard_after_forward"
@@ -87,7 +191,6 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
-
         `device` is the moment at which a GPU holds most, `largest` has each part at its own largest. Where nothing
         fits, `keys` are those that were asked about, and `would_fit` has those that would do.
         """
@@ -218,10 +321,9 @@ def answer_gpu_question(flags: CompareFlags, question: Question) -> int:
 
 
 def dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
-    """Print what a run of this configuration would hold and take; returns the exit code.
-
-    `on_gpus` False leaves the GPUs here aside. Raises ConfigError for keys and files that the run refuses, and
-    PlanError where it does not fit; with `as_json` the answer says that it does not fit, and 0 is returned.
+    """Print what a run of this configuration would hold and take; returns the exit code. `on_gpus` False leaves the
+    GPUs here aside. Raises ConfigError for keys and files that the run refuses, and PlanError where it does not fit;
+    with `as_json` the answer says so, and 0 is returned.
     """
     check_config(config, ranks)
     if not is_reporting():  # of torchrun's ranks the first answers for all
@@ -315,7 +417,10 @@ def _add_encoding(fit: Fit, documents: RunDocuments) -> tuple[Fit, Sequence[str]
         cost = EncoderShape.of(fit.run.model).cost(trained=config.encoder.train or encoder_default(config))
     except PlanError as error:
         return fit, (f"{rows}, whose encoding is not in the seconds: {error}",)
-    images = [documents.list_images(step) for step in sample_steps(documents.steps, len(fit.plans))]
+    order, images = documents.order, list[list[Sequence[int]]]()
+    if documents.images and not isinstance(order, PackOrder):  # the documents of packs are cut
+        for step in sample_steps(documents.steps, len(fit.plans)):
+            images.append([documents.images.get(document, ()) for document in order.documents_of_step(step)])
     if not any(images):
         return fit, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
     most_rows = config.encoder.max_rows or None

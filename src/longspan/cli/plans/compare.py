@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from longspan.cli.flags import check_least
-from longspan.cli.plans.lengths import read_lengths
 from longspan.cli.plans.planning import (
     UNPRICED,
     PlanningFlags,
@@ -21,6 +20,7 @@ from longspan.cli.plans.planning import (
     check_slots,
     own_planners,
     plan_options,
+    read_lengths,
     read_price,
 )
 from longspan.cli.plans.question import GpuFlags
@@ -99,7 +99,6 @@ def check_comparison_flags(flags: CompareFlags) -> None:
 
 
 def run_comparison(flags: CompareFlags) -> int:
-    """Print a comparison; returns the exit code, 2 where nothing is possible."""
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, accumulation=0)
     check_degrees(flags)
     if flags.plans:
@@ -143,10 +142,9 @@ def _slot_price(flags: CompareFlags, slots: int, mode: str) -> Cost:
 def _compared_plans(
     flags: CompareFlags, lengths: Sequence[int], home: Layout, options: PlanOptions
 ) -> Iterator[NamedPlan]:
-    """Yield the padded plan, a baseline at the lowest degree, fixed ones, those of one's own planner, the dynamic one.
-
-    Fixed degrees are that of --cp, or the lowest powers of two that divide the slots, hold the longest document, suit
-    the query heads and are in the range of the dynamic plan; all slots if there is none.
+    """Fixed degrees are that of --cp, or the lowest powers of two that divide the slots, hold the longest document,
+    suit the query heads and are in the range of the dynamic plan; all slots if there is none. The padded plan, a
+    baseline, has the lowest.
     """
     slots, types = home.slots, check_comm_types(options.cp_comm_type)
     degrees = [
@@ -193,9 +191,8 @@ def _compare_degrees(
         f"{filled.filled_steps:,} documents in place of {len(lengths):,}, {seconds_text(filled.filled_seconds)}, "
         f"{filled.filled_seconds / seconds:.1f} times as long as cp {comparison.best.cp}"
     )
-    return _show_rows(
-        flags, title, rows, {"best_cp": comparison.best.cp, "reason": comparison.reason(), "filled": loop}
-    )
+    conclusion = {"best_cp": comparison.best.cp, "reason": comparison.reason(), "filled": loop}
+    return _show_rows(flags, title, rows, conclusion)
 
 
 def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:

@@ -1,19 +1,245 @@
 """Which planner, degree, rows of a slot, experts' degree and measures run some steps fastest on GPUs.
 
-Each way is a configuration: its plans are made as training makes them, their memory is chosen by a plan of memory, and
-the fastest way that fits is taken. No torch.
+Each way is a configuration (`RunOnGpus`): its plans are made as training makes them, their memory is chosen by a plan
+of memory, and the fastest way that fits is taken. No torch, no weights, no world.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
-from longspan.cli.plans.gpu_run import RunOnGpus
+from longspan.cli.plans.question import Gpus
 from longspan.config.keys import AUTO
-from longspan.config.sections import TrainConfig
+from longspan.config.sections import RunConfig, TrainConfig, check_measures
 from longspan.errors import ConfigError, LayoutError, LongspanError, PlanError
-from longspan.plan import MemoryPlan, MicroBatch, Plan
-from longspan.plan.memory.choose import any_choice_fits, largest_fitting
-from longspan.train.plans import degrees_to_compare
+from longspan.layout import Layout
+from longspan.model.presets import PRESETS
+from longspan.plan import (
+    Cost,
+    FixedMemory,
+    MemoryBudget,
+    MemoryNeeds,
+    MemoryPlan,
+    MemorySettings,
+    MicroBatch,
+    Plan,
+    choose_memory,
+)
+from longspan.plan.memory.memory_plan import any_choice_fits, largest_fitting, leanest_plans, step_seconds
+from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.model_shape import ModelShape, has_mixers, no_experts_text, read_experts, read_query_heads
+from longspan.run.checks import (
+    check_lora,
+    check_mode,
+    check_model_keys,
+    check_mtp_section,
+    check_numbers,
+    check_parallel,
+    check_pipeline,
+    check_plans,
+    check_precision,
+    check_preset,
+)
+from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
+from longspan.train.plans.run_cost import fixed_keys, run_cost_settings, run_memory_settings
+
+SCALED = "yarn"
+BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
+WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
+
+
+@dataclass(frozen=True)
+class RunOnGpus:
+    """A run of a resolved configuration on GPUs; `target_share` of its tokens are predicted. `model` names the model to
+    planners, and `image_rows` are the mean rows of images in a step.
+    """
+
+    config: RunConfig
+    gpus: Gpus
+    home: Layout
+    model: Any
+    target_share: float = 1.0
+    image_rows: float = 0.0
+
+    @classmethod
+    def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
+        check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
+        check_numbers(config, training=False)
+        home = home_of(config.parallel, gpus.count)
+        for check in (check_precision, check_lora, check_mtp_section, check_pipeline, check_mode):
+            check(config)
+        check_measures(config.train, gpu=True)
+        check_parallel(config, home)
+        # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
+        # data.eval_documents is 0), but not those of named evaluation sets.
+        check_plans(replace(config, eval=()), home, training=True)
+        check_preset(config)
+        model: Any = config.model.source
+        if not model:  # a preset, which has an embedding row for each id of the run's tokenizer if it gives no number
+            preset = PRESETS[config.model.preset_name]
+            rows = {} if preset.rows else {"vocab_size": config.data.vocab_size}
+            model = dict(preset.values) | {"model_type": preset.model_type} | rows
+        run = cls(config, gpus, home, model)
+        if home.ep > 1 and not run.experts:  # in the words of a run that has loaded the model
+            read = ConfigReader.read_whole(run.model)
+            classes = read.value("architectures") or [read.family or read.where]
+            raise PlanError(no_experts_text(home.ep, str(classes[0])))
+        return run
+
+    def change_home(self, *, gpus: int = 0, ep: int = 0) -> "RunOnGpus":
+        """The same run on another number of these GPUs, or with experts shared by `ep` slots (0: as it is)."""
+        parallel = replace(self.config.parallel, ep=ep or self.config.parallel.ep)
+        config, kind = replace(self.config, parallel=parallel), replace(self.gpus, count=gpus or self.gpus.count)
+        return replace(self, config=config, gpus=kind, home=home_of(parallel, kind.count))
+
+    def set_context(self, **keys: Any) -> "RunOnGpus":
+        return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What a GPU and its share of the host may be filled with."""
+        train = self.config.train
+        device = train.memory_bytes or int(train.memory_fraction * self.gpus.bytes)
+        return MemoryBudget(device=device, host=self.gpus.host_bytes)
+
+    @cached_property
+    def experts(self) -> int:
+        """Experts of a layer; 0 for a model without any."""
+        return read_experts(self.model).of_layer
+
+    @cached_property
+    def settings(self) -> MemorySettings:
+        """A step's rows of images are dealt to all slots; encoder.max_rows is the most that a slot encodes at once."""
+        rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
+        rows = min(rows, most_rows) if most_rows else rows
+        return run_memory_settings(self.config, encoder_rows=rows)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.of(self.model, depths=self.config.mtp.depths)
+
+    def cost(self, memory: MemoryPlan | None = None) -> Cost:
+        """The price of a step with what a plan of memory recomputes and gathers; None: what the keys say."""
+        settings = run_cost_settings(self.config, slots=self.home.slots, target_share=self.target_share, memory=memory)
+        return self.gpus.machine.cost(self.model, settings)
+
+    @cached_property
+    def choice(self) -> PlanChoice:
+        """How the run's steps are planned; where the keys leave the host's size open, it is the machine's."""
+        config = self.config
+        if config.context.node_size == AUTO:
+            node_size = max(1, self.gpus.machine.node_size // self.home.tp)
+            config = replace(config, context=replace(config.context, node_size=node_size))
+        weights = int(self.shape.stored_weights / config.parallel.tp)  # of a rank, which free mode gathers
+        return PlanChoice.training(config, cost=self.cost(), heads=read_query_heads(self.model), weights=weights)
+
+    @property
+    def fixed(self) -> FixedMemory:
+        return fixed_keys(self.config)
+
+    def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
+        return self.choice.plan(lengths, self.home, targets=targets)
+
+    def plan_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """Plan the memory of these plans: the fastest way, or that of the keys where train.memory chooses nothing.
+        Raises PlanError, with the bytes, where it does not fit.
+        """
+        budget = self.budget
+        if self.config.train.memory == AUTO:
+            arguments: dict[str, Any] = {"machine": self.gpus.machine, "fixed": self.fixed}
+            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **arguments)
+        memory = self.leanest_memory(plans)
+        if not memory.fits(budget):
+            device, host = memory.device.total, memory.host.total
+            raise PlanError(
+                f"the run does not fit with its keys of memory (train.memory is {self.config.train.memory!r}): a rank "
+                f"needs {device:,} bytes of a GPU that may fill {budget.device:,}, and {host:,} of its host's "
+                f"{budget.host:,}"
+            )
+        return memory
+
+    def leanest_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
+        """The plan of memory in which layers keep as little as the keys allow, whether it fits or not."""
+        return next(leanest_plans(self.memory_needs(plans), self.fixed))
+
+    def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
+        return MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=self.gpus.machine)
+
+    def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
+        cost = self.cost(memory).shared_by(self.home.tp)
+        return step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
+
+    def scale_positions(self, longest: int) -> "RunOnGpus":
+        """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
+        limit, model = position_limit(self.model), self.config.model
+        if limit is None or longest <= limit or model.rope_scaling or not can_scale(self.model):
+            return self
+        return replace(self, config=replace(self.config, model=replace(model, rope_scaling=SCALED)))
+
+    def position_notes(self, longest: int) -> Iterator[str]:
+        limit, scaling = position_limit(self.model), self.config.model.rope_scaling
+        if limit is None or longest <= limit:
+            return
+        text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
+        if scaling:
+            times = f"{longest / limit:,.1f}".removesuffix(".0")
+            yield f"{text}: model.rope_scaling = {scaling!r} stretches them {times} times"
+        else:
+            yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"
+
+
+def position_limit(model: Any) -> int | None:
+    """Return the longest document that a configuration stands for, its own scaling included; None if nothing limits it.
+
+    >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    163840
+
+    `longspan.model.seams.rope` reads the same from a configuration object of transformers, and the two must agree.
+    """
+    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _shared_rope(model)
+    if not limit or _lacks_positions(model):
+        return None
+    factor = rope.get("factor") or 1.0
+    if rope["rope_type"] in ("linear", "dynamic"):
+        return int(limit * factor)
+    if rope["rope_type"] == "yarn":  # whose max_position_embeddings is the stretched length in some files
+        return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
+    return limit
+
+
+def can_scale(model: Any) -> bool:
+    """Return whether model.rope_scaling can stretch the positions of a configuration: of text models whose layers share
+    one kind of rotary positions that their own configuration does not scale.
+    """
+    reader = ConfigReader.read_whole(model)
+    if reader.value("text_config") is not None or any(reader.value(name) is not None for name in BY_LAYER):
+        return False
+    by_layer = _is_nested(reader.value("rope_parameters"))
+    return not by_layer and not _lacks_positions(model) and _shared_rope(model)["rope_type"] == "default"
+
+
+def _shared_rope(model: Any) -> dict[str, Any]:
+    reader = ConfigReader.read_whole(model)
+    for name in ("rope_parameters", "rope_scaling"):  # the second in versions of transformers before 5
+        value = reader.value(name)
+        if isinstance(value, Mapping) and not _is_nested(value):
+            return {"rope_type": value.get("type", "default"), **value}  # "type" in older files
+    return {"rope_type": "default"}
+
+
+def _is_nested(rope: Any) -> bool:
+    return isinstance(rope, Mapping) and any(isinstance(inner, Mapping) for inner in rope.values())
+
+
+def _lacks_positions(model: Any) -> bool:
+    if not has_mixers(model):
+        return False
+    reader = ConfigReader.of(model)
+    has_other_type = (reader.value("position_embedding_type") or "rope") != "rope"  # a key of Granite 4-H
+    is_switched_off = reader.family == "zamba2" and not reader.value("use_mem_rope")  # off by default in Zamba 2
+    return has_other_type or reader.family in WITHOUT_ROTARY or is_switched_off
+
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
@@ -21,20 +247,13 @@ HOST_GPUS = 8  # each number up to which a refusal tries, then twice as many up 
 DOUBLINGS = 6
 WAYS = {True: 5, False: 3}  # limits of rows that are compared, of plans of one degree and of dynamic ones
 # Keys by which measures are given by hand.
-BY_HAND = (
-    "memory",
-    "activation_checkpointing",
-    "offload_activations",
-    "offload_states",
-    "mlp_tile_rows",
-)
+BY_HAND = ("memory", "activation_checkpointing", "offload_activations", "offload_states", "mlp_tile_rows")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one step: their lengths, and how many tokens they predict (None: all but the first of each).
-
-    A step that is not `timed` must fit, and its seconds do not count.
+    """The documents of one step: their lengths, and how many tokens they predict (None: all but the first of each). A
+    step that is not `timed` must fit, and its seconds do not count.
     """
 
     lengths: tuple[int, ...]
@@ -44,9 +263,8 @@ class Documents:
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to run some steps: its configuration, the plans of timed ones, what all hold, and the mean seconds.
-
-    Of a way that does not fit, `memory` is the leanest, and `seconds` are None.
+    """One way to run some steps: its configuration, the plans of timed ones, what all hold, and the mean seconds. Of a
+    way that does not fit, `memory` is the leanest, and `seconds` are None.
     """
 
     run: RunOnGpus
@@ -63,9 +281,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class Choices:
-    """What is not given and may be chosen: planner, degree, limit of rows, and the degree of experts.
-
-    To `compare` is to try every planner, also one that is given.
+    """What is not given and may be chosen: planner, degree, limit of rows, and the degree of experts. To `compare` is
+    to try every planner, also one that is given.
     """
 
     planner: bool = True
@@ -77,10 +294,6 @@ class Choices:
 
 def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> tuple[list[Fit], list[str]]:
     """Return the best way of each layout (planner, degree, experts' degree), and a line for each that is not possible.
-
-    >>> find_fits(run, [Documents((262144,))], Choices())[0][0].memory.measures[0]  # doctest: +SKIP
-    'selective'
-
     The fastest way is first; those that do not fit are last. Raises PlanError where nothing can be planned at all.
     """
     best, refused = dict[tuple[str, int, int], Fit](), dict[str, str]()
@@ -158,7 +371,6 @@ def _expert_runs(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:
 
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch.
-
     They grow by one ratio, of at least 2, and are multiples of what plans need: a slot has two parts of a document,
     each of a whole `row_multiple`. The most rows are those of the fullest slot if a step is one micro-batch: its rows
     of the longest document or the mean, plus UNIT for uneven groups; of dynamic plans at degree 1, which has most.
@@ -180,12 +392,11 @@ def _round_up(rows: int, unit: int) -> int:
 
 
 def find_longest(run: RunOnGpus, choices: Choices) -> tuple[int, RunOnGpus]:
-    """Find the most tokens of one document that fit, and return them with their run.
-
+    """Find the most tokens of one document that fit, and return them with their run; 0 where not even one UNIT fits.
     The degree is the one that is given, or all slots. A slot has whole multiples of UNIT rows (rounded up to what plans
-    need), and at most MOST_ROWS. Returns 0 tokens where not even one UNIT fits. Only memory is computed for each length
-    that is tried, on the plan of a short document changed to that length, for planning each would be slow; the longest
-    that fits is planned anew, and shortened by 1/256 at a time until its own plan fits too.
+    need), and at most MOST_ROWS. Only memory is computed for each length that is tried, on the plan of a short document
+    changed to that length, for planning each would be slow; the longest that fits is planned anew, and shortened by
+    1/256 at a time until its own plan fits too.
     """
     degree = run.choice.degree if run.choice.has_one_degree and not choices.degree else 0
     degree = degree or run.home.slots
@@ -212,7 +423,6 @@ def find_longest(run: RunOnGpus, choices: Choices) -> tuple[int, RunOnGpus]:
 
 def find_way_out(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
     """Find what would fit where nothing does: the same GPUs without measures by hand, or more GPUs.
-
     reshard_after_forward also gets its default back, for keeping gathered parameters costs memory. Only numbers of GPUs
     that the run's degrees divide are tried.
     """

@@ -1,9 +1,10 @@
-"""What `longspan plan` and its comparisons share: flags, the price of a plan and planners' options.
+"""What `longspan plan` and its comparisons share: flags, document lengths, the price of a plan and planners' options.
 
-The price is that of `--machine`, `--model` and `--tflops`.
+Lengths come from a JSON file, text files (bytes / 4 unless a tokenizer is given), or a distribution. No torch.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,18 +12,122 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longspan.cli.flags import check_least
-from longspan.cli.plans.lengths import SourceFlags
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
-from longspan.errors import ConfigError, PlanError
+from longspan.corpus.files import CorpusFile, find_files, kind_of_files, text_sizes
+from longspan.corpus.row_files import row_file
+from longspan.errors import ConfigError, DataError, PlanError
+from longspan.files import parse_json
 from longspan.hub import hub_name
-from longspan.layout import Layout
+from longspan.layout import Layout, check_lengths
 from longspan.plan import Cost, Plan, PlanOptions
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, is_known, read_machine
+from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
 from longspan.train.plans.run_cost import call_planner, check_planner, own_cost
+
+BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFlags:
+    """Where the documents come from: exactly one of --lengths, --data, --distribution and --same."""
+
+    lengths: str = ""
+    """JSON file with a list of document lengths in tokens, or a plan; - reads standard input."""
+    data: str = ""
+    """Rows of data instead, as data.path has them: stdlib, or a folder or file; tokens are estimated as bytes / 4."""
+    tokenizer: str = ""
+    """With --data: a folder with tokenizer.json, to count tokens instead of estimating them."""
+    max_document_tokens: int = 0
+    """With --data: cut longer documents into pieces of at most this many tokens; 0: leave them whole."""
+    distribution: str = ""
+    """Lengths drawn at random instead: lognorm, bimodal, uniform, expo or files."""
+    tokens: int = 0
+    """With --distribution: draw documents of so many tokens together; 0: 32768 for each slot."""
+    longest_document: int = 131072
+    """With --distribution: no document is longer."""
+    seed: int = 0
+    """With --distribution: seed of the draw."""
+    same: str = ""
+    """Documents of one length instead, such as 1024x8192: 1024 documents of 8192 tokens."""
+
+
+def read_lengths(flags: SourceFlags, slots: int) -> tuple[tuple[int, ...], str]:
+    """Read the lengths of the one source that the flags name, and return them with a text that names it. A distribution
+    is drawn for `slots` where --tokens is not given. Raises ConfigError, DataError or LayoutError.
+    """
+    sources = [name for name in ("lengths", "data", "distribution", "same") if getattr(flags, name)]
+    if len(sources) != 1:
+        several = " and ".join(f"--{name}" for name in sources) or "none of them, and it needs documents"
+        names = "--lengths FILE.json, --data PATH, --distribution NAME and --same COUNTxLENGTH (such as --same 8x8192)"
+        raise ConfigError(f"give one of {names}; got {several}")
+    if flags.same:
+        count, _, length = flags.same.lower().partition("x")
+        if not count.isdecimal() or not length.isdecimal() or not int(count):
+            raise ConfigError(f"--same {flags.same!r} is not COUNTxLENGTH, such as 1024x8192")
+        return check_lengths([int(length)] * int(count)), "equal lengths"
+    if flags.lengths:
+        return read_json_lengths(flags.lengths), flags.lengths
+    if flags.data:
+        return _read_text_lengths(flags)
+    if flags.distribution not in DISTRIBUTIONS:
+        raise ConfigError(f"--distribution {flags.distribution!r} is unknown; use one of {', '.join(DISTRIBUTIONS)}")
+    total = flags.tokens or 32768 * slots
+    sample = sample_lengths(flags.distribution, total, seed=flags.seed, longest=flags.longest_document)
+    return tuple(sample.tolist()), f"{flags.distribution} lengths, seed {flags.seed}"
+
+
+def read_json_lengths(path: str) -> tuple[int, ...]:
+    """Read lengths from a JSON list, or the "lengths" of an object such as a plan; "-" is standard input."""
+    try:
+        value = parse_json(sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read lengths from {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot read lengths from {path}: it is not JSON ({error})") from error
+    if isinstance(value, dict):
+        value = value.get("lengths")
+    if not isinstance(value, list):
+        raise ConfigError(f'{path} holds no lengths; give a JSON list such as [300, 20], or an object with "lengths"')
+    if not value:
+        raise ConfigError(f"{path} holds no documents: its list of lengths is empty; give at least one length")
+    return check_lengths(value)
+
+
+def _read_text_lengths(flags: SourceFlags) -> tuple[tuple[int, ...], str]:
+    files = tuple(CorpusFile(0, name, file) for name, file in find_files(flags.data, key="--data").items())
+    if flags.tokenizer:
+        counts = _count_tokens(files, flags.tokenizer)
+    else:
+        counts = [n for size in text_sizes(files) if (n := size // BYTES_PER_TOKEN)]
+    if not counts:
+        raise DataError(f"--data {flags.data!r} holds no text")
+    method = f"counted with {flags.tokenizer}" if flags.tokenizer else f"estimated as bytes / {BYTES_PER_TOKEN}"
+    return tuple(cut_lengths(counts, flags.max_document_tokens)), f"{flags.data}, tokens {method}"
+
+
+def _count_tokens(files: Sequence[CorpusFile], tokenizer: str) -> list[int]:
+    # A limit of 0 means none, for the bytes of a row as for the tokens of a document.
+    from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
+    from longspan.corpus.rows.encoding import RowEncoding
+    from longspan.corpus.tokenizer import load_tokenizer
+
+    encoding = RowEncoding(kind_of_files(files, skip_bad=False, most_bytes=0), load_tokenizer(tokenizer))
+    encoder, lengths = DocumentEncoder((encoding,), 0, "<u4"), list[int]()
+    for number, file in enumerate(files):
+        for chunk in row_file(file.name, file.path, 0).chunks():
+            lengths += encoder.encode_chunks([FileChunk(0, number, chunk)]).lengths.tolist()
+    return lengths
+
+
+def cut_lengths(counts: list[int], limit: int) -> list[int]:
+    if limit <= 0:
+        return counts
+    return [n for count in counts for n in (*[limit] * (count // limit), count % limit) if n]
+
 
 USUAL_ROWS = 8192  # of a slot
 DEFAULT_HEADS = 32  # of Qwen3-8B, which the default cost is of
@@ -92,10 +197,7 @@ def check_degrees(flags: PlanningFlags) -> None:
 
 
 def find_machine(name: str, key: str) -> Machine:
-    """Find the machine of a GPU by name, or of a file; `key` is the flag or key of the name, for errors.
-
-    Raises ConfigError for a name that is neither.
-    """
+    """Find the machine of a GPU by name, or of a file; `key` is the flag or key of the name, for errors."""
     if not (is_known(name) or Path(name).suffix or Path(name).exists()):
         try:  # raises, with the names that are known
             return Machine.known(name)
@@ -105,9 +207,8 @@ def find_machine(name: str, key: str) -> Machine:
 
 
 def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lockstep", training: bool = True) -> Cost:
-    """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction.
-
-    In lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
+    """Read the cost of one device; if not `training` (an evaluation), without depths of multi-token prediction. In
+    lockstep the price of a model on a machine includes FSDP2's gathers and sums over `slots` slots, in which a rank
     moves its 1 / `tp` of the weights. Without --machine a model is priced on H200s, and without --model either, the
     price is DEFAULT_COST.
     """
@@ -164,10 +265,9 @@ def own_planners(flags: PlanningFlags) -> dict[str, Callable[..., Plan]]:
 
 
 def plan_options(flags: PlanningFlags, lengths: Sequence[int], home: Layout, **options: Any) -> PlanOptions:
-    """Make the planners' options from flags and further `options`.
-
-    The limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest degree that divides the
-    slots. Without --heads and --model Qwen3-8B is planned for.
+    """Make the planners' options from flags and further `options`. The limit of rows "auto" is USUAL_ROWS, or what the
+    longest document needs at the widest degree that divides the slots. Without --heads and --model Qwen3-8B is planned
+    for.
     """
     if flags.heads < 0:
         raise ConfigError(f"--heads is {flags.heads}; give the model's number of query heads, such as 32")
@@ -175,9 +275,8 @@ def plan_options(flags: PlanningFlags, lengths: Sequence[int], home: Layout, **o
         raise ConfigError(f"--heads {flags.heads} and --model {flags.model}, which says its own; give one of them")
     heads = read_query_heads(flags.model) if flags.model else flags.heads or DEFAULT_HEADS
     sizes, rows = flags.hierarchical_context_parallel_sizes or None, flags.max_tokens_per_slot
-    result = PlanOptions(
-        cp_comm_type=flags.cp_comm_type, hierarchical_context_parallel_sizes=sizes, heads=heads, **options
-    )
+    options |= {"cp_comm_type": flags.cp_comm_type, "hierarchical_context_parallel_sizes": sizes, "heads": heads}
+    result = PlanOptions(**options)
     if isinstance(rows, int):
         check_least(flags, max_tokens_per_slot=0)
         return replace(result, max_tokens_per_slot=rows or None)

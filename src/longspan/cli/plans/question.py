@@ -9,8 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from longspan.cli.flags import TrainFlags, check_flag_names, check_least, flag_types, parse_flags, split_flags
-from longspan.cli.help import shown_flag
+from longspan.cli.flags import (
+    TrainFlags,
+    check_flag_names,
+    check_least,
+    flag_types,
+    parse_flags,
+    shown_flag,
+    split_flags,
+)
 from longspan.cli.machine import find_first_gpu
 from longspan.cli.plans.planning import PlanningFlags, find_machine
 from longspan.cli.processes import count_host_ranks, has_torchrun
@@ -20,7 +27,7 @@ from longspan.errors import ConfigError, plural
 from longspan.host_memory import free_host_bytes
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_device
-from longspan.plan.memory.bytes import LEAST_OF_GPU, bytes_hint, gib_text
+from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint, gib_text
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
@@ -89,14 +96,12 @@ class Question:
     given_keys: frozenset[str]
 
     def gives_any(self, *keys: str) -> bool:
-        """Return whether one of these keys is given."""
         return not self.given_keys.isdisjoint(keys)
 
 
 def asks_for_gpus(argv: Sequence[str]) -> bool:
-    """Return whether the words of a command name GPUs, and so ask whether a run fits them.
-
-    Raises ConfigError, if no GPUs are named, for flags and keys that only such a question has.
+    """Return whether the words of a command name GPUs, and so ask whether a run fits them. Raises ConfigError, if no
+    GPUs are named, for flags and keys that only such a question has.
     """
     names = [name for name, _, _ in split_flags(argv)]
     if not set(names).isdisjoint(ASKING):
@@ -110,10 +115,9 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
 
 
 def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags, Question]:
-    """Parse the flags and the keys of a command line that names GPUs; some keys also have a short flag (KEYS).
-
-    Raises ConfigError for an unknown flag, for a key that is given by both of its names, for a flag of plans that such
-    a question does not read, and where no model is named, or two are.
+    """Parse the flags and the keys of a command line that names GPUs; some keys also have a short flag (KEYS). Raises
+    ConfigError for an unknown flag, for a key that is given by both of its names, for a flag of plans that such a
+    question does not read, and where no model is named, or two are.
     """
     types = flag_types(kind) | {name: hint for name, hint in flag_types(TrainFlags).items() if "." in name}
     check_flag_names(argv, types, PROG)
@@ -172,9 +176,8 @@ def find_source(flags: GpuFlags, question: Question) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each.
-
-    `assumed` names what was not measured.
+    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each; `assumed`
+    names what was not measured.
     """
 
     machine: Machine
@@ -186,7 +189,6 @@ class Gpus:
 
     @property
     def title(self) -> str:
-        """Return what they are, in a line."""
         host = f"{gib_text(self.host_bytes)} of host memory for each"
         words = f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host}"
         return f"{words} (not measured: {'; '.join(self.assumed)})" if self.assumed else words
@@ -199,9 +201,8 @@ class Gpus:
 
 
 def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
-    """Read the GPUs that flags name; `run_machine` is the key run.machine.
-
-    The speed is that of run.machine or of --tflops, else that of --gpu; with only --gpu-bytes that of an H200.
+    """Read the GPUs that flags name; `run_machine` is the key run.machine. The speed is that of run.machine or of
+    --tflops, else that of --gpu; with only --gpu-bytes that of an H200.
     """
     check_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
     for name, size in (("gpu-bytes", flags.gpu_bytes), ("host-bytes", flags.host_bytes)):
@@ -245,9 +246,7 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
 
 def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     """Choose the GPUs of a run: with `on_gpus` those here, if there are any, else those of run.machine, else H200s.
-
-    Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s. What
-    is taken from elsewhere than this machine is listed as assumed.
+    Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s.
     """
     first_gpu = find_first_gpu() if on_gpus else None
     named = find_machine(config.run.machine, "run.machine") if config.run.machine else None

@@ -32,7 +32,7 @@ from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.seams.meta_pass import check_recorded_calls
 from longspan.model.sharding import reshard
-from longspan.plan.memory.parameters import stage_layers
+from longspan.plan.memory.stage_bytes import stage_layers
 
 
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:

@@ -17,8 +17,144 @@ from longspan.errors import PlanError
 from longspan.layout import Floats, Layout
 from longspan.plan.check import check_choice, check_comm_type, check_count, check_number
 from longspan.plan.cost.links import Network
-from longspan.plan.cost.state_cost import StateCost, busiest_ratio
+from longspan.plan.micro_batch import PARTITIONS
 from longspan.plan.shape.model_shape import ModelShape
+
+_STATE_SIZE = 4  # bytes of a number of a state
+# What forward takes of both passes: a third of the products; of summaries two thirds, as backward reads what forward
+# computed that a run does to a state; states go round once in either pass.
+_FORWARD_SHARES = {
+    "scan_seconds": 1 / 3,
+    "summary_seconds": 2 / 3,
+    "state_bytes": 1 / 2,
+    "transition_bytes": 1 / 2,
+    "step_seconds": 1 / 2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCost:
+    """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
+
+    >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
+    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.for_partition("contiguous").run_bytes(1.0, 65536.0, 4.0))
+    (850.0, 400.0)
+
+    `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
+    `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of a
+    run's state, `transition_bytes` of what a run does to one, which go to all slots of a group. `step_seconds` is the
+    latency of the exchanges of all layers, among them that of the few rows before a run that its convolution reads.
+    Groups have the `partition`. Raises PlanError for a value that is negative or not finite.
+    """
+
+    scan_seconds: float = 0.0
+    summary_seconds: float = 0.0
+    state_bytes: float = 0.0
+    transition_bytes: float = 0.0
+    step_seconds: float = 0.0
+    partition: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        check_choice("partition of a cost", self.partition, PARTITIONS)
+        for name, value in self.constants().items():
+            check_number(f"states.{name}", value)
+
+    @classmethod
+    def of(
+        cls,
+        shape: ModelShape,
+        *,
+        scan_tflops: float,
+        summary_tflops: float,
+        step_latency: float,
+        channel_seconds: float = 0.0,
+    ) -> "StateCost | None":
+        """Price a model's state-space layers at these TFLOP/s of scans and of summaries; None for a model without any.
+        `channel_seconds` are those of a row and channel of a convolution, with the norms and gates about it. Both
+        passes take 3 times a forward scan. In either pass states with transitions (float32) are one message, and the
+        rows before runs another; each costs a `step_latency`.
+        """
+        mixer, layers = shape.mixer, shape.mixer_layers
+        if mixer is None:
+            return None
+        scan = 3 * mixer.chunked_flops / (scan_tflops * 1e12)
+        transition = mixer.heads * (mixer.key_size**2 if mixer.delta else 1)  # numbers of what a run does to a state
+        return cls(
+            scan_seconds=layers * (scan + mixer.channels * channel_seconds),
+            summary_seconds=layers * mixer.summary_flops / (summary_tflops * 1e12),
+            state_bytes=float(layers * 2 * mixer.state * _STATE_SIZE),
+            transition_bytes=float(layers * 2 * transition * _STATE_SIZE),
+            step_seconds=layers * 2 * (bool(mixer.state) + (mixer.width > 1)) * step_latency,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "partition"}
+
+    def for_partition(self, partition: str) -> "StateCost":
+        return dataclasses.replace(self, partition=partition)
+
+    def forward_only(self) -> "StateCost":
+        return self._scaled(_FORWARD_SHARES)
+
+    def shared_by(self, tp: int) -> "StateCost":
+        return self._scaled({name: 1 / tp for name in _FORWARD_SHARES if name != "step_seconds"})
+
+    def with_recomputation(self, share: float) -> "StateCost":
+        """Return the cost where a share of the layers runs forward again in backward, its exchanges included."""
+        return self._scaled({name: 1 + share * part for name, part in _FORWARD_SHARES.items()})
+
+    def _scaled(self, factors: dict[str, float]) -> "StateCost":
+        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
+
+    def seconds(self, rows: tuple[Floats, Floats, Floats], degree: Floats, speed: Floats) -> Floats:
+        """Return a group's seconds of each slot: summaries, states on the wire, and latency; none where it is one slot.
+        `rows` are its tokens, the sum of its documents' squared lengths and their number; `speed` the bytes/s of a
+        slot.
+        """
+        tokens, squares, documents = rows
+        summarised = tokens / degree
+        if self.partition == "contiguous":  # the run that a boundary cuts, of a document as long as the typical row's
+            summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
+        wire = self.run_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
+        return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
+
+    def run_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
+        """Return the bytes of the states and transitions of a group's runs, which go to every other slot.
+
+        Every run of a document but the last sends a state; one that is not the first either also a transition, as the
+        state before it passes through. Under "zigzag" a document has two runs on every slot, of which those of the last
+        slot are neighbours and count as one. Under "contiguous" each of the degree − 1 boundaries between slots cuts a
+        document; the first run of each sends no transition.
+        """
+        documents, tokens, degree = np.asarray(documents), np.asarray(tokens), np.asarray(degree)
+        if self.partition == "contiguous":
+            return self.state_bytes * (degree - 1) + self.transition_bytes * np.maximum(degree - 1 - documents, 0)
+        runs = np.minimum(2 * degree - 1, tokens / np.maximum(documents, 1))  # of a document, a row each at least
+        states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
+        sent = degree > 1
+        return self.state_bytes * np.where(sent, states, 0) + self.transition_bytes * np.where(sent, transitions, 0)
+
+    @classmethod
+    def from_json(cls, values: Any) -> "StateCost":
+        """Read a cost from a JSON object; missing constants are 0. Raises PlanError for unknown ones."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        constants = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {"": values}
+        constants.pop("halo_bytes", None)  # of version 0.2
+        if not all(name in names for name in constants):
+            raise PlanError(f"states of a cost is an object with some of {', '.join(names)}; got {values!r}")
+        return cls(**constants)
+
+
+def busiest_ratio(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
+    """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots. A document
+    that spans c slots end to end gives its last slot 2 − 1 / c times the mean, c being that of a typical row's
+    document.
+    """
+    if partition == "zigzag":
+        return 1.0
+    spanned = np.maximum(around * squares / np.maximum(tokens, 1) ** 2, 1.0)
+    return 2 - 1 / spanned
+
 
 Passes = Literal["forward and backward", "forward"]
 DEFAULT_SOURCE = "Qwen3-8B on GPUs of 400 TFLOP/s"
@@ -114,7 +250,6 @@ class Cost:
     network: Network | None = None
 
     def __post_init__(self) -> None:
-        """Name the source of constants that have none, and check all fields."""
         if self.source is None:
             usual = all(value == getattr(Cost, name) for name, value in self.constants().items())
             object.__setattr__(self, "source", DEFAULT_SOURCE if usual else "constants of the caller")
@@ -171,9 +306,7 @@ class Cost:
     @cached_property
     def ways(self) -> "tuple[Cost, ...]":
         """This cost under each type or size to choose from, or else as it is; the planner takes the first of equals.
-
-        Exchanges need the heads, from `heads` or the network, and those of a2a+p2p a size that divides the heads and a
-        host.
+        Exchanges need the heads, and those of a2a+p2p a size that divides the heads and a host.
         """
         if not self.has_choice:
             return (self,)
@@ -183,7 +316,6 @@ class Cost:
         return (*map(self.under, types), *(self.under("a2a+p2p", size) for size in sizes))
 
     def ways_of(self, degree: ArrayLike) -> "list[Cost]":
-        """Return the ways that groups of these degrees can take."""
         most = np.max(degree, initial=1)
         return [way for way in self.ways if way.a2a_size <= most]
 
@@ -201,7 +333,6 @@ class Cost:
         return degree % self.a2a_size == 0 if self.a2a_size > 1 else degree > 0
 
     def for_partition(self, partition: str) -> "Cost":
-        """Return this cost for groups of a partition, which matters only to the states of a hybrid."""
         return dataclasses.replace(self, states=self.states.for_partition(partition)) if self.states else self
 
     def work_seconds(self, tokens: ArrayLike, squares: ArrayLike) -> Floats:
@@ -221,7 +352,6 @@ class Cost:
         together: ArrayLike | None = None,
     ) -> Floats:
         """Return the seconds of each slot that a group takes, without `micro_batch_seconds`; arguments broadcast.
-
         `tokens` and `squares` are the sums of its documents' rows and of their squares (padding included), `documents`
         their number (which counts for states); `inside` is whether all its slots share a node, `together` the fewest on
         one node (None: all nodes but the last are full). Seconds are of linear layers, attention, states and messages.
@@ -248,29 +378,25 @@ class Cost:
         return seconds
 
     def lockstep_seconds(self, slowest: Sequence[float]) -> float:
-        """Return the seconds in lockstep of micro-batches whose slowest slots work this long, without the update.
-
-        Each of p stages takes 1 / p of a micro-batch, and fills and drains in (p − 1) / chunks turns of the longest
-        one, which itself goes through all stages (1F1B, interleaved: Narayanan et al. 2021; exact for forward passes of
-        one chunk). The sum is exact, so that every host gets the same.
+        """Return the seconds in lockstep of micro-batches whose slowest slots work this long, without the update. Each
+        of p stages takes 1 / p of a micro-batch, and fills and drains in (p − 1) / chunks turns of the longest one,
+        which itself goes through all stages (1F1B, interleaved: Narayanan et al. 2021). The sum is exact, so that every
+        host gets the same.
         """
         turns = self.turn_seconds(slowest)
         longest, bubble = max(turns, default=0.0), (self.stages - 1) / self.chunks
         return max((math.fsum(turns) + bubble * longest) / self.stages, longest)
 
     def turn_seconds(self, slowest: Sequence[float]) -> list[float]:
-        """Return the seconds in lockstep of each micro-batch, in the whole model, whose slowest slots work this long.
-
-        It takes no less than the messages of sharded parameters, which run meanwhile, and than the host's launches.
+        """Return the seconds in lockstep of each micro-batch, in the whole model: no less than the messages of sharded
+        parameters, which run meanwhile, and than the host's launches.
         """
         shards, launch = self.sharding_seconds, self.micro_batch_seconds
         return [max(max(seconds, shards) + launch, self.launch_seconds) for seconds in slowest]
 
     def latency_seconds(self, degree: ArrayLike) -> Floats:
-        """Return the seconds that a group of this degree waits for messages however few rows they carry.
-
-        Under "auto" they are the lesser of a ring's and a gather's: unlike exchanges, these two suit any number of
-        heads.
+        """Return the seconds that a group of this degree waits for messages however few rows they carry; under "auto"
+        the lesser of a ring's and a gather's, which suit any number of heads.
         """
         degree = _float_array(degree)
         types = ("p2p", "all_gather") if self.cp_comm_type == "auto" else (self.cp_comm_type,)
@@ -388,12 +514,11 @@ def price_shape(
     step_latency: float,
     bytes_per_value: int,
 ) -> dict[str, Any]:
-    """Return the fields of a `Cost` that follow from a model's shape at these rates.
-
-    A row takes 6 FLOPs for each weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2
-    pairs in each layer, of 2 FLOPs for each number of its queries. A window or chunk makes that a time for each row,
-    which sees half a chunk in the mean. A ring sends keys and values forward and backward, and their gradients; an
-    exchange has queries, outputs, keys and values in both passes.
+    """Return the fields of a `Cost` that follow from a model's shape at these rates. A row takes 6 FLOPs for each
+    weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2 pairs in each layer, of 2 FLOPs
+    for each number of its queries. A window or chunk makes that a time for each row, which sees half a chunk in the
+    mean. A ring sends keys and values forward and backward, and their gradients; an exchange has queries, outputs, keys
+    and values in both passes.
     """
     full = shape.layers - shape.window_layers - shape.chunk_layers
     limited_flops = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
@@ -411,12 +536,10 @@ def price_shape(
 
 
 class Rows(NamedTuple):
-    """Groups to price, as arrays that broadcast.
-
-    `tokens` and `squares` are the sums of the documents' rows and of their squares, `degree` the members, `together`
-    the fewest members of a group that share a host (the degree if all do), `busiest` what the busiest member of a ring
-    computes, over the mean, and `typical` the length of the document of a typical row (None: squares / tokens). A row
-    sees `window` rows at most; members of a narrow group fetch only the share `sent` of what a ring sends.
+    """Groups to price, as arrays that broadcast: `tokens` and `squares` sum the documents' rows and their squares;
+    `together` is the fewest members that share a host, `busiest` what the busiest member of a ring computes over the
+    mean, `typical` the length of a typical row's document (None: squares / tokens). A row sees `window` rows at most;
+    members of a narrow group fetch only the share `sent` of what a ring sends.
     """
 
     tokens: Floats
@@ -430,7 +553,6 @@ class Rows(NamedTuple):
 
 
 def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
-    """Return how many members of a group exchange heads for rows; a ring has `degree` over that number of members."""
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":
@@ -439,10 +561,9 @@ def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
 
 
 def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
-    """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out).
-
-    A member computes its query heads in equally long runs that share a key/value head, and needs one such head for each
-    run. Where members cut through the queries of a head, each of them is sent a copy.
+    """Return how often every key/value head is sent to members that exchange heads (`HeadSplit` deals them out): a
+    member needs one for each of the equally long runs of its query heads, and where members cut through a head's
+    queries, each is sent a copy.
     """
     members = np.asarray(members, dtype=np.int64)
     member_heads = np.maximum(1, heads // members)
@@ -451,14 +572,12 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
 
 
 def price_attention(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
-    """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide.
-
-    The type is the cost's, which is not "auto". Kernels take attention_seconds · squares / degree of each slot, times
-    `busiest`, on measured links 1 + h / piece times that, h being half_speed_rows. A ring of r members cuts the typical
-    document into pieces of 1 / r of its rows; in a gather such queries meet all keys, a piece of 1 / √r; under a window
-    none is longer than a causal document whose rows see as many keys. A ring adds each step to the output, in
-    `merge_seconds`. A gather orders all rows by document, in `copy_seconds` a row; a narrow group's member its own and
-    the rows that it fetched.
+    """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide. Kernels take
+    attention_seconds · squares / degree, times `busiest`, on measured links 1 + h / piece times that, h being
+    half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows; in a gather such
+    queries meet all keys, a piece of 1 / √r; under a window none is longer than a causal document whose rows see as
+    many keys. A ring adds each step to the output, in `merge_seconds`. A gather orders all rows by document, in
+    `copy_seconds` a row; a narrow group's member its own and the rows that it fetched.
     """
     around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
@@ -479,9 +598,7 @@ def price_attention(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
 
 
 def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
-    """Return the seconds of a type's messages without bytes.
-
-    A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On ideal links each takes
+    """A ring of r members has r − 1 steps, a gather one, and an exchange of heads one more. On ideal links each takes
     `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer: a step's block
     goes round in both passes, and its gradients in backward; an exchange goes there and back.
     """
@@ -495,10 +612,9 @@ def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
 
 
 def _ideal_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
-    """Return the seconds of bytes that show on ideal links.
-
-    A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed) shows,
-    of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between hosts.
+    """A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed)
+    shows, of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between
+    hosts.
     """
     degree, kind = rows.degree, cost.cp_comm_type
     speed = np.where(rows.together >= degree, cost.inside_bytes_per_second, cost.across_bytes_per_second)

@@ -34,7 +34,6 @@ class Wire:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        """Check both numbers."""
         if not (self.latency >= 0 and self.bytes_per_second > 0):
             raise PlanError(
                 f"a wire of {self.latency!r} s a message and {self.bytes_per_second!r} bytes/s; give a latency of at "
@@ -50,9 +49,8 @@ class Wire:
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One level of the network, as a slot sees it; messages of each kind by what the slot sends or receives itself.
-
-    `exchange`: every slot sends to every other. `gather`: all receive all rows; between hosts its bytes are divided by
-    the slots of a host, through which all of them pass. `point`: every slot of a host sends to one other slot.
+    `exchange`: every slot sends to every other. `gather`: all receive all rows; between hosts divided by the slots of a
+    host, through which all pass. `point`: every slot of a host sends to one other slot.
     """
 
     exchange: Wire
@@ -65,18 +63,15 @@ class Link:
         return cls(**{kind: Wire(seconds, bytes_per_second * (speeds or {}).get(kind, 1.0)) for kind in KINDS})
 
     def wires(self) -> dict[str, Wire]:
-        """Return the wires by kind."""
         return {kind: getattr(self, kind) for kind in KINDS}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the latency and the bytes a second of each kind, for a JSON document."""
         return {kind: [wire.latency, wire.bytes_per_second] for kind, wire in self.wires().items()}
 
     @classmethod
     def from_json(cls, values: Any) -> "Link":
-        """Read a link from a JSON object. Raises PlanError for any other value.
-
-        Version 0.2 wrote samples of (bytes, seconds), of which the last two give latency and speed.
+        """Read a link from a JSON object. Raises PlanError for any other value. Version 0.2 wrote samples of (bytes,
+        seconds), of which the last two give latency and speed.
         """
         pairs: dict[str, tuple[float, float]] = {}
         try:
@@ -98,11 +93,10 @@ class Link:
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """The links of a machine as the attention of one model uses them: what `Cost` prices communication types by.
-
     `layers` attend, with `heads` query and `kv_heads` key/value heads on a rank. `key_share` is the share of keys and
-    values in what is exchanged, `block_share` that of one turn of keys and values in a ring's bytes, forward and
-    backward (the rest are gradients). A kernel reaches half its speed on pieces of `half_speed_rows`. `step_seconds` is
-    what a batch of messages takes with the launches around it in one layer, however small it is and well it hides.
+    values in what is exchanged, `block_share` that of one turn of keys and values in a ring's bytes (the rest are
+    gradients). A kernel reaches half its speed on pieces of `half_speed_rows`. `step_seconds` is what a batch of
+    messages takes with the launches around it in one layer, however small it is and well it hides.
     """
 
     inside: Link
@@ -117,15 +111,12 @@ class Network:
 
     @property
     def gradient_share(self) -> float:
-        """The share of the gradients of keys and values in a ring's bytes."""
         return 1 - 2 * self.block_share
 
     def shared_by(self, tp: int) -> "Network":
-        """Return the network as one of `tp` tensor-parallel ranks uses it, which has 1 / tp of the heads."""
         return dataclasses.replace(self, heads=max(1, self.heads // tp), kv_heads=max(1, self.kv_heads // tp))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, for a JSON document."""
         links = {level: getattr(self, level).to_json() for level in LEVELS}
         return links | {name: value for name, value in vars(self).items() if name not in LEVELS}
 

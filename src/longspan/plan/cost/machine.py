@@ -5,19 +5,149 @@ of attention under every communication type, by which "auto" is resolved.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from longspan.errors import ConfigError, LongspanError, PlanError, plural
 from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
-from longspan.plan.cost.cost import Cost, price_shape
+from longspan.plan.cost.cost import Cost, Rows, StateCost, busiest_ratio, price_attention, price_shape
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
-from longspan.plan.cost.state_cost import StateCost
-from longspan.plan.cost.type_price import AttentionCall, TypePrice, price_types
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One layer's attention on each rank of a group, as far as its time depends on it. `heads` query and `kv_heads`
+    key/value heads of `head_dim` (values of `value_dim`, None: as wide), in numbers of `bytes_per_number`. `passes`:
+    "both" forward and backward, or "forward". A query sees all keys, or with `causal` those up to its own row, of these
+    the last `window`, or those of its `chunk`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_number: int = 2
+    passes: Literal["both", "forward"] = "both"
+    value_dim: int | None = None
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "kv_heads", "head_dim", "bytes_per_number"):
+            check_count(f"{name} of an attention call", getattr(self, name))
+        check_choice("passes of an attention call", self.passes, ("both", "forward"))
+
+    def squares(self, lengths: Sequence[int]) -> float:
+        """Return twice the pairs of rows that see each other in documents of these lengths. A causal document of n rows
+        has n² / 2 pairs. A window of w rows leaves n · w and chunks of c rows n · c / 2, if these are fewer; without a
+        causal mask there are twice as many.
+        """
+        pairs = sum(n * min(n, 2 * (self.window or n), self.chunk or n) for n in lengths)
+        return float(pairs) * (1 if self.causal else 2)
+
+
+@dataclass(frozen=True)
+class TypePrice:
+    """What one call of attention takes under a communication type: `seconds` of each member, of which `exposed` are
+    messages that kernels do not hide. `sizes` are the members that exchange heads and those of a ring. A type that the
+    heads forbid takes infinite seconds, and `impossible` names the reason.
+    """
+
+    cp_comm_type: str
+    sizes: tuple[int, int]
+    seconds: float
+    exposed: float
+    impossible: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
+
+    def __str__(self) -> str:
+        if self.impossible:
+            return f"{self.name} cannot: {self.impossible}"
+        computed, exposed = (self.seconds - self.exposed) * 1e3, self.exposed * 1e3
+        return (
+            f"{self.name} takes {self.seconds * 1e3:.3g} ms: {computed:.3g} ms of attention, and {exposed:.3g} ms of "
+            "messages that it does not hide"
+        )
+
+
+def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -> dict[str, TypePrice]:
+    """Price all types by the cost of one layer, of a2a+p2p for the group's sizes or the fastest pair of its degree. A
+    prime degree has no two levels: its a2a+p2p is a ring. Query heads that the exchanging members do not divide make a
+    type impossible.
+    """
+    degree, sizes = group.degree, group.hierarchical_context_parallel_sizes
+    inner = [sizes[0]] if sizes else [i for i in range(2, degree) if degree % i == 0] or [1]
+    nodes = [slot // node_size for slot in group.slots]
+    together = min(nodes.count(node) for node in nodes)
+    prices: dict[str, TypePrice] = {}
+    for kind, exchanging in (("a2a", degree), ("p2p", 1), ("all_gather", 1), *(("a2a+p2p", i) for i in inner)):
+        price = _price_type(cost, kind, exchanging, group, call, together)
+        if kind not in prices or price.seconds < prices[kind].seconds:
+            prices[kind] = price
+    return prices
+
+
+def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: AttentionCall, together: int) -> TypePrice:
+    """`inner` members exchange heads, and `together` members at least share a host. A kernel's typical document has Σ
+    n² / Σ n rows, or those of a chunk if that is shorter. Under a narrow window or chunk a ring sends only what its
+    members see.
+    """
+    degree, laid_out = group.degree, group.laid_out
+    around = degree // inner  # members of a ring
+    sizes = (inner, around) if kind != "all_gather" else (1, degree)
+    if call.heads % inner:
+        return TypePrice(kind, sizes, math.inf, math.inf, f"{call.heads} query heads do not divide by {inner}")
+    tokens, squares = sum(laid_out), sum(length * length for length in laid_out)
+    typical = squares / max(1, tokens)
+    counts = np.array([tokens, call.squares(laid_out), degree, together, squares, sizes[1]], dtype=np.float64)
+    rows, pairs, members, neighbours, causal, ring = counts
+    even = call.window or call.chunk or not call.causal  # members of a ring see about as much as each other
+    price = Rows(
+        tokens=rows,
+        squares=pairs,
+        degree=members,
+        together=neighbours,
+        busiest=1.0 if even else busiest_ratio(group.partition, rows, causal, ring),
+        typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
+        window=call.window or math.inf,
+        sent=1.0 if kind == "all_gather" else fetched_share(group.lengths, around, call.window, call.chunk),
+    )
+    computed, shown = price_attention(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
+    exposed = float(shown) if degree > 1 else 0.0
+    return TypePrice(kind, sizes, float(computed) + exposed, exposed)
+
+
+def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk: int | None) -> float:
+    """Return the share of a ring's rows that members send if they send only what others see; 1.0 where a ring is used.
+    It depends on lengths only. Members send what is seen where that is at most half of a ring's rows, and at most twice
+    the rows of the members: a ring holds that many rows of others. A document has at most 2 · degree runs, which here
+    count as equally long. Under a window each sees window − 1 rows before it, and under chunks the rows from the start
+    of its first row's chunk on.
+    """
+    if degree == 1 or (window is None and chunk is None):
+        return 1.0
+    rows = np.asarray(lengths, dtype=np.int64)
+    foreign = (degree - 1) * rows
+    if window is not None:
+        before_run = min(window - 1, int(rows.max()))  # a huge window must not overflow
+        foreign = np.minimum(foreign, 2 * degree * before_run)
+    if chunk is not None:
+        starts = rows[:, None] * np.arange(1, 2 * degree) // (2 * degree)
+        foreign = np.minimum(foreign, (starts % chunk).sum(1))
+    seen_rows, member_rows = int(foreign.sum()), int(rows.sum())
+    return seen_rows / ((degree - 1) * member_rows) if seen_rows <= min((degree - 1) / 2, 2) * member_rows else 1.0
+
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
 Compiled = Literal["auto", "layers", "modules", "none"]
@@ -141,14 +271,12 @@ class Machine:
     date: str = ""
 
     def __post_init__(self) -> None:
-        """Check the counts and the rates."""
         check_count("node_size of a machine", self.node_size)
         check_count("memory_bytes of a machine", self.memory_bytes, least=0)
         for name, value in self.rates().items():
             check_number(f"{name} of a machine", value, above_zero=name.endswith("_per_second"))
 
     def rates(self) -> dict[str, float]:
-        """Return the figures that are floats by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @classmethod
@@ -207,9 +335,8 @@ class Machine:
 
     def with_link(self, level: Level, *, bytes_per_second: float, seconds: float | None = None) -> "Machine":
         """Return this machine with another link "inside" a host or "across" hosts; bytes a second are those of a slot.
-
         `seconds` is the latency of a message (None: that of the link so far). Across hosts a link below 10 GB/s goes
-        through sockets, over which kinds of messages differ in speed (`links.SOCKET_SPEEDS`).
+        through sockets, over which kinds of messages differ in speed (`SOCKET_SPEEDS`).
         """
         check_choice("level of a link", level, LEVELS)
         latency = getattr(self, level).point.latency if seconds is None else seconds
@@ -218,7 +345,6 @@ class Machine:
 
     @property
     def sharding_bytes_per_second(self) -> float:
-        """Bytes a second that a slot of a host gets from FSDP2; SHARDING_SHARE of the time shows."""
         return self.inside.gather.bytes_per_second
 
     @property
@@ -228,7 +354,6 @@ class Machine:
 
     def cost(self, model: Any, settings: CostSettings | None = None) -> Cost:
         """Return the cost of a model on this machine; `model` is a transformers configuration, its file or its folder.
-
         Products and messages follow from the model's shape. Passes over memory, FSDP2, rows that travel to experts, the
         optimizer and recomputation are added as the settings say; logits that no row needs, and what float8 saves, are
         taken off. Raises PlanError for a model that its configuration does not price.
@@ -255,10 +380,9 @@ class Machine:
     def _add_rows(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
     ) -> Cost:
-        """Return a cost with what rows take besides the products of their weights, and without logits of no target.
-
-        A layer makes `passes` of the passes over memory of forward and backward. Logits have `products` of 2 FLOPs a
-        weight; float8 saves `saved` FLOPs a weight of the layers.
+        """Add what rows take besides the products of their weights, and take off logits of no target. A layer makes
+        `passes` of the passes over memory of forward and backward. Logits have `products` of 2 FLOPs a weight; float8
+        saves `saved` FLOPs a weight of the layers.
         """
         tp = max(settings.tp, settings.weight_ranks)  # runs set only weight_ranks, to their tp
         compiled = resolve_compiled_parts(settings.compiled, hidden=shape.hidden, tp=tp) == "layers"
@@ -279,13 +403,12 @@ class Machine:
         )
 
     def _share_weights(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
-        """Return a cost with what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts.
-
-        Each of w slots gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay
-        gathered), and of their gradients in the sum, in float32 at least; a share of these always shows. In free mode
-        they come once a step, which `Cost.with_closing` prices. The optimizer updates a slot's shard, and a ring over c
-        copies brings it 2 (c − 1) / c of its gradients. Rows go to the ep slots that have their experts, and come back:
-        a layer exchanges twice forward, twice again if it is recomputed, and twice backward, with nothing to hide it.
+        """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts. Each of w slots
+        gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay gathered), and of
+        their gradients in the sum, in float32 at least; a share of these always shows. In free mode they come once a
+        step, which `Cost.with_closing` prices. The optimizer updates a slot's shard, and a ring over c copies brings it
+        2 (c − 1) / c of its gradients. Rows go to the ep slots that have their experts, and come back: a layer
+        exchanges twice forward, twice again if it is recomputed, and twice backward, with nothing to hide it.
         """
         forward, number, memory = cost.passes == "forward", settings.bytes_per_number, self.memory_bytes_per_second
         tp, ep, width = settings.weight_ranks or settings.tp, settings.ep, settings.shards
@@ -307,9 +430,8 @@ class Machine:
             exchanges, near = 2.0 if forward else 4.0 + 2.0 * recomputed, min(ep, self.node_size)
             row_bytes = exchanges * shape.routed_numbers * number / ep
             inside, across = self.inside.exchange, self.across.exchange
-            rows = max(
-                row_bytes * (near - 1) / inside.bytes_per_second, row_bytes * (ep - near) / across.bytes_per_second
-            )
+            near_seconds = row_bytes * (near - 1) / inside.bytes_per_second
+            rows = max(near_seconds, row_bytes * (ep - near) / across.bytes_per_second)
             micro_batch += exchanges * shape.expert_layers * (inside if near == ep else across).latency
         update = self.micro_batch_seconds
         if not settings.frozen:
@@ -332,10 +454,9 @@ class Machine:
         )
 
     def _shape_cost(self, shape: ModelShape, bytes_per_number: int) -> Cost:
-        """Return the cost of a model of this shape, without what settings change.
-
-        Experts run at another rate than dense products, so their weights get the difference. `turns` are the bytes that
-        a ring moves of a number of a key or value: twice itself, and its gradient, in float32 at least.
+        """The cost of a model of this shape, without what settings change. Experts run at another rate than dense
+        products, so their weights get the difference. `turns` are the bytes that a ring moves of a number of a key or
+        value: twice itself, and its gradient, in float32 at least.
         """
         tflops, memory = self.product_flops_per_second / 1e12, self.memory_bytes_per_second
         scans, summaries, channel = tflops * SCAN_SPEED, tflops * SUMMARY_SPEED, CHANNEL_BYTES / memory
@@ -383,16 +504,14 @@ class Machine:
     def attention_seconds(
         self, group: Group, call: AttentionCall, *, node_size: int | None = None
     ) -> dict[str, TypePrice]:
-        """Return the price of one layer's call for a group under all four types, whatever the group's own is.
-
-        Hosts have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
+        """Return the price of one layer's call for a group under all four types, whatever the group's own is. Hosts
+        have `node_size` slots (None: the machine's). Of a2a+p2p the group's sizes count, or the fastest pair.
         """
         # A model of one layer with nothing but this call.
         width = call.head_dim + (call.value_dim or call.head_dim)  # of a key and a value together
         queries, keys = call.heads * width // 2, call.kv_heads * width // 2
-        shape = ModelShape(
-            layers=1, weights=0, query_width=queries, key_width=keys, heads=call.heads, kv_heads=call.kv_heads
-        )
+        heads, kv_heads = call.heads, call.kv_heads
+        shape = ModelShape(layers=1, weights=0, query_width=queries, key_width=keys, heads=heads, kv_heads=kv_heads)
         cost = self._shape_cost(shape, call.bytes_per_number)
         cost = cost if call.passes == "both" else cost.forward_only()
         return price_types(cost, group, call, node_size or self.node_size)
@@ -432,14 +551,11 @@ def with_recomputation(
     cost: Cost, shape: ModelShape, kind: Recomputation, layers: int = 0, *, frozen: bool = False
 ) -> Cost:
     """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention.
-
-    Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged, and
-    those of "full" nothing; "none" runs no layer again.
-
-    Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products in attention of 7, one of
-    the ring's two passes and a third of its bytes, and one of two exchanges of heads. Under "selective" an exchange has
-    the queries, keys and values once more. torch stops before the last product of a dense layer, from which nothing is
-    kept. Of `frozen` weights gradients are not computed: 2 FLOPs of 6. An evaluation recomputes nothing.
+    Layers of "selective" keep its output and the log-sum-exp, those of "exchanged" also what `a2a` types exchanged,
+    those of "full" nothing. Forward is a third of what a layer's weights take (2 FLOPs of 6), and of "full" 2 products
+    in attention of 7, one of the ring's two passes and a third of its bytes, and one of two exchanges of heads. Under
+    "selective" an exchange has the queries, keys and values once more. torch stops before the last product of a dense
+    layer, from which nothing is kept. Of `frozen` weights gradients are not computed: 2 FLOPs of 6.
     """
     if kind == "none" and not frozen:
         return cost
@@ -463,12 +579,11 @@ def with_recomputation(
 
 
 def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
-    """Return the share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
+    """The share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
     return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
 def is_known(name: str) -> bool:
-    """Return whether `Machine.known` has figures of this name."""
     return name.lower() in (known.lower() for known in KNOWN)
 
 
@@ -505,10 +620,8 @@ def read_machine(file: str, key: str) -> Machine:
 
 
 def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
-    """Refuse a measured machine of another device or hosts of another size; returns what is assumed ("": nothing).
-
-    A file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
-    Raises ConfigError.
+    """Refuse a measured machine of another device or hosts of another size; returns what is assumed ("": nothing). A
+    file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
     """
     if not machine.world:
         return ""

@@ -1,8 +1,7 @@
 """Plans in which every micro-batch has the groups that suit its documents, of any degree.
 
-`planner.py` checks the arguments, makes plans in several ways and takes the fastest. `lockstep.py` searches for the
-durations of micro-batches and places documents in them, `free.py` plans without a barrier between micro-batches,
-`few_documents.py` plans a handful of documents. `problem.py` has what all share: items, blocks and free slots.
+`planner.py` makes plans in several ways and takes the fastest. `lockstep.py` searches for the durations of
+micro-batches, `free.py` plans without a barrier between them. `problem.py` has items, blocks and free slots.
 
 >>> from longspan.layout import Layout
 >>> plan = plan_dynamic([20000, 7000, 6000, 5000], Layout(ranks=16), max_tokens_per_slot=8192)

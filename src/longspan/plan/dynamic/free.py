@@ -7,17 +7,10 @@ first, in one order, so that lanes wait for each other as little as possible; th
 
 import numpy as np
 
-from longspan.plan.dynamic.lockstep import (
-    Bins,
-    Candidate,
-    LeastLoaded,
-    LongDocument,
-    divide_bins,
-    make_micro_batches,
-)
+from longspan.plan.dynamic.lockstep import Bins, Candidate, LeastLoaded, LongDocument, divide_bins, make_micro_batches
 from longspan.plan.dynamic.problem import Floats, Ints, Parts, Problem
 from longspan.plan.micro_batch import MicroBatch
-from longspan.plan.planners.bin_packing import pack_first_fit
+from longspan.plan.planners.fixed import pack_first_fit
 
 GOALS = (1.003, 1.01, 1.02)  # when lanes should end, against the mean work of a slot
 FEW_SLOTS = 1024  # up to which all goals are tried; else the one in the middle
@@ -27,7 +20,6 @@ MOST_LANES = 16  # in a gang that is made to end earlier
 
 
 def plan_free(problem: Problem) -> list[MicroBatch]:
-    """Plan for each of a few times at which lanes should end; returns the plan whose last lane ends first."""
     mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
     plans = (_fill_lanes(problem, goal * mean).divide() for goal in goals)
@@ -93,9 +85,8 @@ class _Lanes:
         self._make_gang(item, chosen)
 
     def place_large_item(self, item: int, goal: float) -> None:
-        """Give an item to the lane that ends earliest with it; if that is after the goal, to several that end earlier.
-
-        Some usable lane has room for the item.
+        """Give an item to the lane that ends earliest with it; if that is after the goal, to several that end
+        earlier.
         """
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
@@ -108,12 +99,9 @@ class _Lanes:
             self.items[lane].append(item)
 
     def _choose_lanes(self, item: int, goal: float) -> tuple[Ints | None, float]:
-        """Choose the fewest lanes that end a document by the goal, or those that end it earliest; also returns when.
-
-        Lanes are taken in the order in which they end. A gang follows the last gang of its lanes, and what a lane works
-        on alone comes after its gangs: the lanes end once the gang and then the longest of their own work are done.
-        None for a pack of documents, since `_gang_seconds` prices one document, and where no number of lanes makes a
-        degree.
+        """The fewest lanes that end a document by the goal, or those that end it earliest; also returns when. A gang
+        follows the last gang of its lanes, and what a lane works on alone comes after its gangs. None for a pack of
+        documents, since `_gang_seconds` prices one document, and where no number of lanes makes a degree.
         """
         best, earliest = None, np.inf
         order = np.argsort(self.end, kind="stable")[:MOST_LANES]
@@ -135,7 +123,6 @@ class _Lanes:
         return self.problem.widest_degree(int(self.width[lanes].sum()))
 
     def _gang_seconds(self, item: int, lanes: Ints) -> float:
-        """Return the seconds of a document on a gang, launch included, as if its lanes were in several nodes."""
         tokens, degree = int(self.problem.tokens[item]), self._gang_degree(lanes)
         seconds = self.problem.request.cost.group_seconds(tokens, tokens * tokens, degree, inside=False)
         return self.launch + float(seconds)
@@ -158,9 +145,8 @@ class _Lanes:
         self.gangs.append(LongDocument(micro_batch, item, parts, rows, seconds - self.launch))
 
     def place_small_items(self, items: list[int]) -> None:
-        """Give each item to the lane that ends earliest with it: a lane is one bin here, with room for all rows.
-
-        All bins are in one micro-batch of 0 seconds: how late they end is then when they end.
+        """A lane is one bin here, with room for all rows. All bins are in one micro-batch of 0 seconds: how late they
+        end is then when they end.
         """
         bins = Bins()
         for part, end in zip(self.parts, self.end.tolist(), strict=True):

@@ -98,28 +98,24 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The step's time in lockstep, launches included."""
         return lockstep_seconds(self.problem, self.durations.tolist())
 
 
 def lockstep_seconds(problem: Problem, durations: list[float]) -> float:
-    """Return the seconds in lockstep of micro-batches of these durations, with all launches.
-
-    Micro-batches of duration 0 have no documents and are left out. Dummy micro-batches fill the number up to the
-    request's multiple.
+    """Micro-batches of duration 0 have no documents and are left out; dummy ones fill the number up to the request's
+    multiple.
     """
     busy = [duration for duration in durations if duration > 0.0]
     return problem.request.cost.lockstep_seconds(busy + [0.0] * (-len(busy) % problem.request.micro_batch_multiple))
 
 
 def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
-    """Return the micro-batches of the best candidate that a search of `steps` random changes finds."""
     candidate = search_candidate(problem, steps)
     return make_micro_batches(candidate, divide_bins(candidate, level=True)[1])
 
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
-    """Try first settings, then change the best ones `steps` times; it counts steps so that all hosts agree."""
+    """Try first settings, then change the best ones `steps` times; steps are counted so that all hosts agree."""
     table, random = DegreeTable.of(problem), Random(0)
     best, settings = _best_first(problem, table)
     for _ in range(steps):
@@ -161,25 +157,25 @@ def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Sett
 
 
 def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepness: float) -> Floats:
-    """Return durations of `count` micro-batches, (count,); the first holds the longest document.
-
-    The steep ones are the work of parts of equal rows, longest documents first; a document counts in the part that
-    holds its middle row.
+    """The first of `count` micro-batches holds the longest document. The steep durations are the work of parts of equal
+    rows, longest documents first; a document counts in the part that holds its middle row.
     """
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
     steep = np.bincount(part, weights=problem.work, minlength=count) / (problem.mean_seconds * problem.request.slots)
     durations = (1.0 - steepness) / count + steepness * steep
-    durations[0] = max(durations[0], table.longest_document_seconds() / problem.mean_seconds)
+    # The longest document at up to LITTLE_MORE times its least slot seconds.
+    seconds = np.where(table.fits[-1], table.seconds[-1], np.inf)
+    slot_seconds = seconds * table.degrees
+    longest = float(seconds[slot_seconds <= LITTLE_MORE * slot_seconds.min()].min())
+    durations[0] = max(durations[0], longest / problem.mean_seconds)
     return durations
 
 
 def _change_settings(best: Candidate, settings: Settings, random: Random) -> Settings:
-    """Make settings near the best ones by one of five kinds of change.
-
-    The kinds: durations as they came out, times 0.985 to 1.005; one up to a tenth longer or shorter; up to a twentieth
-    of one moved to another; one as long as one of its long documents takes at another degree; other documents as long
-    ones. On links of 50 GB/s most steps are as good with three kinds, on those of 25 GB/s some are 4 % slower.
+    """By one of five kinds of change: durations as they came out, times 0.985 to 1.005; one up to a tenth longer or
+    shorter; up to a twentieth of one moved to another; one as long as one of its long documents takes at another
+    degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds.
     """
     durations, share, reach = settings
     durations, mean = durations.copy(), best.problem.mean_seconds
@@ -230,15 +226,14 @@ class DegreeTable:
 
     @classmethod
     def of(cls, problem: Problem) -> "DegreeTable":
-        """Make the table of a problem; short documents are as dense as the first of the last quarter."""
+        """Short documents are as dense as the first of the last quarter."""
         may_be_long = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_long_work)
         longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))
         item_class = np.where(may_be_long, np.searchsorted(longest, problem.tokens), -1)
         degrees = problem.degrees_to_try()
         column = longest[:, None]
-        seconds = problem.request.cost.group_seconds(
-            column, column * column, degrees, degrees <= problem.widest_in_node
-        )
+        inside = degrees <= problem.widest_in_node
+        seconds = problem.request.cost.group_seconds(column, column * column, degrees, inside)
         rows = -(-column // degrees)
         short = len(problem.tokens) * 3 // 4
         density = float(problem.work[short] / problem.tokens[short])
@@ -247,8 +242,7 @@ class DegreeTable:
     @cached_property
     def item_seconds(self) -> Floats:
         """Seconds of each item in a group of its own (across blocks or within one, items, degrees); NaN if never long.
-
-        Hundreds of candidates of a step look them up: pricing them for each took most of a plan's time.
+        Priced once, as hundreds of candidates of a step look them up.
         """
         problem, may_be_long = self.problem, self.item_class >= 0
         tokens = problem.tokens[may_be_long][:, None]
@@ -280,10 +274,9 @@ class DegreeTable:
         return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
 
     def price_stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
-        """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least.
-
-        Returns the cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds at that
-        degree. The item takes its slots for the whole micro-batch, and all slots wait as long as it makes that longer.
+        """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least: the
+        cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds. The item takes its
+        slots for the whole micro-batch, and all slots wait as long as it makes that longer.
         """
         item_class = int(self.item_class[item])
         seconds = self.seconds[item_class]
@@ -293,17 +286,10 @@ class DegreeTable:
         best = int(cost.argmin())
         return float(cost[best]), int(self.degrees[best]), float(seconds[best])
 
-    def longest_document_seconds(self) -> float:
-        """Return the least seconds of the longest document at up to `LITTLE_MORE` times its least slot seconds."""
-        seconds = np.where(self.fits[-1], self.seconds[-1], np.inf)
-        cost = seconds * self.degrees
-        return float(seconds[cost <= LITTLE_MORE * cost.min()].min())
-
 
 def _longest_by_class(lengths: Ints) -> Ints:
-    """Return the longest of each class of sorted, distinct lengths, which differ by less than 1 / 64.
-
-    The lengths of a class have equally many bits and the same first seven. Up to CLASSES lengths are each their own.
+    """The longest of each class of sorted, distinct lengths that differ by less than 1 / 64: of a class equally many
+    bits and the same first seven. Up to CLASSES lengths are each their own.
     """
     if not len(lengths):  # no document may be long: a class without items, since the table has at least one
         return np.ones(1, dtype=np.int64)
@@ -315,10 +301,7 @@ def _longest_by_class(lengths: Ints) -> Ints:
 
 
 def place_items(problem: Problem, table: DegreeTable, settings: Settings) -> Candidate:
-    """Place all items in micro-batches of about these durations, and in further ones where they do not fit.
-
-    A document is also long if it has more rows than the widest bin holds.
-    """
+    """Place all items in micro-batches of about these durations, and in further ones where they do not fit."""
     durations = settings.durations * problem.mean_seconds
     least = settings.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
     long = (problem.work >= least) | (problem.tokens > problem.widest_run * problem.cap)
@@ -330,8 +313,6 @@ def place_items(problem: Problem, table: DegreeTable, settings: Settings) -> Can
 
 
 class _Placing:
-    """Micro-batches while they are being filled."""
-
     def __init__(self, problem: Problem, table: DegreeTable, durations: Floats) -> None:
         self.problem, self.table = problem, table
         self.durations: list[float] = durations.tolist()
@@ -362,7 +343,6 @@ class _Placing:
                 self._place_late(item)
 
     def _long_seconds(self, items: list[int], width: Ints, inside: int) -> Floats:
-        """Return the seconds of items at degrees, within or across blocks: (items, …), of the shape of `width`."""
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
@@ -434,9 +414,8 @@ class LeastLoaded:
     def __init__(self, bins: Bins, durations: list[float], problem: Problem) -> None:
         self.bins = bins
         self.late = [seconds - durations[m] for seconds, m in zip(bins.seconds, bins.micro_batch, strict=True)]
-        idle: dict[int, list[tuple[float, int]]] = {
-            width: [] for width in sorted({*bins.width}) if width in problem.degrees
-        }
+        widths = sorted({width for width in bins.width if width in problem.degrees})
+        idle: dict[int, list[tuple[float, int]]] = {width: [] for width in widths}
         for b, width in enumerate(bins.width):
             if width in idle:
                 idle[width].append((self.late[b], b))
@@ -445,9 +424,8 @@ class LeastLoaded:
         self.heaps = [(width, heap, list[tuple[int, int]]()) for width, heap in idle.items()]  # the last: (−room, bin)
 
     def place_items(self, items: list[int], first: int, tokens: list[int], work: list[float]) -> int:
-        """Give items, from position `first` on, to bins; `tokens` and `work` are by item.
-
-        Returns the position of the first item that fits no bin, or the number of items.
+        """Give items, from position `first` on, to bins; returns the position of the first that fits none, or their
+        number.
         """
         room, late, busy, short = self.bins.room, self.late, self.bins.seconds, self.bins.short
         waiting, changed = 0, self.heaps  # rows of the roomiest bin that waits; heaps whose first may be too full
@@ -491,11 +469,8 @@ def divide_bins(candidate: Candidate, *, level: bool) -> tuple[Floats, list[list
     tokens, work = problem.tokens.tolist(), problem.work.tolist()
     ways = defaultdict[int, list[tuple[float, list[int]]]](list)  # of each bin: when it ends, and slots
     for b, shared, seconds, rows in _price_sharing(candidate):
-        slots, rows_of_slots, places = (
-            [(seconds, slot) for slot in range(bins.width[b])],
-            [rows] * bins.width[b],
-            [-1] * shared,
-        )
+        width, places = bins.width[b], [-1] * shared
+        slots, rows_of_slots = [(seconds, slot) for slot in range(width)], [rows] * width
         for item in bins.short[b][shared:]:
             end, slot = slots[0]
             heapreplace(slots, (end + work[item], slot))
@@ -553,7 +528,6 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
 
 
 def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[MicroBatch]:
-    """Make the micro-batches of a candidate whose bins are divided so."""
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in candidate.durations]
     for document in candidate.long:
         batches[document.micro_batch].setdefault(list_slots(document.parts), []).append(document.item)
@@ -568,10 +542,7 @@ def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[
 
 
 def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int]]) -> MicroBatch:
-    """Make the micro-batch in which these slots have these items.
-
-    Every slot takes its narrow groups first, and a group its longest documents: items are numbered longest first.
-    """
+    """Every slot takes its narrow groups first, and a group its longest documents: items are numbered longest first."""
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(
         tuple[Group, ...](

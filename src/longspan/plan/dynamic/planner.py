@@ -1,22 +1,166 @@
-"""`plan_dynamic`: check the arguments, make plans in more than one way, and return the fastest."""
+"""`plan_dynamic`: check the arguments, make plans in more than one way, and return the fastest.
+
+`lockstep.py` fills gaps with short documents and needs some to be good. With few documents, every way to group those of
+a micro-batch by work is tried here, and for each the widths that let the slowest group end earliest.
+"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Literal, Unpack
+
+import numpy as np
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
-from longspan.plan.dynamic.few_documents import plan_few_items
 from longspan.plan.dynamic.free import plan_free
-from longspan.plan.dynamic.lockstep import plan_lockstep
-from longspan.plan.dynamic.problem import DegreeSet, Problem
+from longspan.plan.dynamic.lockstep import lockstep_seconds, make_micro_batch, plan_lockstep
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, DegreeSet, Floats, FreeSlots, Ints, Problem, list_slots
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.fixed import Packer
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
-from longspan.plan.planners.request import Request, check_first_size, check_heads
+from longspan.plan.planners.fixed import Packer, pack_least_loaded
+from longspan.plan.planners.options import (
+    PlanKeywords,
+    PlanOptions,
+    Request,
+    call_options,
+    check_first_size,
+    check_heads,
+    shows_options,
+)
+from longspan.plan.step_times import lower_bound_seconds
+
+MOST_ITEMS, MOST_SLOTS = 40, 64  # of a step that is planned here: there are too many ways to group more
+MOST_GROUPS = 24  # in a micro-batch
+MOST_MOVES = 60  # tried in a micro-batch
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """Groups of items that work at the same time: the slots of each, and when the slowest ends, without the launch."""
+
+    items: list[list[int]]  # of each group, the widest group first
+    slots: list[tuple[int, ...]]
+    slowest: int  # group
+    seconds: float
+
+
+def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
+    """Search for the best plan of few items; returns its seconds and micro-batches, or None for too many items or
+    slots.
+    """
+    if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
+        return None
+    best: tuple[float, list[Arrangement]] | None = None
+    for batches in _batches_of_items(problem):
+        results = (_best_arrangement(problem, items) for items in batches)
+        arrangements = [arrangement for arrangement in results if arrangement is not None]
+        seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arrangements])
+        if len(arrangements) == len(batches) and (best is None or seconds < best[0]):
+            best = seconds, arrangements
+    if best is None:
+        return None
+    return best[0], [make_micro_batch(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
+
+
+def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
+    """Items are divided in two ways: into equal work, and, sorted, into parts of equal rows, so that the longest are
+    together; an item is in the part that holds its middle row. Micro-batches without items are left out.
+    """
+    tokens: list[int] = problem.tokens.tolist()
+    middle = np.cumsum(problem.tokens) - problem.tokens // 2
+    for count in range(problem.least_micro_batches, problem.least_micro_batches + MORE_MICRO_BATCHES + 1):
+        even = pack_least_loaded(tokens, problem.work.tolist(), count, problem.request.slots * problem.cap)
+        by_length: list[int] = np.minimum(middle * count // sum(tokens), count - 1).tolist()
+        for places in (even, by_length if count > 1 else None):  # of one micro-batch both are the same
+            if places is not None:
+                yield [items for items in _items_by_place(range(len(places)), places, count) if items]
+
+
+def _items_by_place(items: range | list[int], places: list[int], count: int) -> list[list[int]]:
+    return [[item for item, place in zip(items, places, strict=True) if place == p] for p in range(count)]
+
+
+def _best_arrangement(problem: Problem, items: list[int]) -> Arrangement | None:
+    tokens, work = problem.tokens[items].tolist(), problem.work[items].tolist()
+    best: Arrangement | None = None
+    for count in range(1, min(len(items), problem.request.slots // problem.min_cp, MOST_GROUPS) + 1):
+        places = pack_least_loaded(tokens, work, count, problem.max_cp * problem.cap)
+        arrangement = None if places is None else _arrange_groups(problem, _items_by_place(items, places, count))
+        if arrangement is not None and (best is None or arrangement.seconds < best.seconds):
+            best = arrangement
+    return None if best is None else _improve_arrangement(problem, best)
+
+
+def _improve_arrangement(problem: Problem, arrangement: Arrangement) -> Arrangement:
+    """Move items out of the slowest group, one at a time, as long as that helps; at most `MOST_MOVES` are tried."""
+    moves_left = MOST_MOVES
+    while moves_left > 0:
+        for groups in _groups_after_moves(arrangement):
+            trial, moves_left = _arrange_groups(problem, groups), moves_left - 1
+            if trial is not None and trial.seconds < arrangement.seconds:
+                arrangement = trial
+                break
+            if moves_left <= 0:
+                return arrangement
+        else:
+            return arrangement
+    return arrangement
+
+
+def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
+    """Yield the groups after one item of the slowest, shortest first, has gone to another; an emptied group goes."""
+    groups = list(arrangement.items)
+    slowest = groups.pop(arrangement.slowest)
+    for item in slowest[::-1]:
+        remaining = [other for other in slowest if other != item]
+        for receiver in range(len(groups)):
+            changed = [group + [item] * (place == receiver) for place, group in enumerate(groups)]
+            yield changed + [remaining] * bool(remaining)
+
+
+def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | None:
+    """Give each group, the widest first, as many slots as let the slowest end earliest, inside blocks if they fit."""
+    columns = (problem.tokens, problem.squares, problem.counts)
+    sizes = np.array([[int(column[items].sum()) for items in groups] for column in columns], dtype=np.int64)
+    widths = _group_widths(problem, sizes)
+    if widths is None:
+        return None
+    order: list[int] = np.argsort(-widths, kind="stable").tolist()
+    free, slots, inside_node = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[bool]()
+    for width in widths[order].tolist():
+        parts = free.take_slots(width)
+        slots.append(list_slots(parts))
+        inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
+    tokens, squares, documents = sizes[:, order]
+    seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)
+    slowest = int(seconds.argmax())
+    return Arrangement([groups[g] for g in order], slots, slowest, float(seconds[slowest]))
+
+
+def _group_widths(problem: Problem, sizes: Ints) -> Ints | None:
+    """The fewest slots of each group (groups,) with which the slowest ends earliest; None if there is no room. `sizes`
+    are rows, squared rows and documents of groups (3, groups). The slowest ends at one of the times of any group at any
+    degree, which are searched by halving: with more time groups never need more slots.
+    """
+    degrees = np.array(problem.degrees, dtype=np.int64)
+    tokens, squares, documents = sizes[:, :, None]
+    cost, inside = problem.request.cost, degrees <= problem.widest_in_node
+    seconds: Floats = cost.group_seconds(tokens, squares, degrees, inside, documents)
+    seconds = np.where(-(-tokens // degrees) <= problem.cap, seconds, np.inf)  # (groups, degrees)
+    ends = np.unique(seconds[np.isfinite(seconds)])
+    low, high, widths = 0, len(ends), None
+    while low < high:
+        middle = (low + high) // 2
+        in_time = seconds <= ends[middle]
+        fewest = degrees[in_time.argmax(axis=1)]
+        if in_time.any(axis=1).all() and int(fewest.sum()) <= problem.request.slots:
+            widths, high = fewest, middle
+        else:
+            low = middle + 1
+    return widths
+
 
 EffortName = Literal["fast", "balanced", "thorough"]
 Priced = tuple[float, list[MicroBatch]]  # predicted seconds of a step of these micro-batches
@@ -45,30 +189,22 @@ def plan_dynamic(
     >>> plan.predicted_seconds / plan.lower_bound_seconds < 1.5
     True
 
-    Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots
-    if they can (the last node may have fewer); a slot may be in several groups of a micro-batch. `max_tokens_per_slot`
-    limits the rows of a slot in a micro-batch, in whole multiples of `row_multiple`. `mode` is who waits: all slots for
-    the slowest of each micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of
-    `plan_fixed`: "contiguous" saves copies under `a2a`, and takes longer than predicted under the other types.
+    Groups have any degree from `min_cp` to `max_cp` (None: all slots), and stay inside a node of `node_size` slots if
+    they can; a slot may be in several groups of a micro-batch. `max_tokens_per_slot` limits the rows of a slot in a
+    micro-batch, in whole multiples of `row_multiple`. `mode` is who waits: all slots for the slowest of each
+    micro-batch ("lockstep"), or only those that share a group ("free"). `partition` is that of `plan_fixed`.
+    `hierarchical_context_parallel_sizes` of `a2a+p2p` is one number (of a pair the first), the slots that exchange
+    heads: in a group of any degree as many as the greatest common divisor of that number and the degree; None: the
+    sizes that are fastest for each group. With `heads`, the model's query heads, which the home's tp divides, groups
+    have only degrees that `cp_comm_type` allows; without it a degree that the heads do not allow is an error of
+    `attend`. `effort` is how long to search. All other keyword arguments are fields of `PlanOptions`, which `options`
+    takes as one value.
 
-    `hierarchical_context_parallel_sizes` of `a2a+p2p` is one number, the slots that exchange heads (of a pair only the
-    first counts): in a group of any degree as many as the greatest common divisor of that number and the degree. None:
-    the sizes that are fastest for each group.
-
-    `heads` is the model's number of query heads, which the home's tp divides. With it, groups have only degrees that
-    `cp_comm_type` allows: under `a2a` those that divide the query heads of a rank. Without it, any degree is possible,
-    and one that the heads do not allow is an error of `attend` in the step.
-
-    `effort` is how long to search. The plan is a function of the arguments only, so it is the same on every rank. It is
-    not slower than `plan_fixed` at any degree in the range, except that above 1024 slots or 20,000 documents these are
-    only tried if the plan is more than 5 % above its bound.
-
-    All other keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
-
-    No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
-
-    Raises PlanError if a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a
-    bad length.
+    The plan is a function of the arguments only, so it is the same on every rank. It is not slower than `plan_fixed` at
+    any degree in the range, except that above 1024 slots or 20,000 documents these are only tried if the plan is more
+    than 5 % above its bound. No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
+    Raises PlanError if a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a bad
+    length.
     """
     request = Request.of(lengths, home, call_options(plan_dynamic, options, keywords))
     degrees = _possible_degrees(request, min_cp, max_cp)
@@ -76,12 +212,13 @@ def plan_dynamic(
     if not request.lengths:
         return request.plan((), "dynamic", max_cp=max_cp)
     problem = Problem.of(request, degrees)
-    goal = request.lower_bound(problem.max_cp).seconds
+    limits = request.lengths, request.slots, request.max_tokens_per_slot
+    places = {"max_cp": problem.max_cp, "node_size": request.node_size}
+    goal = lower_bound_seconds(*limits, request.cost, request.mode, **places).seconds
     return request.plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
-    """Return the degrees that a group may have. Raises PlanError if none is possible or none holds some document."""
     slots = request.slots
     check_count("min_cp", min_cp)
     widest = slots if max_cp is None else min(check_count("max_cp", max_cp), slots)
@@ -100,11 +237,9 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
 
 
 def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> list[MicroBatch]:
-    """Plan in several ways and return the fastest; a way is left out if those before it come close to the goal.
-
-    In order: in free mode a search without lockstep; the search in lockstep; the best of all plans of few items; the
-    search over powers of two as degrees, without which a step on links of 25 GB/s takes up to 10 % longer. Plans of one
-    degree are compared too where few slots and documents make that cheap, or where all others stay far from the goal.
+    """A way is left out if those before it come close to the goal. Without powers of two as degrees a step on links of
+    25 GB/s takes up to 10 % longer. Plans of one degree are compared where few slots and documents make that cheap, or
+    where all others stay far from the goal.
     """
     request, plans = problem.request, list[Priced]()
 
@@ -128,10 +263,8 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
 
 
 def _search_steps(effort: EffortName, problem: Problem) -> int:
-    """Return how many random changes are tried: the fewer the more items, as each takes longer.
-
-    Many slots with few documents each take up to 7 % longer with 12 of them than with 40 (bench/plans/planner.py
-    --tokens-per-slot 8192).
+    """The fewer the more items, as each step takes longer. Many slots with few documents each take up to 7 % longer
+    with 12 of them than with 40 (bench/plans/planner.py --tokens-per-slot 8192).
     """
     scale = {"fast": 1, "balanced": 4, "thorough": 16}[effort]
     size = len(problem.tokens) + problem.request.slots
@@ -140,11 +273,8 @@ def _search_steps(effort: EffortName, problem: Problem) -> int:
 
 
 def _keep_powers_of_two(problem: Problem) -> Problem | None:
-    """Return the problem with only powers of two as degrees; None where it has no plan or is not worth the time.
-
-    On measured links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no
+    """On measured links groups of other degrees have slower types, or leave slots of a host over. Ideal links show no
     difference, many slots take long, and where all or none of the degrees are powers of two nothing is left to plan.
-    There is no plan if the longest document needs a degree above the highest power.
     """
     request = problem.request
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
@@ -154,10 +284,8 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of plans of one degree, where they could be better than `best` seconds.
-
-    Such a plan takes the mean work of a slot and the launches and waits of the fewest micro-batches, or longer. Its
-    documents are sorted by falling length, equal lengths by id: the order in the other plans.
+    """Plans of one degree that could be better than `best` seconds: such a plan takes the mean work of a slot and the
+    launches and waits of the fewest micro-batches, or longer. Its documents are sorted as in the other plans.
     """
     request = problem.request
     for cp in problem.degrees:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan.planners.request import Request
+from longspan.plan.planners.options import Request
 
 DegreeSet = range | tuple[int, ...]  # rising
 Parts = list[tuple[int, int]]  # (first slot, number of slots), one for each block
@@ -40,7 +40,6 @@ class Problem:
 
     @classmethod
     def of(cls, request: Request, degrees: DegreeSet) -> "Problem":
-        """Make the problem of a request with at least one document; degrees and lengths are checked already."""
         lengths = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
@@ -50,12 +49,10 @@ class Problem:
 
     @property
     def min_cp(self) -> int:
-        """The lowest degree that a group may have."""
         return self.degrees[0]
 
     @property
     def max_cp(self) -> int:
-        """The highest degree that a group may have."""
         return self.degrees[-1]
 
     def widest_degree(self, slots: int) -> int:
@@ -89,7 +86,6 @@ class Problem:
 
     @cached_property
     def counts(self) -> Ints:
-        """Documents of each item (items,)."""
         return np.array([len(documents) for documents in self.documents], dtype=np.int64)
 
     @cached_property
@@ -117,10 +113,8 @@ class Problem:
 
     @cached_property
     def least_long_work(self) -> float:
-        """The seconds of work below which a document is never long.
-
-        That is `LEAST_LONG` of what the widest block does in the shortest mean micro-batch that is tried. It is at most
-        the work of the shortest document that fits no run of slots, as such a document must be long.
+        """The seconds of work below which a document is never long: `LEAST_LONG` of what the widest block does in the
+        shortest mean micro-batch that is tried, and at most that of the shortest document that fits no run of slots.
         """
         if self.has_few_items:  # then any item may be long
             return 0.0
@@ -130,7 +124,6 @@ class Problem:
 
     @cached_property
     def widest_block(self) -> int:
-        """Slots of the largest block."""
         return max(size for _, size in self.blocks)
 
     @cached_property
@@ -139,7 +132,6 @@ class Problem:
         return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
-        """Return whether these slots share a node."""
         return start // self.request.node_size == (start + slots - 1) // self.request.node_size
 
     @cached_property
@@ -154,10 +146,8 @@ class Problem:
 
 
 def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple[tuple[int, ...], ...], Ints, Ints]:
-    """Make the items: the documents of each, its rows and its squared rows, by falling rows.
-
-    `order` are the documents by falling length, `lengths` their rows. Above `PACKED_ABOVE` documents a slot, those of
-    less than a pack's rows lie end to end, and a pack begins every `pack_rows`, at most a sixteenth of a slot's cap.
+    """`order` are the documents by falling length, `lengths` their rows. Above `PACKED_ABOVE` documents a slot, those
+    of less than a pack's rows lie end to end, and a pack begins every `pack_rows`, at most a sixteenth of a slot's cap.
     """
     ids: list[int] = order.tolist()
     if len(ids) <= PACKED_ABOVE * slots:
@@ -177,10 +167,9 @@ def _make_items(order: Ints, lengths: Ints, slots: int, cap: int) -> tuple[tuple
 
 
 def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> tuple[tuple[int, int], ...]:
-    """Divide the slots into nodes, or into runs of nodes if a group needs more than one: (first slot, slots) of each.
-
-    A run of whole nodes that is wider than any group may be is cut to `min_cp` slots. A last block that is too small
-    for a group is joined to the one before, if they are no wider together than a group may be; otherwise it stays idle.
+    """Divide the slots into nodes, or into runs of nodes if a group needs more than one: (first slot, slots) of each. A
+    run of whole nodes that is wider than any group may be is cut to `min_cp` slots. A last block that is too small for
+    a group is joined to the one before, if they are no wider together than a group may be; otherwise it stays idle.
     """
     size = node_size if min_cp <= node_size else -(-min_cp // node_size) * node_size
     if size > max_cp and min_cp > node_size:
@@ -195,10 +184,8 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 @cache
 def even_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide `slots` slots into runs that each hold a group: few left out, few runs, and as even as degrees allow.
-
-    Returns (first slot, slots) of each run. There are as few runs as the largest degree allows, but not so many that
-    one is narrower than the smallest.
+    """Divide slots into runs (first slot, slots) that each hold a group: few left out, few runs, as even as degrees
+    allow.
     """
     if slots < degrees[0]:
         return []
@@ -212,11 +199,9 @@ def even_runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
-    """Divide slots as `even_runs` does, where equal parts are no degrees; the widest run comes first.
-
-    `best` has the best division of 0, 1, 2 and more slots. That of n leaves one slot out beside that of n − 1, or adds
-    a run of w slots to that of n − w; of divisions with as many slots left out and as many runs, the one with the least
-    sum of squared widths is the most even.
+    """Where equal parts are no degrees; the widest run comes first. `best` has the best division of 0, 1, 2 and more
+    slots. That of n leaves one slot out beside that of n − 1, or adds a run of w slots to that of n − w; of divisions
+    with as many slots left out and as many runs, the one with the least sum of squared widths is the most even.
     """
     best: list[tuple[int, int, int, tuple[int, ...]]] = [(0, 0, 0, ())]  # left out, runs, squared widths, widths
     for count in range(1, slots + 1):
@@ -231,7 +216,6 @@ def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
 
 
 def list_slots(parts: Parts) -> tuple[int, ...]:
-    """List all slots of these parts, in rising order."""
     return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
 
 
@@ -262,11 +246,9 @@ class FreeSlots:
         return parts
 
     def has_block(self, width: int) -> bool:
-        """Return whether one block has at least `width` free slots."""
         return bool(self._smallest_fit(width, avoid_remnant=False))
 
     def remaining_runs(self) -> Parts:
-        """Divide the slots that are left into runs that hold a group."""
         return [
             (start + size - left + offset, count)
             for (start, size), left in zip(self.blocks, self.left, strict=True)
@@ -274,9 +256,8 @@ class FreeSlots:
         ]
 
     def _smallest_fit(self, width: int, *, avoid_remnant: bool) -> int:
-        """Return the fewest free slots of any block that has at least `width` of them; 0 if none has.
-
-        With `avoid_remnant`, blocks come first in which taking `width` leaves no slot, or enough for another group.
+        """The fewest free slots of any block that has at least `width`; 0 if none has. With `avoid_remnant`, blocks
+        come first in which taking `width` leaves no slot, or enough for another group.
         """
         for size in range(width, len(self.by_left)):
             if self.by_left[size] and not (avoid_remnant and 0 < size - width < self.degrees[0]):

@@ -1,15 +1,14 @@
 """Items of documents, such as images: which rows they take, who encodes these rows, and who needs them."""
 
-from longspan.plan.items.encoding_plan import EncoderPlanning, ModalityPlan, NeededBy, Wave, plan_items
-from longspan.plan.items.item_table import Item, ItemRows, ItemTable
+from longspan.plan.items.encoding_plan import (
+    EncoderPlanning,
+    Item,
+    ItemRows,
+    ItemTable,
+    ModalityPlan,
+    NeededBy,
+    Wave,
+    plan_items,
+)
 
-__all__ = [
-    "EncoderPlanning",
-    "Item",
-    "ItemRows",
-    "ItemTable",
-    "ModalityPlan",
-    "NeededBy",
-    "Wave",
-    "plan_items",
-]
+__all__ = ["EncoderPlanning", "Item", "ItemRows", "ItemTable", "ModalityPlan", "NeededBy", "Wave", "plan_items"]

@@ -15,7 +15,7 @@ from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.plan import Plan
-from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.step_times import GroupTable
 
 Trained = Literal["all", "projector", "none"]
@@ -62,7 +62,6 @@ class EncoderShape:
     @classmethod
     def of(cls, config: Any) -> "EncoderShape":
         """Read the shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
-
         Raises PlanError for one without images, or with a tower that is not priced.
         """
         model = ConfigReader.read_whole(config)
@@ -78,13 +77,11 @@ class EncoderShape:
         return _one_size_tower(model, vision, text.count("hidden_size"))
 
     def patch_count(self, rows: int) -> int:
-        """Return how many patches an image of `rows` rows has."""
         return rows * self.merge**2 if self.merge else self.patches
 
     def flops(self, images: Sequence[int], *, trained: Trained = "all") -> int:
-        """Count the FLOPs of forward and backward by the convention of `model_flops`; `images` are the rows of each.
-
-        A pair of patches that see each other takes 12 x width; windows that an edge cuts count as whole ones. Of parts
+        """Count the FLOPs of forward and backward by the convention of `model_flops`; `images` are the rows of each. A
+        pair of patches that see each other takes 12 x width; windows that an edge cuts count as whole ones. Of parts
         that are not `trained` only forward counts.
         """
         pair, flops = (12 if trained == "all" else 4) * self.width, 0
@@ -95,11 +92,9 @@ class EncoderShape:
         return flops
 
     def _weight_flops(self, rows: int, trained: Trained) -> int:
-        """Count the FLOPs of weights, forward and backward, for an image of `rows` rows.
-
-        A weight takes 2 FLOPs for each patch or row forward, 2 for the gradient of its input, and 2 for its own
-        gradient. Frozen parts run forward only. The first layer that is trained (the patch embedding, or the
-        projector's entry) needs no gradient of its input.
+        """For an image of `rows` rows: 2 for each patch or row forward, 2 for the gradient of its input, and 2 for a
+        weight's own gradient. Frozen parts run forward only. The first layer that is trained (the patch embedding, or
+        the projector's entry) needs no gradient of its input.
         """
         patches, tower, projector = self.patch_count(rows), trained == "all", trained != "none"
         flops = (4 if tower else 2) * self.embed_weights * patches
@@ -108,12 +103,11 @@ class EncoderShape:
         return flops + (6 if projector else 2) * self.projector_weights * rows
 
     def cost(self, *, trained: Trained = "all", again: int = 0, gpu: bool = True) -> Cost:
-        """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "".
-
-        A pair of patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads
-        are padded as kernels pad them. `again` is how often the forward pass runs again for the backward pass. Seconds
-        are those of an output row, which stands for several patches. Layers that attend to all patches of an image grow
-        with their square; those with windows have as many pairs a patch as a window has, and so grow evenly.
+        """Price the encoding of rows, for `Encoder(cost=…)`: on H200s, or on CPUs, where `source` is "". A pair of
+        patches takes 4 x width FLOPs forward and 10 x width backward, where scores are computed again; heads are padded
+        as kernels pad them. `again` is how often the forward pass runs again for the backward pass. Seconds are those
+        of an output row, which stands for several patches. Layers that attend to all patches of an image grow with
+        their square; those with windows have as many pairs a patch as a window has.
         """
         padded = -(-self.head_size // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
         machine = Machine.known("H200") if gpu else Machine.cpus()
@@ -142,11 +136,9 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
 
 
 def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of Qwen's towers, whose mergers of two linears make rows of patches.
-
-    A block has four square projections of attention and an MLP of two matrices, three with a gate. A merger takes
-    merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it. There is
-    one merger, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
+    """Qwen's: a block has four square projections of attention and an MLP of two matrices, three with a gate. A merger
+    takes merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it; there
+    is one, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
     """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _read_size(vision, "merge")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
@@ -168,10 +160,9 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
 
 
 def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
-    """Return the shape of towers over images of one size (CLIP, SigLIP), up to the last layer that is read.
-
-    Gemma 3 pools patches before one projection, PaliGemma projects each patch; others (LLaVA) project the features of
-    one layer or several by two linears, without the class row unless it is kept.
+    """CLIP's and SigLIP's, up to the last layer that is read. Gemma 3 pools patches before one projection, PaliGemma
+    projects each patch; others (LLaVA) project the features of one layer or several by two linears, without the class
+    row unless it is kept.
     """
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches = (vision.count("image_size") // _read_size(vision, "patch")) ** 2

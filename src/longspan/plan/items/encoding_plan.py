@@ -1,34 +1,243 @@
-"""How the items of a step are encoded and where their rows go: waves, each with who has and who needs which rows.
+"""Items of documents, such as images: which rows they take, and how they are encoded: waves, each with who has and who
+needs which rows.
 
-Both follow from plans only: every rank computes them for all ranks, and nothing is exchanged to learn them. The homes
-may be any over the same ranks.
+All follows from plans only: every rank computes it for all ranks. A row id counts the rows of one modality.
 """
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from longspan.errors import PlanError
+from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Layout, Partition
-from longspan.layout.segments import Integers, expand_runs
+from longspan.layout.layout import excerpt
+from longspan.layout.segments import Integers, Segments, expand_runs, is_integer, make_read_only
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
-from longspan.plan.items.item_table import ItemRows, ItemTable, ModalityRows
 from longspan.plan.micro_batch import MicroBatch
 from longspan.plan.plan import Plan
+
+
+class Item(NamedTuple):
+    """One image, clip, … of a document, by the positions that its encoded rows take.
+
+    `document` is one of the plan; `spans` are the half-open runs of its positions, ascending and disjoint.
+
+    >>> Item(document=3, spans=((5, 9), (10, 14))).rows
+    8
+    """
+
+    document: int
+    spans: tuple[tuple[int, int], ...]
+    modality: str = "image"
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the language model's width its encoder makes."""
+        return sum(stop - start for start, stop in self.spans)
+
+
+class ItemRows(NamedTuple):
+    """Rows of items among a slot's local rows: `local` indices among these, and the ids of the `row`s that go there."""
+
+    local: Integers
+    row: Integers
+
+
+class _Spans(NamedTuple):
+    """Arrays over spans, ordered by document and position. A key is document · stride + position."""
+
+    start: Integers  # keys
+    stop: Integers
+    first: Integers  # id of the span's first row among those of its modality
+    modality: Integers
+    document: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class ModalityRows:
+    """The rows of one modality. `items` are indices into the table's items; row ids of item i begin at `base[i]`."""
+
+    items: Integers
+    base: Integers  # (items + 1,)
+    stride: int
+    spans: _Spans
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(np.diff(self.base).tolist())
+
+    def find_rows(self, documents: Sequence[int], segments: Segments) -> ItemRows:
+        """Find which of its rows a member of a group must take from items, as indices among its rows and row ids.
+        Positions of all documents are keys on one line, `document · stride + position`, so that two sorted searches
+        give the spans of items that each segment meets.
+        """
+        document = np.asarray(documents, dtype=np.int64)[segments.document]
+        end = (document + 1) * self.stride  # where the keys of the next document begin: a padded one may reach further
+        start, stop = (np.minimum(document * self.stride + at, end) for at in (segments.start, segments.stop))
+        first_span = np.searchsorted(self.spans.stop, start, side="right")
+        end_span = np.searchsorted(self.spans.start, stop, side="left")
+        segment, span = np.repeat(np.arange(len(start)), end_span - first_span), expand_runs(first_span, end_span)
+        begin = np.maximum(start[segment], self.spans.start[span])
+        size = np.minimum(stop[segment], self.spans.stop[span]) - begin
+        local = segments.offset[segment] + begin - start[segment]
+        row = self.spans.first[span] + begin - self.spans.start[span]
+        return ItemRows(expand_runs(local, local + size), expand_runs(row, row + size))
+
+
+class ItemTable:
+    """The items of the documents of a plan, checked.
+
+    >>> table = ItemTable([10, 6], [Item(0, ((2, 5),)), Item(1, ((0, 4),), "audio")])
+    >>> table.targets, table.modalities
+    ((6, 2), ('image', 'audio'))
+
+    `targets` counts what each document predicts: every position whose next token is not a placeholder. Raises
+    DataError, naming item, document and modality, for spans that overlap, lie outside their document or are empty.
+    `numbers` are the items' indices in a longer list that they are a part of, for error messages.
+    """
+
+    def __init__(self, lengths: Iterable[int], items: Iterable[Item], numbers: Iterable[int] | None = None) -> None:
+        self.lengths: tuple[int, ...] = tuple(lengths)
+        self.items: tuple[Item, ...] = tuple(items)
+        self.numbers: tuple[int, ...] = tuple(range(len(self.items)) if numbers is None else numbers)
+        for index, item in enumerate(self.items):
+            _check_types(index, item)
+        self.modalities: tuple[str, ...] = tuple(dict.fromkeys(item.modality for item in self.items))
+        # A position's key is document * stride + position: one integer that orders the positions of all documents.
+        self._stride = max(self.lengths, default=0) + 1
+        self._spans = self._sort_spans()
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __eq__(self, other: object) -> bool:
+        """All else but the words of messages follows from lengths and items."""
+        return isinstance(other, ItemTable) and (self.lengths, self.items) == (other.lengths, other.items)
+
+    def __hash__(self) -> int:
+        return hash((self.lengths, self.items))
+
+    def placeholder_mask(self, document: int, start: int, stop: int) -> NDArray[np.bool_]:
+        """Return whether each position from start to stop of a document is a placeholder: (stop - start,) bool."""
+        keys = np.arange(start, stop) + document * self._stride
+        span = np.searchsorted(self._spans.start, keys, side="right") - 1
+        return (span >= 0) & (keys < np.append(self._spans.stop, -1)[span])  # −1: before all spans, looks up the last
+
+    def placeholders(self, document: int) -> Integers:
+        """Return the positions of a document that items take, ascending."""
+        first, last = np.searchsorted(self._spans.document, (document, document + 1))
+        start, stop = (keys[first:last] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        return expand_runs(start, stop)
+
+    def runs(self, document: int, modalities: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the runs (start, stop) of positions that items of these modalities take, joined where spans touch."""
+        first_span, end_span = np.searchsorted(self._spans.document, (document, document + 1))
+        numbers = [self.modalities.index(modality) for modality in modalities if modality in self.modalities]
+        indices = first_span + np.flatnonzero(np.isin(self._spans.modality[first_span:end_span], numbers))
+        start, stop = (keys[indices] - document * self._stride for keys in (self._spans.start, self._spans.stop))
+        # A span opens a run if none ends where it starts. A run stops with the last span before the next opening one.
+        opens = np.append(True, start[1:] != stop[:-1])[: len(start)]
+        return list(zip(start[opens].tolist(), stop[np.roll(opens, -1)].tolist(), strict=True))
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """How many tokens each document predicts: all but placeholders and the first, which nothing predicts."""
+        spans, masked = self._spans, np.zeros(len(self.lengths), dtype=np.int64)
+        start, stop = spans.start - spans.document * self._stride, spans.stop - spans.document * self._stride
+        np.add.at(masked, spans.document, stop - np.maximum(start, 1))
+        return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
+
+    def of(self, modality: str) -> ModalityRows:
+        index = self.modalities.index(modality)
+        numbers_and_rows = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
+        items = np.array([i for i, _ in numbers_and_rows], dtype=np.int64)
+        base = np.cumsum(np.array([0, *(rows for _, rows in numbers_and_rows)], dtype=np.int64))
+        spans = _Spans(*(values[self._spans.modality == index] for values in self._spans))
+        return ModalityRows(make_read_only(items), make_read_only(base), self._stride, spans)
+
+    def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(repr((self.lengths, self.items)).encode()).hexdigest()[:16]
+
+    def item_text(self, item: int) -> str:
+        return f"item {self.numbers[item]} ({self.items[item].modality} of document {self.items[item].document})"
+
+    def _sort_spans(self) -> _Spans:
+        """A row of the table has the fields of `_Spans`, and last the number of its item, for the check of overlaps."""
+        rows, next_row = list[tuple[int, ...]](), dict.fromkeys(self.modalities, 0)
+        numbers = {modality: number for number, modality in enumerate(self.modalities)}
+        for index, item in enumerate(self.items):
+            self._check_item(index, item)
+            for start, stop in item.spans:
+                base, row = item.document * self._stride, next_row[item.modality]
+                rows.append((base + start, base + stop, row, numbers[item.modality], item.document, index))
+                next_row[item.modality] = row + stop - start
+        table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 6)
+        self._check_overlaps(table)
+        return _Spans(*(make_read_only(np.ascontiguousarray(table[:, column])) for column in range(5)))
+
+    def _check_item(self, index: int, item: Item) -> None:
+        if not 0 <= item.document < len(self.lengths):
+            raise DataError(
+                f"item {index} ({item.modality}) is of document {item.document}; there are "
+                f"{plural(len(self.lengths), 'document')}"
+            )
+        length, end = self.lengths[item.document], 0
+        for start, stop in item.spans:
+            if not end <= start < stop <= length:
+                raise DataError(
+                    f"{self.item_text(index)} has the spans {excerpt(item.spans)}; the document has positions 0 to "
+                    f"{length - 1}: spans are (start, stop), not empty, ascending and disjoint"
+                )
+            end = stop
+        if not item.spans:
+            raise DataError(f"{self.item_text(index)} takes no position; give its spans, or leave it out")
+
+    def _check_overlaps(self, table: Integers) -> None:
+        start, stop, _, _, document, index = table.T
+        overlaps = np.flatnonzero(start[1:] < stop[:-1])
+        if len(overlaps):
+            earlier, later = int(overlaps[0]), int(overlaps[0]) + 1
+            earlier_item, later_item = int(index[earlier]), int(index[later])
+            position = int(start[later] - document[later] * self._stride)
+            raise DataError(
+                f"{self.item_text(earlier_item)} and {self.item_text(later_item)} both take position {position}; every "
+                "position is one item's"
+            )
+
+
+def _check_types(index: int, item: object) -> None:
+    if not isinstance(item, Item):
+        raise DataError(f"item {index} is {item!r}; give Item(document, spans, modality)")
+    try:
+        numbers = [item.document, *(number for start, stop in item.spans for number in (start, stop))]
+    except TypeError:
+        numbers = [None]
+    if not all(is_integer(type(number)) for number in numbers):
+        raise DataError(
+            f"item {index} is {item!r}; its document is an integer and its spans pairs of them, as in "
+            "Item(0, ((2, 6), (7, 9)))"
+        )
+
 
 _NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeededBy:
-    """Micro-batches of the language model's plan, its home, and how the rows of a slot are laid out.
-
-    The slots' rows are padded to a multiple of `row_multiple`; with `split_over_tp` the tensor-parallel ranks of a slot
-    hold parts of its rows (sequence parallelism). Each of `depths` of multi-token prediction needs the rows of tokens
-    further on, in the pipeline stage at place `depths_at`.
+    """Micro-batches of the language model's plan, its home, and how the rows of a slot are laid out: padded to a
+    multiple of `row_multiple`; with `split_over_tp` tensor-parallel ranks hold parts of them (sequence parallelism).
+    Each of `depths` of multi-token prediction needs the rows of tokens further on, in the pipeline stage at place
+    `depths_at`.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -51,10 +260,8 @@ class EncoderPlanning:
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """One pass of an encoder on all its slots, and the exchange after it.
-
-    The documents of `micro_batch` are items of the modality. `have` and `need` are rows of this wave, for every rank of
-    the language model's home in its order.
+    """One pass of an encoder on all its slots, and the exchange after it. The documents of `micro_batch` are items of
+    the modality. `have` and `need` are rows of this wave, for every rank of the language model's home in its order.
     """
 
     micro_batch: MicroBatch
@@ -65,8 +272,7 @@ class Wave:
 @dataclass(frozen=True, eq=False)
 class ModalityPlan:
     """The waves of one modality; `needed[rank][i]` are the rows of micro-batch i that a rank needs, of all waves.
-
-    `ahead` are the same for each depth of multi-token prediction. Of a micro-batch rows arrive depth after depth.
+    `ahead` are the same for each depth of multi-token prediction: of a micro-batch rows arrive depth after depth.
     `split_over_tp`: whether tensor-parallel ranks of a slot need parts of its rows each. `plan` is that of the items,
     as documents of their rows over the encoder's slots.
     """
@@ -119,59 +325,37 @@ def plan_items(
 
 @lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
-    """Plan the waves in which the items of a modality are encoded, and which rank needs which of their rows."""
     rows, home = table.of(modality), needed_by.home
-    _check_largest_item(table, rows, planning)
-    plan = _plan_encoding(rows.counts, planning)
-    micro_batches = plan.micro_batches
-    needed = find_needed_rows(rows, needed_by)
-    wave_of_row = _wave_of_row(rows, micro_batches)
-    ahead = tuple(find_needed_rows(rows, needed_by, depth) for depth in range(1, needed_by.depths + 1))
-    ids = {
-        rank: _order_rows([needed[rank], *(needed_at_depth[rank] for needed_at_depth in ahead)]) for rank in home.ranks
-    }
-    waves: list[Wave] = []
-    for index, micro_batch in enumerate(micro_batches):
-        rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)
-        needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
-        encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
-        waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
-    return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, ahead, needed_by.split_over_tp)
-
-
-def _order_rows(depths: Sequence[Sequence[ItemRows]]) -> Integers:
-    """Return the ids of the rows that a rank needs: micro-batch by micro-batch, in each micro-batch depth after depth.
-
-    `depths` has a list for the rank's own tokens and one for each depth, with the rows of every micro-batch.
-    """
-    parts = [part.row for of_micro_batch in zip(*depths, strict=True) for part in of_micro_batch]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-
-
-def _check_largest_item(table: ItemTable, rows: ModalityRows, planning: EncoderPlanning) -> None:
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
         raise PlanError(
             f"{table.item_text(int(rows.items[largest]))} has {count} rows, more than the {cap * planning.max_cp} that "
             f"max_rows_per_slot {cap} x max_cp {planning.max_cp} of its encoder hold; raise one of them"
         )
-
-
-def _wave_of_row(rows: ModalityRows, micro_batches: Sequence[MicroBatch]) -> Integers:
+    plan = _plan_encoding(rows.counts, planning)
     wave_of_item = np.zeros(len(rows.items), dtype=np.int64)
-    for index, micro_batch in enumerate(micro_batches):
-        for group in micro_batch.groups:
-            wave_of_item[list(group.documents)] = index
-    return np.repeat(wave_of_item, np.diff(rows.base))
+    for index, micro_batch in enumerate(plan.micro_batches):
+        wave_of_item[list(micro_batch.documents)] = index
+    wave_of_row = np.repeat(wave_of_item, np.diff(rows.base))
+    needed, *ahead = (find_needed_rows(rows, needed_by, depth) for depth in range(needed_by.depths + 1))
+    ids = dict[int, Integers]()
+    for rank in home.ranks:  # micro-batch by micro-batch, in each its own tokens, then depth after depth
+        of_micro_batches = zip(needed[rank], *(of_depth[rank] for of_depth in ahead), strict=True)
+        ids[rank] = np.concatenate([_NONE, *(part.row for parts in of_micro_batches for part in parts)])
+    waves: list[Wave] = []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        rows_by_rank = find_encoded_rows(rows, micro_batch, planning.home)
+        needed_rows = [ids[rank][wave_of_row[ids[rank]] == index] for rank in home.ranks]
+        encoded_rows = Partition.from_rows([rows_by_rank[rank] for rank in home.ranks])
+        waves.append(Wave(micro_batch, encoded_rows, Partition.from_rows(needed_rows)))
+    return ModalityPlan(plan, rows, tuple(waves), wave_of_row, needed, tuple(ahead), needed_by.split_over_tp)
 
 
 def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) -> dict[int, list[ItemRows]]:
     """Return for every rank the rows that it needs in each micro-batch of the language model's plan, in its row order.
-
     Only ranks of the first pipeline stage need rows, or at a `depth` of multi-token prediction those of the stage
-    `needed_by.depths_at`, where local row t needs the row of the token `depth` further on in its document. Each
-    tensor-parallel rank needs all rows of its slot. Where these ranks split the rows of a slot, it needs only those in
-    its part, with indices that count from the beginning of the part.
+    `needed_by.depths_at`, where local row t needs the row of the token `depth` further on. Where the tensor-parallel
+    ranks split the rows of a slot, each needs those in its part, with indices from its beginning.
     """
     pp = needed_by.depths_at if depth else 0
     home, multiple = needed_by.home, needed_by.row_multiple
@@ -181,7 +365,10 @@ def find_needed_rows(rows: ModalityRows, needed_by: NeededBy, depth: int = 0) ->
         for slot, (slot_rows, count) in enumerate(by_slot):
             size = -(-max(count, 1) // multiple) * multiple // home.tp
             for tp in range(home.tp):
-                rank_rows = _part_rows(slot_rows, size, tp) if needed_by.split_over_tp else slot_rows
+                rank_rows = slot_rows
+                if needed_by.split_over_tp:
+                    in_part = slot_rows.local // size == tp
+                    rank_rows = ItemRows(slot_rows.local[in_part] - tp * size, slot_rows.row[in_part])
                 needed[home.rank_at(slot, tp=tp, pp=pp)].append(rank_rows)
     for rank in home.ranks:
         needed[rank] = needed[rank] or [ItemRows(_NONE, _NONE)] * len(needed_by.micro_batches)
@@ -204,9 +391,8 @@ def find_encoded_rows(rows: ModalityRows, wave: MicroBatch, home: Layout) -> dic
 def _item_rows_of_slots(
     rows: ModalityRows, micro_batch: MicroBatch, slots: int, depth: int
 ) -> list[tuple[ItemRows, int]]:
-    """Return for every slot its rows of items, by local row, and the number of its local rows.
-
-    A local row gets the row of the token that is `depth` further on in its document.
+    """For every slot its rows of items, by local row, and the number of its local rows; a local row gets the row of the
+    token that is `depth` further on in its document.
     """
     parts: list[list[ItemRows]] = [[] for _ in range(slots)]
     counts = [0] * slots
@@ -217,19 +403,5 @@ def _item_rows_of_slots(
             local, row = rows.find_rows(group.documents, segments_of_depth)
             parts[slot].append(ItemRows(local + counts[slot], row))
             counts[slot] += group.shares.counts[member]
-    return [(_join_rows(parts[slot]), counts[slot]) for slot in range(slots)]
-
-
-def _join_rows(parts: Sequence[ItemRows]) -> ItemRows:
-    return ItemRows(
-        np.concatenate([_NONE, *(part.local for part in parts)]), np.concatenate([_NONE, *(part.row for part in parts)])
-    )
-
-
-def _part_rows(slot_rows: ItemRows, size: int, tp: int) -> ItemRows:
-    """Return the item rows in the part of a slot's rows that its tensor-parallel rank `tp` holds, `size` rows long.
-
-    Local indices count from the beginning of that part.
-    """
-    is_local = slot_rows.local // size == tp
-    return ItemRows(slot_rows.local[is_local] - tp * size, slot_rows.row[is_local])
+    joined = (map(np.concatenate, zip(ItemRows(_NONE, _NONE), *of_slot, strict=True)) for of_slot in parts)
+    return [(ItemRows(*columns), count) for columns, count in zip(joined, counts, strict=True)]

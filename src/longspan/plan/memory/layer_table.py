@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
-from longspan.plan.cost.machine import Machine, resolve_compiled_parts
-from longspan.plan.cost.type_price import AttentionCall
-from longspan.plan.head_split import head_split
-from longspan.plan.memory.bytes import count_exchange_slices, count_head_groups
+from longspan.plan.cost.machine import AttentionCall, Machine, resolve_compiled_parts
+from longspan.plan.head_split import count_exchange_slices, count_head_groups, head_split
 from longspan.plan.memory.settings import MemorySettings
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
+    CHUNK,
+    ConfigReader,
     LayerKind,
+    MixerShape,
     attention_weights,
     attention_widths,
     feed_forward_weights,
     key_value_heads,
+    read_mixer_shape,
 )
-from longspan.plan.shape.mixer_shape import CHUNK, MixerShape, read_mixer_shape
 
 HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of each query and key
 POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too
@@ -59,9 +59,8 @@ class SlotLoad:
 def slot_loads(
     plans: Sequence[Plan], read: ConfigReader, settings: MemorySettings, machine: Machine, tp: int = 1
 ) -> tuple[SlotLoad, ...]:
-    """Return the loads of all slots in all micro-batches of these plans, without loads that another load covers.
-
-    Plans without micro-batches have one load of one row. "auto" is the type that the machine expects to be fastest.
+    """Return the loads of all slots in all micro-batches of these plans, without loads that another load covers; plans
+    without micro-batches have one load of one row. "auto" is the type that the machine expects to be fastest.
     """
     heads = read.count("num_attention_heads")
     head_dim = read.count("head_dim", "attention_head_dim") or read.count("hidden_size") // max(1, heads)
@@ -70,7 +69,7 @@ def slot_loads(
     call = AttentionCall(heads=max(1, heads // tp), kv_heads=kv_heads, head_dim=head_dim, bytes_per_number=number)
 
     def exchange(group: Group, node_size: int) -> tuple[str, int]:
-        """Return the type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
+        """The type of most layers of a group, and how many members exchange heads under it (1: it does not)."""
         types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
         kind, sizes = max(types, key=types.count), group.hierarchical_context_parallel_sizes
         if kind == "auto":
@@ -79,7 +78,7 @@ def slot_loads(
         return kind, {"a2a": group.degree, "a2a+p2p": sizes[0] if sizes else 2}.get(kind, 1)
 
     def load(plan: Plan, batch: MicroBatch, slot: int, *, later: bool) -> SlotLoad:
-        """Return what one slot works on. Zigzag gives a slot two runs of each document; a slot has a row at least."""
+        """Zigzag gives a slot two runs of each document; a slot has a row at least."""
         rows = exchanged = ring = gathered = runs = longest = 0
         members = 1
         for _, group in batch.groups_of(slot):
@@ -114,10 +113,9 @@ def slot_loads(
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a part of a layer for all rows of a slot.
-
-    Backward needs what is `saved`, of which `attention` (output and log-sum-exp) stays under "selective", `exchanged`
-    too under "exchanged", and `lasting` wherever the layer runs again. The backward pass holds `work` besides.
+    """Bytes of a part of a layer for all rows of a slot. Backward needs what is `saved`, of which `attention` (output
+    and log-sum-exp) stays under "selective", `exchanged` too under "exchanged", and `lasting` wherever the layer runs
+    again. The backward pass holds `work` besides.
     """
 
     saved: float = 0.0
@@ -127,7 +125,7 @@ class Part:
     lasting: float = 0.0
 
     def __add__(self, other: "Part") -> "Part":
-        """Add what two parts save; they run one after another, so that the larger work counts."""
+        """Parts run one after another, so that the larger work counts."""
         attention, exchanged = self.attention + other.attention, self.exchanged + other.exchanged
         work = max(self.work, other.work)
         return Part(self.saved + other.saved, work, attention, exchanged, self.lasting + other.lasting)
@@ -135,11 +133,8 @@ class Part:
 
 @dataclass(frozen=True)
 class LayerTable:
-    """The bytes of layers of a configuration for one load, on one of `tp` ranks, and of `ep` that share experts.
-
-    >>> LayerTable(ConfigReader.of(config), MemorySettings(), SlotLoad(rows=16384)).mlp(12288).saved  # doctest: +SKIP
-
-    Of `lean` attention, under "selective", local rows are saved, which backward exchanges again.
+    """The bytes of layers of a configuration for one load, on one of `tp` ranks, and of `ep` that share experts. Of
+    `lean` attention, under "selective", local rows are saved, which backward exchanges again.
     """
 
     read: ConfigReader
@@ -155,12 +150,10 @@ class LayerTable:
 
     @cached_property
     def hidden(self) -> int:
-        """The width of a row between layers."""
         return self.read.count("hidden_size")
 
     @cached_property
     def compile_kind(self) -> str:
-        """What of layers is compiled, "auto" resolved as for a run."""
         if self.settings.compiled == "auto" and not self.settings.gpu:
             return "none"
         return resolve_compiled_parts(self.settings.compiled, hidden=self.hidden, tp=self.tp)
@@ -194,7 +187,6 @@ class LayerTable:
 
     def norm(self, width: float, groups: float = 1, *, saves_input: bool = True) -> Part:
         """An RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output is not counted.
-
         Kernels and graphs save the input. torch's operations save rows in float32, and those divided by their root mean
         square for the gradient of a trained weight.
         """
@@ -211,7 +203,6 @@ class LayerTable:
 
     def attention(self) -> Part:
         """Projections, norms of heads, rotary angles, attention, and for some families a gate as wide as the queries.
-
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
         """
@@ -243,7 +234,6 @@ class LayerTable:
 
     def attention_call(self, query: float, key: float, heads: float, kv_heads: float) -> Part:
         """Attention of local rows: queries, keys, values, output and log-sum-exp, exchanged where types exchange heads.
-
         A ring holds four blocks of keys and values (two that travel and two that are read), a gather two; their
         gradients are summed in float32. Backward computes groups of heads one after another, and holds the buffers of
         one group. Of exchanged heads a message is held as it is sent and as it is received: of the output's gradient,
@@ -292,9 +282,8 @@ class LayerTable:
         return Part(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
 
     def experts(self) -> Part:
-        """A router, the experts that rows visit with their weighted sums, and the experts that every row visits.
-
-        A router makes the weights and the number of each visited expert, and in most families the probabilities of all
+        """A router, the experts that rows visit with their weighted sums, and the experts that every row visits. A
+        router makes the weights and the number of each visited expert, and in most families the probabilities of all
         experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
         makes its own again. A row is copied for each visit; with `ep` copies travel to other ranks and back.
         """
@@ -320,13 +309,12 @@ class LayerTable:
         return part + (self.mlp(width) + Part(weighted - self.rows(self.hidden) * trained)) if width else part
 
     def mixer(self, mixer: MixerShape) -> Part:
-        """A state-space layer, whose heads are divided over tensor-parallel ranks.
-
-        A short convolution saves what the projection made, gated, convolved, gated again. Mamba 2 saves convolved rows,
-        values, keys, queries, steps and states; a gated delta net unit keys and queries, values, rates and decays. Both
-        have a gated norm, and four float32 tensors between a step as projected and its decay. Kernels of a delta rule
-        also save a matrix of each chunk's pairs of rows; torch keeps the float32 input of unit vectors. In backward
-        kernels hold the states before all chunks, and some tensors of rows.
+        """A state-space layer, whose heads are divided over tensor-parallel ranks. A short convolution saves what the
+        projection made, gated, convolved, gated again. Mamba 2 saves convolved rows, values, keys, queries, steps and
+        states; a gated delta net unit keys and queries, values, rates and decays. Both have a gated norm, and four
+        float32 tensors between a step as projected and its decay. Kernels of a delta rule also save a matrix of each
+        chunk's pairs of rows; torch keeps the float32 input of unit vectors. In backward kernels hold the states before
+        all chunks, and some tensors of rows.
         """
         settings, tp = self.settings, self.tp
         inner, channels, heads = mixer.last / self.hidden / tp, mixer.channels / tp, mixer.heads / tp

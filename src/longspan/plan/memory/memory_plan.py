@@ -1,22 +1,30 @@
-"""MemoryPlan: the bytes of a run on device and host, of the rank that needs most, with what each layer keeps."""
+"""MemoryPlan: the bytes of a run on device and host; the seconds that it adds to a step; and the choice of the fastest.
 
+The first layers of each stage have one measure and the others a faster one: as few of the first as fit.
+"""
+
+import math
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from statistics import mean
 from typing import Any
 
 from longspan.errors import PlanError, plural
 from longspan.layout import Layout
-from longspan.plan.cost.machine import CostSettings, Machine, Recomputation
-from longspan.plan.memory.bytes import Bytes, gib_text
+from longspan.plan.cost.cost import Cost
+from longspan.plan.cost.machine import SHARDING_SHARE, CostSettings, Machine, Recomputation
 from longspan.plan.memory.layer_table import SlotLoad, slot_loads
-from longspan.plan.memory.parameters import ModelNumbers, make_stages
-from longspan.plan.memory.settings import MEASURES, Measure, MemoryBudget, MemorySettings
-from longspan.plan.memory.stage_bytes import StageBytes
+from longspan.plan.memory.settings import MEASURES, Bytes, FixedMemory, Measure, MemoryBudget, MemorySettings, gib_text
+from longspan.plan.memory.stage_bytes import ModelNumbers, StageBytes, make_stages
 from longspan.plan.plan import Plan
-from longspan.plan.shape.config_reader import ConfigReader
+from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.model_shape import ModelShape
 
-MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/groups/)
+MOST_GROUPS = 8  # of a slot that have communicators of their own (comm/process_groups.py)
 _MEASURE_TEXTS = {
     "none": "keep all",
     "exchanged": "keep their input, attention's output and what was exchanged",
@@ -69,7 +77,6 @@ class MemoryPlan:
         return MemoryNeeds.of(config, home, plan, settings, machine=machine).under(measures)
 
     def fits(self, budget: MemoryBudget) -> bool:
-        """Whether the plan fits a budget of bytes."""
         return self.device.total <= budget.device and self.host.total <= budget.host
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
@@ -95,15 +102,13 @@ class MemoryPlan:
         return f"memory: {measures_text(self.measures)}{''.join(extras)}; {used} used, and {host}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return all values, bytes as integers."""
         device, host = self.device.to_json(), self.host.to_json()
         return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
 
 
 def measures_text(measures: Sequence[object]) -> str:
-    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input".
-
-    `measures` has a word of `Measure` for each layer; only the first part names the number of all layers.
+    """Return what the layers keep, in words: "12 of 36 layers keep all, 24 keep their input"; `measures` has a word of
+    `Measure` for each layer.
     """
     words = [str(word) for word in measures]
     counts = Counter(words)
@@ -131,7 +136,6 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        """Count the needs of a run of one plan or several, as `MemoryPlan.of` takes them."""
         plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.of(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
@@ -148,16 +152,13 @@ class MemoryNeeds:
 
     @property
     def layers(self) -> int:
-        """Decoder layers, depths included."""
         return len(self.places[0].numbers.kinds)
 
     def with_settings(self, **changes: Any) -> "MemoryNeeds":
-        """Return the needs of the same run under changed settings."""
         settings = replace(self.places[0].settings, **changes)
         return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
 
     def measures_of_layers(self, first: str, count: int, others: str) -> tuple[str, ...]:
-        """Return a word for each layer: `first` for the first `count` of each rank, `others` for the rest."""
         words = [others] * self.layers
         for place in self.places:
             for layer in place.stage.layers[:count]:
@@ -194,11 +195,10 @@ class MemoryNeeds:
 def _count_waiting_micro_batches(
     home: Layout, settings: MemorySettings, pipeline_rank: int, micro_batches: int
 ) -> float:
-    """Count how many micro-batches wait for their backward passes at most, on a rank of the pipeline.
-
-    With chunks (virtual stages) a micro-batch counts for each chunk that it has passed, as its part of the rank's
-    layers. GPipe runs all forward passes first. Under 1F1B, interleaved with several chunks, a rank runs as many as
-    there are ranks behind it, and one more, before its first backward pass.
+    """How many micro-batches wait for their backward passes at most, on a rank of the pipeline. With chunks a
+    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. GPipe runs all forward
+    passes first. Under 1F1B, interleaved with several chunks, a rank runs as many as there are ranks behind it, and one
+    more, before its first backward pass.
     """
     if home.pp == 1:
         return 1.0
@@ -207,3 +207,267 @@ def _count_waiting_micro_batches(
     chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks
+
+
+BOTH_WAYS = 102 / 55  # bytes/s of copies there and back at once, over those of one way (an H200's bus, in GB/s)
+TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H200, 128K to 512K rows)
+SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
+
+
+def step_seconds(
+    config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
+) -> float:
+    """Return the mean seconds of a step over some plans: those by `cost`, and those that its settings leave out. `cost`
+    is of a rank, made with `MemoryPlan.cost_settings`. What layers add in the largest micro-batch, which has
+    `memory.rows` rows a slot, is scaled to the tokens of each step.
+    """
+    layer_seconds, state_seconds = seconds_beyond_settings(config, memory, needs, machine)
+    token_seconds = layer_seconds / (memory.rows * needs.places[0].home.slots)
+    return mean(plan.timeline(cost).step_seconds + token_seconds * plan.tokens + state_seconds for plan in plans)
+
+
+def seconds_beyond_settings(
+    config: Any, memory: MemoryPlan, needs: MemoryNeeds, machine: Machine
+) -> tuple[float, float]:
+    """Return the seconds that `MemoryPlan.cost_settings` leaves out, which knows one measure for all layers that
+    recompute: of the largest micro-batch what the plan's measures take longer than that one, copies to the host
+    included, or less (negative); and of a step those for states on the host.
+    """
+    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
+    word: Measure = memory.recomputation
+    one_measure = tuple("none" if measure == "none" else word for measure in memory.measures)
+    layer_seconds = prices.seconds(replace(memory, offload_states=False))
+    priced_seconds = prices.seconds(replace(memory, offload_states=False, measures=one_measure))
+    return layer_seconds - priced_seconds, prices.seconds(memory) - layer_seconds
+
+
+@dataclass(frozen=True)
+class MemoryPrices:
+    """Prices of what layers keep, for one load: made once for many plans of memory."""
+
+    config: Any
+    machine: Machine
+    place: StageBytes
+    load: SlotLoad
+
+    def seconds(self, memory: MemoryPlan) -> float:
+        """Return the seconds that a plan adds to a micro-batch: of layers, of gathers, and of states on the host."""
+        prices = self._layer_seconds[bool(memory.mlp_tile_rows)]
+        layers = sum(prices[word] for word in memory.measures)
+        if memory.segment_layers > 1:  # all but the last layer of a segment run forward once more, attention included
+            layers_run_again = sum(word != "none" for word in memory.measures) * (1 - 1 / memory.segment_layers)
+            layers += layers_run_again * self._layer_seconds[False]["full"]
+        states = memory.host.states if memory.offload_states else 0
+        state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
+        return layers + self._gather_seconds * (not memory.gathered_once) + state_copies
+
+    def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
+        """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
+        settings = needs.places[0].settings
+        prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
+        # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
+        layers = sum(min(prices[word] for word in words) for _ in range(needs.layers))
+        return layers + self._gather_seconds * (not settings.gathered_once)
+
+    @cached_property
+    def _layer_seconds(self) -> dict[bool, dict[str, float]]:
+        """Seconds that a measure adds to a layer, without tiles (False) and with them (True): of what is computed and
+        exchanged again, queries, keys and values under "selective", the output too under "full". The load is a slot's
+        part of equally long documents, half as many as it has runs (zigzag gives a slot two of each). A copy to the
+        host may hide behind the forward pass, a third of a layer's time, and the copy back behind the rest; of what
+        hides SHOWN_SHARE counts. A tiled MLP runs forward again, so that a layer that keeps all counts as one that
+        recomputes.
+        """
+        place, load, settings = self.place, self.load, self.place.settings
+        moves = load.exchanged_rows or load.ring_rows or load.gathered_rows
+        degree, layers = place.home.slots if moves else 1, len(place.numbers.kinds)
+        rows, documents = load.rows * degree, max(1, load.runs // 2)
+        costs = CostSettings(
+            depths=settings.depths,
+            frozen=not settings.trains_all,
+            float8=settings.float8,
+            compiled=settings.compiled if settings.gpu and place.home.tp == 1 else "none",
+            ep=place.home.ep,
+        )
+
+        def layer_seconds(kind: Recomputation) -> float:
+            cost = self.machine.cost(self.config, replace(costs, recomputation=kind)).shared_by(place.home.tp)
+            return float(cost.work_seconds(rows, rows * rows / documents)) / degree / layers  # the squares' sum last
+
+        plain = layer_seconds("none")
+        selective, full = (max(0.0, layer_seconds(kind) - plain) for kind in ("selective", "full"))
+        shape = ModelShape.of(self.config, depths=settings.depths)
+        # Members that exchange heads are taken to be in one node.
+        exchanged = load.exchanged_rows * settings.compute_bytes / place.home.tp
+        number_seconds = exchanged / self.machine.inside.point.bytes_per_second  # of a number of each exchanged row
+        again = {"none": 0.0, "exchanged": selective}
+        again["selective"] = selective + number_seconds * (shape.query_width + 2 * shape.key_width)
+        again["full"] = full + number_seconds * 2 * (shape.query_width + shape.key_width)
+        whole, tiled = dict[str, float](), dict[str, float]()
+        for word in MEASURES:
+            kind, _, host = word.partition("+")
+            size = mean(place.layer_bytes(layer, load, word).host for layer in place.stage.layers) if host else 0.0
+            copy = size / self.machine.host_copy_bytes_per_second
+            hidden = min(copy, plain / 3) + min(copy, plain - plain / 3)
+            whole[word] = again[kind] + 2 * copy - (1 - SHOWN_SHARE) * hidden
+            tiled[word] = (selective if word == "none" else whole[word]) + TILED_SHARE * plain
+        return {False: whole, True: tiled}
+
+    @cached_property
+    def _gather_seconds(self) -> float:
+        """Seconds of a micro-batch's second gather of weights, as far as they do not hide behind other work; 0 where
+        they are unsharded or stay whole.
+        """
+        place, machine = self.place, self.machine
+        if place.shards == 1 or place.stays_whole:
+            return 0.0
+        numbers_of_layers = sum(numbers.whole for numbers in place.numbers.layers)
+        received_bytes = numbers_of_layers * place.settings.compute_bytes * (place.shards - 1) / place.shards
+        wire_seconds = received_bytes / machine.sharding_bytes_per_second
+        return machine.weight_copy_seconds * numbers_of_layers + SHARDING_SHARE * wire_seconds
+
+
+TILE_ROWS = 16384  # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
+SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
+_UNTILED = ("llama4",)  # families whose experts do not have transformers' common interface
+
+
+def choose_memory(
+    config: Any,
+    home: Layout,
+    plan: Plan | Sequence[Plan],
+    settings: MemorySettings,
+    budget: MemoryBudget,
+    machine: Machine | None = None,
+    *,
+    fixed: FixedMemory | None = None,
+) -> MemoryPlan:
+    """Choose the fastest plan of memory that fits a budget; `plan` is a plan, or all plans of a run.
+
+    >>> memory = choose_memory("Qwen3-8B/config.json", home, plan, MemorySettings(), budget)  # doctest: +SKIP
+
+    Plans of memory are compared by the seconds that they add to the largest load, on the first pipeline stage; of equal
+    ones the first choice wins. Segments, groups of layers that run forward once more in backward, are tried only where
+    no plan without them fits. Raises PlanError, with the bytes, where no choice fits.
+    """
+    machine, fixed = machine or Machine(), fixed or FixedMemory()
+    needs = MemoryNeeds.of(config, home, plan, settings, machine=machine)
+    prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
+    # An eighth more: with few layers another choice may need about 1 % less than the leanest.
+    roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
+    for segments in _segment_choices(fixed):
+        segmented = replace(fixed, segment_layers=segments)
+        if not any_choice_fits(needs, roomier, segmented):  # far fewer to count than all choices
+            continue
+        choices = list(memory_choices(needs, segmented))
+        bounds = sorted((prices.least_seconds(choice, pair), i) for i, (choice, *pair) in enumerate(choices))
+        fastest, best = None, (math.inf, len(choices))  # seconds, and the number of the choice
+        for bound in bounds:
+            if bound > best:
+                break
+            memory = fit_fewest_layers(*choices[bound[1]], budget)
+            if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
+                fastest, best = memory, candidate
+        if fastest is not None:
+            return fastest
+    leanest = min(
+        leanest_plans(needs, fixed),
+        key=lambda memory: max(0, memory.device.total - budget.device) + max(0, memory.host.total - budget.host),
+    )
+    keys = ", ".join(f"{name} = {value!r}" for name, value in vars(fixed).items() if value is not None)
+    device, host = leanest.device.total, leanest.host.total
+    raise PlanError(
+        f"the run does not fit {f'with {keys}' if keys else 'under any measure'}: with a slot of {leanest.rows:,} rows "
+        f"a rank needs at least {gib_text(device)} ({device:,} bytes) of a GPU that may fill "
+        f"{gib_text(budget.device)} ({budget.device:,}), and {gib_text(host)} ({host:,}) of its host's "
+        f"{gib_text(budget.host)} ({budget.host:,}); use more than {len(home.ranks)} ranks, fewer rows a slot "
+        "(context.max_tokens_per_slot), or a higher parallel.tp"
+    )
+
+
+def _segment_choices(fixed: FixedMemory) -> list[int]:
+    if fixed.segment_layers is not None:
+        return [fixed.segment_layers]
+    return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
+
+
+def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[MemoryNeeds, Measure, Measure]]:
+    """Yield the choices in order: the needs under each setting, with each pair of a slower measure and a faster.
+    Settings that are not fixed come the fastest first, and only where they change anything. "exchanged" equals
+    "selective" where no load exchanges heads, and is left out.
+    """
+    place, settings = needs.places[0], needs.places[0].settings
+    can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and not place.read.family.startswith(_UNTILED)
+    can_offload = settings.gpu and settings.state_numbers > 0
+    gathers_again = place.shards > 1 and not place.stays_whole
+    exchanges = any(load.exchanged_rows for load in needs.loads)
+    words: list[Measure] = [word for word in fixed.measures if exchanges or word != "exchanged"]
+    for segments, tile_rows, offload_states, gathered_once in product(
+        _segment_choices(fixed),
+        [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_rows is None else [fixed.mlp_tile_rows],
+        [False, True][: 1 + can_offload] if fixed.offload_states is None else [fixed.offload_states],
+        [True, False][not gathers_again :] if fixed.gathered_once is None else [fixed.gathered_once],
+    ):
+        changed = needs.with_settings(
+            segment_layers=segments, mlp_tile_rows=tile_rows, offload_states=offload_states, gathered_once=gathered_once
+        )
+        for i, fast in enumerate(words):
+            for slow in words[i:]:
+                yield changed, slow, fast
+
+
+def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[MemoryNeeds, Measure, Measure]]:
+    # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
+    leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
+    choices = list(memory_choices(needs, replace(fixed, gathered_once=bool(fixed.gathered_once))))
+    tile_rows = max(choice.places[0].settings.mlp_tile_rows for choice, _, _ in choices)
+    return [
+        (choice, slow, fast)
+        for choice, slow, fast in choices
+        if {slow, fast} <= leanest and choice.places[0].settings.mlp_tile_rows == tile_rows
+    ]
+
+
+def any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
+    return any(fit_fewest_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed))
+
+
+def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
+    """Yield the plans in which layers keep as little as the fixed keys allow, the least of a GPU first."""
+    for choice, slow, fast in reversed(_leanest_choices(needs, fixed)):
+        if slow == fast:
+            yield choice.under(slow)
+
+
+def fit_fewest_layers(needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget) -> MemoryPlan | None:
+    """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
+    More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
+    then the fewest that fit the device take least of the host. So halving finds the fewest.
+    """
+    low, high = 1, max(len(place.stage.layers) for place in needs.places)
+    if slow == fast:
+        low = high
+    host_rises = "+" in slow and "+" not in fast
+    search_budget = replace(budget, host=sys.maxsize) if host_rises else budget
+    while low < high:
+        count = (low + high) // 2
+        fits = needs.under(needs.measures_of_layers(slow, count, fast)).fits(search_budget)
+        low, high = (low, count) if fits else (count + 1, high)
+    memory = needs.under(needs.measures_of_layers(slow, low, fast))
+    return memory if memory.fits(budget) else None
+
+
+def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do. Numbers double until
+    one does not fit or is at least `limit`; halving finds the last below that one.
+
+    >>> largest_fitting(lambda count: count <= 37)
+    37
+    """
+    low, high = 0, 1
+    while (limit is None or high < limit) and fits(high):
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

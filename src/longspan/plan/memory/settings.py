@@ -1,4 +1,4 @@
-"""What of a run decides its bytes besides model, home and plan, what layers may keep, and what a GPU may fill."""
+"""What of a run decides its bytes besides model, home and plan; what layers may keep; bytes by what they are for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +7,49 @@ from typing import Literal, get_args
 from longspan.errors import PlanError
 from longspan.plan.check import check_count
 from longspan.plan.cost.machine import Compiled
+
+LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of one rank at the moment at which it needs most.
+
+    >>> Bytes(weights=3, kept=4).total
+    7
+
+    `weights`, `gradients` and `states` are this rank's shards, without those on the host; `gathered` are weights of
+    layers that are whole, and gradients of layers before they are summed; `kept` is what layers hold for their backward
+    passes, `work` what the layer that runs holds besides; `logits` are those of a chunk and what is computed from them;
+    `communicators` the buffers of NCCL and the CUDA context.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+    gathered: int = 0
+    kept: int = 0
+    work: int = 0
+    logits: int = 0
+    communicators: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(vars(self).values())
+
+    def to_json(self) -> dict[str, int]:
+        return vars(self) | {"total": self.total}
+
+
+def gib_text(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def bytes_hint(size: int) -> str:
+    """The hint for too small a number of bytes; one from 1 to 4096 was probably meant in GiB."""
+    meant = size if 0 < size <= 4096 else 80
+    return f"it is a number of bytes, and fewer than a CUDA context takes; {meant} GiB are {meant << 30}"
+
 
 Measure = Literal["none", "exchanged", "selective", "full", "selective+host", "full+host"]
 # What a decoder layer keeps from its forward to its backward pass, fastest first: all; its input, attention's output
@@ -62,7 +105,6 @@ class MemorySettings:
     encoder_trained: Literal["all", "projector", "none"] = "all"
 
     def __post_init__(self) -> None:
-        """Raise PlanError for counts that are no integers or too small: bytes and `vpp` under 1, others under 0."""
         for name in ("parameter_bytes", "compute_bytes", "adapter_bytes", "vpp"):
             check_count(f"{name} of memory settings", getattr(self, name))
         for name in ("lora_rank", "depths", "mlp_tile_rows", "segment_layers", "loss_chunk_rows", "encoder_rows"):
@@ -70,7 +112,6 @@ class MemorySettings:
 
     @property
     def trains_all(self) -> bool:
-        """Whether all weights are trained, and not adapters over frozen ones."""
         return not self.lora_rank
 
     def has_adapter(self, linear: str) -> bool:
@@ -81,7 +122,6 @@ class MemorySettings:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a trained weight."""
         return self.parameter_bytes if self.trains_all else self.adapter_bytes
 
     @property
@@ -110,15 +150,13 @@ class FixedMemory:
     @property
     def measures(self) -> tuple[Measure, ...]:
         """The measures that layers may have, in the order of MEASURES. Raises PlanError where the keys leave none.
-
         "none" and "exchanged" have no form on the host: with `offload` true "none" is a choice only if `measure` is not
         fixed, for the layers that fit without moving. "exchanged" is a form of "selective".
         """
         measures: list[Measure] = [w for w in MEASURES if self.measure is None or w.partition("+")[0] == self.measure]
         if self.offload is not None:
-            measures = [
-                word for word in measures if ("+" in word) == self.offload or (word == "none" and self.measure is None)
-            ]
+            free = self.measure is None  # then some layers may keep all
+            measures = [w for w in measures if ("+" in w) == self.offload or (w == "none" and free)]
         if self.measure == "selective" and not self.offload:
             measures.append("exchanged")
         if not measures:
@@ -141,9 +179,8 @@ class MemoryBudget:
 
 
 def places_in_segments(words: Sequence[str], size: int) -> list[int]:
-    """Return each layer's number within its segment, from 0: at most `size` neighbouring layers that recompute.
-
-    With size 0 or 1 each is a segment of its own. A layer that keeps all ("none") is in no segment and has 0.
+    """Return each layer's number within its segment, from 0: at most `size` neighbouring layers that recompute (0 or 1:
+    each its own). A layer that keeps all ("none") is in no segment and has 0.
 
     >>> places_in_segments(["none", "full", "full", "full"], 2)
     [0, 0, 1, 0]

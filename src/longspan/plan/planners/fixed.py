@@ -7,6 +7,7 @@ apart.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Unpack
 
 import numpy as np
@@ -16,9 +17,62 @@ from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.bin_packing import pack_first_fit, pack_least_loaded
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, call_options, shows_options
-from longspan.plan.planners.request import Request
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, call_options, shows_options
+
+
+def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
+    """Choose the bin of each document: the first with room for its rows, of bins with `room` rows each. With lengths in
+    falling order this is first-fit decreasing. The bins are the leaves of a binary tree in an array (node n has the
+    children 2n and 2n + 1), whose nodes hold the most room of any bin below: a search goes left where that has room
+    enough.
+    """
+    leaves = 1
+    # Two neighbouring bins hold more than `room` rows together, so no more than this many bins are filled.
+    while leaves < min(len(lengths), 2 * sum(lengths) // room + 1):
+        leaves *= 2
+    most_room = [room] * (2 * leaves)
+    bins: list[int] = []
+    for length in lengths:
+        node = 1
+        while node < leaves:
+            node *= 2
+            node += most_room[node] < length
+        bins.append(node - leaves)
+        value = most_room[node] = most_room[node] - length
+        while node > 1:
+            sibling = most_room[node ^ 1]
+            node //= 2
+            value = max(value, sibling)
+            if most_room[node] == value:  # so nothing changes above either
+                break
+            most_room[node] = value
+    return bins
+
+
+def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, room: int) -> list[int] | None:
+    """Choose the bin of each document: the one with the least work, of the `bins` bins that have `room` for it; None if
+    a document fits none. Lengths (rows) must be in falling order; `work` are seconds. `idle` is a heap of (load, bin).
+    Bins that are too full for a document wait in `full` until the documents have become short enough.
+    """
+    room_left = [room] * bins
+    idle = [(0.0, b) for b in range(bins)]
+    full: list[tuple[int, int, float]] = []  # (−room left, bin, load)
+    heapify(idle)
+    places: list[int] = []
+    for length, seconds in zip(lengths, work, strict=True):
+        while full and -full[0][0] >= length:
+            _, b, load = heappop(full)
+            heappush(idle, (load, b))
+        while idle and room_left[idle[0][1]] < length:
+            load, b = heappop(idle)
+            heappush(full, (-room_left[b], b, load))
+        if not idle:
+            return None
+        load, b = idle[0]
+        heapreplace(idle, (load + seconds, b))
+        room_left[b] -= length
+        places.append(b)
+    return places
 
 
 @shows_options
@@ -39,22 +93,17 @@ def plan_fixed(
     Every slot runs the same number of micro-batches, a multiple of `micro_batch_multiple`, and holds at most
     `max_tokens_per_slot` rows in each, in whole multiples of `row_multiple`. `targets` is what divides the loss
     (default length − 1 a document). `hierarchical_context_parallel_sizes` count if a layer uses a2a+p2p; None: the
-    sizes that are fastest for each group.
+    sizes that are fastest for each group. `partition` is how the rows of a group are divided between its slots.
+    "zigzag": of each document equal shares from its beginning and its end, so that every slot has as much causal
+    attention. "contiguous": documents end to end, one run of rows a slot; it pays under `a2a`, which divides heads, not
+    rows; under the other types slots with the ends of long documents compute more, and a step takes longer than `cost`
+    predicts. With `heads`, the model's query heads, which the home's tp divides, a degree or first size that does not
+    divide them is an error here; without it, one of `attend` in the step. All keyword arguments are fields of
+    `PlanOptions`, which `options` takes as one value.
 
-    `partition` is how the rows of a group are divided between its slots. "zigzag": of each document equal shares from
-    its beginning and its end, so that every slot has as much causal attention. "contiguous": documents end to end, one
-    run of rows a slot; it pays under `a2a`, which divides heads, not rows, and need not reorder what arrives. Under
-    `p2p`, `all_gather` and `a2a+p2p` slots with the ends of long documents compute more, and a step takes longer than
-    `cost` predicts.
-
-    `heads` is the model's number of query heads, which the home's tp divides. With it, a degree (under `a2a`) or first
-    size (under `a2a+p2p`) that does not divide them is an error here; without it, `attend` raises that error in the
-    step. No documents give a step of dummy micro-batches; with `allow_empty=False`, an error.
-
-    All keyword arguments are fields of `PlanOptions`, which `options` takes as one value.
-
-    Raises PlanError if cp does not divide the slots, a document is longer than cp x max_tokens_per_slot, or a type
-    or number is impossible; LayoutError for a bad length.
+    No documents give a step of dummy micro-batches; with `allow_empty=False`, an error. Raises PlanError if cp does not
+    divide the slots, a document is longer than cp x max_tokens_per_slot, or a type or number is impossible; LayoutError
+    for a bad length.
     """
     request = Request.of(lengths, home, call_options(plan_fixed, options, keywords))
     packer = Packer.of(request, request.check_degree(home, cp))
@@ -64,16 +113,12 @@ def plan_fixed(
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
-    """Return the smallest degree that slots and heads allow and whose caps hold the longest document.
-
-    A cap counts in whole row multiples. If no degree does, all slots are returned: a planner then raises the error that
-    says why.
+    """Return the smallest degree that slots and heads allow and whose caps hold the longest document; all slots if none
+    does: a planner then raises the error that says why.
     """
     cap, types = options.rows, check_comm_types(options.cp_comm_type)
-    fitting_degrees = (
-        d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)
-    )
-    return next((d for d in fitting_degrees if heads_allow(d, options.heads, types, home.tp)), home.slots)
+    fits = [d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)]
+    return next((d for d in fits if heads_allow(d, options.heads, types, home.tp)), home.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +139,6 @@ class Packer:
 
     @classmethod
     def of(cls, request: Request, cp: int) -> "Packer":
-        """Sort the documents and groups of a request at degree cp, which divides its slots."""
         in_plan_order = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-in_plan_order, kind="stable")
         lengths = in_plan_order[order]
@@ -122,10 +166,8 @@ class Packer:
             yield self._assign_by_group()
 
     def seconds(self, assignment: Integers) -> float:
-        """Return the seconds of the step; sums are exactly rounded, so that all hosts prefer the same assignment.
-
-        In lockstep the slowest group of each micro-batch counts. In free mode the busiest group does, without the
-        micro-batches in which it has no documents.
+        """Return the seconds of the step, exactly rounded, so that all hosts prefer the same assignment. In lockstep
+        the slowest group of each micro-batch counts, in free mode the busiest group.
         """
         matrix, launch = self._seconds_of_places(assignment, self.inside), self.request.cost.micro_batch_seconds
         if self.request.mode == "lockstep":
@@ -133,7 +175,6 @@ class Packer:
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
     def fastest_assignment(self) -> Integers:
-        """Return the assignment of the shortest step."""
         return min(self.assignments(), key=self.seconds)
 
     def micro_batches(self, assignment: Integers) -> list[MicroBatch]:
@@ -194,13 +235,11 @@ class Packer:
     def _seconds_of_places(
         self, assignment: Integers, inside: NDArray[np.bool_] | bool, count: int | None = None
     ) -> Floats:
-        """`count` is the number of micro-batches (None: as many as the assignment has)."""
         count = count or self._count_micro_batches(assignment)
         flags = np.broadcast_to(inside, (count, len(self.inside))).reshape(-1)
         return self._bin_seconds(assignment, flags.size, flags).reshape(count, len(self.inside))
 
     def _bin_seconds(self, bins: Integers, count: int, inside: NDArray[np.bool_] | bool) -> Floats:
-        """Return the seconds of each bin (count,), 0 without documents; `inside`: whether its group is in a node."""
         rows = np.array(self.lengths, dtype=np.int64)
         tokens, squares = np.zeros((2, count), dtype=np.int64)
         np.add.at(tokens, bins, rows)

@@ -1,13 +1,29 @@
-"""The options that all planners share: one typed, frozen set for Python, the command line and the configuration."""
+"""The options that all planners share, the arguments of one call, checked (`Request`), and the plan that it returns."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypedDict, TypeVar
 
+import numpy as np
+
+from longspan.errors import PlanError, plural
+from longspan.layout import Layout, check_lengths
+from longspan.plan.check import (
+    MODES,
+    LongDocumentError,
+    check_choice,
+    check_comm_types,
+    check_count,
+    check_hierarchy,
+    check_size,
+    heads_allow,
+)
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.micro_batch import Mode, PartitionKind
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, PartitionKind, level_sizes
+from longspan.plan.plan import Plan
+from longspan.plan.step_times import GroupTable, timeline
 
 Planner = TypeVar("Planner", bound=Callable[..., Any])
 
@@ -51,7 +67,6 @@ class PlanOptions:
     """No documents give a step of dummy micro-batches; False: they are an error."""
 
     def __post_init__(self) -> None:
-        """Keep lists as tuples, so that equal options have equal hashes."""
         for name in ("cp_comm_type", "hierarchical_context_parallel_sizes"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))  # pyright: ignore[reportUnknownArgumentType]
@@ -64,11 +79,7 @@ class PlanOptions:
 
 
 class PlanKeywords(TypedDict, total=False):
-    """The fields of `PlanOptions` as keyword arguments, for type checkers and editors.
-
-    Python's typing cannot derive them from the dataclass. Without them a misspelt option would be found only when the
-    planner is called, and editors would complete none. A test compares the two.
-    """
+    """The fields of `PlanOptions` as keyword arguments, for type checkers and editors, which cannot derive them."""
 
     max_tokens_per_slot: int | None
     targets: int | None
@@ -98,7 +109,6 @@ def shows_options(planner: Planner) -> Planner:
 
 def call_options(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
     """Return the options of one call of a planner: `options`, or the defaults, with the keywords in place of fields.
-
     Raises TypeError for a keyword that the planner does not have; the message names the most similar one.
     """
     names = [*inspect.signature(planner).parameters]
@@ -108,3 +118,226 @@ def call_options(planner: Callable[..., Any], options: PlanOptions | None, keywo
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(names)}"
             raise TypeError(f"{planner.__name__}() got an unexpected keyword argument {name!r}: {hint}")
     return replace(options or PlanOptions(), **keywords)
+
+
+SAME = 1e-9  # relative; of types as fast as each other every host takes the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(PlanOptions):
+    """The documents and slots that a planner is called with, and its checked options; make it with `Request.of`."""
+
+    lengths: tuple[int, ...]
+    slots: int
+    tp: int
+    cp_comm_type: str | tuple[str, ...] = "p2p"
+    hierarchical_context_parallel_sizes: int | tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], home: Layout, options: PlanOptions) -> "Request":
+        """Make a request of a planner's arguments, checked. Raises PlanError, or LayoutError for a bad length."""
+        documents = check_lengths(lengths)
+        if not documents and not options.allow_empty:
+            raise PlanError(
+                "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
+                "step of dummy micro-batches"
+            )
+        check_size(len(documents), max(documents, default=0))
+        types, sizes = check_comm_types(options.cp_comm_type), options.hierarchical_context_parallel_sizes
+        values: dict[str, Any] = vars(options) | {
+            "cp_comm_type": types[0] if isinstance(options.cp_comm_type, str) else types,
+            "hierarchical_context_parallel_sizes": sizes if sizes is None or isinstance(sizes, int) else tuple(sizes),
+        }
+        request = cls(lengths=documents, slots=home.slots, tp=home.tp, **values)
+        request._check(home)
+        return replace(request, cost=replace(request.group_cost(), stages=home.pp))
+
+    def group_cost(self) -> Cost:
+        """Return the cost of groups of the request's type, partition and node size. `heads` of a cost are those of one
+        tensor-parallel rank; 0 means unknown. An a2a size below 1 counts as 1 here, and is refused when the degree is
+        known.
+        """
+        sizes, heads = self.hierarchical_context_parallel_sizes, (self.heads or 0) // self.tp
+        a2a_size = 1
+        if "a2a+p2p" in self.types:
+            a2a_size = 0 if sizes is None else max(1, sizes if isinstance(sizes, int) else sizes[0])
+        cost = replace(self.cost, node_size=self.node_size).under(self.types, a2a_size, heads=heads)
+        return cost.for_partition(self.partition)
+
+    def _check(self, home: Layout) -> None:
+        for name in ("node_size", "micro_batch_multiple", "row_multiple"):
+            check_count(name, getattr(self, name))
+        check_choice("mode", self.mode, MODES)
+        check_choice("partition", self.partition, PARTITIONS)
+        if self.targets is not None:
+            check_count("targets", self.targets, least=0)
+        if self.heads is not None:
+            check_count("heads", self.heads)
+        if isinstance(self.hierarchical_context_parallel_sizes, int) and "a2a+p2p" in self.types:
+            check_count("hierarchical_context_parallel_sizes", self.hierarchical_context_parallel_sizes)
+        if self.max_tokens_per_slot is not None:
+            cap = check_count("max_tokens_per_slot", self.max_tokens_per_slot)
+            if cap < self.row_multiple:
+                raise PlanError(
+                    f"max_tokens_per_slot {cap} is below row_multiple {self.row_multiple}: a slot could hold no row; "
+                    f"use at least {self.row_multiple}"
+                )
+        if self.mode == "free" and home.ep > 1:
+            raise PlanError(
+                f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
+                "layer; use mode='lockstep', or ep 1"
+            )
+        if self.mode == "free" and home.pp > 1:
+            raise PlanError(
+                f"mode is 'free' and the home has pp {home.pp}: a pipeline keeps all slots at one micro-batch; "
+                "use mode='lockstep', or pp 1"
+            )
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
+
+    def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
+        """Return the degrees from `least` to `most` that a group may have: under a2a those that divide the heads."""
+        if self.heads is None or "a2a" not in self.types:
+            return range(least, most + 1)
+        return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
+
+    def check_degree(self, home: Layout, cp: int) -> int:
+        """Return the degree. Raises PlanError if slots, heads or sizes do not allow it, or a document does not fit."""
+        check_count("cp", cp)
+        if self.slots % cp:
+            fit = [str(d) for d in range(1, self.slots + 1) if self.slots % d == 0]
+            fit_text = ", ".join(fit[:-1]) + (" or " if len(fit) > 1 else "") + fit[-1]
+            raise PlanError(
+                f"cp {cp} does not divide {plural(self.slots, 'slot')} "
+                f"({plural(len(home.ranks), 'rank')} / tp {home.tp} / pp {home.pp}); use {fit_text}"
+            )
+        sizes = self.hierarchical_context_parallel_sizes
+        if sizes is not None:
+            check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
+        check_heads(self, cp)
+        check_first_size(self)
+        self.check_longest(cp)
+        return int(cp)
+
+    def check_longest(self, cp: int, limit: str = "") -> None:
+        """Raise PlanError if the longest document does not fit cp slots; `limit` explains why cp cannot be higher."""
+        if self.rows is None or not self.lengths or max(self.lengths) <= self.rows * cp:
+            return
+        longest = max(self.lengths)
+        too_long = sum(length > self.rows * cp for length in self.lengths)
+        rows = -(-longest // (cp * self.row_multiple)) * self.row_multiple
+        multiple = f" in multiples of {self.row_multiple}" if self.row_multiple > 1 else ""
+        raise LongDocumentError(
+            f"document {self.lengths.index(longest)} has {longest} rows, more than the {self.rows * cp} that cp {cp} x "
+            f"max_tokens_per_slot {self.max_tokens_per_slot} hold{multiple} ({plural(too_long, 'such document')}); "
+            f"raise max_tokens_per_slot to {rows}, {limit or 'raise cp'}, or cut the document"
+        )
+
+    def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
+        """Return a group of these slots and documents; `pad_to` is the rows to which every document is padded (None:
+        none is).
+        """
+        lengths = tuple(self.lengths[d] for d in documents)
+        sizes = self.level_sizes(len(slots))
+        partition = self.partition if len(slots) > 1 else "zigzag"  # a single slot has the same rows either way
+        return Group(tuple(slots), tuple(documents), lengths, self.cp_comm_type, sizes, partition, pad_to)
+
+    def level_sizes(self, degree: int) -> tuple[int, int] | None:
+        """Return the two sizes of a group of this degree; None if no layer has a2a+p2p, or the options have no size."""
+        sizes = self.hierarchical_context_parallel_sizes
+        if "a2a+p2p" not in self.types or sizes is None:
+            return None
+        return level_sizes(sizes, degree)
+
+    def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
+        """Make the checked plan of these micro-batches, with its predicted time and lower bound. Dummy micro-batches
+        are added up to the next multiple, at least one where there are no documents. `max_cp` is the highest degree of
+        the plans that the bound is of (None: all slots).
+        """
+        plan = Plan(
+            slots=self.slots,
+            lengths=self.lengths,
+            micro_batches=self._complete(micro_batches),
+            targets=sum(self.lengths) - len(self.lengths) if self.targets is None else self.targets,
+            mode=self.mode,
+            max_tokens_per_slot=self.max_tokens_per_slot,
+            node_size=self.node_size,
+            row_multiple=self.row_multiple,
+            planner=planner,
+            cost=self.cost,
+        ).check()
+        return plan.reprice(self.cost, max_cp=max_cp)
+
+    def seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
+        batches = self._complete(micro_batches)
+        return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
+
+    def _complete(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+        count = max(1, len(micro_batches))
+        dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
+        return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
+
+    def _resolve_types(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Groups of a2a+p2p without sizes get the fastest ones. Where neither the options nor the cost's network, made
+        for one model, know the query heads, the groups keep "auto": `attend`, which sees the heads, chooses.
+        """
+        chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
+        if not chooses_type and ("a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None):
+            return micro_batches
+        table = GroupTable.of(micro_batches)
+        cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)
+        ways = cost.ways_of(table.degree)
+        seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
+        least_seconds = seconds.min(axis=0)
+        choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
+        typed = (tuple(self._with_type(group, ways[next(choice)]) for group in b.groups) for b in micro_batches)
+        return [MicroBatch(groups) for groups in typed]
+
+    def _with_type(self, group: Group, way: Cost) -> Group:
+        """A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it."""
+        kind = way.cp_comm_type if group.degree > 1 else "p2p"
+        types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
+        sizes = group.hierarchical_context_parallel_sizes
+        if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
+            sizes = level_sizes(way.a2a_size, group.degree)
+        return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
+
+
+def check_heads(request: Request, degree: int) -> None:
+    """Raise PlanError if `a2a` would deal the query heads of a rank to a group whose degree does not divide them.
+    Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
+    """
+    if degree in request.degrees(least=degree, most=degree):  # those that a2a allows; without a2a, or heads, all
+        return
+    fit = request.degrees(least=1, most=degree)
+    levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
+    raise PlanError(
+        f"cp_comm_type 'a2a' deals {_heads_text(request)} to the {degree} slots of a group, which do not divide them; "
+        f"use cp {_numbers_text(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
+    )
+
+
+def check_first_size(request: Request) -> None:
+    """Raise PlanError if `a2a+p2p` would deal the query heads to a first size that does not divide them."""
+    sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
+    sizes = (sizes, 1) if isinstance(sizes, int) else sizes
+    if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:
+        return
+    fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]
+    raise PlanError(
+        f"cp_comm_type 'a2a+p2p' deals {_heads_text(request)} to {sizes[0]} slots, the first of "
+        f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
+        f"{_numbers_text(fit)}, or p2p or all_gather"
+    )
+
+
+def _heads_text(request: Request) -> str:
+    shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
+    return f"{(request.heads or 0) // request.tp} query heads{shared}"
+
+
+def _numbers_text(numbers: Sequence[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

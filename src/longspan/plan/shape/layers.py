@@ -1,11 +1,101 @@
-"""The layers of a model: which attend, mix rows by a recurrence or a convolution, and visit an MLP or experts; and the
-weights that multiply a row in attention, an MLP or experts. Those of state-space layers are in `mixer_shape.py`.
+"""The layers of a model by its configuration: which attend, mix rows by a recurrence, and visit an MLP or experts; the
+weights that multiply a row in each; and the sizes of state-space layers.
+
+Mamba 1, whose recurrence has a decay for each channel and state, is not priced.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from longspan.plan.shape.config_reader import ConfigReader
+from longspan.errors import PlanError
+from longspan.files import read_json
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_IN_FILES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of GPT-2
+_WIDTHS = {"gpt2": "n_inner", "gpt_bigcode": "n_inner", "opt": "ffn_dim"}  # of MLPs; null: four times the hidden size
+
+
+class ConfigReader:
+    """Reads a transformers configuration, of the language model of one that also sees or hears.
+
+    >>> ConfigReader.of({"text_config": {"hidden_size": 64}}).count("hidden_size")
+    64
+    """
+
+    def __init__(self, config: Any, where: str) -> None:
+        self.where: str = where
+        self._config = config
+
+    @classmethod
+    def of(cls, config: Any) -> "ConfigReader":
+        """Read the language model's configuration in an object, a dict, a config.json or its folder."""
+        read = cls.read_whole(config)
+        text = read.value("text_config")
+        return read if text is None else cls(text, f"text_config of {read.where}")
+
+    @classmethod
+    def read_whole(cls, config: Any) -> "ConfigReader":
+        """Read a whole model's configuration, which may have those of a text model and of encoders as sections."""
+        if not isinstance(config, (str, Path)):
+            return cls(config, type(config).__name__)
+        path = Path(config)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            values = read_json(file)
+        except (OSError, ValueError) as error:
+            fault = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
+            raise PlanError(f"cannot read a model's configuration from {file}: {fault}") from error
+        if not isinstance(values, dict):
+            raise PlanError(f"{file} holds no model's configuration: it is not an object")
+        return cls(values, str(file))
+
+    @property
+    def family(self) -> str:
+        return str(self.value("model_type") or "")
+
+    def value(self, *names: str) -> Any:
+        """Return the first of these attributes that is set, perhaps by its family's name; None if none is."""
+        for name in (*names, *(_IN_FILES[name] for name in names if name in _IN_FILES)):
+            config = self._config
+            value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
+            if value is not None:
+                return value
+        if "intermediate_size" in names and self.family in _WIDTHS:
+            return self.value(_WIDTHS[self.family]) or 4 * self.count("hidden_size")
+        return None
+
+    def count(self, *names: str) -> int:
+        """Return the first of these attributes that is set, as a count; 0 if none is. Raises PlanError for no count."""
+        value = self.value(*names)
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            name, text = next(name for name in names if self.value(name) is not None), repr(value)
+            raise PlanError(f"{name} of {self.where} is {text[:40]}{'…' * (len(text) > 40)}; it must be a count")
+        return value
+
+    def section(self, name: str) -> "ConfigReader":
+        return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
+
+    def experts(self) -> tuple[str, int]:
+        """Return the attribute that counts a layer's experts, and its count; "" and 0 without experts."""
+        return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
+
+    def check_counts(self, *names: str, one_of: Sequence[str] = ()) -> None:
+        """Raise PlanError if one of these counts is missing or 0, or if all of `one_of` are."""
+        missing = [name for name in names if not self.count(name)]
+        if one_of and not any(self.count(name) for name in one_of):
+            missing.append(" or ".join(one_of))
+        if missing:
+            raise PlanError(f"{self.where} has no {', no '.join(missing)}; the cost of a model needs them")
+
+    def require_count(self, *names: str) -> int:
+        """Return a count under the first of these names that is set. Raises PlanError if none is."""
+        self.check_counts(one_of=names)
+        return self.count(*names)
+
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 MIXING = ("linear_attention", "conv")
@@ -25,10 +115,9 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """Return the layers of a configuration, in order. `model_shape.py` decides which types are priced.
-
-    A layer beyond the end of the list of types attends to all rows. Without a list all layers attend, inside the window
-    if there is one.
+    """Return the layers of a configuration, in order; `model_shape.py` decides which types are priced. A layer beyond
+    the end of the list of types attends to all rows. Without a list all layers attend, inside the window if there is
+    one.
     """
     types = layer_types(read)
     count = read.count("num_hidden_layers") or len(types)
@@ -66,7 +155,6 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
 
 def depth_kinds(read: ConfigReader) -> tuple[LayerKind, ...]:
-    """Return the layers of a depth of multi-token prediction: those that the configuration names, else the last one."""
     types = depth_types(read, layer_types(read))
     return tuple(_layer_kind(read, 0, kind, True) for kind in types) or layer_kinds(read)[-1:]
 
@@ -89,7 +177,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
 
 
 def _infer_types(read: ConfigReader, layers: int) -> list[str]:
-    """Infer the types of a configuration that names none; empty if no attribute is one of mixers: all layers attend."""
+    """Of a configuration that names no types; empty if no attribute is one of mixers: all layers attend."""
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
     if (full := linear.value("full_attn_layers")) is not None:
@@ -182,7 +270,6 @@ def has_latent_attention(read: ConfigReader) -> bool:
 
 
 def attention_weights(read: ConfigReader) -> Weights:
-    """Count the weights of the projections of one layer that attends."""
     hidden = read.count("hidden_size")
     if has_latent_attention(read):
         return _latent_weights(read, hidden)
@@ -205,11 +292,9 @@ def _shared_block_weights(read: ConfigReader, hidden: int, query: int, key: int)
 
 
 def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
-    """Count the weights of one layer's MLP (gate, up, down), or of its router and experts; none if `kind` is "".
-
-    Of experts those count that a token visits, with a shared expert; the weights of the others are returned as
-    `unvisited`. A gate of the shared expert counts as one more column of the router. Experts that read a narrower row
-    (Nemotron-H) have a projection to it and back.
+    """Count the weights of one layer's MLP (gate, up, down), or of its router and experts; none if `kind` is "". Of
+    experts those count that a token visits, with a shared expert, whose gate is one more column of the router; those of
+    the others are `unvisited`. Experts that read a narrower row (Nemotron-H) have a projection to it and back.
     """
     hidden = read.count("hidden_size")
     products = 2 if read.value("mlp_hidden_act") is not None or read.family in _WITHOUT_GATE else 3
@@ -262,3 +347,148 @@ def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
     keys = hidden * (rank + read.count("qk_rope_head_dim"))
     keys += rank * heads * (read.count("qk_nope_head_dim") + value)
     return Weights(queries + keys + heads * value * hidden, heads * value * hidden)
+
+
+CHUNK = 64  # rows of a chunk of the scan, by which its products are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerShape:
+    """One state-space layer: what a row costs in it, and what its state weighs.
+
+    >>> shape = MixerShape(kind="gated delta net", weights=1000, heads=32, key_size=128, value_size=128, delta=True)
+    >>> shape.scan_flops
+    3145728
+
+    `weights` multiply each row (projections, and the convolution's `channels` x `width`), those of the `last` product
+    among them. The state is `heads` matrices of `key_size` x `value_size`, none of a short convolution; under a delta
+    rule (`delta`) a run of rows moves it by a matrix a head, else by a number. FLOPs are of a row.
+    """
+
+    kind: str
+    weights: int
+    last: int = 0
+    heads: int = 0
+    key_size: int = 0
+    value_size: int = 0
+    delta: bool = False
+    channels: int = 0
+    width: int = 1
+
+    @property
+    def state(self) -> int:
+        return self.heads * self.key_size * self.value_size
+
+    @property
+    def scan_flops(self) -> int:
+        """Forward FLOPs by the recurrence: the products kᵀ S (only of a delta rule), k vᵀ and qᵀ S."""
+        return (6 if self.delta else 4) * self.state
+
+    @property
+    def chunked_flops(self) -> int:
+        """Forward FLOPs in chunks, as kernels compute it: also products inside the chunk."""
+        inside_chunk = 6 * self.key_size + 4 * self.value_size if self.delta else 2 * (self.key_size + self.value_size)
+        return self.scan_flops + self.heads * CHUNK * inside_chunk
+
+    @property
+    def summary_flops(self) -> int:
+        """FLOPs of a run's summary, forward (its final state from an empty one, and what it does to a state before it)
+        and backward (the gradient of that state). Under a delta rule the state and the matrix are two products each.
+        """
+        forward = 4 * self.heads * self.key_size * (self.key_size + self.value_size) if self.delta else 2 * self.state
+        return forward + (4 if self.delta else 2) * self.state
+
+
+def mixer_kind(read: ConfigReader) -> str:
+    """The kind of a configuration's state-space layers, by the names of their sizes; "" without such layers, and for
+    Mamba 1.
+    """
+    if read.count("linear_num_value_heads"):
+        return "gated delta net"
+    if read.section("linear_attn_config").count("num_heads") or read.count("linear_num_heads"):
+        return "Kimi delta attention"
+    if read.count("conv_L_cache"):
+        return "short convolution"
+    return "Mamba 2" if _mamba2_heads(read) else ""
+
+
+def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
+    """Read the state-space layer of a configuration; None if none is priced. Raises PlanError for missing sizes."""
+    if not (kind := mixer_kind(read)):
+        return None
+    hidden = read.require_count("hidden_size")
+    readers = {"gated delta net": _gated_delta_net, "Kimi delta attention": _kimi, "Mamba 2": _mamba2}
+    if kind in readers:
+        return readers[kind](read, hidden)
+    width = read.count("conv_L_cache")
+    weights, last = 4 * hidden * hidden + hidden * width, hidden * hidden
+    return MixerShape(kind=kind, weights=weights, last=last, channels=hidden, width=width)
+
+
+def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
+    names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
+    read.check_counts(*names)
+    key_heads, key_size, value_size, width = (read.count(name) for name in names)
+    heads = read.count("linear_num_value_heads")
+    keys, values = key_heads * key_size, heads * value_size
+    channels = 2 * keys + values
+    return MixerShape(
+        kind="gated delta net",
+        weights=hidden * (2 * keys + 3 * values + 2 * heads) + channels * width,  # q k; v, gate, out; beta and decay
+        last=hidden * values,
+        heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+        delta=True,
+        channels=channels,
+        width=width,
+    )
+
+
+def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
+    linear = read.section("linear_attn_config")  # as it is published
+    heads = linear.count("num_heads") or read.count("linear_num_heads")
+    size = linear.count("head_dim") or read.require_count("linear_head_dim")
+    width = linear.count("short_conv_kernel_size") or read.require_count("linear_conv_kernel_dim")
+    inner = heads * size
+    gates = 2 * size * (hidden + inner)  # decay (for each number of a key) and output gate, each of two narrow products
+    return MixerShape(
+        kind="Kimi delta attention",
+        weights=hidden * (4 * inner + heads) + gates + 3 * inner * width,  # q k v out, and beta of a head
+        last=hidden * inner,
+        heads=heads,
+        key_size=size,
+        value_size=size,
+        delta=True,
+        channels=3 * inner,
+        width=width,
+    )
+
+
+def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
+    heads = _mamba2_heads(read)
+    states = read.require_count("mamba_d_state", "ssm_state_size", "state_size")
+    groups = read.require_count("mamba_n_groups", "n_groups", "mamba_ngroups")
+    width = read.require_count("mamba_d_conv", "conv_kernel")
+    size = read.value("mamba_d_head", "mamba_head_dim", "mamba_headdim", "head_dim")
+    if isinstance(size, int):  # it may be "auto"
+        inner = heads * size
+    else:
+        inner = read.count("mamba_d_ssm") or read.require_count("mamba_expand", "expand") * hidden
+    channels = inner + 2 * groups * states
+    return MixerShape(
+        kind="Mamba 2",
+        weights=hidden * (inner + channels + heads) + channels * width + inner * hidden,  # gate, x B C, dt; out
+        last=inner * hidden,
+        heads=heads,
+        key_size=states,
+        value_size=inner // heads,
+        channels=channels,
+        width=width,
+    )
+
+
+def _mamba2_heads(read: ConfigReader) -> int:
+    """Return the heads of a Mamba 2 layer; 0 for Mamba 1, for which the first Zamba, without groups, has a key too."""
+    heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
+    return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))

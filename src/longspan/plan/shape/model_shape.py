@@ -1,17 +1,20 @@
-"""The work of a model per token, from its configuration: weights that multiply, widths of queries and keys.
+"""The work of a model per token, from its configuration, and the model FLOPs of a step: the two sides of MFU.
 
-Mamba 1 and latent attention (but Kimi's) are not priced.
+FLOPs are counted as in PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B), but attention as it
+is masked, and a state-space layer by its recurrence. Mamba 1 and latent attention (but Kimi's) are not priced.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from longspan.errors import PlanError
-from longspan.plan.shape.config_reader import ConfigReader
 from longspan.plan.shape.layers import (
     ATTENTION,
     MIXING,
+    ConfigReader,
     LayerKind,
+    MixerShape,
     Weights,
     attention_weights,
     attention_widths,
@@ -21,10 +24,11 @@ from longspan.plan.shape.layers import (
     key_value_heads,
     layer_kinds,
     layer_types,
+    mixer_kind,
+    read_mixer_shape,
     sliding_window,
     visited_experts,
 )
-from longspan.plan.shape.mixer_shape import MixerShape, mixer_kind, read_mixer_shape
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
@@ -83,7 +87,6 @@ class ModelShape:
     logits: int = 0
 
     def __post_init__(self) -> None:
-        """Set `decoder_layers` to the layers that attend, if it is 0."""
         object.__setattr__(self, "decoder_layers", self.decoder_layers or self.layers)
 
     @classmethod
@@ -132,7 +135,7 @@ class ModelShape:
 
 
 def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None) -> Weights:
-    """Count the weights of a whole layer; the last product is that of its MLP, or else mixer, or else attention."""
+    """The last product of a layer is that of its MLP, or else mixer, or else attention."""
     parts = [attention_weights(read)] if kind.attention else []
     parts += [Weights(mixer.weights, mixer.last)] if kind.mixes and mixer else []
     parts += [feed_forward_weights(read, kind.feeds)] if kind.feeds else []
@@ -141,10 +144,9 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 
 
 def _read_mixer(read: ConfigReader) -> MixerShape | None:
-    """Read the state-space layer of a configuration, None without one, and check that all its layers can be priced.
-
-    Counts of attention and of MLPs are needed if some layer has such a part, or if the configuration names no layers.
-    Latent attention is priced only in a model with a mixer, as Kimi's are, and with the size of a value head.
+    """None without a mixer; checks that all layers can be priced. Counts of attention and of MLPs are needed if some
+    layer has such a part, or if the configuration names no layers. Latent attention is priced only in a model with a
+    mixer, as Kimi's are, and with the size of a value head.
     """
     mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
@@ -219,5 +221,63 @@ def read_experts(config: Any) -> ExpertCounts:
 
 
 def no_experts_text(ep: int, model: str) -> str:
-    """Say that `ep` slots cannot share the experts of a model that has none; `model` is the name of its class."""
     return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1"
+
+
+# TFLOP/s of dense matrix products by the vendor's data sheets, without sparsity. The first name counts whose words are
+# all in the device's. tensorfloat32 is what torch computes float32 products in, if that is allowed.
+PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bfloat16": 2250.0, "tensorfloat32": 1100.0}),
+    ("H200 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
+    ("H200", {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}),
+    ("H100 NVL", {"bfloat16": 835.0, "tensorfloat32": 417.0, "float32": 60.0}),
+    ("H100 PCIe", {"bfloat16": 756.0, "tensorfloat32": 378.0, "float32": 51.0}),
+    ("H100", {"bfloat16": 989.0, "tensorfloat32": 494.0, "float32": 67.0}),
+    ("A100", {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}),
+    ("L40S", {"bfloat16": 362.0, "tensorfloat32": 183.0, "float32": 91.6}),
+)
+
+
+def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = False) -> int:
+    """Count the FLOPs of forward and backward for documents of these lengths, by the convention above.
+
+    `frozen` weights, under adapters, have no gradients of their own: 4 FLOPs in place of 6. Adapters do not count.
+
+    >>> shape = ModelShape(layers=2, weights=1000, query_width=64, key_width=32)
+    >>> model_flops(shape, [10, 20])
+    587040
+
+    Attention has two products, of queries and keys and of weights and values. Each takes 2 FLOPs for each visible pair
+    and number of the query width, and backward twice that: 12 x query width x pairs. A state-space layer takes 3 times
+    its `MixerShape.scan_flops` for each row. Rows of an image that see its later ones are not counted: less than 1 %.
+    """
+    pairs = sum(_window_pairs(length, length) for length in lengths)
+    in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
+    in_chunks = 0
+    for length in lengths if shape.chunk_layers else ():
+        chunks, last_rows = divmod(length, shape.chunk)
+        in_chunks += chunks * _window_pairs(shape.chunk, shape.chunk) + _window_pairs(last_rows, last_rows)
+    pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
+    pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
+    scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
+    row_flops = (4 if frozen else 6) * shape.weights + scans
+    return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers
+
+
+def _window_pairs(length: int, window: int) -> int:
+    seen = min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def peak_tflops(device: str, dtype: str) -> float | None:
+    """Return what a device does at most in this dtype, in 1e12 FLOP/s; None if `PEAK_TFLOPS` lacks device or dtype.
+
+    float16 is as fast as bfloat16 on all devices of the table.
+
+    >>> peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16")
+    989.0
+    """
+    for name, peaks in PEAK_TFLOPS:
+        if all(word in device for word in name.split()):
+            return peaks.get("bfloat16" if dtype == "float16" else dtype)
+    return None

@@ -18,7 +18,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings, Plan, PlanOptions
 from longspan.plan.cost.machine import CostSettings, Machine, read_machine
 from longspan.plan.memory.settings import MOMENTS
-from longspan.plan.planners.request import Request
+from longspan.plan.planners.options import Request
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from longspan.doctor.stock import whole_float64
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.schedules import PipelineSettings
 from longspan.model.pipeline.stages import shared_parameters, stage_models
-from longspan.plan.memory.parameters import stage_layers
+from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from tests.model.stock import texts

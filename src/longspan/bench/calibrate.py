@@ -1,36 +1,155 @@
-"""What each rank times for `bench calibrate`: steps, the host's launches, attention, memory, messages.
+"""`longspan bench calibrate`: measures this machine and its network, and fits the Machine that prices plans.
 
-Steps are those of a model whose parameters are not sharded, so that they contain no messages. Hosts are those of the
-launcher, and all are timed at once.
+Timed are steps of a model without sharded parameters, the host's launches, attention, memory and messages; fitted are
+five lines of non-negative least squares of relative errors.
 """
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import partial
-from typing import NamedTuple
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from longspan.attention import attend
-from longspan.bench.calibrate.fit import Sample
-from longspan.bench.layers import change_layer_count
+from longspan.bench.benches import BenchFlags, change_layer_count
 from longspan.bench.timing import time_run
+from longspan.cli.flags import parse_flags, write_text
+from longspan.cli.machine import machine_facts, machine_text
+from longspan.cli.processes import is_reporting, run_on_ranks
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
+from longspan.errors import ConfigError, plural
 from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.model.presets import preset_config
 from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_whole
-from longspan.plan import Plan, plan_fixed
-from longspan.plan.cost.links import Level
+from longspan.plain_text import text_table
+from longspan.plan import Machine, Plan, plan_fixed
+from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
+from longspan.plan.cost.machine import LAYER_BYTES, find_device
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.train import run_step
 from longspan.train.plans.resolve import device_name
+from longspan.versions import versions
+
+Floats = NDArray[np.float64]
+Part = Literal["attention", "memory", "step", "host", "link"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measurement: how often each thing that has a price counts in it, and its seconds; messages have a kind."""
+
+    part: Part
+    name: str
+    seconds: float = 0.0
+    counts: Mapping[str, float] = field(default_factory=dict[str, float])
+    level: Level = "inside"
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A machine, and the measured and fitted seconds of each sample."""
+
+    machine: Machine
+    samples: tuple[Sample, ...]
+    fitted_seconds: tuple[float, ...]
+
+    @property
+    def mean_error(self) -> float:
+        pairs = zip(self.fitted_seconds, self.samples, strict=True)
+        return float(np.mean([abs(seconds / sample.seconds - 1) for seconds, sample in pairs]))
+
+
+def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False) -> Calibration:
+    """Fit the machine under which the samples' relative errors are least, in squares, over `base`. Figures that no
+    sample decides are those of `base`, and their names stand in `assumed_parts`; if the device is not `known`, the rate
+    of experts is scaled by how much faster its products are.
+    """
+    parts = {sample.part: [s for s in samples if s.part == sample.part] for sample in samples}
+    figures: dict[str, Any] = {}
+    fitted: dict[str, float] = {}
+
+    def line(part: Part, *names: str, rows: Sequence[Sample] | None = None) -> dict[str, float]:
+        """The seconds of one of each of these counts; notes what the samples of the part should take."""
+        rows = parts.get(part, []) if rows is None else rows
+        counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
+        columns = np.array(counts).reshape(-1, len(names))
+        seconds = np.array([sample.seconds for sample in rows])
+        solution = least_squares(columns, seconds, seconds)
+        fitted.update(zip((sample.name for sample in rows), (columns @ solution).tolist(), strict=True))
+        return {name: value for name, value in zip(names, solution, strict=True) if value}
+
+    attention = line("attention", "flops", "flops a row", "calls")
+    if flop := attention.get("flops"):
+        figures |= {"attention_flops_per_second": 1 / flop, "half_speed_rows": attention.get("flops a row", 0.0) / flop}
+    if byte := line("memory", "bytes", "calls").get("bytes"):
+        figures["memory_bytes_per_second"] = 1 / byte
+    machine = replace(base, **figures)
+    others = list[tuple[Sample, float]]()  # what of a step is attention and passes over memory, half of it at most
+    for s in parts.get("step", []):
+        attended = s.counts["attention flops"] + machine.half_speed_rows * s.counts["attention flops a row"]
+        other = attended / machine.attention_flops_per_second
+        other += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
+        others.append((s, min(other, s.seconds / 2)))
+    products = [replace(s, seconds=s.seconds - other) for s, other in others]
+    steps = line("step", "flops", "micro-batches", "steps", rows=products)
+    fitted |= {s.name: fitted[s.name] + other for s, other in others}
+    if flop := steps.get("flops"):
+        figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
+    if host := line("host", "layers", "groups", "documents", "steps"):
+        figures |= {f"{name}_seconds": host.get(f"{name}s", 0.0) for name in ("layer", "group", "document")}
+    for level in LEVELS:
+        wires: dict[str, Wire] = {}
+        for kind in KINDS:
+            rows = [s for s in parts.get("link", []) if (s.level, s.kind) == (level, kind)]
+            if rows:
+                message, longest = line("link", "bytes", "messages", rows=rows), max(s.counts["bytes"] for s in rows)
+                latency = message.get("messages", 0.0)
+                # Where the latency hides all bytes, the longest message takes a tenth more.
+                wires[kind] = Wire(latency, 1 / message["bytes"] if "bytes" in message else 10 * longest / latency)
+        if len(wires) == len(KINDS):
+            figures[level] = Link(**wires)
+    if not known and "product_flops_per_second" in figures:
+        ratio = figures["product_flops_per_second"] / base.product_flops_per_second
+        figures["expert_flops_per_second"] = base.expert_flops_per_second * ratio
+    assumed = tuple(n for n in [*base.rates(), *LEVELS] if n not in figures or n == "expert_flops_per_second")
+    machine = replace(base, **figures, assumed=False, assumed_parts=assumed)
+    return Calibration(machine, tuple(samples), tuple(fitted[sample.name] for sample in samples))
+
+
+def least_squares(columns: Floats, values: Floats, weights: Floats) -> list[float]:
+    """Solve for the x >= 0 with the least sum of squares of (columns @ x − values) / weights; columns (samples, n),
+    values and weights (samples,). Exact: the solution is the plain one on the columns that it uses, and n is small
+    enough to try every choice of columns.
+    """
+    n = columns.shape[1]
+    a, b = columns / weights[:, None], values / weights
+    best_squares, solution = float(b @ b), np.zeros(n)
+    for use in map(list, chain.from_iterable(combinations(range(n), k) for k in range(1, n + 1))):
+        scale = np.linalg.norm(a[:, use], axis=0)
+        if not scale.all():
+            continue  # a constant that no sample contains
+        x = np.linalg.lstsq(a[:, use] / scale, b, rcond=None)[0] / scale
+        residual = a[:, use] @ x - b
+        # Fewer columns, which come first, win unless more of them are better beyond rounding.
+        if (x >= 0).all() and float(residual @ residual) < best_squares * (1 - 1e-12):
+            best_squares, solution = float(residual @ residual), np.zeros(n)
+            solution[use] = x
+    return solution.tolist()
+
 
 VOCABULARY, LAYERS = 2048, 2
 MOST_SECONDS = 200.0  # after which no round begins
@@ -70,7 +189,6 @@ class CalibrationSettings:
 
     @property
     def sizes(self) -> Sizes:
-        """Return what is timed on these devices."""
         return SIZES["cuda" if self.backend == "nccl" else "cpu"]
 
 
@@ -91,7 +209,6 @@ class Trial(NamedTuple):
     turns: int = 1
 
     def repeat(self) -> None:
-        """Run as often as it is timed in a row."""
         for _ in range(self.turns):
             self.run()
 
@@ -105,8 +222,6 @@ def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
 
 
 class _Bench:
-    """The trials of a world, by what they time, and the model whose steps are timed first."""
-
     def __init__(self, settings: CalibrationSettings, world: World) -> None:
         self.began = time.perf_counter()
         self.settings, self.world, self.device = settings, world, world.device.type
@@ -133,9 +248,8 @@ class _Bench:
         return samples
 
     def _time_trials(self, trials: list[Trial], label: str) -> list[Sample]:
-        """Return the samples of trials, with the slowest rank's seconds in the median of rounds.
-
-        Every round has all trials, so that what disturbs the machine for a while disturbs no sample in most rounds.
+        """The slowest rank's seconds in the median of rounds. Every round has all trials, so that what disturbs the
+        machine for a while disturbs no sample in most rounds.
         """
         times: list[list[float]] = []
         warmup, repeats = self.settings.warmup, self.settings.repeats
@@ -151,7 +265,7 @@ class _Bench:
         return [replace(t.sample, seconds=max(s, 1e-9)) for t, s in zip(trials, seconds, strict=True)]
 
     def _step_trials(self) -> Iterator[Trial]:
-        """Yield steps of the model over rising numbers of tokens and of micro-batches, of short documents."""
+        """Rising numbers of tokens and of micro-batches, of short documents."""
         tokens, length, shape = self.sizes.tokens, self.sizes.document, self.shape
         for some, count in [*((n, 1) for n in tokens), (tokens[0], 2), (tokens[0], 4)]:
             per_slot, rows = some // length, some * count
@@ -171,7 +285,7 @@ class _Bench:
             yield Trial(sample, self._step_call(self._plan_step(length, per_slot, count)))
 
     def _host_trials(self) -> Iterator[Trial]:
-        """Yield steps of so few rows that the host decides their time: of micro-batches, documents and groups."""
+        """So few rows that the host decides the time."""
         for name, batches, documents, groups in (
             ("a document", 1, 1, 1),
             (f"{MANY} micro-batches", MANY, 1, 1),
@@ -208,9 +322,8 @@ class _Bench:
         return run
 
     def _attention_trials(self) -> Iterator[Trial]:
-        """Yield attention over as many rows as the longest document has, and the second longest, cut into documents.
-
-        Two numbers of rows tell a call's own seconds from those of its rows.
+        """Over as many rows as the longest document has, and the second longest, cut into documents: two numbers of
+        rows tell a call's own seconds from those of its rows.
         """
         lengths = self.sizes.lengths
         pieces = [*((n, lengths[-1]) for n in lengths), *((n, lengths[-2]) for n in lengths[:-1])]
@@ -234,9 +347,8 @@ class _Bench:
             yield Trial(Sample(part="attention", name=name, counts=counts), call)
 
     def _flops(self, squares: float) -> float:
-        """Count the FLOPs of one layer's attention by the sum of squared lengths, half of which are causal pairs.
-
-        Forward has two products of 2 FLOPs for each feature and pair, backward five.
+        """Of one layer's attention by the sum of squared lengths, half of which are causal pairs. Forward has two
+        products of 2 FLOPs for each feature and pair, backward five.
         """
         return 7 * self.shape.query_width * squares
 
@@ -247,10 +359,9 @@ class _Bench:
             yield Trial(Sample(part="memory", name=name, counts=counts), lambda x=x: x.mul_(2.0), turns=4)
 
     def _message_trials(self) -> Iterator[Trial]:
-        """Yield exchanges, gathers and messages from slot to slot: between the slots of a host, and between hosts.
-
-        Sizes are the bytes that a slot sends or receives itself; of a gather between hosts its share of what arrives at
-        its host. In `point` each slot sends to the next of its host, or to the slot at its place in the next host.
+        """Between the slots of a host, and between hosts. Sizes are the bytes that a slot sends or receives itself; of
+        a gather between hosts its share of what arrives at its host. In `point` each slot sends to the next of its
+        host, or to the slot at its place in the next host.
         """
         world, size = self.world, self.world.node_size
         slots, place = world.home.slots, world.slot % size
@@ -280,7 +391,7 @@ class _Bench:
             yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
     def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Return a call that sends `block` bytes to each partner but this slot; other members send none."""
+        """Sends `block` bytes to each partner but this slot; other members send none."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._bytes(sum(rows))
@@ -300,6 +411,111 @@ class _Bench:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 
+CPU_RANKS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateFlags(BenchFlags):
+    """Measure what this machine and its network sustain, and write it to a file: a Machine, which prices any model.
+
+    Runs one process for each GPU of this machine, or torchrun's on any number of hosts, or --world local processes; all
+    of them work at the same time. Measured are steps of a model with random weights, what the host takes to launch a
+    layer, a group and a document, attention by the length of documents, passes over memory, and messages of each kind
+    inside a host and between hosts. Which ranks share a host is what the launcher says. The file is for run.machine of
+    a run and --machine of longspan plan; a run on another device, or on hosts of another size, refuses it.
+    """
+
+    warmup: int = 1
+    """Rounds through all measurements before the timed ones."""
+    repeats: int = 5
+    """Timed rounds; each takes as long as the slowest rank, and the median counts."""
+    out: str = "machine.json"
+    """File for the machine."""
+    json: bool = False
+    """Print machine, measurements and errors as JSON, and nothing else, on standard output."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the bench; returns the exit code."""
+    flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
+    ranks, backend = flags.processes(CPU_RANKS)
+    settings = make_calibration_settings(flags, ranks, backend)
+    measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
+    if is_reporting():
+        calibration = fit_machine(measured, settings)
+        write_text(flags.out, json.dumps(calibration.machine.to_json(), indent=1) + "\n")
+        record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
+        print(json.dumps(record, indent=1) if flags.json else calibration_text(record))
+        print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
+    return 0
+
+
 def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, shard: SequenceShard) -> None:
     q, k, v = inputs
     torch.autograd.grad(attend(q, k, v, shard), inputs, gradient)
+
+
+def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
+    flags.check_flags()
+    if not Path(flags.out).absolute().parent.is_dir():
+        raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
+    return CalibrationSettings(flags.warmup, flags.repeats, ranks, backend, flags.timeout_seconds)
+
+
+def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
+    """Fit a machine to the samples. Figures that were not measured are those known of this device; for an unknown one
+    those of an H200 on GPUs, and orders of magnitude on CPUs.
+    """
+    known = find_device(measured.device)
+    base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
+    base = replace(
+        base,
+        device=measured.device,
+        node_size=measured.node_size,
+        source=f"the model on {measured.device}, as measured",
+        world=settings.ranks,
+        date=date.today().isoformat(),
+    )
+    return fit_samples(measured.samples, base, known=known is not None)
+
+
+def make_record(
+    calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "bench": "calibrate",
+        "model": settings.sizes.preset,
+        "layers": LAYERS,
+        "dtype": settings.sizes.dtype,
+        **{name: getattr(settings, name) for name in ("ranks", "backend", "repeats")},
+        "command": " ".join(command),
+        "machine": machine_facts(),
+        "versions": versions(),
+        "node_size": measured.node_size,
+        "seconds": measured.seconds,
+        "measured": calibration.machine.to_json(),
+        "mean_error": calibration.mean_error,
+        "samples": [
+            {"what": sample.name, "part": sample.part, "measured_seconds": sample.seconds, "fitted_seconds": seconds}
+            for sample, seconds in zip(calibration.samples, calibration.fitted_seconds, strict=True)
+        ],
+    }
+
+
+def calibration_text(record: dict[str, Any]) -> str:
+    head = (
+        f"{record['model']} ({record['layers']} layers) in {record['dtype']} on {plural(record['ranks'], 'rank')} "
+        f"({record['backend']}), hosts of {record['node_size']} as the launcher counts them, "
+        f"{machine_text(record['machine'])}"
+    )
+    names = ("measured_seconds", "fitted_seconds")
+    rows = [(row["what"], *(f"{1e3 * row[name]:.3f}" for name in names)) for row in record["samples"]]
+    machine = Machine.from_json(record["measured"])
+    figures = [(name, f"{value:.4g}") for name, value in machine.rates().items()]
+    for level in LEVELS:
+        for kind, wire in getattr(machine, level).wires().items():
+            figures.append((f"{level} {kind}", f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"))
+    marked = [(*row, "assumed" * (row[0].split()[0] in machine.assumed_parts)) for row in figures]
+    error = f"mean error of the fit {100 * record['mean_error']:.1f} %, measured in {record['seconds']:.0f} s"
+    tables = text_table(("what", "measured ms", "fitted ms"), rows), text_table(("figure", "value", ""), marked)
+    return "\n\n".join([head, *tables, error])

@@ -1,1 +1,0 @@
-"""`longspan bench calibrate`: the constants of a Cost for a model on this machine."""

@@ -1,1 +1,0 @@
-"""Flags, tables and files of `longspan eval`."""
