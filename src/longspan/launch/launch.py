@@ -210,8 +210,8 @@ class LocalRanks:
     def _rank_to_blame(self) -> LocalRank:
         """One whose process died; else one with an error of its own; else one that only saw another rank's failure."""
         died = [rank for rank in self.failed if rank.death]
-        own = [rank for rank in self.failed if rank.answer is not None and not rank.answer.consequence]
-        return [*died, *own, *self.failed][0]
+        raised = [rank for rank in self.failed if rank.answer is not None and not rank.answer.consequence]
+        return [*died, *raised, *self.failed][0]
 
     def was_ended_by(self, signals: Sequence[int]) -> bool:
         if not signals or not self.failed:
