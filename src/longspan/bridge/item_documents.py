@@ -105,15 +105,13 @@ def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
 
     Of a document with labels they are read at placeholders only: `targets` is the number of labels beyond position 0.
     """
-    return tuple(_count_targets(documents[document], document, items) for document in range(len(items.lengths)))
-
-
-def _count_targets(document: Any, number: int, items: ItemTable) -> int:
-    if not (hasattr(document, "labels") and hasattr(document, "targets")):
-        return items.targets[number]
-    placeholders = items.placeholders(number)
-    labels = np.asarray(document.labels(placeholders[placeholders > 0]))
-    return int(document.targets) - int((labels != NO_TARGET).sum())
+    targets = list(items.targets)
+    for number in range(len(items.lengths)):
+        document, placeholders = documents[number], items.placeholders(number)
+        if hasattr(document, "labels") and hasattr(document, "targets"):
+            labels = np.asarray(document.labels(placeholders[placeholders > 0]))
+            targets[number] = int(document.targets) - int((labels != NO_TARGET).sum())
+    return tuple(targets)
 
 
 def find_item_table(documents: Any, lengths: Sequence[int]) -> ItemTable | None:

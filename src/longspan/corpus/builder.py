@@ -11,10 +11,11 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -197,11 +198,10 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     folder.mkdir(parents=True)
     progress = _Progress(recipe, log)
     with _Writer(folder, recipe) as writer:
-        batches = progress.announce_long_rows(_batch_rows(recipe))
-        for batch, encoded in encode_batches(recipe.encoder, batches, recipe.processes):
+        for batch, encoded in encode_batches(recipe.encoder, _batch_rows(recipe, log), recipe.processes):
             writer.write_rows(encoded)
             progress.log_batch(batch, writer)
-        progress.log_total(writer)
+        log(progress.line(writer, progress.ends[-1]))
     manifest = writer.finish_manifest()
     _check_unchanged(recipe)
     if not manifest.documents:
@@ -303,53 +303,40 @@ class _Progress:
     """Logs the progress of a build every few seconds."""
 
     def __init__(self, recipe: Recipe, log: LogLine) -> None:
-        self._log, self._file_bytes = log, [source.bytes for source in recipe.sources]
-        self._total_bytes = sum(self._file_bytes)
-        self._file, self._bytes_before = 0, 0  # the number of the file that is read, and the bytes of all files before
+        self._log = log
+        self.ends: list[int] = [*accumulate((source.bytes for source in recipe.sources), initial=0)]  # of files
         self._start_time = self._last_log_time = time.monotonic()
 
-    def announce_long_rows(self, batches: Iterable[list[FileChunk]]) -> Iterator[list[FileChunk]]:
-        for batch in batches:
-            longest_chunk = max((piece.chunk for piece in batch), key=lambda chunk: len(chunk.data))
-            if (size := len(longest_chunk.data)) > _LONG_BYTES:
-                self._log(
-                    f"tokenizing {size / 1e6:,.0f} MB of {longest_chunk.name} in one piece, which takes a while and "
-                    "memory: its rows are long"
-                )
-            yield batch
-
     def log_batch(self, batch: Sequence[FileChunk], writer: _Writer) -> None:
-        """A chunk's `end` counts the bytes read of its own file; those of the files before are added."""
-        last = batch[-1]
-        while self._file < last.file:
-            self._bytes_before += self._file_bytes[self._file]
-            self._file += 1
-        bytes_read = self._bytes_before + last.chunk.end
+        """A chunk's `end` counts the bytes read of its own file."""
+        bytes_read = self.ends[batch[-1].file] + batch[-1].chunk.end
         if time.monotonic() - self._last_log_time > _NEWS_SECONDS:
             self._last_log_time = time.monotonic()
             seconds = self._last_log_time - self._start_time
-            left = seconds * (self._total_bytes - bytes_read) / max(bytes_read, 1)
+            left = seconds * (self.ends[-1] - bytes_read) / max(bytes_read, 1)
             left_text = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
-            self._log(f"{self._progress_line(writer, bytes_read)}, about {left_text} left")
+            self._log(f"{self.line(writer, bytes_read)}, about {left_text} left")
 
-    def log_total(self, writer: _Writer) -> None:
-        self._log(self._progress_line(writer, self._total_bytes))
-
-    def _progress_line(self, writer: _Writer, bytes_read: int) -> str:
+    def line(self, writer: _Writer, bytes_read: int) -> str:
         seconds = max(time.monotonic() - self._start_time, 1e-3)
         return (
-            f"tokenized {bytes_read / 1e6:,.1f} of {self._total_bytes / 1e6:,.1f} MB: "
+            f"tokenized {bytes_read / 1e6:,.1f} of {self.ends[-1] / 1e6:,.1f} MB: "
             f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
         )
 
 
-def _batch_rows(recipe: Recipe) -> Iterator[list[FileChunk]]:
+def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """A chunk without rows only shows progress, so its batch is yielded at once."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
         for chunk in row_file(file.name, file.path, recipe.most_bytes).chunks():
             batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
+            if len(chunk.data) > _LONG_BYTES:
+                log(
+                    f"tokenizing {len(chunk.data) / 1e6:,.0f} MB of {chunk.name} in one piece, which takes a while and "
+                    "memory: its rows are long"
+                )
             if size >= BATCH_BYTES or not chunk.data:
                 yield batch
                 batch, size = [], 0

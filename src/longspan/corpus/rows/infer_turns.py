@@ -146,8 +146,10 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     stops = {match.end() for match in tokens.finditer(prompt)} if tokens else set[int]()
     stops |= {match.end() for match in re.finditer("\n+", prompt)} | {len(prompt)}
     beginnings = tuple(prompt[:stop] for stop in sorted(stops, reverse=True) if stop)
+    # The longest beginning in each head: a template may write less there than in a prompt. One without any has no say.
+    longest = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in answer_heads]
     return TurnTokens(
-        prompts=_list_needed_beginnings(beginnings, answer_heads),
+        prompts=beginnings[: max(longest) + 1],
         ends=ends,
         closing=closing,
         headers=frozenset(headers),
@@ -165,17 +167,6 @@ def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: 
         if token.start() < common < token.end():
             common = token.start()
     return with_prompt[common:]
-
-
-def _list_needed_beginnings(beginnings: tuple[str, ...], heads: Sequence[str]) -> tuple[str, ...]:
-    """List the beginnings of a prompt from the longest down to the longest one that every head of an answer contains.
-
-    A head is the text between a question and its answer, in which a template may write less than in a prompt. One that
-    contains no beginning does not count.
-    """
-    # The index of the longest beginning in each head; 0 for a head with none.
-    indices = [next((i for i, beginning in enumerate(beginnings) if beginning in head), 0) for head in heads]
-    return beginnings[: max(indices) + 1]
 
 
 _HEAD, _MOST_WORK = 64, 1 << 32  # characters that are compared first, and in all

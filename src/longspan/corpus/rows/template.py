@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from inspect import signature
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
@@ -82,7 +81,13 @@ class ChatTemplate:
             )
         stock: Any = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         if tokenizer.template_file is not None:
-            stock.chat_template = _read_template(tokenizer.template_file)
+            try:
+                stock.chat_template = tokenizer.template_file.read_text(encoding="utf-8")
+            except (OSError, ValueError) as error:
+                file = str(tokenizer.template_file)
+                raise DataError(
+                    f"cannot read data.chat_template {file!r}: {error}; give a file with a template"
+                ) from error
         elif not stock.chat_template and has_processor(folder):  # some models' folders have it for the processor only
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
@@ -201,14 +206,16 @@ class ChatTemplate:
         """Keys without a value are left out, as templates ask whether a key is there."""
         template = self._template(tools)
         present = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        day, formats = datetime.strptime(DATE, "%d %b %Y"), {match["format"] for match in _DATES.finditer(template)}
         try:
+            dates = {date_format: day.strftime(date_format) for date_format in formats}
             texts, spans = _renderer(
                 conversations=[present],
                 tools=None if tools is None else list(tools),
                 chat_template=_DAY + template if "strftime_now" in template else template,
                 return_assistant_tokens_mask=marks,
                 add_generation_prompt=prompt,
-                **dict(self.special) | _date_variables(template) | json.loads(self.variables),
+                **dict(self.special) | {"date_string": DATE, "longspan_dates": dates} | json.loads(self.variables),
             )
         except TemplateError as error:
             raise RowError(f"its chat template says: {error.message or type(error).__name__}") from error
@@ -249,21 +256,3 @@ def read_variables(value: Any) -> dict[str, Any]:
     if wrong := sorted(_ARGUMENTS & value.keys()):
         raise RowError(f'"chat_template_kwargs" has {wrong[0]}, which is no variable of a chat template; leave it out')
     return value
-
-
-def _read_template(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read data.chat_template {str(file)!r}: {error}; give a file with a template"
-        ) from error
-
-
-def _date_variables(template: str) -> dict[str, Any]:
-    formats = {match["format"] for match in _DATES.finditer(template)}
-    today = datetime.strptime(DATE, "%d %b %Y")
-    return {
-        "date_string": DATE,
-        "longspan_dates": {date_format: today.strftime(date_format) for date_format in formats},
-    }
