@@ -137,7 +137,13 @@ _WORDS = ("Zq0user", "Zq1assistant")
 
 
 def rows_line(encoding: RowEncoding) -> str:
-    surrounding_tokens = describe_surrounding_tokens(encoding.tokenizer)
+    opening, closing = " ".join(encoding.tokenizer.opening), " ".join(encoding.tokenizer.closing)
+    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
+    surrounding_tokens = f"each text {' and '.join(parts)}"
+    if not parts:
+        surrounding_tokens = "nothing is put around a text: the tokenizer names no token for its beginning or its end"
+    elif opening:  # an end without a beginning may be longspan's own
+        surrounding_tokens += ", as the tokenizer says"
     if encoding.settings.parse_special_tokens:
         surrounding_tokens += "; a text that has them gets no second ones"
     treatment = {
@@ -178,15 +184,6 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
         f"the chat template {fault} the last turn of a conversation, so that this end is no target: chats of one turn "
         f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'}){advice}"
     )
-
-
-def describe_surrounding_tokens(tokenizer: TextTokenizer) -> str:
-    opening, closing = " ".join(tokenizer.opening), " ".join(tokenizer.closing)
-    parts = [f"{verb} with {tokens}" for verb, tokens in (("begins", opening), ("ends", closing)) if tokens]
-    if not parts:
-        return "nothing is put around a text: the tokenizer names no token for its beginning or its end"
-    # An end without a beginning may be longspan's own and not the tokenizer's.
-    return f"each text {' and '.join(parts)}, as the tokenizer says" if opening else f"each text {parts[0]}"
 
 
 def special_line(special: dict[str, int], *, parsed: bool) -> str:
