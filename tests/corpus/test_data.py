@@ -208,7 +208,8 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     texts, documents = write_texts(tmp_path / "texts"), list[list[list[int]]]()
     monkeypatch.setattr("longspan.corpus.builder._IN_PROCESS_BYTES", {"text": 0})
     for workers in (1, 2):
-        corpus = build(tmp_path / str(workers), texts, workers=workers, cache=str(tmp_path / f"cache {workers}"))
+        monkeypatch.setattr("longspan.corpus.builder.usable_cores", lambda cores=workers: cores)
+        corpus = build(tmp_path / str(workers), texts, cache=str(tmp_path / f"cache {workers}"))
         documents.append([corpus[d][np.arange(len(corpus[d]))].tolist() for d in range(len(corpus))])
     assert documents[0] == documents[1]
 

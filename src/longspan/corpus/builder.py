@@ -130,7 +130,7 @@ _CHATS_BYTES = 4 << 20  # of rows of other kinds
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the documents of a corpus, and by how many `workers` (0: one for each core).
+    """Everything that decides the documents of a corpus.
 
     `files` and `sources` correspond: a path, and its size, time and SHA-256 sum. `encodings` has the encoding of each
     source's rows. `longest` is the most tokens of a document, `most_bytes` of a row (0: any). A bad row is an error, or
@@ -144,7 +144,6 @@ class Recipe:
     longest: int
     skip_bad: bool = False
     most_bytes: int = MAX_TEXT_BYTES
-    workers: int = 0
 
     @cached_property
     def key(self) -> str:
@@ -182,7 +181,7 @@ class Recipe:
         """How many processes encode: one if the corpus is so small that it is done before others start."""
         size = sum(source.bytes for source in self.sources)
         small_bytes = min(_IN_PROCESS_BYTES.get(encoding.kind, _CHATS_BYTES) for encoding in self.encodings)
-        return 1 if size <= small_bytes else self.workers or usable_cores()
+        return 1 if size <= small_bytes else usable_cores()
 
 
 BATCH_BYTES = 1 << 20  # of rows that are encoded together
