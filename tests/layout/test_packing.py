@@ -53,11 +53,6 @@ def test_what_is_not_a_length_is_refused(given_lengths, message):
             make(given_lengths)
 
 
-def test_the_message_uses_the_callers_word():
-    with pytest.raises(LayoutError, match=r"document 1 is 0"):
-        check_lengths([5, 0], what="document")
-
-
 @examples
 @given(lengths, st.integers(1, 64))
 def test_rows_know_their_document_and_position(given_lengths, multiple):

@@ -440,9 +440,15 @@ class CheckpointSaver:
         if failures:  # an error of the first rank, which publishes, stands without a number
             reason = failures[0].removesuffix(f" (on rank {self._world.home.ranks[0]})")
         else:
+            ranks_in: dict[str, list[int]] = {}
+            for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
+                ranks_in.setdefault(phase, []).append(rank)
+            # Likely causes come first: ranks still writing, then phases of few ranks.
+            items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
+            phases = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
             reason = (
-                f"it has not ended in {self.timeout:g} s (run.save_timeout_seconds): {self._phases_text(reports)}; "
-                "check the storage, or raise the limit"
+                f"it has not ended in {self.timeout:g} s (run.save_timeout_seconds): {phases}; check the storage, or "
+                "raise the limit"
             )
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
 
@@ -529,14 +535,6 @@ class CheckpointSaver:
 
     def _is_over(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
-
-    def _phases_text(self, reports: list[Any]) -> str:
-        """Likely causes come first: ranks still writing, then phases of few ranks."""
-        ranks_in: dict[str, list[int]] = {}
-        for rank, (phase, _, _) in zip(self._world.home.ranks, reports, strict=True):
-            ranks_in.setdefault(phase, []).append(rank)
-        items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
-        return "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
 
     def _note_figures(self, save: RunningSave) -> None:
         if not save.noted:

@@ -23,26 +23,35 @@ NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face ha
 _MOST_ROWS = 2**63 - 1  # the largest int64
 
 
-def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[int, ...]:
+def check_lengths(lengths: Iterable[object]) -> tuple[int, ...]:
     """Return document lengths as Python integers, each at least 1.
 
     >>> check_lengths(np.array([3, 1]))
     (3, 1)
 
     Takes any iterable of Python or numpy integers; it may be empty. Raises LayoutError, naming the index and the value,
-    for what is not an integer (a bool, a float and NaN among them), zero or negative. `what` is the word for one entry.
+    for what is not an integer (a bool, a float and NaN among them), zero or negative.
     """
-    values = _to_list(lengths, what)
+    if isinstance(lengths, np.ndarray):
+        array = cast(NDArray[Any], lengths)
+        if array.ndim != 1:
+            raise LayoutError(f"lengths have shape {array.shape}; give one dimension, one length per document")
+        values = cast(list[object], array.tolist())
+    else:
+        try:
+            values = list(lengths)
+        except TypeError as error:
+            raise LayoutError(f"lengths are {lengths!r}; give a sequence of integers, one per document") from error
     wrong = [kind for kind in set(map(type, values)) if not is_integer(kind)]
     if wrong:
         index = next(i for i, value in enumerate(values) if type(value) in wrong)
         _refuse_length(
-            what, index, values[index], "a length is an integer number of rows: convert it with int(…) if it is whole"
+            index, values[index], "a length is an integer number of rows: convert it with int(…) if it is whole"
         )
     integers = tuple(map(int, cast(list[int], values)))
     if integers and min(integers) < 1:
         index = next(i for i, value in enumerate(integers) if value < 1)
-        _refuse_length(what, index, integers[index], "a document has at least 1 row: leave empty documents out")
+        _refuse_length(index, integers[index], "a document has at least 1 row: leave empty documents out")
     if sum(integers) > _MOST_ROWS:
         raise LayoutError(
             f"{len(integers)} lengths add up to {sum(integers)} rows; at most {_MOST_ROWS} can be counted"
@@ -50,20 +59,8 @@ def check_lengths(lengths: Iterable[object], *, what: str = "length") -> tuple[i
     return integers
 
 
-def _to_list(lengths: Iterable[object], noun: str) -> list[object]:
-    if isinstance(lengths, np.ndarray):
-        array = cast(NDArray[Any], lengths)
-        if array.ndim != 1:
-            raise LayoutError(f"{noun}s have shape {array.shape}; give one dimension, one {noun} per document")
-        return cast(list[object], array.tolist())
-    try:
-        return list(lengths)
-    except TypeError as error:
-        raise LayoutError(f"{noun}s are {lengths!r}; give a sequence of integers, one per document") from error
-
-
-def _refuse_length(noun: str, index: int, value: object, advice: str) -> NoReturn:
-    raise LayoutError(f"{noun} {index} is {value!r} ({type(value).__name__}); {advice}")
+def _refuse_length(index: int, value: object, advice: str) -> NoReturn:
+    raise LayoutError(f"length {index} is {value!r} ({type(value).__name__}); {advice}")
 
 
 @dataclass(frozen=True, init=False, repr=False)
