@@ -129,7 +129,9 @@ def pack_attention(encoder: nn.Module) -> None:
     """Have a tower that packs its images attend to all of them in one call, unless its user chose otherwise."""
     for module in encoder.modules():
         config: Any = getattr(module, "config", None)
-        is_default = config is not None and getattr(config, "_attn_implementation", None) in ("sdpa", None)
+        if config is None:
+            continue
+        is_default = getattr(config, "_attn_implementation", None) in ("sdpa", None)
         if is_default and "cu_seqlens" in signature(module.forward).parameters:
             config._attn_implementation = IMPLEMENTATION
 
