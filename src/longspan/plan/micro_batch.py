@@ -70,8 +70,9 @@ class Group:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward pass: groups in the one order in which every slot takes them. A slot may be in several
-    groups. A slot that is in none runs a dummy pass in lockstep and skips in free mode.
+    """One forward and backward pass: groups in the one order in which every slot takes them.
+
+    A slot may be in several groups. A slot that is in none runs a dummy pass in lockstep and skips in free mode.
     """
 
     groups: tuple[Group, ...] = ()

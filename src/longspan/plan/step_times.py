@@ -134,10 +134,11 @@ def _count_skipped_rows(group: Group) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each slot works: arrays of shape (micro-batches, slots), times in seconds from the start of the step. `rows`
-    held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on. A slot that skips a
-    micro-batch has `start == end` and no busy time. `step_seconds` is the end of the whole step, with the update and in
-    free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
+    """When each slot works: arrays of shape (micro-batches, slots), times in seconds from the start of the step.
+
+    `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on. A slot that
+    skips a micro-batch has `start == end` and no busy time. `step_seconds` is the end of the whole step, with the
+    update and in free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
     """
 
     rows: Integers
@@ -246,10 +247,11 @@ ROUNDING = 1e-10  # relative; a plan may meet the bound exactly and sum its seco
 
 @dataclass(frozen=True)
 class Bound:
-    """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself. `area`: all work
-    spread evenly over all slots and their stages, and the launches of the fewest micro-batches; `crossing` is added to
-    it: the messages of documents that are longer than a slot's cap, on ideal links only, so that plans on measured
-    links are 2 to 20 % above it. `longest`: the longest document at its best degree.
+    """Two lower bounds in seconds and the larger of them, which is rounded down by 1e-10 of itself.
+
+    `area`: all work spread evenly over all slots and their stages, and the launches of the fewest micro-batches;
+    `crossing` is added to it: the messages of documents that are longer than a slot's cap, on ideal links only, so that
+    plans on measured links are 2 to 20 % above it. `longest`: the longest document at its best degree.
     """
 
     area: float
@@ -272,6 +274,7 @@ def lower_bound_seconds(
     node_size: int = 8,
 ) -> Bound:
     """Return the bound of these lengths, by area and by the longest document; max_tokens_per_slot None means no limit.
+
     `max_cp` limits the degree of any group. The slots of a step have slots · seconds together, of which work,
     unavoidable messages and launches are parts that do not overlap: their sum over the slots bounds the step. Raises
     PlanError if the longest document fits no group at all.

@@ -49,6 +49,7 @@ class Wire:
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One level of the network, as a slot sees it; messages of each kind by what the slot sends or receives itself.
+
     `exchange`: every slot sends to every other. `gather`: all receive all rows; between hosts divided by the slots of a
     host, through which all pass. `point`: every slot of a host sends to one other slot.
     """

@@ -24,10 +24,11 @@ from longspan.plan.shape.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """One layer's attention on each rank of a group, as far as its time depends on it. `heads` query and `kv_heads`
-    key/value heads of `head_dim` (values of `value_dim`, None: as wide), in numbers of `bytes_per_number`. `passes`:
-    "both" forward and backward, or "forward". A query sees all keys, or with `causal` those up to its own row, of these
-    the last `window`, or those of its `chunk`.
+    """One layer's attention on each rank of a group, as far as its time depends on it.
+
+    `heads` query and `kv_heads` key/value heads of `head_dim` (values of `value_dim`, None: as wide), in numbers of
+    `bytes_per_number`. `passes`: "both" forward and backward, or "forward". A query sees all keys, or with `causal`
+    those up to its own row, of these the last `window`, or those of its `chunk`.
     """
 
     heads: int
@@ -56,9 +57,11 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class TypePrice:
-    """What one call of attention takes under a communication type: `seconds` of each member, of which `exposed` are
-    messages that kernels do not hide. `sizes` are the members that exchange heads and those of a ring. A type that the
-    heads forbid takes infinite seconds, and `impossible` names the reason.
+    """What one call of attention takes under a communication type.
+
+    `seconds` are those of each member, of which `exposed` are messages that kernels do not hide. `sizes` are the members that
+    exchange heads and those of a ring. A type that the heads forbid takes infinite seconds, and `impossible` names the
+    reason.
     """
 
     cp_comm_type: str
