@@ -59,9 +59,9 @@ class AttentionCall:
 class TypePrice:
     """What one call of attention takes under a communication type.
 
-    `seconds` are those of each member, of which `exposed` are messages that kernels do not hide. `sizes` are the members that
-    exchange heads and those of a ring. A type that the heads forbid takes infinite seconds, and `impossible` names the
-    reason.
+    `seconds` are those of each member, of which `exposed` are messages that kernels do not hide. `sizes` are the
+    members that exchange heads and those of a ring. A type that the heads forbid takes infinite seconds, and
+    `impossible` names the reason.
     """
 
     cp_comm_type: str
