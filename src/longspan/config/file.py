@@ -3,7 +3,7 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,7 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
         hint = f"did you mean {owners[0]!r}?" if owners else nearest_hint(section, names)
         raise ConfigError(f"unknown section [{section}] in {source}: {hint}")
     if section == "eval":
-        return _eval_sets(values, source)
+        return _read_tables(values, section, source)
     if not isinstance(values, Mapping):
         raise ConfigError(f"{section} is {values!r} in {source}; it is a section: write [{section}] and its keys below")
     if section == "data" and isinstance(columns := values.get("columns"), Mapping):
@@ -117,33 +117,27 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
     read_keys = partial(_set_keys, getattr(config, section), section, keys, source)
     if len(keys) == len(values):
         return read_keys()
-    read_sources = partial(_data_sources, values["sources"], source)
+    read_sources = partial(_read_tables, values["sources"], TABLES, source)
     results: tuple[Any, ...] = _values_or_errors((read_keys, read_sources))
     return replace(results[0], sources=results[1])
 
 
-def _data_sources(tables: object, source: str) -> tuple[SourceConfig, ...]:
-    source_tables = _read_tables(tables, "data.sources", source, "sources", "path and weight")
-    return _values_or_errors(
-        partial(_set_keys, SourceConfig(), f"data.sources[{number}]", table, source)
-        for number, table in enumerate(source_tables)
-    )
-
-
-def _eval_sets(tables: object, source: str) -> tuple[EvalConfig, ...]:
-    set_tables = _read_tables(tables, "eval", source, "evaluation sets", "name, path and other keys of the set")
-    return _values_or_errors(
-        partial(_set_keys, EvalConfig(), f"eval.{table.get('name') or number}", table, source)
-        for number, table in enumerate(set_tables, 1)
-    )
-
-
-def _read_tables(tables: object, name: str, source: str, title: str, keys: str) -> Sequence[Mapping[str, Any]]:
+def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
+    is_eval = name == "eval"
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        content = "name, path and other keys of the set" if is_eval else "path and weight"
+        title = "evaluation sets" if is_eval else "sources"
         raise ConfigError(
-            f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below it {keys}"
+            f"{name} is {tables!r} in {source}; {title} are tables of an array: write [[{name}]], and below "
+            f"it {content}"
         )
-    return tables
+    labels = [
+        f"eval.{table.get('name') or number + 1}" if is_eval else f"{name}[{number}]"
+        for number, table in enumerate(tables)
+    ]
+    section = EvalConfig() if is_eval else SourceConfig()
+    pairs = zip(labels, tables, strict=True)
+    return _values_or_errors(partial(_set_keys, section, label, table, source) for label, table in pairs)
 
 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
@@ -162,6 +156,8 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
 def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
     """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
+    if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
+        return "it is gone; docs/upgrade.md says what to write instead"
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

@@ -111,11 +111,7 @@ def _has_dtype(x: object, dtype: torch.dtype) -> bool:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """Count the bytes on this rank of all parameters that `gather_once` holds, in the dtype that FSDP2 computes in.
-
-    0 if there are none, and where it is not known whether a module frees its parameters after a pass, as of a model
-    that others sharded.
-    """
+    """Count the bytes on this rank of all parameters that `gather_once` holds; 0 where others sharded the model."""
     if model not in _GATHERED_BYTES:
         modules = fsdp_modules(model)
         known = all(reshards_after_forward(module) is not None for module in modules)
@@ -273,12 +269,7 @@ class Portions:
         self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
 
     def run(self) -> Totals:
-        """Run all portions, then sum over ranks.
-
-        Portions double while they take less than SHORT_SECONDS on every rank. Ranks learn that a portion took long when
-        they agree on the next one, whose size is set by then: the portion after that one is the first not to double.
-        Parameters stay gathered from the first portion on, once all ranks have agreed that there is room for them.
-        """
+        """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""
         # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
         may_end = self.options.seconds is not None or self.options.stopped is not None
         size = 1 if may_end and self.world.home.pp == 1 else self.largest

@@ -235,9 +235,8 @@ def evaluate_saved(
 ) -> tuple[SubjectResult, ...]:
     """Evaluate each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
-    Raises CheckpointError, DataError, ModelError or ConfigError for what is missing or does not fit, EvaluationError
-    for a metric without a count, and EvaluationStopped after a signal or beyond the time limit: on all ranks.
-    `starts` has the parts of the start before this call; on GPUs they are logged once the first model is ready.
+    Raises on all ranks what is missing or does not fit, and EvaluationStopped after a signal or beyond the time limit.
+    `starts` has the parts of the start before this call.
     """
     starts, deadline = starts or Starts(), time.monotonic() + (request.seconds or math.inf)
     metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
@@ -270,11 +269,7 @@ class CheckedWeights:
 
 
 def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: LogLine) -> CheckedWeights:
-    """Find the weights of a subject, their configuration and their tokenizer; entered by all ranks.
-
-    `tokenizer` is the folder of another tokenizer to use; "": that of the weights.
-    Raises CheckpointError, ModelError or DataError, on every rank, for what is missing, damaged or does not match.
-    """
+    """Find the weights of a subject, their configuration and their tokenizer (or that of `tokenizer`); on all ranks."""
     weights, checkpoint = subject.weights, subject.weights.checkpoint
     if weights.run_dir is None:
         run_on_every_rank(world, lambda: check_folder(weights.path), ModelError)
@@ -319,9 +314,8 @@ def fit_positions(
 ) -> PreTrainedConfig:
     """Fit the configuration to a longest document of `longest` tokens, from source `origin`.
 
-    `scaled`: flags gave a scaling of positions, which takes the place of the one that the model was trained with.
-    Raises ConfigError for a document beyond the model's positions, with what lengthens the model, and the flag
-    that cuts documents.
+    `scaled`: flags gave a scaling of positions. Raises ConfigError with what lengthens the model, and the flag that
+    cuts documents.
     """
     settings, configuration = checked.subject.config.model, checked.configuration
     if scaled:
@@ -355,8 +349,7 @@ def load_saved_model(
 ) -> tuple[AnyModel, int]:
     """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder).
 
-    The model has a tower and a projector with `images`, and where its checkpoint has these. `config` has the home's
-    [parallel] and the plans' [context]. Raises ConfigError where a GPU has no room for the model.
+    The model has a tower and a projector with `images`, and where its checkpoint has these.
     """
     checkpoint = checked.checkpoint
     if checkpoint is None:
@@ -492,11 +485,7 @@ class _Evaluator:
 
 
 def choose_compiled_parts(compiled: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
-    """Return the parts to compile, those of train.compiled; in place of "auto", "none" for an evaluation soon done.
-
-    >>> choose_compiled_parts("auto", configuration, 50_000)
-    'none'
-    """
+    """Return the parts to compile; in place of "auto", "none" for an evaluation soon done."""
     text = configuration.get_text_config()
     pays = tokens_of_rank * text.hidden_size * text.num_hidden_layers >= WORTH_COMPILING
     return compiled if compiled != AUTO or pays else "none"

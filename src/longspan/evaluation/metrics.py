@@ -187,10 +187,7 @@ class EvaluationOptions:
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
     """Load the metrics that a key of the configuration names, by the last part of their names.
 
-    >>> list(load_metrics(("my_package.my_metrics.top_five",), "train.eval_metrics"))  # doctest: +SKIP
-    ['top_five']
-
-    Raises ConfigError for a module that cannot be imported, for one without such a function, and for two of one name.
+    Raises ConfigError for what cannot be imported or is no function, and for two of one name.
     """
     metrics = dict[str, Metric]()
     for dotted in names:
@@ -227,8 +224,8 @@ class _MeasuredRows(NamedTuple):
 class RowSums:
     """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
 
-    Nothing waits for the device before `collect_measured_sums`. An error of a user's metric is kept in `error`, and the
-    passes go on, so that this rank does not leave the others in a collective.
+    An error of a user's metric is kept in `error`, and the passes go on, so that no rank leaves the others in a
+    collective.
     """
 
     def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:

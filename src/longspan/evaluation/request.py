@@ -76,8 +76,7 @@ class Change:
 class EvalRequest:
     """One call of `longspan eval`: the `subjects`, one or two that are compared, and the documents.
 
-    `flag_keys` are the keys that flags set ("parallel.tp"); `home_changes` are the keys of the first subject that were
-    changed to fit the ranks.
+    `flag_keys` are keys that flags set; `home_changes` those of the first subject that were changed to fit the ranks.
     """
 
     subjects: tuple[Subject, ...]
@@ -163,8 +162,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple
     2
 
     tp x pp is the largest product of divisors of the run's degrees that divides the ranks, of equal ones that with the
-    larger tp. Degrees that do not fit stay, and `check_config` refuses them. The least degree of dynamic evaluations is
-    at most the slots.
+    larger tp. Degrees that do not fit stay, and `check_config` refuses them.
     """
     parallel, on_ranks = config.parallel, plural(ranks, "rank")
     home = _FittedSection(parallel, "parallel.", flag_keys)
@@ -211,11 +209,8 @@ def fit_set(
 ) -> tuple[EvalConfig, tuple[Change, ...]]:
     """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
-    A planner of one degree gets the largest that divides the slots, that a2a can deal the query heads to, and that is
-    no larger than the run's, unless a flag gives the degree. An "auto" degree is chosen later, under a cap that holds
-    the document at the largest degree. Rows are rounded up to a multiple that plans need. A max_tokens_per_slot of
-    "auto" becomes ROWS, or more if the document needs more, and does not count as a change. `heads` is None while the
-    query heads are not known.
+    The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
+    run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, or what the document needs.
     """
     fit = _FittedSection(entry, entry.prefix, flag_keys, "context.eval_")
     choice, slots = PlanChoice.evaluation(config, entry), plural(home.slots, "slot")
@@ -357,8 +352,7 @@ def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
 class Difference:
     """The other model's mean minus the first's, over the same documents; errors are None for fewer than two.
 
-    `difference` is of the means over all tokens (bytes), `document_difference` the mean over documents of each one's
-    own difference; `lower` documents have a lower value under the other model.
+    `difference` is over all tokens (bytes), `document_difference` the mean of documents' own; `lower` documents fell.
     """
 
     name: str
@@ -375,11 +369,9 @@ class Difference:
 
 
 def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
-    """Return the difference on every set: of losses where both read the same tokens, otherwise of bits per byte.
+    """Return the difference on every set, of losses, or of bits per byte where the tokenizers differ.
 
-    The difference of all tokens is that of two ratios Σ sums / Σ counts, whose error follows from the documents'
-    residuals sum − mean · count; documents that a model did not count are left out. Raises ConfigError where a
-    tokenizer does not give the bytes of its tokens.
+    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count.
     """
     unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
     return [_set_difference(*pair, unit) for pair in zip(first.sets, other.sets, strict=True)]

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 class Evaluation:
     """The loss over the documents of an evaluation, the sum over `targets` predicted tokens divided by their number.
 
-    Every value is the same on every rank, except `seconds`. `metrics` has token_accuracy, bits_per_byte (with
-    `token_bytes`) and the caller's metrics, each a sum and a count. `by_position` and `by_length` have the loss by the
-    position of the predicting token and by the length of its document, in buckets cut at powers of two.
-    `document_losses` has the sum and the targets of every document, `document_metrics` the sum and count of every
-    document for each metric of documents.
-    `activation_bytes` is the most memory that the evaluation added on any GPU; None on CPUs.
+    Every value is the same on every rank, except `seconds`. `metrics` are sums and counts; `by_position` and
+    `by_length` have the loss in buckets cut at powers of two; `document_losses` and `document_metrics` the sum and
+    count of each document. `activation_bytes` is the most memory that it added on any GPU; None on CPUs.
     """
 
     step: int

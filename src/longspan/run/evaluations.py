@@ -54,9 +54,8 @@ class _Predictions:
 def image_samples(
     model: Any, documents: Any, choice: PlanChoice, world: World, folder: Path, *, name: str, step: int
 ) -> list[dict[str, Any]]:
-    """Return rows of samples.jsonl for a set, decoded by the tokenizer of `folder`; none for documents without images.
-
-    All ranks call it together: the first SAMPLES documents with images are evaluated once more, for their predictions.
+    """Return rows of samples.jsonl for a set: its first SAMPLES documents with images, evaluated once more by all
+    ranks.
     """
     if not getattr(documents, "items", ()):  # of a corpus without images
         return []
@@ -131,8 +130,7 @@ class Final:
 class Evaluations:
     """Evaluates the sets of a run; all ranks call each method together.
 
-    A signal or a set's time limit ends an evaluation after a portion of its micro-batches; that is logged, and nothing
-    of it is recorded. Weights, optimizer and data are as before.
+    A signal ends an evaluation after a portion of its micro-batches; nothing of it is recorded.
     """
 
     run: TrainingRun

@@ -18,17 +18,10 @@ LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
 class RunFacts:
     """A run at the start of a session: model, types, devices, home, attention, plans, data and steps.
 
-    >>> for name, text in facts.lines():
-    ...     print(f"{name:<10} {text}")
-
-    `parameters_of_rank` is that of the rank that holds most; `trained` counts an adapter's parameters, 0 without one;
-    `peak_tflops` is a device's in its compute type, None if it is not known; `evaluated` is why evaluations have their
-    degree, if cost chose it; `float8` is what multiplies in float8, `mixers` is how state-space layers run, `mtp` which
-    tokens further ahead are predicted, `encoder` where images are encoded, "" without any; `rows` is why a hybrid's
-    rows are dealt out as they are, where their cost chose; `caution` is what a user of these devices would want to
-    change, "" for nothing; `node_size` is the slots of a host; `date` and `command` are of this session; `sessions` are
-    the steps that were done when each began, and its ranks, this one last; `memory` is the plan of memory as
-    `MemoryPlan.to_json` gives it, empty where none was made.
+    Sizes are of the rank that holds most; `trained` counts an adapter's parameters; `peak_tflops` is None where it is
+    not known; texts are "" where a run has no such fact; `caution` is what a user of these devices would want to
+    change; `sessions` are the steps that were done when each began, and its ranks, this one last; `memory` is a
+    MemoryPlan as JSON.
     """
 
     model: str

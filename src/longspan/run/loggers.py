@@ -83,8 +83,6 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
     >>> scalars({"step": 2, "loss": 3.5, "lr": 0.1})
     {'train/loss': 3.5, 'train/lr': 0.1}
-    >>> scalars({"step": 2, "eval_loss": 3.5, "cp": 4, "seconds": 1.0})
-    {'eval/loss_cp4': 3.5, 'eval/seconds_cp4': 1.0}
     >>> scalars({"step": 2, "eval_name": "books", "eval_loss": 3.5, "cp": 4})
     {'eval/books/loss_cp4': 3.5}
     """
@@ -246,13 +244,9 @@ _MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no r
 
 
 class MetricsLog:
-    """Appends rows to a file, flushed one by one; opened for a resumed run, it keeps the rows up to a step.
+    """Appends rows to a file, flushed one by one; a resumed run keeps those up to a step.
 
-    >>> with MetricsLog(Path("runs/first/metrics.jsonl"), after_step=100) as log:
-    ...     log.write({"step": 101, "loss": 3.2})
-
-    Later rows, which the run is about to make again, and a line that an interrupted write left torn are dropped. `None`
-    for a path writes nothing: on the ranks that do not record. A row that is written goes to `loggers` too.
+    Later rows and a torn line are dropped. `None` for a path writes nothing. A row goes to `loggers` too.
     """
 
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:

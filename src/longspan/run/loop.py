@@ -143,14 +143,7 @@ MOST_NOTES = 2  # slow slots that a report of a failed collective names, the las
 
 
 class SlowSlots:
-    """Watches whether this rank's slot is slower than the others, over the last STEPS steps.
-
-    >>> slots = SlowSlots()
-    >>> for _ in range(20):
-    ...     slots.note_ratio(1.2)
-    >>> slots.is_slow
-    True
-    """
+    """Watches whether this rank's slot is slower than the others, over the last STEPS steps."""
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=STEPS)
@@ -320,10 +313,8 @@ class _Loop:
     def run_steps(self, steps: Steps, stop: StopSignal, saves: Saves) -> str:
         """Run the remaining steps; return the signal that stopped them ("" for none).
 
-        After each step all ranks agree on what comes next: whether to stop, or to save. A checkpoint comes before an
-        evaluation, in which the step could be lost. A run that goes on first makes the evaluation that was due where it
-        stopped, unless it is recorded. `run.done` are the steps before this start, `saves.done` all steps; the plans of
-        the first and of the last step of this start are saved as files.
+        A checkpoint comes before an evaluation, in which the step could be lost. A run that goes on first makes the
+        evaluation that was due where it stopped. `run.done` are the steps before this start, `saves.done` all steps.
         """
         run, settings, stopped = self.run, self.run.config.train, ""
         with saves.save_before_errors():

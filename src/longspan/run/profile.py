@@ -39,13 +39,7 @@ _NAMES: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 
 
 class StepProfiles:
-    """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same.
-
-    >>> profiles = StepProfiles((10, 11), run.dir / FOLDER, world, display.log)
-    >>> with profiles.profile_step(10):
-    ...     run.take_step(plan, documents, 9)
-    >>> profiles.write_files()
-    """
+    """Profiles steps of a run, given by their numbers, counted from 1; every rank has the same."""
 
     def __init__(self, steps: Sequence[int], folder: Path, world: World, log: LogLine) -> None:
         self._steps, self._folder, self._world, self._log = frozenset(steps), folder, world, log
@@ -137,12 +131,7 @@ def kind_of(name: str) -> Kind:
 def seconds_by_part(events: Iterable[Event], seconds: float) -> dict[str, float]:
     """Return seconds by part, "idle" included, of the events (name, start, end) of a step that took `seconds`.
 
-    >>> events = [("flash_fwd", 0.0, 1.0), ("nccl_ring", 0.5, 1.5), ("gemm", 1.25, 2.0)]
-    >>> seconds_by_part(events, 2.5)["exposed communication"]
-    0.25
-
-    A moment counts for one part only: kinds are taken in the order of ORDER, and a kind gets the time that its events
-    add to the time that earlier kinds cover. Time that no event covers is idle.
+    A moment counts for one part only: kinds are taken in the order of ORDER.
     """
     by_kind: dict[Kind, list[Interval]] = {kind: [] for kind in ORDER}
     for name, start, end in events:
@@ -167,11 +156,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def longest_kernels(events: Iterable[Event], count: int = 16) -> list[dict[str, Any]]:
-    """Return name, part, calls and summed seconds of the kernels that take most, among events (name, start, end).
-
-    >>> longest_kernels([("gemm", 0.0, 1.0), ("gemm", 2.0, 3.0), ("adam", 3.0, 3.5)], 1)
-    [{'name': 'gemm', 'part': 'other layers', 'calls': 2, 'seconds': 2.0}]
-    """
+    """Return name, part, calls and summed seconds of the kernels that take most, among events (name, start, end)."""
     seconds_by_name: dict[str, list[float]] = {}
     for name, start, end in events:
         seconds_by_name.setdefault(name, []).append(end - start)

@@ -21,12 +21,8 @@ _COUNT = TextColumn("{task.fields[title]} {task.completed}/{task.total}")
 class ProgressDisplay:
     """Shows steps and evaluations of a run; silent if `stream` is None.
 
-    Where the stream is no terminal, a line is written for every `log_every` steps. A thread writes a line where
-    there was none for 30 seconds, as a step, an evaluation or the set-up of a run may take many minutes.
-
-    >>> with ProgressDisplay(300, sys.stdout) as display:
-    ...     display.log("607 files")
-    ...     display.show_step({"step": 1, "loss": 7.6, "tokens_per_second": 9000.0, "memory_bytes": 2**29})
+    Where the stream is no terminal, a line is written for every `log_every` steps, and by a thread after 30 seconds
+    without one.
     """
 
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:

@@ -59,7 +59,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
     free = ", free" if config.context.mode == "free" else ""
     cap = run.choice.options.max_tokens_per_slot
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {run.evaluation_choice.text}" if run.held_out else ""
+    evaluated = f"; evaluation {run.choice_of().text}" if run.held_out else ""
     depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
     return RunFacts(
         model=config.model.source or config.model.preset,
@@ -159,13 +159,7 @@ _STEP = re.compile(rb'{"step":(\d+),')
 
 
 class PlanLog:
-    """Appends plans to a file, flushed one by one; opened for a resumed run, it keeps those up to a step.
-
-    >>> with PlanLog(Path("runs/first/plans.jsonl"), after_step=100) as log:
-    ...     log.write(101, plan)
-
-    `None` for a path writes nothing: on the ranks that do not record.
-    """
+    """Appends plans to a file, flushed one by one; a resumed run keeps those up to a step. `None` writes nothing."""
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
         self._file = None
@@ -209,8 +203,8 @@ def _length_to_keep(path: Path, after_step: int) -> int:
 def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
     """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
 
-    A folder that it created is removed where an error ends the run before its run.json is written. Raises
-    RunFolderError on every rank if another process holds the lock: which one, on which host.
+    Raises RunFolderError on every rank if another process holds it. A new folder goes where an error comes before
+    run.json.
     """
     to_remove = is_first_rank(world) and not directory.exists()
     file = run_on_every_rank(
@@ -279,11 +273,7 @@ class Records(NamedTuple):
 
 @contextmanager
 def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogLine) -> Iterator[Records]:
-    """Open all records, and close them at the end; entered by all ranks, only the first writes.
-
-    Logs the facts, unless no step is left. Raises on every rank: ConfigError if a logger cannot start, RunFolderError
-    if the disk refuses a write.
-    """
+    """Open all records, log the facts, and close the records at the end; entered by all ranks, the first writes."""
     world, first, facts = run.world, is_first_rank(run.world), facts_of(run)
     for open_world in open_worlds():  # each writes what torch recorded of a failed collective
         open_world.watch.folder = run.dir / HANG

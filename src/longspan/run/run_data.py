@@ -43,8 +43,7 @@ from longspan.train.training import Training, check_set_length
 class EvaluationSet:
     """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
 
-    `metrics` are those besides the built-in ones, `token_bytes` (V,) the bytes by which bits per byte are counted (None
-    if the tokenizer does not give them).
+    `token_bytes` (V,) are the bytes by which bits per byte are counted (None if the tokenizer does not give them).
     """
 
     config: EvalConfig
@@ -62,9 +61,6 @@ class EvaluationSet:
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         return int(lengths[longest]), self.documents.origin(longest)
-
-    def with_images(self, model: PreTrainedConfig, folder: Path) -> "EvaluationSet":
-        return replace(self, documents=with_images(self.documents, model, folder))
 
     def describe_set(self) -> str:
         lengths, every = self.documents.lengths, self.config.every
@@ -182,10 +178,6 @@ class RunData:
     longest: tuple[int, str]  # tokens and origin of the longest document that a planner receives
 
     @property
-    def tokenizer_size(self) -> int:
-        return self.corpus.manifest.tokenizer_size
-
-    @property
     def images(self) -> int:
         set_images = [len(getattr(s.documents, "items", ())) for s in self.sets]  # texts alone have no items
         return len(self.corpus.images or ()) + sum(set_images)
@@ -233,7 +225,11 @@ def open_data(
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
     sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
-    sets = run_on_every_rank(world, lambda: tuple(entry.with_images(model, run_dir) for entry in sets), DataError)
+
+    def add_images() -> tuple[EvaluationSet, ...]:
+        return tuple(replace(s, documents=with_images(s.documents, model, run_dir)) for s in sets)
+
+    sets = run_on_every_rank(world, add_images, DataError)
     return RunData(model, corpus, order, sets, _longest_planned_document(config, corpus, order))
 
 

@@ -43,16 +43,7 @@ BEST_FILE = "best.json"
 
 
 class Saves:
-    """The checkpoints of a run; `done` counts the steps that its weights have taken.
-
-    >>> saves = Saves(run, display.log)
-    >>> with saves.save_before_errors():
-    ...     saves.done += 1
-    ...     saves.save()
-    ...     saves.wait()
-
-    They are written while training goes on, unless `train.save_async` is off (`checkpoint/saver.py`).
-    """
+    """The checkpoints of a run, written while training goes on; `done` counts the steps that its weights have taken."""
 
     def __init__(self, run: TrainingRun, log: LogLine) -> None:
         self.done: int = run.done
@@ -148,10 +139,8 @@ class Saves:
     def save_before_errors(self) -> Iterator[None]:
         """Write what was trained since the last checkpoint before an error that all ranks raise leaves the context.
 
-        Nothing new is written after an error of this rank alone, as other ranks would not join, nor where saving itself
-        failed or weights are not finite: the ranks then only wait for the save under way. A rank that fails alone waits
-        for at most a quarter of `world.timeout`, because the other ranks wait for this rank no longer than the whole.
-        After the loss of a rank no rank waits.
+        After an error of this rank alone, of saving or of weights ranks only wait for the save under way, a rank alone
+        at most a quarter of `world.timeout`; after the loss of a rank none waits.
         """
         try:
             yield
@@ -185,13 +174,7 @@ class Saves:
 
 
 class BestCheckpoint:
-    """The best step so far; made and used by all ranks together.
-
-    >>> best = BestCheckpoint("eval_loss", Path("runs/mine"), world, display.log)
-    >>> best.load_bests(done=100, saved=[100, 50])
-    >>> if best.note_if_best(rows, step=150):                                   # after an evaluation
-    ...     saver.best = 150
-    """
+    """The best step so far by `train.keep_best`; made and used by all ranks together."""
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
         self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / BEST_FILE, world, log

@@ -140,7 +140,7 @@ def set_up_model(
 
 
 def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
-    return data.tokenizer_size if config.data.tokenizer else config.data.vocab_size
+    return data.corpus.manifest.tokenizer_size if config.data.tokenizer else config.data.vocab_size
 
 
 def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
@@ -163,8 +163,7 @@ _FIXED_KEYS += ("train.optimizer", "train.optimizer_arguments")
 def checkpoint_to_resume(config: RunConfig, world: World, log: LogLine) -> tuple[Path | None, dict[str, Any]]:
     """Return the checkpoint that this run resumes from, with its state, or None and {}; entered by all ranks.
 
-    Removes what unfinished saves left, and marks damaged checkpoints. Raises CheckpointError if `run.resume` does not
-    allow that, where nothing good is left or documents were ordered in another way, and ConfigError for another run's.
+    Raises CheckpointError if `run.resume` does not allow that or nothing good is left, ConfigError for another run's.
     """
     root = checkpoints_root(Path(config.run.dir), config.run.checkpoints)
     run_on_first_rank(world, lambda: remove_unfinished_saves(root, log), CheckpointError)

@@ -150,11 +150,10 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
 
 
 def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> list[Plan]:
-    """Return the warm-up of some plans of training, and of that of evaluation if there is one.
+    """Return the warm-up of plans of training, and of evaluation if there is one: the largest micro-batch, then kinds.
 
-    Each begins with its largest micro-batch, of which training has as many copies as a pipeline holds micro-batches at
-    once (`in_flight`), so that the peak of memory is reached. That of evaluation, which keeps less of a row, is cut
-    short if no slot has more rows than in training. Each kind of group follows, cut short, of evaluation only new ones.
+    Training runs as many copies as a pipeline holds at once (`in_flight`), so that the peak is reached. Evaluation's is
+    cut short if no slot has more rows than in training; of its kinds only new ones follow.
     """
     kinds, slots = smallest_group_of_each_kind(plans), plans[0].slots
     batches = [largest_micro_batch(plans)] * in_flight
@@ -202,7 +201,7 @@ def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     planner = StepPlanner(run.choice, run.order, run.world.home)
     count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
     plans = [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
-    evaluation = run.evaluation_choice.plan(run.held_out.lengths, run.world.home) if run.held_out else None
+    evaluation = run.choice_of().plan(run.held_out.lengths, run.world.home) if run.held_out else None
     starts.end_part("coming plans")
     warm_up(run, plans, evaluation, log)
 

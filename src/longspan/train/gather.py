@@ -111,10 +111,9 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         return replace(self, _rows_here=Rows(exchange.need.rows(channel.index), columns.numpy()))
 
     def _rank_runs(self, plan: Plan, depths: int) -> list[Integers]:
-        """Return the runs of rows (n, 2) that each rank of the home needs under a plan.
+        """The runs of rows (n, 2) that each rank needs under a plan, without messages of no concern to this rank.
 
-        Runs of other slots are left out unless this rank brought a document of their group: it works out only the
-        messages that it sends or receives. Both ranks of a message have its rows in ascending order, so they match.
+        Both ranks of a message have its rows in ascending order, so they match.
         """
         if plan.lengths != self.lengths:
             raise PlanError(
@@ -159,34 +158,22 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
             )
         return local_rows.columns[places, self.names.index(column)]
 
-    def facts(self, document: int) -> Mapping[str, int]:
-        return {name: int(values[document]) for name, values in self._facts._asdict().items()}
-
 
 class GatheredDocument:
     """One document of several ranks, as `run_step` reads it: a `Labelled` and a `Valued` one (`data/document.py`)."""
 
     def __init__(self, documents: GatheredDocuments, number: int) -> None:
-        self._documents, self._number, self._facts = documents, number, documents.facts(number)
+        facts = {name: int(values[number]) for name, values in documents._facts._asdict().items()}
+        self._documents, self._number, self._facts = documents, number, facts
+        self.targets: int = facts["targets"]
+        self.rows_before_targets: int = facts["prefix_rows"]
+        self.pieces = range(facts["pieces"])  # the numbers of the documents in a pack; empty for one that is none
 
     def __len__(self) -> int:
         return self._facts["lengths"]
 
     def __getitem__(self, positions: Any) -> Any:
         return self._documents.read_column(IDS, self._number, positions)
-
-    @property
-    def targets(self) -> int:
-        return self._facts["targets"]
-
-    @property
-    def rows_before_targets(self) -> int:
-        return self._facts["prefix_rows"]
-
-    @property
-    def pieces(self) -> range:
-        """The numbers of the documents in a pack, from 0; empty for a document that is no pack."""
-        return range(self._facts["pieces"])
 
     def labels(self, positions: Any = None) -> Integers:
         """Return the token id to predict at each position (n,), −100 for none."""

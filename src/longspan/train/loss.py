@@ -33,8 +33,7 @@ GradientOf = Callable[[Tensor], Tensor]
 def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and the function of their gradient.
 
-    The softmax is in float32, in float64 for float64 logits, and so are the log-probabilities. The derivative of a
-    row's log-probability by its logits is onehot − softmax.
+    The softmax is in float32, in float64 for float64 logits. The derivative by logits is onehot − softmax.
     """
     logits = logits.detach()
     if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:

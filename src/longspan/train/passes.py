@@ -93,10 +93,9 @@ class Term:
 class Passes:
     """What all passes of one step share: model, plan and world, with or without gradients, and how to make the loss.
 
-    `measure` sees the rows of every micro-batch and returns the sum of their losses, whose gradients are divided by
-    `divisor`. `routing` are the statistics of the routers of a model with experts; `keywords` goes to every call of the
-    model; `depths` of multi-token prediction run where there is a loss. `frees_parameters`: whether passes without
-    backward free at their end what FSDP2 has gathered; otherwise the caller does.
+    `measure` returns the sum of the losses of a micro-batch's rows, whose gradients are divided by `divisor`.
+    `keywords` goes to every call of the model; `depths` of multi-token prediction run where there is a loss.
+    `frees_parameters`: whether passes without backward free at their end what FSDP2 has gathered.
     """
 
     model: nn.Module

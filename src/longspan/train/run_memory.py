@@ -108,9 +108,8 @@ def count_ranks_of_host(world: World) -> int:
 def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *, training: bool) -> None:
     """Raise ConfigError, on every rank, where any rank has less room than its shards need, on its GPU or its host.
 
-    `model` is not yet prepared, and may be on the meta device. Without `training` only weights count. Everything is
-    taken as split over tensor-parallel ranks and stages: more is needed, never less. A host's free swap counts; hosts
-    without the figure (macOS) are not checked.
+    `model` is not yet prepared. Without `training` only weights count. All is taken as split: more is needed, never
+    less.
     """
 
     def check_rank() -> None:
@@ -149,10 +148,8 @@ FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 class ComingSteps:
     """The documents of coming steps, from `first` to before `last`, for a home.
 
-    >>> ahead = ComingSteps(order.lengths_of_step, world.home, heads=32, first=0, last=config.train.steps)
-
-    `heads` are the model's query heads, where they are known; `planners` take the place of the configuration's. `few`:
-    only a few plans are made, whatever the planner. `longest` is the longest document of the whole run, if it is known.
+    `heads` are the model's query heads; `planners` take the place of the configuration's. `few`: only a few plans are
+    made. `longest` is the longest document of the whole run, if it is known.
     """
 
     lengths_of_step: Callable[[int], Sequence[int]]
@@ -167,10 +164,8 @@ class ComingSteps:
     def fullest_plans(self, config: RunConfig, cost: Cost) -> tuple[list[Plan], list[Plan]]:
         """Return the plans, by each planner, of the coming steps that need most memory, and one that fills every slot.
 
-        Those are the steps with the fullest slots, by plans at a simple cost (a millisecond each), if all steps are
-        looked at: few steps, or up to MOST_STEPS with plans of one degree. Otherwise they are the heaviest steps, and
-        where rows have a limit one more plan fills every slot to it, as a later step may. Raises PlanError for
-        documents that fit no group.
+        Those with the fullest slots, by a simple cost, where all steps can be looked at; else the heaviest, and where
+        rows have a limit a plan that fills every slot to it. Raises PlanError for documents that fit no group.
         """
         planners = self.planners or (config.context.planner,)
         configs = (replace(config, context=replace(config.context, planner=planner)) for planner in planners)
@@ -249,8 +244,7 @@ class RunMemory:
     def choose_memory(self, budget: MemoryBudget) -> tuple[int, MemoryPlan]:
         """Choose the fastest measures that fit, and with them the rows of a slot where these are "auto".
 
-        Returns the limit of rows and the plan. Numbers of rows are compared by the seconds of the heaviest steps; those
-        with which nothing fits are left out. Raises PlanError, with the bytes, where none is left.
+        Rows are compared by the seconds of the heaviest steps. Raises PlanError, with the bytes, where nothing fits.
         """
         rows_of_keys = self.config.context.max_tokens_per_slot
         if isinstance(rows_of_keys, int):

@@ -22,13 +22,7 @@ TURN = 0.0005
 
 
 class Starts:
-    """Seconds by part of one process's start, which began at a time of `time.time()`.
-
-    >>> starts = Starts(begun)
-    >>> starts.end_part("imports")
-    >>> str(starts)
-    'ready after 4.1 s: imports 4.1'
-    """
+    """Seconds by part of one process's start, which began at a time of `time.time()`."""
 
     def __init__(self, begun: float | None = None) -> None:
         self.begun: float = time.time() if begun is None else begun
@@ -54,11 +48,8 @@ class Starts:
 def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread:
     """Import what ranks on GPUs need later, in a thread; code that imports one of these meanwhile waits for the thread.
 
-    With `compiled`, the processes that compile the kernels of layers are started first. A module that is absent, or
-    cannot be imported, is left to the code that needs it. Until the thread ends, threads of this process take turns of
-    at most TURN seconds.
-
-    >>> begin_gpu_imports(8, compiled=True)
+    With `compiled`, the processes that compile layers are started first. A module that is absent is left to the code
+    that needs it. Threads take turns of at most TURN seconds until it ends.
     """
 
     def work() -> None:

@@ -31,10 +31,9 @@ WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text
 class StepFigures:
     """A model's FLOPs on so many devices; `peak` in TFLOP/s of each, None where it is not known.
 
-    `shape` is None for a model whose configuration does not give its FLOPs; `uncounted` is the reason; `frozen`: only
-    adapters are trained. `images` is the tower and projector of a model with images; `trained` is their trained part.
-    `priced_here`: the cost of its plans is of these devices, so that what they predict may be compared with what
-    was measured.
+    `shape` is None where the configuration gives no FLOPs (`uncounted`: why); `frozen`: only adapters are trained.
+    `images` is the tower and projector, `trained` their trained part. `priced_here`: plans are priced for these
+    devices.
     """
 
     shape: ModelShape | None
@@ -49,16 +48,11 @@ class StepFigures:
     def step_figures(
         self, plan: Plan, seconds: float, images: Sequence[int] = (), encoders: "EncoderTimes | None" = None
     ) -> dict[str, float]:
-        """Return the figures of a step that took `seconds`, by name.
+        """Return figures of a step that took `seconds`: `tflops` of a device, `mfu`, `predicted_seconds`,
+        `bound_share`.
 
-        Their names are `tflops` (of a device), `mfu` (the share of the peak), `predicted_seconds`, and `bound_share`,
-        the plan's lower bound over the seconds.
-
-        >>> figures.step_figures(plan, 2.5)  # doctest: +SKIP
-        {'tflops': 412.0, 'mfu': 0.416582, 'predicted_seconds': 2.3, 'bound_share': 0.91}
-
-        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time
-        (`encoder_share`), the busiest rank's time over the mean (`encoder_balance`), and both as the plans predict.
+        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time, the
+        busiest rank's time over the mean, and both as the plans predict.
         """
         figures = self._encoder_figures(plan, seconds, encoders)
         if self.shape is not None and not (images and self.images is None):

@@ -41,9 +41,8 @@ class MovingDocuments(Protocol):
 class StepDocuments:
     """The documents of one plan: indexed by document, with the facts about them that all ranks count once.
 
-    `items` are the places that encoders fill; None for a model without encoders. Raises DataError for documents without
-    items under a model with encoders and for items that do not fit their documents, ModelError for items that no
-    encoder takes.
+    `items` are the places that encoders fill; None for a model without encoders. Raises DataError or ModelError where
+    documents and encoders do not belong together.
     """
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
@@ -152,9 +151,8 @@ def count_pack_targets(documents: Any, plan: Plan) -> Plan:
 def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
     """Check the arguments of a step, and return what it runs over.
 
-    Raises ModelError, DataError or PlanError if the parts do not belong together. `documents` are the caller's, or
-    StepDocuments that were made of them. Before the first step of a model in training or evaluation mode all ranks then
-    try its rows together, which raises ModelError on every rank where they influence each other outside attention.
+    Raises ModelError, DataError or PlanError if the parts do not belong together. Before the first step in a mode all
+    ranks try the model's rows together: they may not influence each other outside attention.
     """
     language_model = model
     if isinstance(model, MultimodalModel):

@@ -62,9 +62,7 @@ def scale_positions(
 ) -> PreTrainedConfig:
     """Return a configuration whose positions are scaled by `model.rope_scaling` to a document of `longest` tokens.
 
-    Raises ConfigError where the document has more tokens than the model then has positions; the error names the
-    document's source, `origin`, and `cut_by`, the key or flag that cuts documents. Raises ModelError where the model
-    cannot be scaled.
+    Raises ConfigError where the document is longer still, with its source `origin` and `cut_by`, the key that cuts.
     """
     old_limit, scaled = position_limit(configuration), configuration
     configured = getattr(configuration.get_text_config(), "max_position_embeddings", None) or longest
@@ -141,8 +139,7 @@ def load_run_model(
 ) -> PreTrainedModel:
     """Load the model that [model] names, with the depths of [mtp] and, with `images`, its towers; not yet prepared.
 
-    `configuration` None is the model's own. Weights are read or drawn once the model is prepared, except those of tiny
-    presets, which are drawn here.
+    Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
     configuration = configuration or model_configuration(config, vocabulary)
     model, seed = config.model, config.train.seed
@@ -188,10 +185,8 @@ def prepare_run_model(
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
     """Prepare a loaded model under the world's home as the configuration has it; entered by all ranks.
 
-    What `memory` chose takes the place of the keys of memory. With [lora] the model gets a new adapter, and only that
-    is trained of the language model; with `images` its tower and projector get the home of [encoder]. Raises
-    ConfigError, on every rank, where a GPU has no room for it (without `training`: for its weights only), and
-    ModelError for adapters that it cannot have.
+    What `memory` chose takes the place of the keys of memory. With [lora] only a new adapter is trained of the language
+    model. Raises ConfigError, on every rank, where a GPU has no room, ModelError for adapters that it cannot have.
     """
     _check_layers(config, model)
     computed_dtype = compute_dtype(config.model, world.device.type)
@@ -229,11 +224,7 @@ def prepare_run_model(
 
 
 def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
-    """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered.
-
-    A plan of memory chose them, or else the keys of [train] and [parallel] do. An evaluation has no backward pass: in
-    it no layers recompute or keep activations on the host, whose number is left out.
-    """
+    """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered."""
     if memory is not None:
         return {
             "measures": memory.measures,
@@ -268,11 +259,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the configuration's optimizer over the parameters of a prepared model; entered by all ranks.
 
-    Its states stay on the host between updates if train.offload_states is set, or a plan of `memory` chose so. Each
-    group gets an `initial_lr`, as torch's schedulers name it: a step's rate is the schedule's in proportion to it.
-
-    Raises ConfigError for a class that does not update sharded parameters as whole ones, and for states that
-    `offload_states` cannot move to the host.
+    Each group gets an `initial_lr`: a step's rate is the schedule's in proportion to it. Raises ConfigError for a class
+    that does not update sharded parameters as whole ones, and for states that cannot move to the host.
     """
     choice = OptimizerChoice.of(config.train)
     if choice.name not in OPTIMIZERS:
@@ -312,11 +300,8 @@ class Training:
             weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
         )
 
-    @property
-    def evaluation_choice(self) -> PlanChoice:
-        return PlanChoice.evaluation(self.config, cost=self.cost, heads=query_heads(self.model.config))
-
-    def choice_of(self, entry: EvalConfig) -> PlanChoice:
+    def choice_of(self, entry: EvalConfig | None = None) -> PlanChoice:
+        """How evaluations are planned: of a set, or (None) of the documents that the run holds out."""
         return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 
     @property

@@ -256,11 +256,9 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
-    """Update all these tensors of one GPU; returns the number of launches.
+    """Update all these tensors of one GPU; returns the number of launches, one for each kind of tensors.
 
-    Tensors share a launch if they have the same types, alignment, rounding and kind of places, which the kernel is
-    compiled for: a few launches at most. Factors and addresses are in the kernel's table. Of tensors that are not
-    aligned for wide loads the kernel only assumes 2 bytes, the size of a bfloat16 number.
+    The kernel is compiled for types, alignment, rounding and kind of places; factors and addresses are in its table.
     """
     by_launch = defaultdict[Any, list[Update]](list)
     for update in updates:
@@ -438,11 +436,9 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
 
 
 def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
-    """Update one parameter and its moments by operations of torch: the reference of the kernel.
+    """Update one parameter and its moments by operations of torch: the reference of the kernel, in bounded chunks.
 
-    It goes through the numbers in chunks, in float32 (float64 for float64), which bounds what it allocates. With a key,
-    bfloat16 results are rounded stochastically, by random words that a number's place in the whole tensor gives.
-    Tensors that are not contiguous are updated as a contiguous copy, which is copied back at the end.
+    With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives.
     """
     tensors = (update.parameter, update.gradient, update.mean, update.square)
     flat = [tensor.contiguous().view(-1) for tensor in tensors]

@@ -215,9 +215,6 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
 
     >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
-
-    A list becomes a tuple, as torch's `betas` are. Raises ConfigError for what is written otherwise, and for an
-    argument that the class does not take or that has a key of its own (train.lr).
     """
     arguments = dict[str, Any]()
     for text in texts:
@@ -268,11 +265,10 @@ _STATES = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}  # of Adam and Ada
 
 
 def allocate_adam_states(optimizer: Optimizer) -> bool:
-    """Allocate the states that the first step of Adam or AdamW would allocate, all zero; returns whether it did.
+    """Allocate the zero states of a first step of Adam or AdamW; returns whether it did.
 
-    A step along zero gradients, with learning rate and weight decay 0, allocates them without changing a weight; its
-    step count is reset. Other optimizers, and one that has states, stay untouched. There must be no gradients before,
-    and there are none after.
+    A step along zero gradients with rate and decay 0 changes no weight, and its count is reset. There must be no
+    gradients.
     """
     if optimizer.state or type(optimizer) not in (Adam, AdamW, OnePassAdamW):
         return False
@@ -302,12 +298,7 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
 def build_rounding_optimizer(
     choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
 ) -> Optimizer:
-    """Make an optimizer that rounds by chance: AdamW in one pass; another class one parameter at a time.
-
-    >>> optimizer = build_rounding_optimizer(OptimizerChoice.of(config.train), model, world)
-
-    `rates` are learning rates by the names of modules.
-    """
+    """Make an optimizer that rounds by chance: AdamW in one pass; another class one parameter at a time."""
     if choice.is_one_pass:
         groups = parameter_groups(model, choice.name, choice.weight_decay, rates)
         return choice.build(groups, rounding=RoundingBits(model, world))
@@ -317,10 +308,7 @@ def build_rounding_optimizer(
 class StochasticRounding(Optimizer):
     """An optimizer that updates one parameter at a time in float32, and rounds it and its moments by chance.
 
-    >>> optimizer = StochasticRounding(OptimizerChoice.of(config.train), model, world)
-
-    Random bits are those of `RoundingBits`, whatever part of a parameter is here. Parameters and moments in bfloat16
-    stay so; those of other types are updated as they are. `rates` are learning rates by the names of modules.
+    Parameters and moments in bfloat16 stay so, by `RoundingBits`; those of other types are updated as they are.
     """
 
     def __init__(

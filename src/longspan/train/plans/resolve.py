@@ -94,14 +94,9 @@ def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) ->
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
-    """Choose the fastest degree for these documents, and say why.
+    """Choose the fastest degree for these documents, of evaluation set `name`, and say why.
 
-    >>> choice, reason = choose_degree(PlanChoice.evaluation(config), lengths, home)  # doctest: +SKIP
-    >>> print(reason)  # doctest: +SKIP
-    evaluation at cp 4, a2a: 32 documents in 0.21 s predicted; cp 1 0.53 s, cp 2 0.31 s; dynamic plan 0.2 s
-
-    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason ""; so does
-    any choice where there are no documents to compare degrees by. `name` is that of the evaluation set. Raises
+    A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". Raises
     ConfigError if no degree is possible.
     """
     if choice.degree or not len(lengths):
@@ -145,9 +140,8 @@ def choose_degrees(
 ) -> tuple[RunConfig, tuple[str, ...]]:
     """Choose degree, type and levels for every evaluation set whose degree is "auto"; all ranks call it together.
 
-    Returns the configuration with these values, and a line with the reason for each such set. `lengths` has the tokens
-    of each document, by the name of its evaluation set ("": the held-out documents); `heads` is the number of the
-    model's query heads, None if not known.
+    Returns the configuration and a line for each such set. `lengths` are by the name of the set ("": held-out
+    documents).
     """
     entries, reasons = list[EvalConfig](), list[str]()
     for entry in config.evaluations:
@@ -170,13 +164,7 @@ def _set_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
 
 
 def set_node_size(config: RunConfig, world: World) -> RunConfig:
-    """Set how many slots a host of this world has, in place of "auto".
-
-    >>> set_node_size(config, world).context.node_size == world.node_size  # doctest: +SKIP
-    True
-
-    Raises ConfigError for another number, on every rank, since all ranks of a world have one node size.
-    """
+    """Set how many slots a host of this world has, in place of "auto"; ConfigError, on all ranks, for another one."""
     number, slots = config.context.node_size, world.node_size
     if number not in (AUTO, slots):
         raise ConfigError(

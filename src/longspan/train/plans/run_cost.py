@@ -136,12 +136,9 @@ def find_run_cost(
 ) -> Cost:
     """Return what plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
 
-    >>> cost = find_run_cost(config, model.config, print, gpu=world.device.type == "cuda")  # doctest: +SKIP
-
-    The cost of a model on a machine includes recomputation, and in lockstep what FSDP2 gathers and sums over so many
-    `slots` (0: nothing), both as a plan of `memory` chose if one is given. `target_share` of the rows predict a token.
-    The cost on CPUs is of no machine (`Cost.source` is ""): plans are compared by it, and no time is shown. A model
-    whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
+    The cost includes recomputation, and in lockstep what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
+    plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is "": no time is shown. A
+    model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
     if config.context.cost_model:
         return own_cost(config.context.cost_model, model_config)
@@ -158,9 +155,6 @@ def run_cost_settings(
     config: RunConfig, *, slots: int, gpu: bool = True, target_share: float = 1.0, memory: "MemoryPlan | None" = None
 ) -> CostSettings:
     """Return the settings of a run over `slots` slots that change its model's time; arguments as of `find_run_cost`.
-
-    >>> run_cost_settings(RunConfig(), slots=4).shards
-    4
 
     Without `run.machine` a number counts two bytes, those of bfloat16, whatever the run computes in.
     """
@@ -224,11 +218,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
 
 
 def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
-    """Return how many numbers of state the optimizer keeps for each weight.
-
-    Those of a class that is not of MOMENTS are counted on a small matrix, in the dtype of trained weights: float32 for
-    adapters. Only that imports torch.
-    """
+    """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
     if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
         return 1.0
     if train.optimizer in MOMENTS:

@@ -45,11 +45,9 @@ Part = Literal["phases", "towers"]  # all before and after the language model's 
 class EncoderTimes:
     """The encoders' part of a step, the same on every rank.
 
-    `seconds` from the step's beginning until the language model has its rows, and from its end until the encoders have
-    their gradients: the mean over ranks, exchanges and waiting included. `tower_seconds` of towers and projectors
-    only, of the busiest rank; `balance` is that over the mean of all (1: all equally busy), which under FSDP2 holds
-    the waiting for each other's parameters as well. The predicted ones are those of the waves' plan: seconds that
-    towers and projectors take, and the busiest slot's work over the mean.
+    `seconds` before and after the language model, the mean over ranks, with exchanges and waiting; `tower_seconds` of
+    towers and projectors only, of the busiest rank; `balance` is that over the mean. The predicted ones are of the
+    waves' plan.
     """
 
     seconds: float
@@ -60,11 +58,7 @@ class EncoderTimes:
 
 
 class PartClock:
-    """Adds up what parts of a step take on this rank; parts may lie inside each other.
-
-    >>> with clock.time_part("towers"):
-    ...     rows = encoder(images)
-    """
+    """Adds up what parts of a step take on this rank; parts may lie inside each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -250,10 +244,8 @@ class ModalityPass:
     def deliver_rows(self, micro_batches: Sequence[MicroBatch], batches: Sequence[LocalBatch]) -> None:
         """Exchange the rows of every wave, and give each shard of these micro-batches the rows at its placeholders.
 
-        A micro-batch takes its rows from those of the waves, in order, as one leaf of the graph, whose gradient goes
-        back to the encoders later. The first part of a row replaces an embedding, at each depth of prediction (`ahead`
-        0 is the model itself); its further parts are added to outputs of decoder layers, in the model only. The outputs
-        are dropped if the encoder runs again for backward, or is not trained.
+        A micro-batch takes its rows as one leaf of the graph. The first part of a row replaces an embedding, at each
+        depth of prediction (`ahead` 0: the model itself); its further parts are added to outputs of decoder layers.
         """
         arrived: list[Tensor] = []
         for wave in self.waves:
@@ -285,10 +277,10 @@ class ModalityPass:
             shard.derived.add_items(leaf, spliced, added)
 
     def _collect_rows(self, wave_of_row: Integers, arrived: Sequence[Tensor], starts: list[int]) -> Tensor:
-        """Collect the rows of one micro-batch from those that arrived in each wave, as a leaf of autograd.
+        """The rows of one micro-batch as a leaf of autograd; in wave i they begin at `starts[i]`, which moves past
+        them.
 
-        In what arrived of wave i, the micro-batch's rows begin at `starts[i]`, which is moved past them. The wave keeps
-        the leaf and the indices of its rows in it (None: all of the leaf is this wave's), to read their gradients from.
+        The wave keeps the leaf and the indices of its rows in it (None: all), to read their gradients from.
         """
         waves = sorted(set(wave_of_row.tolist()))
         if len(waves) == 1:
