@@ -199,10 +199,10 @@ class Steps:
         run, reader = self._run, self._reader
         started, is_usual = time.perf_counter(), not self._profiles.has_step(step + 1)
         documents, plan = reader.read_step(step)
-        if isinstance(run.model, MultimodalModel) and step + 1 < run.config.train.steps:
-            reader.prepare_images(run.model, step + 1)
+        if isinstance(run.model, MultimodalModel):
+            reader.prepare_step(step + 1, run.model)
         with explain_out_of_memory(run, step + 1), self._profiles.profile_step(step + 1):
-            result = run.take_step(plan, documents, step, partial(reader.prepare_documents, step + 1))
+            result = run.take_step(plan, documents, step, partial(reader.prepare_step, step + 1))
         seconds = time.perf_counter() - started
         if is_usual:
             self._slow_slots.note_ratio(result.slot_ratio)

@@ -27,7 +27,7 @@ from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder, sample_documents
-from longspan.errors import ConfigError, DataError, EvaluationError, LongspanError, plural
+from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metrics, load_metrics
 from longspan.files import name_file_in_errors
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -247,10 +247,7 @@ def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrde
 
 
 class StepReader:
-    """Selects the documents of each step and counts their targets into its plan, once a step.
-
-    What `prepare_documents` and `prepare_images` made for the next step is kept for `read_step`.
-    """
+    """Selects the documents of each step and counts their targets into its plan, once a step."""
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
         self._run, self._plans = run, plans
@@ -263,26 +260,22 @@ class StepReader:
         documents = self._run.order.select(self._run.corpus, step)
         return documents, count_pack_targets(documents, self._plans.plan(step))
 
-    def prepare_documents(self, step: int) -> None:
-        """Plan and select the next step while the device computes; no rank waits here, `read_step` raises."""
-        run, corpus = self._run, self._run.corpus
-        if self._next is not None or step >= run.config.train.steps:
+    def prepare_step(self, step: int, model: MultimodalModel | None = None) -> None:
+        """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.
+
+        With `model`, also plan the waves of its images and read them, in threads, while this step runs.
+        """
+        run = self._run
+        if self._next is not None or step >= run.config.train.steps or (model is not None and not run.corpus.images):
             return
         with suppress(Exception):
             plan = self._plans.plan_if_made(step)
-            if plan is not None:
-                documents = run.order.select(corpus, step)
-                self._next = (step, documents, count_pack_targets(documents, plan))
-
-    def prepare_images(self, model: MultimodalModel, step: int) -> None:
-        """Plan the waves of the next step and read its images, in threads, where its plan is ready."""
-        plan = self._plans.plan_if_made(step)
-        if plan is None or self._run.corpus.images is None:
-            return
-        from longspan.train.terms.encoders import plan_waves_ahead
-
-        with suppress(LongspanError):
-            documents = self._run.order.select(self._run.corpus, step)
+            if plan is None:
+                return
+            documents = run.order.select(run.corpus, step)
             plan = count_pack_targets(documents, plan)
             self._next = (step, documents, plan)
-            plan_waves_ahead(model, plan, documents, depths=self._run.config.mtp.depths)
+            if model is not None:
+                from longspan.train.terms.encoders import plan_waves_ahead
+
+                plan_waves_ahead(model, plan, documents, depths=run.config.mtp.depths)
