@@ -55,7 +55,11 @@ def of_spans(ranks: int) -> list[Case]:
     """Images whose tokens see each other, cut everywhere: every type and partition, and both homes split."""
     one, kinds = Layout(ranks), ["all_gather", *([] if ranks == 3 else ["a2a"])]
     ways: list[tuple[tuple[str, Any], ...]]
-    ways = [(("cp_comm_type", kind), ("partition", rows)) for kind in kinds for rows in ("zigzag", "contiguous")]
+    ways = [
+        (("cp_comm_type", kind), ("partition", rows), ("heads", 4))
+        for kind in kinds
+        for rows in ("zigzag", "contiguous")
+    ]
     ways.append((("partition", "contiguous"),))
     if ranks == 4:
         ways.append((("cp_comm_type", "a2a+p2p"), ("hierarchical_context_parallel_sizes", (2, 2))))

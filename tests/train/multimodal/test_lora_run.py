@@ -99,7 +99,7 @@ def _image() -> dict[str, torch.Tensor]:
 
 def _losses_forgetting(rank: int, config: RunConfig, undone: bool) -> None:
     """Train on this rank where checkpoints leave out what is trained beside the adapter."""
-    with mutated(None if undone else ("model.lora.adapters", " or name in trained", "")):
+    with mutated(None if undone else ("model.adapters", " or name in trained", "")):
         train_rank(rank, config, 1)
 
 

@@ -31,6 +31,7 @@ def losses(config: RunConfig, ranks: int) -> list[float]:
 
 
 @pytest.mark.whole
+@pytest.mark.filterwarnings("ignore:.*are no part of the.*itself")  # the depths, which are added then
 @pytest.mark.parametrize("more", [{}, LORA], ids=["all weights", "whole depths beside an adapter"])
 def test_depths_beside_images(more: dict[str, Any], tmp_path: Path) -> None:
     model, rows = model_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
