@@ -93,7 +93,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/python bench/source/house.py --check
+	$(BIN)/python bench/source/house.py --check --entered
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
