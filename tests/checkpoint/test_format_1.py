@@ -83,7 +83,9 @@ def test_hostile_and_damaged_ones_run_nothing_and_stay(
     old: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put(old, name, Hostile(tmp_path / "trap"))
-    assert main([str(old)]) == 2 and "names io.open, which is neither a tensor" in capsys.readouterr().err
+    assert main([str(old)]) == 2
+    said = capsys.readouterr().err  # Python 3.13 names the function _io.open
+    assert "io.open, which is neither a tensor" in said
     flipped = bytearray((old / "__1_0.distcp").read_bytes())
     flipped[99] ^= 1
     (old / "__1_0.distcp").write_bytes(flipped)

@@ -156,7 +156,7 @@ def test_hostile_files_of_a_trainer_run_nothing(tmp_path: Path) -> None:
     for value in (Hostile(trap), states | {"python": Hostile(trap)}, {"schedule": [Hostile(trap, "system")]}):
         torch.save(value, file)
         for read in (lambda: read_plain_file(file), lambda: load_random_states(tmp_path)):
-            with pytest.raises(CheckpointError, match=r"(names (io.open|posix.system), which|holds something else)"):
+            with pytest.raises(CheckpointError, match=r"(names (_?io.open|posix.system), which|holds something else)"):
                 read()
     file.write_bytes(pickle.dumps(Hostile(trap)))  # as torch saved before its format was a zip
     for read in (lambda: read_plain_file(file), lambda: load_random_states(tmp_path)):

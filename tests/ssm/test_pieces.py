@@ -123,8 +123,8 @@ def test_folds_are_those_of_the_recurrence() -> None:
             "pick_rows(result, continuing), 0 * pick_rows(entry_gradients, maps)",
         ),
         (
-            "pick_rows(transitions, maps).mT,\n                    pick_rows(result, pieces_after)",
-            "pick_rows(transitions, maps),\n                    pick_rows(result, pieces_after)",
+            "pick_rows(transitions, maps).mT, pick_rows(result, pieces_after)",
+            "pick_rows(transitions, maps), pick_rows(result, pieces_after)",
         ),
     ],
 )

@@ -141,9 +141,8 @@ def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
     file = BytesIO()
     copier = _Copier(file)
     copier.dump(metric)
-    reader = pickle.Unpickler(BytesIO(file.getvalue()))
-    reader.persistent_load = copier.shared.__getitem__
-    return reader.load()
+    reader = type("_Reader", (pickle.Unpickler,), {"persistent_load": lambda _, index: copier.shared[index]})
+    return reader(BytesIO(file.getvalue())).load()
 
 
 def _example_rows(vocabulary: int, device: torch.device) -> TargetRows:
