@@ -5,6 +5,7 @@
 
 import io
 import json
+import re
 import shutil
 from hashlib import sha256
 from pathlib import Path
@@ -84,8 +85,7 @@ def test_hostile_and_damaged_ones_run_nothing_and_stay(
 ) -> None:
     put(old, name, Hostile(tmp_path / "trap"))
     assert main([str(old)]) == 2
-    said = capsys.readouterr().err  # Python 3.13 names the function _io.open
-    assert "io.open, which is neither a tensor" in said
+    assert re.search("names _?io.open, which is neither a tensor", capsys.readouterr().err)  # _io since Python 3.13
     flipped = bytearray((old / "__1_0.distcp").read_bytes())
     flipped[99] ^= 1
     (old / "__1_0.distcp").write_bytes(flipped)

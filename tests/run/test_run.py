@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
@@ -306,7 +307,21 @@ def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> N
         set_up._check_finished_run(before, now, Path("step-000006"), print)
 
 
-def test_one_run_at_a_time_and_a_disk_that_refuses_a_file(tmp_path: Path) -> None:
+def _train_on_a_full_disk(rank: int, config: RunConfig) -> TrainResult:
+    init = run_records.PlanLog.__init__
+
+    def open_on_it(log: run_records.PlanLog, path: Path | None, **keys: int) -> None:
+        init(log, path, **keys)
+        if path is not None:
+            path.unlink()
+            path.symlink_to("/dev/full")
+            log._file = path.open("ab")
+
+    with mock.patch.object(run_records.PlanLog, "__init__", open_on_it):
+        return train_rank(rank, config, 2)
+
+
+def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
     config = small_config(tmp_path, train__steps=1, train__eval_every=0, data__eval_documents=0)
     folder = Path(config.run.dir)
     lock = run_records._lock_file(folder, print)
@@ -316,9 +331,10 @@ def test_one_run_at_a_time_and_a_disk_that_refuses_a_file(tmp_path: Path) -> Non
         run(config, 2)
     assert [path.name for path in folder.iterdir()] == ["run.lock"]
     lock.close()
-    (folder / "plans").touch()  # where a folder should be
-    with pytest.raises(RunFolderError, match=r"plans") as refused:
-        run(config, 2)
+    with pytest.raises(
+        RunFolderError, match=r"^\S*plans.jsonl: No space left on device \([\d,]+ bytes are free\); make"
+    ) as refused:
+        run_ranks(_train_on_a_full_disk, 2, config)
     assert f"The weights after 1 step are saved in {folder / 'checkpoints'}" in refused.value.__notes__
     state = json.loads((folder / "checkpoints" / "step-000001" / "state.json").read_text())
     assert (state["step"], state["order"]) == (1, ORDER)
