@@ -28,7 +28,7 @@ from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
 from tests.train.steps.shared_stages.test_parity import MUTANTS as OF_SHARED_STAGES
 from tests.train.steps.test_matrix import MUTATIONS as OF_STEPS
-from tests.zoo.mutations import MUTATIONS as OF_OTHERS
+from tests.zoo.known_errors import KNOWN_ERRORS
 
 CHANGES = [
     *OF_ATTENTION,
@@ -49,7 +49,7 @@ CHANGES = [
     *OF_SPANS.values(),
     *OF_PREFIXES.values(),
     *OF_VIDEOS.values(),
-    *OF_OTHERS.values(),
+    *(known[1:4] for known in KNOWN_ERRORS.values() if known.module),
     *(mutation[:3] for mutation in OF_MODALITIES.values()),
     *(mutation[2:] for mutation in OF_EXPERTS.values()),
     *((f"ssm.{module}", old, new) for module, old, new in OF_STATES.values()),

@@ -1,0 +1,361 @@
+"""Checks that silent errors of others do not happen here: each gives this rank's relative error, or counts errors.
+
+Every rank of the world enters a check, under `whole_float64`; a result that is missing is infinite.
+"""
+
+import ast
+import pickle
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from longspan.attention import attend
+from longspan.checkpoint.files import (
+    checkpoint_path,
+    complete_checkpoints,
+    create_partial,
+    partial_path,
+    publish_checkpoint,
+    remove_old_checkpoints,
+)
+from longspan.comm import World, bind
+from longspan.data.batch_documents import documents_of
+from longspan.data.document import Document
+from longspan.data.step_order import StepOrder
+from longspan.doctor.stock import ROUTER, collect_gradients, compute_stock_answer, loss_error
+from longspan.evaluation.evaluate import evaluate
+from longspan.layout import Layout
+from longspan.model import add_mtp
+from longspan.model.exactness.small_copies import make_tiny_model
+from longspan.model.seams.norms import fuse_norms
+from longspan.plan import Group, MicroBatch, Plan
+from longspan.plan.planners.fixed import plan_fixed
+from longspan.ssm import causal_conv, linear_scan
+from longspan.train.step import run_step, token_log_probs
+from longspan.train.step_end import clip_grad_norm
+from longspan.train.terms.mtp import MtpLoss
+from tests.model.stock import prepare_untried
+from tests.reference import dense_attention, relative_error
+from tests.zoo.dense import (
+    dense_answer,
+    dense_log_probs,
+    draw_documents,
+    make_model,
+    model_error,
+    plan_documents,
+    step_error,
+    tiny_configuration,
+)
+
+# ---- losses and gradients
+
+
+def both_ranks_share_every_document(world: World) -> float:
+    return step_error(world, tiny_configuration(), draw_documents())
+
+
+def norms_at_degrees_1_and_2(world: World) -> float:
+    config, documents = tiny_configuration(), draw_documents()
+    norm, model, norms = dense_answer(config, documents).norm, make_model(config, world), list[float]()
+    for cp in (1, 2):
+        norms.append(run_step(model, plan_documents(documents, world, cp), documents, world).grad_norm or 0.0)
+        model.zero_grad()
+    return max(loss_error(value, norm) for value in norms)
+
+
+def rank_without_targets(world: World) -> float:
+    """The first tokens are targets: in zigzag order rank 1 has none."""
+    documents = draw_documents((32, 40), mask=lambda _, position: position < 8)
+    return step_error(world, tiny_configuration(), documents)
+
+
+def uneven_masks(world: World) -> float:
+    documents = draw_documents((24, 40), mask=lambda _, position: position < 9 or position % 5 == 0)
+    return step_error(world, tiny_configuration(), documents)
+
+
+def uneven_micro_batches(world: World) -> float:
+    documents = draw_documents((30, 4, 3, 17))
+    plan = plan_documents(documents, world, max_tokens_per_slot=15)
+    return step_error(world, tiny_configuration(), documents, plan)
+
+
+def sums_of_log_probs(world: World) -> float:
+    """Over tensor-parallel ranks, which hold the same rows."""
+    config, documents = tiny_configuration(), draw_documents()
+    sums = [float(x.sum()) for x in dense_log_probs(config, documents)]
+    scores = token_log_probs(make_model(config, world), plan_documents(documents, world, 1), documents, world)
+    return max(loss_error(score, value) for score, value in zip(scores.sums.tolist(), sums, strict=True))
+
+
+def clipped_norm(world: World) -> float:
+    """The norm before clipping to half of it, and that of the clipped gradients."""
+    config, documents = tiny_configuration(), draw_documents()
+    norm, model = dense_answer(config, documents).norm, make_model(config, world)
+    run_step(model, plan_documents(documents, world, 1), documents, world)
+    reported = clip_grad_norm(model, norm / 2, world)
+    clipped = sum(float(x.square().sum()) for x in collect_gradients(model).values()) ** 0.5
+    # Clipping divides by the norm plus 1e-6, as torch's does.
+    return max(loss_error(reported, norm), loss_error(clipped, norm / 2 * norm / (norm + 1e-6)))
+
+
+# ---- tokens, labels and evaluation
+
+
+def log_probs_of_tokens(world: World) -> float:
+    config, documents = tiny_configuration(), draw_documents()
+    exact = np.concatenate([x.numpy() for x in dense_log_probs(config, documents)])
+    scores = token_log_probs(make_model(config, world), plan_documents(documents, world), documents, world)
+    return float(np.abs(scores.values - exact).max())
+
+
+def documents_of_two_tokens(world: World) -> float:
+    return step_error(world, tiny_configuration(), draw_documents((2, 5, 2, 2, 9)))
+
+
+def _evaluation_error(
+    world: World, documents: Sequence[Document], degrees: Sequence[int] = (2,), packed: Any = None
+) -> float:
+    """The worst error of an evaluation's loss, of these documents or of those that were packed and read again."""
+    config = tiny_configuration()
+    exact, model, read = dense_answer(config, documents).loss, make_model(config, world), packed or documents
+    losses = [evaluate(model, read, plan_documents(read, world, cp), world).loss for cp in degrees]
+    return max(loss_error(loss, exact) for loss in losses)
+
+
+def packed_batch(world: World) -> float:
+    """A row is split by its position_ids."""
+    documents = draw_documents()
+    row = np.concatenate([d.ids for d in documents])
+    positions = np.concatenate([np.arange(len(d)) for d in documents])
+    packed = documents_of({"input_ids": row[None], "position_ids": positions[None]}).documents
+    return _evaluation_error(world, documents, packed=packed)
+
+
+def evaluation_at_degrees_1_and_2(world: World) -> float:
+    return _evaluation_error(world, draw_documents(), (1, 2))
+
+
+def uneven_evaluation(world: World) -> float:
+    return _evaluation_error(world, draw_documents((3, 40, 5), mask=lambda d, p: d != 1 or p > 30))
+
+
+def documents_of_equal_length(world: World) -> float:
+    """A rank that read other documents than its group would fail no check of sizes."""
+    return _evaluation_error(world, draw_documents((16, 16, 16)))
+
+
+# ---- attention
+
+
+def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = True) -> float:
+    """The worst relative error of attention's output and of the gradients of queries, keys and values."""
+    shard = bind(plan_fixed(lengths, world.home, 2).micro_batches[0], world)
+    random = torch.Generator().manual_seed(0)
+    *leaves, out_gradient = (torch.randn(sum(lengths), n, 8, generator=random).double() for n in (4, 2, 2, 4))
+    local = [shard.scatter(x).requires_grad_() for x in leaves]
+    q, k, v = (x.requires_grad_() for x in leaves)
+    out = dense_attention(q, k, v, lengths, causal=causal)
+    exact = [out.detach(), *torch.autograd.grad(out, (q, k, v), out_gradient)]
+    out = attend(local[0], local[1], local[2], shard, cp_comm_type="p2p", causal=causal)
+    results = [out.detach(), *torch.autograd.grad(out, local, shard.scatter(out_gradient))]
+    return max(relative_error(result, shard.scatter(x)) for result, x in zip(results, exact, strict=True))
+
+
+def ring_gradients(world: World) -> float:
+    return _attention_error(world, (29, 12))
+
+
+def odd_lengths(world: World) -> float:
+    """Lengths that twice the degree does not divide."""
+    return max(_attention_error(world, (7, 3, 1), causal=causal) for causal in (True, False))
+
+
+def sinks(world: World) -> float:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = tiny_configuration("GptOssConfig", **experts, sliding_window=128, rope_parameters=rope)
+    return step_error(world, config, draw_documents())
+
+
+def windows(world: World) -> float:
+    return step_error(world, tiny_configuration("MistralConfig", sliding_window=5), draw_documents())
+
+
+def packed_positions(world: World) -> float:
+    return step_error(world, tiny_configuration("LlamaConfig"), draw_documents((8, 16, 4, 12)))
+
+
+# ---- layers
+
+_LENGTHS = (9, 14, 5)
+
+
+def states_of_packed_documents(world: World) -> float:
+    """A scan over two ranks, against scans of each document, step by step."""
+    random, rows = torch.Generator().manual_seed(0), sum(_LENGTHS)
+    shapes = ((rows, 2, 4), (rows, 2, 4), (rows, 2, 3), (rows, 2, 1), (rows, 2))
+    q, k, v, log_decays, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
+    inputs = (q, F.normalize(k, dim=-1), v, -log_decays, beta)
+    borders = np.cumsum((0, *_LENGTHS)).tolist()
+    exact = torch.cat([_scan_document(*(x[a:b] for x in inputs)) for a, b in pairwise(borders)])
+    shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
+    q, k, v, log_decays, beta = (shard.scatter(x) for x in inputs)
+    return relative_error(linear_scan(q, k, v, log_decays, beta, shard), shard.scatter(exact))
+
+
+def _scan_document(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, beta: Tensor) -> Tensor:
+    """The gated delta rule: q, k (n, H, K), v (n, H, V), log decays (n, H, 1), beta (n, H) to (n, H, V)."""
+    state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()  # state (H, K, V)
+    for t in range(len(q)):
+        state = state * log_decays[t].exp().unsqueeze(-1)
+        change = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
+        state = state + torch.einsum("hk,hv->hkv", k[t], change)
+        outs.append(torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(outs)
+
+
+def convolutions_of_packed_documents(world: World) -> float:
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in ((sum(_LENGTHS), 6), (6, 4)))
+    padded = [F.pad(document.T, (3, 0))[None] for document in x.split(_LENGTHS)]
+    exact = torch.cat([F.conv1d(columns, weight[:, None], groups=6)[0].T for columns in padded])
+    shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
+    return relative_error(causal_conv(shard.scatter(x), weight, None, shard), shard.scatter(exact))
+
+
+def router_losses(world: World) -> float:
+    """A step with balance and z losses of routers, against the stock model on all documents."""
+    config = tiny_configuration("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    documents = draw_documents()
+    answer = compute_stock_answer(config, [d.ids for d in documents], torch.float64, router=ROUTER)
+    model = make_model(config, world)
+    result = run_step(model, plan_documents(documents, world), documents, world, router=ROUTER)
+    losses = [loss_error(x, y) for x, y in zip(result.router or (), answer.routers, strict=True)]
+    return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), *losses)
+
+
+def _depth_error(world: World, documents: Sequence[Document]) -> float:
+    """Gradients at degree 2 against those where one slot has all documents: the unchanged model has no depths."""
+    numbers, lengths = tuple(range(len(documents))), tuple(map(len, documents))
+    plan, one_slot = plan_documents(documents, world), MicroBatch((Group((0,), numbers, lengths),))
+    model = prepare_untried(add_mtp(make_tiny_model(tiny_configuration(), torch.float64), 1), world)
+    gradients = list[dict[str, Tensor]]()
+    for step_plan in (Plan(world.home.slots, lengths, (one_slot,), targets=plan.targets).check(), plan):
+        run_step(model, step_plan, documents, world, mtp=MtpLoss(0.3))
+        gradients.append(collect_gradients(model))
+        model.zero_grad()
+    return max(relative_error(gradients[1][name], exact) for name, exact in gradients[0].items())
+
+
+def depths(world: World) -> float:
+    return _depth_error(world, draw_documents())
+
+
+def depths_with_uneven_masks(world: World) -> float:
+    return _depth_error(world, draw_documents((24, 40), mask=lambda _, position: position < 11))
+
+
+def norm_formulas(world: World) -> float:
+    """Of fused norms in two families, against the norms' own code, which rounds to float32: 0 below 1e-6."""
+    errors = list[float]()
+    for name in ("GemmaConfig", "Qwen3Config"):
+        model = make_tiny_model(tiny_configuration(name), torch.float32)
+        fuse_norms(model)
+        # A fused norm's forward is bound to the norm and its formula.
+        fused = [x for x in model.modules() if isinstance(getattr(vars(x).get("forward"), "args", None), tuple)]
+        if not fused:
+            return float("inf")
+        for norm in fused:
+            _, formula = vars(norm)["forward"].args
+            x = torch.linspace(-2, 3, norm.weight.numel(), dtype=torch.float64)  # pyright: ignore
+            weight: Any = norm.weight.detach().double()  # pyright: ignore[reportCallIssue]
+            eps = next(float(getattr(norm, key)) for key in ("variance_epsilon", "eps") if hasattr(norm, key))
+            exact = type(norm).forward(norm.double(), x)  # pyright: ignore[reportArgumentType]
+            errors.append(relative_error(formula(x, weight, eps), exact))
+    return max(error if error >= 1e-6 else 0.0 for error in errors)
+
+
+def kernel_sources() -> dict[str, str]:
+    """The source of each Triton kernel that asks for its program's number, by file and name."""
+    root, sources = Path(str(files("longspan"))), dict[str, str]()
+    for path in sorted(root.rglob("*kernels.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                source = ast.unparse(node)
+                if "program_id" in source:
+                    sources[f"{path.name}: {node.name}"] = source
+    return sources
+
+
+def kernels_without_64_bits(world: World) -> float:
+    """Which products are widened is not looked at: tests on GPUs run every kernel past 2^32 elements."""
+    sources = kernel_sources()
+    return float(sum("tl.int64" not in source for source in sources.values())) if sources else float("inf")
+
+
+# ---- runs
+
+
+def tied_embeddings(world: World) -> float:
+    """Over two stages, of which both have the embedding that is tied to the head."""
+    config, documents = tiny_configuration(tie_word_embeddings=True), draw_documents()
+    return step_error(world, config, documents, plan_documents(documents, world, 1))
+
+
+def split_layers(world: World) -> float:
+    documents = draw_documents()
+    return step_error(world, tiny_configuration(), documents, plan_documents(documents, world, 1))
+
+
+def _make_order(epochs: float) -> StepOrder:
+    """Of 60 documents of random lengths, of which 3 are held out for evaluation."""
+    lengths = np.random.default_rng(0).integers(4, 40, size=60)
+    return StepOrder(lengths, tokens_per_step=96, seed=7, eval_documents=3, epochs=epochs)
+
+
+def documents_of_two_epochs(world: World) -> float:
+    """How many documents two epochs do not take twice, under plans for 1 to 8 slots."""
+    order, wrong = _make_order(2.0), 0
+    trained = set(range(60)) - set(order.evaluation)
+    for slots, cp in ((1, 1), (8, 1), (8, 2), (8, 8)):
+        counts = Counter[int]()
+        for step in range(order.count_steps()):
+            ids, plan = order.documents_of_step(step), plan_fixed(order.lengths_of_step(step), Layout(slots), cp)
+            counts.update(ids[d] for batch in plan.micro_batches for group in batch.groups for d in group.documents)
+        wrong += sum(counts[document] != 2 for document in trained) + len(counts.keys() - trained)
+    return float(wrong)
+
+
+def steps_of_resumed_runs(world: World) -> float:
+    """How many steps of a resumed run have other documents, and how many epochs repeat the first one's order."""
+    order = _make_order(3.0)
+    steps = range(order.count_steps())
+    documents_of_steps = [order.documents_of_step(step) for step in steps]
+    resumed = [pickle.loads(pickle.dumps(order)).documents_of_step(step) for step in steps]
+    epoch_size = 60 - len(order.evaluation)
+    stream = [document for step in documents_of_steps for document in step]
+    repeated = sum(stream[:epoch_size] == stream[i * epoch_size : (i + 1) * epoch_size] for i in (1, 2))
+    return float(sum(a != b for a, b in zip(documents_of_steps, resumed, strict=True)) + repeated)
+
+
+def newest_checkpoint(world: World) -> float:
+    """0 if the checkpoint before a save that was never published is the newest, and stays when old ones go."""
+    with tempfile.TemporaryDirectory(prefix="longspan-zoo-") as folder:
+        root = Path(folder)
+        first, second = (checkpoint_path(root, step) for step in (1, 2))
+        for path in (first, second):
+            create_partial(partial_path(path))
+        publish_checkpoint(partial_path(first), first, {"step": 1}, [])
+        newest = complete_checkpoints(root)[:1] == [first]
+        remove_old_checkpoints(root, keep=1)
+        return float(not newest or not first.is_dir())

@@ -1,0 +1,215 @@
+"""Silent errors of other systems: a check that each does not happen here, and the change of our source that makes it.
+
+Silent: no exception, no warning, and a loss that looks plausible. docs/zoo.md says of each where it happened, how it is
+seen, and why it cannot happen here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from longspan.comm import World
+from longspan.layout import Layout
+from tests.zoo import checks
+
+CP, TP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
+
+
+class KnownError(NamedTuple):
+    """A check over two ranks of `home`, and a module, what stands there, and the other system's error in its place."""
+
+    check: Callable[[World], float]
+    module: str = ""  # empty where no CPU runs the code
+    old: str = ""
+    new: str = ""
+    home: Layout = CP
+
+
+GROUPS: dict[str, dict[str, KnownError]] = {
+    "Losses and gradients": {
+        "loss times the degree": KnownError(
+            checks.both_ranks_share_every_document,
+            "train.passes",
+            "return loss_sum / self.divisor",
+            "return loss_sum * self.plan.micro_batches[0].groups[0].degree / self.divisor",
+        ),
+        "gradients averaged over other ranks than the loss": KnownError(
+            checks.norms_at_degrees_1_and_2,
+            "train.passes",
+            "passes.mean(loss).backward()",
+            "(passes.mean(loss) * passes.plan.micro_batches[0].groups[0].degree).backward()",
+        ),
+        "nan on a rank without targets": KnownError(
+            checks.rank_without_targets,
+            "train.loss",
+            "return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)",
+            "return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows) / len(targets.rows)",
+        ),
+        "loss divided by a rank's own targets": KnownError(
+            checks.uneven_masks,
+            "train.passes",
+            "passes.mean(loss).backward()",
+            "(loss / max(int((batch.labels != -100).sum()), 1) / passes.world.home.slots).backward()",
+        ),
+        "mean of the means of micro-batches": KnownError(
+            checks.uneven_micro_batches,
+            "train.passes",
+            "passes.mean(loss).backward()",
+            "(passes.mean(loss) * passes.plan.tokens / batch.shard.tokens / len(batches)).backward()",
+        ),
+        "metrics summed over ranks that hold the same": KnownError(
+            checks.sums_of_log_probs, "train.terms.token_loss", "if world.coordinates.tp == 0:", "if True:", TP
+        ),
+        "gradient norm counts copies": KnownError(
+            checks.clipped_norm,
+            "train.step_end",
+            "return bool((mesh.mesh == self._first_rank).any()) and not any(copies)",
+            "return True",
+            TP,
+        ),
+    },
+    "Tokens, labels and evaluation": {
+        "labels rolled inside a rank's part": KnownError(
+            checks.log_probs_of_tokens,
+            "train.read_rows",
+            "row, tokens[ahead], labels[ahead], {",
+            "row, tokens[ahead], np.roll(tokens[ahead], -1)[: len(labels[ahead])], {",
+        ),
+        "a document's last token predicts the next document": KnownError(
+            checks.documents_of_two_tokens,
+            "train.read_rows",
+            "row, tokens[ahead], labels[ahead], {",
+            "row, tokens[ahead], np.append(labels[ahead], tokens[0])[: stop - start], {",
+        ),
+        "packed samples see each other": KnownError(
+            checks.packed_batch,
+            "data.batch_documents",
+            "begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)",
+            "begins = [start]",
+        ),
+        "evaluation loss times the degree": KnownError(
+            checks.evaluation_at_degrees_1_and_2,
+            "evaluation.evaluate",
+            "loss=loss / max(plan.targets, 1),",
+            "loss=loss * plan.micro_batches[0].groups[0].degree / max(plan.targets, 1),",
+        ),
+        "evaluation averages averages": KnownError(
+            checks.uneven_evaluation,
+            "evaluation.evaluate",
+            "loss=loss / max(plan.targets, 1),",
+            "loss=sum(a / b for a, b in zip(totals.documents.tolist(), targets)) / len(targets),",
+        ),
+        "members evaluate different documents": KnownError(
+            checks.documents_of_equal_length,
+            "train.read_rows",
+            "reader.read_run(document, start,",
+            "reader.read_run((document + shard_part.member) % len(documents), start,",
+        ),
+    },
+    "Attention": {
+        "gradients of ring attention": KnownError(
+            checks.ring_gradients, "attention.ring", "self._sums.add(owner, addends)", "self._sums.add(owner, [])"
+        ),
+        "sinks swallowed": KnownError(
+            checks.sinks, "model.seams.attention_calls", '"sinks": s_aux, "softcap"', '"sinks": None, "softcap"'
+        ),
+        "windows dropped": KnownError(
+            checks.windows,
+            "model.seams.attention_calls",
+            '"window": sliding_window, "chunk": chunk_size(module), "sinks"',
+            '"window": None, "chunk": chunk_size(module), "sinks"',
+        ),
+        "the last token of an odd length": KnownError(
+            checks.odd_lengths,
+            "attention.call",
+            "        if group.pad_to is None:\n            return segments\n"
+            "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])",
+            "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",
+        ),
+        "rotary positions of packed documents": KnownError(
+            checks.packed_positions,
+            "comm.shard",
+            "return np.where(real, base + starts[document] + positions, -1), positions",
+            "return np.where(real, base + starts[document] + positions, -1), "
+            "positions - np.repeat(segments.start, sizes)",
+        ),
+    },
+    "Layers": {
+        "states leak between packed documents": KnownError(
+            checks.states_of_packed_documents,
+            "ssm.chains",
+            "first = np.diff(document, prepend=-1) != 0",
+            "first = np.arange(len(document)) == 0",
+        ),
+        "convolutions reach into the document before": KnownError(
+            checks.convolutions_of_packed_documents,
+            "ssm.kernels.convolutions",
+            "rows = torch.cat([x, arrived, x.new_zeros((1, x.shape[1]))])",
+            "rows = torch.cat([x, arrived, x[-1:]])",
+        ),
+        "losses of routers without a gradient": KnownError(
+            checks.router_losses,
+            "model.experts.moe",
+            "weights = layer.sums.record_routing(",
+            "layer.sums.record_routing(",
+        ),
+        "losses of routers shrink with the ranks": KnownError(
+            checks.router_losses,
+            "model.experts.router",
+            "coefficients, token_layers = statistics.coefficients, statistics.token_layers",
+            "coefficients, token_layers = statistics.coefficients, "
+            "statistics.token_layers * statistics.world.home.slots",
+        ),
+        "weights of norms without their offset": KnownError(
+            checks.norm_formulas,
+            "model.seams.norms",
+            "for f in (_PLAIN, NormFormula(offset=1.0)) if _computes_formula(norm, f)",
+            "for f in (_PLAIN, NormFormula(offset=1.0))",
+        ),
+        "losses of later tokens divided by the degree": KnownError(
+            checks.depths,
+            "train.terms.mtp",
+            "shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]",
+            "shares = [mtp.weight / len(targets) * divisor / max(count, 1) "
+            "/ passes.plan.micro_batches[0].groups[0].degree for count in targets]",
+        ),
+        "losses of later tokens divided by a rank's targets": KnownError(
+            checks.depths_with_uneven_masks,
+            "train.terms.mtp",
+            'world.control.sum_over_stages(local, "targets of multi-token prediction")',
+            "local",
+        ),
+        "offsets of 32 bits": KnownError(checks.kernels_without_64_bits),
+    },
+    "Runs": {
+        "tied embeddings over pipeline stages": KnownError(
+            checks.tied_embeddings,
+            "model.pipeline.stages",
+            "local_slice.copy_(sum_parts([*parts.values()]))",
+            "pass",
+            PP,
+        ),
+        "a sum over ranks without its gradient": KnownError(
+            checks.split_layers,
+            "comm.tp_collectives",
+            '_all_reduce(gradient, world_key, "sum of gradients over tp")',
+            "gradient",
+            TP,
+        ),
+        "epochs times the degree": KnownError(
+            checks.documents_of_two_epochs,
+            "data.step_order",
+            "self.stream.place_after(epochs))",
+            "self.stream.place_after(2 * epochs))",
+        ),
+        "a resumed run repeats the first epoch's order": KnownError(
+            checks.steps_of_resumed_runs,
+            "data.stream",
+            "keys = [_hash_words(key + epochs * _GOLDEN) for key in self._keys]",
+            "keys = [_hash_words(key + 0 * epochs * _GOLDEN) for key in self._keys]",
+        ),
+        "the newest checkpoint is not there yet": KnownError(
+            checks.newest_checkpoint, "checkpoint.files", "else path.name.endswith(PARTIAL)", "else False"
+        ),
+    },
+}
+KNOWN_ERRORS = {name: known for group in GROUPS.values() for name, known in group.items()}
