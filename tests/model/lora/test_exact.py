@@ -1,141 +1,274 @@
-"""Adapters of peft under every home equal the dense PeftModel: loss, every gradient, and the base model alone."""
+"""Adapters of peft under every home equal the dense PeftModel: loss, every gradient, and the base model alone.
 
+Adapters of mixers are those of the projections of gated delta nets, Mamba 2 and the like.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
+import peft
 import pytest
-import torch
 
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
+from longspan.doctor.stock import whole_float64
 from longspan.layout import Layout
-from longspan.model import prepare, without_adapter
+from longspan.model import prepare, save_model, without_adapter
+from longspan.model.adapters import belongs_to_adapter, peft_modules
+from longspan.model.seams.mixers import find_mixers
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs
-from tests.model.lora.adapted import LENGTHS, adapted, dense_answer
-from tests.model.stock import error, gradients_of, prepare_untried, texts
-
-TIED = (("qwen3", "embedding and head"),)
+from tests.model.lora.adapted import LENGTHS, OTHER_HYBRIDS, adapted, dense_answer
+from tests.model.seams.test_mixers import here
+from tests.model.stock import error, gradients_of, prepare_untried, texts, weights_of, worst
+from tests.mutation import Change, mutated
 
 
 @dataclass(frozen=True)
 class Home:
-    """A layout with arguments of prepare, and the (family, adapter) that run under it."""
+    """A layout, how a model is prepared for it, and how documents are planned."""
 
     layout: Layout
-    cases: tuple[tuple[str, str], ...]
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     dynamic: bool = False
     mode: Literal["lockstep", "free"] = "lockstep"
+    partition: Literal["zigzag", "contiguous"] = "zigzag"
+
+    def plan(self) -> Plan:
+        if self.dynamic:
+            return plan_dynamic(LENGTHS, self.layout, max_tokens_per_slot=22, mode=self.mode)
+        multiple = self.layout.tp if self.partition == "contiguous" or "sequence_parallel" in self.options else 1
+        rows: dict[str, Any] = {"row_multiple": multiple, "partition": self.partition}
+        return plan_fixed(LENGTHS, self.layout, cp=self.layout.slots, max_tokens_per_slot=40, **rows)
+
+
+def errors_of(
+    home: Home,
+    family: str,
+    adapter: str,
+    world: World,
+    *,
+    trial: bool = False,
+    base: bool = True,
+    make: Callable[..., Any] = adapted,
+) -> dict[str, float]:
+    """The relative errors of loss, norm and each gradient of a step, and with `base` of the base model's loss."""
+    loss, base_loss, gradients = dense_answer(family, adapter, world.device)
+    peft_model, plan, documents, errors = make(family, adapter), home.plan(), texts(LENGTHS), dict[str, float]()
+    mixers = tuple(f"{name}." for name in find_mixers(peft_model.get_base_model()))
+    assert not mixers or any(key.startswith(mixers) for key in gradients)
+    model = (prepare if trial else prepare_untried)(peft_model, world, **home.options)
+    if base:
+        with without_adapter(model):
+            reference = -token_log_probs(model, plan, documents, world).sums.sum() / plan.targets
+        errors["left out"] = float(abs(reference / base_loss - 1))
+    result = run_step(model, plan, documents, world, loss_chunk_rows=7)
+    assert result.grad_norm is not None
+    norm = sum(float(g.square().sum()) for g in gradients.values()) ** 0.5
+    local = gradients_of(model)
+    assert home.layout.pp > 1 or local.keys() == gradients.keys()
+    errors |= {"loss": abs(result.loss / loss - 1), "norm": abs(result.grad_norm / norm - 1)}
+    errors |= {key: error(x, gradients[key]) for key, x in local.items()}
+    if base:
+        model.zero_grad()
+        optimizer = build_optimizer(model, "adamw", lr=1e-3)
+        run_step(model, plan, documents, world, optimizer=optimizer)
+        assert len(optimizer.state) == len(local)
+        with peft_model.disable_adapter():  # the adapter has changed, the base model has not
+            later = run_step(model, plan, documents, world, backward=False).loss
+        errors["base"] = abs(later / base_loss - 1)
+    return errors
+
+
+Table = Mapping[str, tuple[Home, tuple[tuple[str, str], ...]]]  # the (family, adapter) that run under a home
+PP, TP, TP_OF_4 = Layout(ranks=2, pp=2), Layout(ranks=2, tp=2), Layout(ranks=4, tp=2)
+SEQUENCE_PARALLEL, FULL = {"sequence_parallel": True}, {"activation_checkpointing": "full"}
+FOLDED = {"virtual_stages": 2, "pipeline_schedule": "zbv"}
+TIED = ("qwen3", "embedding and head")
 
 
 def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
     return tuple(("llama", adapter) for adapter in adapters)
 
 
-HOMES = {
-    "cp 2": Home(Layout(ranks=2), (*_llama("every linear", "the first layer", "dora", "modules_to_save"), *TIED)),
-    "tp 2": Home(Layout(ranks=2, tp=2), (*_llama("row-wise alone"), *TIED)),
-    "tp 2, sequence parallel": Home(
-        Layout(ranks=2, tp=2),
+FEW: Table = {
+    "cp 2": (Home(Layout(ranks=2)), (*_llama("the first layer", "dora", "modules_to_save"), TIED)),
+    "tp 2": (Home(TP), (*_llama("row-wise alone"), TIED)),
+    "tp 2, sequence parallel": (
+        Home(TP, {**SEQUENCE_PARALLEL, **FULL}),
         (*_llama("the last layer"), ("biased", "every linear")),
-        {"sequence_parallel": True, "activation_checkpointing": "full"},
     ),
-    "pp 2": Home(Layout(ranks=2, pp=2), (*_llama("embedding and head"), ("qwen3", "every linear"))),
-    "pp 2, zero bubble": Home(
-        Layout(ranks=2, pp=2),
+    "pp 2": (Home(PP), (*_llama("embedding and head"), ("qwen3", "every linear"))),
+    "pp 2, zero bubble": (
+        Home(PP, {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"}),
         _llama("the first layer"),
-        {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"},
     ),
-    "ep 2": Home(Layout(ranks=2, ep=2), (("qwen3-moe", "attention"),)),
+    "ep 2": (Home(Layout(ranks=2, ep=2)), (("qwen3-moe", "attention"),)),
+}
+OF_TWO: Table = {
+    "dynamic": (Home(Layout(ranks=2), dynamic=True), _llama("every linear")),
+    "tp 2, biased": (Home(TP), (("biased", "every linear"),)),
+    "tp 2, sequence parallel, tied": (Home(TP, SEQUENCE_PARALLEL), (TIED,)),
+    "pp 2, the last layer": (Home(PP), _llama("the last layer")),
+    "pp 2, zero bubble, every linear": (Home(PP, {"pipeline_schedule": "zero_bubble"}), _llama("every linear")),
+    "pp 2, interleaved": (Home(PP, {"virtual_stages": 2}), (("deep", "the last layer"),)),
+    "dynamic, copies": (Home(Layout(ranks=2), {"shard_parameters": False}, dynamic=True), _llama("every linear")),
+    "pp 2, folded": (Home(PP, FOLDED), (("deep", "every linear"),)),
+    "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"),)),
+}
+OF_FOUR: Table = {
+    "tp 2 of 4": (Home(TP_OF_4, SEQUENCE_PARALLEL), (("biased", "every linear"),)),
+    "free": (Home(Layout(ranks=4), dynamic=True, mode="free"), _llama("every linear", "the last layer")),
+    "pp 2 of 4": (Home(Layout(ranks=4, pp=2)), _llama("every linear")),
+    "pp 2, tp 2": (Home(Layout(ranks=4, pp=2, tp=2)), _llama("every linear")),
+    "replicas": (Home(Layout(ranks=4, dp_replicate=2)), _llama("every linear")),
+}
+CASES = (
+    ("qwen3-next", "mixers"),
+    ("qwen3.5", "every linear"),
+    ("bamba", "mixers"),
+    ("bamba", "every linear"),
+    ("qwen3-next", "projections"),
+)
+OTHERS = tuple((family, "projections") for family in here(OTHER_HYBRIDS))
+CP_MIXERS, DYNAMIC = Home(Layout(ranks=2), partition="contiguous"), Home(Layout(ranks=2), FULL, dynamic=True)
+TP_MIXERS, PP_MIXERS = Home(TP, partition="contiguous"), Home(PP, partition="contiguous")
+FEW_MIXERS: Table = {"dynamic": (DYNAMIC, (CASES[1],)), "tp 2": (TP_MIXERS, (CASES[1], CASES[3]))}
+MIXERS: Table = {
+    "cp 2": (CP_MIXERS, (*CASES, *OTHERS)),
+    "dynamic": (DYNAMIC, CASES),
+    "tp 2": (TP_MIXERS, (*CASES, *OTHERS)),
+    "pp 2": (PP_MIXERS, (*CASES, ("zamba2", "projections"))),
+    "two stages a rank": (Home(PP, {"virtual_stages": 2}, partition="contiguous"), (("zamba2", "projections"),)),
+    "two stages a rank, folded": (Home(PP, FOLDED, partition="contiguous"), (("zamba2", "projections"),)),
+}
+MIXERS_OF_FOUR: Table = {
+    "tp 2, cp 2": (Home(TP_OF_4, SEQUENCE_PARALLEL, partition="contiguous"), (*CASES, *OTHERS)),
+    "tp 2, cp 2, copies": (
+        Home(TP_OF_4, {"shard_parameters": False, **FULL}, partition="contiguous"),
+        (*CASES, *OTHERS),
+    ),
 }
 
 
-OTHERS = {
-    "dynamic": Home(Layout(ranks=2), _llama("every linear"), dynamic=True),
-    "tp 2, biased": Home(Layout(ranks=2, tp=2), (("biased", "every linear"),)),
-    "tp 2, sequence parallel, tied": Home(Layout(ranks=2, tp=2), TIED, {"sequence_parallel": True}),
-    "pp 2, the last layer": Home(Layout(ranks=2, pp=2), _llama("the last layer")),
-    "pp 2, zero bubble, every linear": Home(
-        Layout(ranks=2, pp=2), _llama("every linear"), {"pipeline_schedule": "zero_bubble"}
-    ),
-    "pp 2, interleaved": Home(Layout(ranks=2, pp=2), (("deep", "the last layer"),), {"virtual_stages": 2}),
-    "dynamic, copies": Home(Layout(ranks=2), _llama("every linear"), {"shard_parameters": False}, dynamic=True),
-    "pp 2, folded": Home(
-        Layout(ranks=2, pp=2), (("deep", "every linear"),), {"virtual_stages": 2, "pipeline_schedule": "zbv"}
-    ),
-    "tp 2, experts": Home(Layout(ranks=2, tp=2), (("qwen3-moe", "attention"),)),
-    "tp 2 of 4": Home(Layout(ranks=4, tp=2), (("biased", "every linear"),), {"sequence_parallel": True}),
-    "free": Home(Layout(ranks=4), _llama("every linear", "the last layer"), dynamic=True, mode="free"),
-    "pp 2 of 4": Home(Layout(ranks=4, pp=2), _llama("every linear")),
-    "pp 2, tp 2": Home(Layout(ranks=4, pp=2, tp=2), _llama("every linear")),
-    "replicas": Home(Layout(ranks=4, dp_replicate=2), _llama("every linear")),
-}
-
-
-def _plan(home: Home) -> Plan:
-    if home.dynamic:
-        return plan_dynamic(LENGTHS, home.layout, max_tokens_per_slot=22, mode=home.mode)
-    rows = home.layout.tp if home.options.get("sequence_parallel") else 1
-    return plan_fixed(LENGTHS, home.layout, cp=home.layout.slots, max_tokens_per_slot=40, row_multiple=rows)
-
-
-def _compare(rank: int, names: tuple[str, ...]) -> dict[tuple[str, str, str], dict[str, float]]:
-    found = dict[tuple[str, str, str], dict[str, float]]()
-    for name in names:
-        home = (HOMES | OTHERS)[name]
+def _compare(rank: int, table: Table, of_mixers: bool) -> dict[str, dict[str, float]]:
+    errors = dict[str, dict[str, float]]()
+    for name, (home, cases) in table.items():
         with World(home.layout, backend=backend(), timeout=60) as world:
-            for family, adapter in home.cases:
-                found[name, family, adapter] = _errors(home, family, adapter, world, try_rows=not found)
-    return found
-
-
-def _errors(home: Home, family: str, adapter: str, world: World, *, try_rows: bool) -> dict[str, float]:
-    loss, base_loss, gradients = dense_answer(family, adapter, world.device)
-    norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
-    peft_model, plan, documents = adapted(family, adapter), _plan(home), texts(LENGTHS)
-    model = (prepare if try_rows else prepare_untried)(peft_model, world, **home.options)
-    with without_adapter(model):
-        reference = token_log_probs(model, plan, documents, world).sums.sum()
-    result = run_step(model, plan, documents, world, loss_chunk_rows=7)
-    assert result.grad_norm is not None
-    local = gradients_of(model)
-    here = gradients if home.layout.pp == 1 else {key: gradients[key] for key in local}
-    assert local.keys() == here.keys()
-    model.zero_grad()
-    optimizer = build_optimizer(model, "adamw", lr=1e-3)
-    run_step(model, plan, documents, world, optimizer=optimizer)
-    with peft_model.disable_adapter():  # the adapter has changed, the base model has not
-        later = run_step(model, plan, documents, world, backward=False).loss
-    assert len(optimizer.state) == len(local)
-    return {
-        "loss": abs(result.loss / loss - 1),
-        "norm": abs(result.grad_norm / norm - 1),
-        "gradients": max((error(local[key], here[key]) for key in here), default=0.0),
-        "base": max(abs(of_base / base_loss - 1) for of_base in (-reference / plan.targets, later)),
-    }
-
-
-@pytest.mark.whole  # those above show every term
-@pytest.mark.timeout(320)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_other_homes_are_exact_too(ranks: int) -> None:
-    names = tuple(name for name, home in OTHERS.items() if len(home.layout.ranks) == ranks)
-    for found in run_ranks(_compare, ranks, names, timeout=300):
-        assert {key[0] for key in found} == set(names)
-        assert all(value <= 1e-12 for errors in found.values() for value in errors.values()), found
-
-
-@cache
-def _results() -> list[dict[tuple[str, str, str], dict[str, float]]]:
-    return run_ranks(_compare, 2, tuple(HOMES), timeout=300)
+            for number, (family, adapter) in enumerate(cases):
+                how: dict[str, Any] = {"trial": not errors, "base": not (of_mixers or number)}
+                with whole_float64() if of_mixers else nullcontext():
+                    errors[f"{name}, {family}, {adapter}"] = errors_of(home, family, adapter, world, **how)
+    return errors
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("name", HOMES)
-def test_loss_gradients_and_the_base_model_are_those_of_one_process(name: str) -> None:
-    for found in _results():
-        of_home = {key: errors for key, errors in found.items() if key[0] == name}
-        assert len(of_home) == len(HOMES[name].cases)
-        assert all(value <= 1e-12 for errors in of_home.values() for value in errors.values()), of_home
+@pytest.mark.parametrize(
+    ("ranks", "table", "of_mixers"),
+    [
+        pytest.param(2, FEW, False, id="few"),
+        pytest.param(2, FEW_MIXERS, True, id="few mixers"),
+        pytest.param(2, OF_TWO, False, marks=pytest.mark.whole, id="2"),
+        pytest.param(4, OF_FOUR, False, marks=pytest.mark.whole, id="4"),
+        pytest.param(2, MIXERS, True, marks=pytest.mark.whole, id="mixers 2"),
+        pytest.param(4, MIXERS_OF_FOUR, True, marks=pytest.mark.whole, id="mixers 4"),
+    ],
+)
+def test_adapters_are_those_of_one_process(ranks: int, table: Table, of_mixers: bool) -> None:
+    for errors in run_ranks(_compare, ranks, table, of_mixers, timeout=300):
+        assert len(errors) == sum(len(cases) for _, cases in table.values())
+        bound = 1e-11 if of_mixers else 1e-12
+        assert all(value <= bound for of_case in errors.values() for value in of_case.values()), errors
+
+
+def _continued(rank: int, family: str, folder: Path) -> float:
+    """Two steps at tp 2 with parts of the rows, a folder and a checkpoint; how far what tp 1 reads is from it."""
+    home = Home(TP_OF_4, partition="contiguous")
+    with World(TP_OF_4, backend=backend(), timeout=60) as world:
+        model = prepare(adapted(family, "projections"), world, sequence_parallel=True)
+        optimizer = build_optimizer(model, "adamw", lr=1e-2)
+        for _ in range(2):
+            run_step(model, home.plan(), texts(LENGTHS), world, optimizer)
+        checkpoint = save_checkpoint(folder / "checkpoints", model, optimizer, world, step=2)
+        save_model(model, folder / "adapter", world)
+        weights = {name: x for name, x in weights_of(model).items() if belongs_to_adapter(name)}
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
+        model = prepare(adapted(family, "projections"), world)
+        load_checkpoint(checkpoint, model, build_optimizer(model, "adamw", lr=1e-2), world)
+        read = {name: x for name, x in weights_of(model).items() if belongs_to_adapter(name)}
+    stock: Any = peft.PeftModel.from_pretrained(adapted(family, "projections").unload(), str(folder / "adapter"))
+    of_folder = {name: p for name, p in stock.get_base_model().named_parameters() if belongs_to_adapter(name)}
+    return max(worst(read, weights), worst(of_folder, weights))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "bamba"])
+def test_checkpoints_and_folders_are_those_of_the_whole_adapter(family: str, tmp_path: Path) -> None:
+    assert run_ranks(_continued, 4, family, tmp_path, timeout=200) == [0.0] * 4
+
+
+# ---- terms that ranks could forget without an error
+
+
+def _unscaled(family: str, adapter: str) -> Any:
+    peft_model = adapted(family, adapter)
+    for layer in peft_modules(peft_model.get_base_model()).values():
+        layer.scaling = {"default": 1.0}  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return peft_model
+
+
+SPLIT, SUMMED, SCALING = "model.tensor_parallel.styles", "sum_partial_gradients(linear, key)", "scaling forgotten"
+FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
+MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
+    "nothing": (None, set()),
+    "no sum of A's gradient, column-wise": ((SPLIT, f"{FIRST}{SUMMED}", f"{FIRST}pass"), {"lora_A"}),
+    "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
+    "bias on every rank": ((SPLIT, '"bias": return_none', '"bias": local_tensor'), {"loss"}),
+    SCALING: (None, {"loss", "lora_A", "lora_B"}),  # peft's own term
+    "adapter not left out": (("model.lora", "module._disable_adapters = True", "pass"), {"base"}),
+}
+OF_MIXERS = {
+    "cp 2": ("model.seams.mixers", "(v * step.unsqueeze(-1))", "(v.detach() * step.unsqueeze(-1))"),
+    "tp 2": (
+        "model.tensor_parallel.tensor_parallel",
+        "whole_view if is_first_adapter_matrix(name)",
+        "(lambda x: x) if is_first_adapter_matrix(name)",
+    ),
+}
+
+
+def _noticed(rank: int) -> dict[str, set[str]]:
+    """By what is wrong, what of a step under tp 2 is not that of one process."""
+    noticed = dict[str, set[str]]()
+    with World(TP, backend=backend(), timeout=60) as world:
+        for name, (change, _) in MUTATIONS.items():
+            with mutated(change):
+                make = _unscaled if name == SCALING else adapted
+                errors = errors_of(Home(TP), "biased", "every linear", world, make=make)
+            noticed[name] = {key.split(".")[-3] if "." in key else key for key, e in errors.items() if e > 1e-9}
+    return noticed
+
+
+@pytest.mark.whole
+def test_every_term_that_is_left_out_is_noticed() -> None:
+    for noticed in run_ranks(_noticed, 2, timeout=200):
+        assert not noticed["nothing"]
+        assert all(shown <= noticed[name] for name, (_, shown) in MUTATIONS.items()), noticed
+
+
+def _of_mixers_mutated(rank: int) -> list[float]:
+    errors = []
+    for name, change in OF_MIXERS.items():
+        with mutated(change):
+            of_home = _compare(rank, {name: (MIXERS[name][0], (("bamba", "mixers"),))}, True)
+            errors.append(max(max(of_case.values()) for of_case in of_home.values()))
+    return errors
+
+
+def test_a_gradient_that_stops_in_a_scan_or_is_not_summed_over_tp_is_noticed() -> None:
+    for errors in run_ranks(_of_mixers_mutated, 2, timeout=60):
+        assert min(errors) > 1e-3, errors

@@ -1,0 +1,217 @@
+"""What an adapter may not be, how a new one is drawn, what is saved, and its errors over a base model in bfloat16."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.comm import World
+from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import load_model, prepare, save_model, without_adapter
+from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.exactness.check_model import check_adapter
+from longspan.model.lora import NewAdapter, add_lora
+from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
+from longspan.plan import plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import run_step
+from tests.model.experts.moe_models import moe_model
+from tests.model.lora.adapted import LENGTHS, adapted, dense
+from tests.model.stock import gradients_of, prepare_untried, texts, tiny
+
+CP, TP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
+
+
+def said_by(call: Callable[[], object]) -> str:
+    with pytest.raises(ModelError) as error:
+        call()
+    return str(error.value)
+
+
+# ---- what is refused
+
+
+def lora(family: str = "llama", **more: Any) -> Any:
+    return peft.get_peft_model(tiny(family), peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **more}))
+
+
+def ia3() -> Any:
+    config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    return peft.get_peft_model(tiny("llama"), config)
+
+
+def changed(change: Callable[[Any], object]) -> Any:
+    model = lora()
+    change(model)
+    return model
+
+
+def in_two_types(model: Any) -> None:
+    first = next(p for p in model.parameters() if p.requires_grad)
+    first.data = first.data.double()
+
+
+SECOND = peft.LoraConfig(r=2, target_modules=["q_proj"])
+CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
+    "another method": (ia3, CP, "of peft's method IA3.*merge_and_unload"),
+    "two adapters": (lambda: changed(lambda m: m.add_adapter("second", SECOND)), CP, "2 adapters .default, second."),
+    "merged": (lambda: changed(lambda m: m.merge_adapter()), CP, "is merged into its weight"),
+    "frozen": (lambda: changed(lambda m: m.requires_grad_(False)), CP, "none of its parameters requires a gradient"),
+    "two types": (lambda: changed(in_two_types), CP, "of float32 and float64"),
+    "biases": (lambda: lora(bias="all"), CP, "bias is 'all'"),
+    "rows": (lambda: lora(trainable_token_indices=[1]), CP, "trl.clone_chat_template, and train modules_to_save="),
+    "dropout under tp": (lambda: lora(lora_dropout=0.1), TP, "lora_dropout is 0.1.*use tp 1"),
+    "dora under tp": (lambda: lora(use_dora=True), TP, "use_dora is set"),
+    "copies under tp": (lambda: lora(modules_to_save=["lm_head"]), TP, "modules_to_save .lm_head."),
+    "a tied head in stages": (lambda: lora("qwen3", target_modules=["lm_head"]), PP, "tied to the head.*use pp 1"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own, of merged weights
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_exact_is_refused(case: str) -> None:
+    make, layout, message = CASES[case]
+    model, world = unwrap_model(make()), SimpleNamespace(home=layout)
+    with pytest.raises(ModelError, match=message):
+        adapter = find_adapter(model)
+        assert adapter is not None
+        check_adapter(model, adapter, world)  # pyright: ignore[reportArgumentType]
+        refuse_tensor_parallel(model, world, sequence_parallel=False)  # pyright: ignore[reportArgumentType]
+
+
+def test_targets_are_names_of_linears() -> None:
+    with pytest.raises(ModelError, match="'q_prj', which is no linear of LlamaForCausalLM; did you mean 'q_proj'"):
+        add_lora(tiny("llama"), NewAdapter(rank=2, targets=("q_prj",)))
+    model = add_lora(tiny("llama"), NewAdapter(rank=2, targets=("lm_head",)))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(names) == 2 and all("lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])  # a dense layer; shared experts too
+def test_names_that_peft_takes_for_experts_have_no_adapter(family: str) -> None:
+    with pytest.warns(UserWarning, match="the adapter leaves out down_proj, gate_proj, up_proj, which peft takes for"):
+        config = add_lora(moe_model(family, torch.float32), NewAdapter(rank=2)).peft_config["default"]
+    assert not config.target_parameters and "o_proj" in config.target_modules
+    with pytest.raises(ModelError, match=r"lora\.targets has down_proj, which peft takes for the experts"):
+        add_lora(moe_model(family, torch.float32), NewAdapter(rank=2, targets=("o_proj", "down_proj")))
+
+
+# ---- new adapters
+
+
+def test_a_new_adapter_is_drawn_from_its_seed_alone() -> None:
+    models = [add_lora(tiny("llama"), NewAdapter(rank=2, seed=seed)) for seed in (0, 0, 1)]
+    first, again, other = ({n: p for n, p in m.named_parameters() if p.requires_grad} for m in models)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert all(p.any() and not torch.equal(p, other[name]) for name, p in first.items() if "lora_A" in name)
+    assert not any(p.any() for name, p in first.items() if "lora_B" in name)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own, of parameters on the meta device
+def test_a_trained_adapter_is_not_drawn_again(tmp_path: Path) -> None:
+    """Over a base model that `prepare` would read, and without memory of its own."""
+    adapted("llama", "every linear", torch.float32).save_pretrained(tmp_path / "adapter")
+    tiny("llama", vocabulary=62).save_pretrained(tmp_path / "base")
+    with World(Layout(ranks=1), backend=backend(), timeout=60) as world:
+        ways: list[dict[str, Any]] = [{}, {"low_cpu_mem_usage": True}]
+        for more in ways:
+            base: Any = load_model(tmp_path / "base", sharded=True)
+            model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"), is_trainable=True, **more)
+            said = said_by(lambda model=model: prepare(model, world))
+            assert "the adapter 'default' of LlamaForCausalLM" in said and "load the base with sharded=False" in said
+        said = said_by(lambda: prepare(peft.get_peft_model(tiny("llama"), SECOND, low_cpu_mem_usage=True), world))
+        assert "have no values" in said and "without low_cpu_mem_usage=True" in said
+
+
+# ---- prepared models, on two ranks
+
+
+def _prepared(rank: int, folder: Path) -> tuple[dict[str, float], list[str], list[str]]:
+    """The largest entry of each of a new adapter's matrices; what is said of saving, and of other calls."""
+    with World(CP, backend=backend(), timeout=60) as world:
+        model = prepare(add_lora(load_model(config=tiny("llama").config, sharded=True), NewAdapter(rank=2)), world)
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach()
+        largest = {name: float(x.abs().max()) for name, x in gradients_of(model).items()}
+        torch.manual_seed(rank)
+        refused = [said_by(lambda: prepare(lora(), world))]
+        peft_model = adapted("llama", "every linear")
+        saving = [said_by(lambda: save_model(peft_model, folder / "too early", world))]
+        model, plan = prepare(peft_model, world), plan_fixed([8, 9], CP, cp=2)
+        save_model(peft_model, folder / "cp", world)
+        with without_adapter(model):
+            refused.append(said_by(lambda: run_step(model, plan, texts((8, 9)), world)))
+        refused += [said_by(lambda: peft_model.save_pretrained("x")), said_by(peft_model.merge_and_unload)]
+    with World(PP, backend=backend(), timeout=60) as world:
+        peft_model = adapted("llama", "every linear")
+        prepared = prepare_untried(peft_model, world)
+        saving.append(said_by(lambda: save_model(peft_model, folder / "refused", world)))
+        save_model(prepared, folder / "pp", world)
+    return largest, saving, refused
+
+
+def test_a_prepared_adapter_is_drawn_and_saved_and_other_calls_are_refused(tmp_path: Path) -> None:
+    for largest, saving, refused in run_ranks(_prepared, 2, tmp_path, timeout=100):
+        assert all((value > 0) == (".lora_B." not in name) for name, value in largest.items()), largest
+        assert len(saving) == 2 and all("got a PeftModel with no prepared model in it" in words for words in saving)
+        assert "not the same on ranks 0 and 1" in refused[0] and "adapter is left out" in refused[1]
+        assert "longspan.save_model" in refused[2] and "export RUN FOLDER --merge" in refused[3]
+    wanted = {name: p for name, p in adapted("llama", "every linear").named_parameters() if p.requires_grad}
+    for home in ("cp", "pp"):
+        base: Any = tiny("llama", torch.float64, vocabulary=62)
+        loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / home), is_trainable=True)
+        stock = dict(loaded.named_parameters())
+        assert all(torch.equal(stock[name], p) for name, p in wanted.items()), home
+    assert not (tmp_path / "refused").exists() and not (tmp_path / "too early").exists()
+
+
+# ---- a frozen base model in bfloat16, an adapter in float32
+
+HOMES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "cp 2": (CP, {}),
+    "cp 2, computed in bfloat16": (CP, {"compute_dtype": torch.bfloat16}),
+    "tp 2": (TP, {}),
+    "tp 2, computed in bfloat16": (TP, {"compute_dtype": torch.bfloat16}),
+}
+
+
+def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The norm of the difference of all gradients, relative to that of the exact ones."""
+    assert gradients.keys() == exact.keys()
+    apart = torch.stack([(gradients[name].double() - exact[name]).norm() for name in exact]).norm()
+    return float(apart / torch.stack([gradient.norm() for gradient in exact.values()]).norm())
+
+
+def _half_precision_errors(rank: int) -> dict[str, tuple[float, float]]:
+    """Of stock peft and of each home the error of the loss and of the gradients."""
+    errors, documents = dict[str, tuple[float, float]](), texts(LENGTHS)
+    exact_loss, wanted = 0.0, dict[str, Tensor]()
+    for name, (layout, options) in HOMES.items():
+        with World(layout, backend=backend(), timeout=60) as world:
+            if not errors:
+                stock = adapted("llama", "every linear", torch.bfloat16).to(world.device)
+                exact = copy.deepcopy(stock).double()
+                exact_loss, stock_loss = dense(exact), dense(stock)
+                wanted = gradients_of(exact.get_base_model())
+                errors["stock"] = abs(stock_loss - exact_loss), _distance(gradients_of(stock.get_base_model()), wanted)
+            model = prepare_untried(adapted("llama", "every linear", torch.bfloat16), world, **options)
+            kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+            assert kinds == {torch.float32} and model.dtype == torch.bfloat16
+            plan = plan_fixed(LENGTHS, layout, cp=layout.slots, max_tokens_per_slot=80)
+            result = run_step(model, plan, documents, world)
+            errors[name] = abs(result.loss - exact_loss), _distance(gradients_of(model), wanted)
+    return errors
+
+
+def test_errors_in_half_precision_are_those_of_stock_peft() -> None:
+    for errors in run_ranks(_half_precision_errors, 2, timeout=100):
+        assert len(errors) == 1 + len(HOMES) and 1e-3 < errors["stock"][1] < 0.2, errors
+        assert max(errors[name][1] for name in HOMES) <= 2 * errors["stock"][1], errors
+        assert max(errors[name][0] for name in HOMES) <= 0.02, errors
