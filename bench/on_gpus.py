@@ -168,7 +168,7 @@ RUNS = (
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
     GpuRun("step-256k", 330, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
-    # more than train.memory_fraction
+    # more than a run fills
     GpuRun("longest-none", 70, f"{STEP} --sequences 28672,30720 --train.memory none --warmup 1 --repeats 1"),
     GpuRun(
         "longest-selective",

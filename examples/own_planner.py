@@ -1,16 +1,14 @@
-"""A planner and a cost of one's own, which a run takes by their dotted names:
+"""A planner of one's own, which a run takes by its dotted name:
 
     PYTHONPATH=examples longspan train examples/first.toml --world 4 --device cpu \
-        --context.planner own_planner.two_degrees --context.cost_model own_planner.slow_messages
+        --context.planner own_planner.two_degrees
 
-`python examples/own_planner.py` prints a plan of the planner under the cost.
+`python examples/own_planner.py` prints one of its plans.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from longspan import Cost, Group, Layout, MicroBatch, Plan, PlanOptions
+from longspan import Group, Layout, MicroBatch, Plan, PlanOptions
 
 
 def two_degrees(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
@@ -33,30 +31,8 @@ def two_degrees(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -
     return Plan(home.slots, tuple(lengths), micro_batches, targets=sum(lengths) - len(lengths))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlowMessages(Cost):
-    """A network on which every message of a group waits some time, however many messages are on their way."""
-
-    message_seconds: float = 0.0
-
-    def group_seconds(self, tokens: Any, squares: Any, degree: Any, *more: Any, **keywords: Any) -> Any:
-        """As `Cost.group_seconds`, and what the messages between the slots of a group wait."""
-        seconds = super().group_seconds(tokens, squares, degree, *more, **keywords)
-        if self.has_choice:  # the fastest type or sizes of each group, all of them priced by this method
-            return seconds
-        return seconds + self.message_seconds * (degree - 1)
-
-
-def slow_messages(model: Any) -> Cost:
-    """The cost of a model, given its configuration, on this network."""
-    constants = Cost.for_model(model, tflops=400).constants()
-    return SlowMessages(**constants, message_seconds=2e-3, source="the model on a slow network")
-
-
 if __name__ == "__main__":
-    from transformers import Qwen3Config
-
-    options = PlanOptions(max_tokens_per_slot=4096, cost=slow_messages(Qwen3Config()))
+    options = PlanOptions(max_tokens_per_slot=4096)
     home, lengths = Layout(ranks=4), [9000, 3000, 2500, 1200, 700, 40]
     plan = two_degrees(lengths, home, options=options)
     print(plan.table(options.cost))

@@ -251,7 +251,7 @@ IMPOSSIBLE = [
     (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
     (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
-    (4, {"train.memory_fraction": 1.5}, r"train.memory_fraction is 1.5; it must be above 0, at most 1"),
+    (4, {"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
         4,
         {"train.offload_activations": True, "train.activation_checkpointing": "none"},

@@ -67,7 +67,7 @@ def test_a_constructor_must_take_arguments() -> None:
     ("keys", "message"),
     [
         ({"context_parallel_size": 0}, "context_parallel_size is 0"),
-        ({"memory_fraction": 2.0}, "^memory_fraction is 2.0"),
+        ({"memory_bytes": -1}, "^memory_bytes is -1"),
         ({"memory_bytes": -1}, "^memory_bytes is -1"),
     ],
 )

@@ -187,7 +187,7 @@ CASES: dict[str, tuple[Any, str]] = {
         "context_parallel_size 2 does not divide 1 slot (1 rank / tp 1 / pp 1); use 1, or start a multiple of 2 "
         "processes (torchrun --nproc-per-node 2; accelerate launch --cpu starts only one)",
     ),
-    "fraction": (lambda: _make(longspan={"memory_fraction": 2.0}), "memory_fraction is 2.0; it must be above 0"),
+    "fraction": (lambda: _make(longspan={"memory_bytes": -1}), "memory_bytes is -1; it must be at least 0"),
     "rows": (
         lambda: _make(longspan={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
         "hierarchical_context_parallel_sizes (2, 2) multiply to 4, but the group has context_parallel_size 1",

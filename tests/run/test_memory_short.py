@@ -93,7 +93,7 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
     assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
     assert lines[4] == (
         "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "
-        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.memory_fraction or "
+        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower "
         "train.memory_bytes leaves it room (docs/memory.md)"
     )
 

@@ -446,10 +446,7 @@ class CheckpointSaver:
             # Likely causes come first: ranks still writing, then phases of few ranks.
             items = sorted(ranks_in.items(), key=lambda item: (item[0] != "writing its files", len(item[1])))
             phases = "; ".join(f"rank(s) {excerpt(ranks)}: {phase}" for phase, ranks in items)
-            reason = (
-                f"it has not ended in {self.timeout:g} s (run.save_timeout_seconds): {phases}; check the storage, or "
-                "raise the limit"
-            )
+            reason = f"it has not ended in {self.timeout:g} s: {phases}; check the storage"
         raise on_all_ranks(CheckpointError(f"checkpoint {save.path} could not be written: {reason}"))
 
     def wait(self) -> None:

@@ -20,6 +20,7 @@ NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it 
 # Values of keys that are gone, which every run of version 0.2 has in its config.toml; they are read over.
 GONE_VALUES: dict[str, tuple[object, ...]] = {
     "context.mixer_kernels": ([],),
+    "context.cost_model": ("",),
     "context.plan_ahead": (2,),
     "train.memory_history": (0,),
     "train.recompute_layers": (0,),
@@ -35,11 +36,13 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "train.eval_document_losses": (False,),  # longspan eval RUN --documents FILE
     "train.eval_seconds": (0.0,),  # fewer documents: data.eval_documents, documents of [[eval]]
     "train.loss_chunk_rows": (0,),
+    "train.memory_fraction": (0.92,),  # train.memory_bytes
     "eval.attention_kernel": ("",),
     "eval.min_dynamic_context_parallel_size": (1,),
     "eval.max_dynamic_context_parallel_size": (0,),
     "run.compile_cache": ("",),
     "run.refine": ("auto",),
+    "run.save_timeout_seconds": (1800.0,),
     "run.timeout_seconds": ("auto",),
     "eval.max_seconds": (0.0,),
     "eval.partition": ("auto", "zigzag", "contiguous"),

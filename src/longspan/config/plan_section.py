@@ -100,9 +100,6 @@ class ContextConfig(PlanSection):
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""
-    cost_model: str = ""
-    """A cost of your own, in place of run.machine: the dotted name of a longspan.Cost, or of a function of the model's
-    configuration that returns one (docs/planning.md)."""
     mode: Literal["lockstep", "free"] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     evaluation: PlanSection = field(default_factory=PlanSection)

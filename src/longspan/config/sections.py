@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 from longspan.config.keys import (
     AUTO,
     NOT_GIVEN,
-    Above,
     AtLeast,
     NonNegativeFloat,
     NonNegativeInt,
@@ -305,11 +304,9 @@ class TrainConfig:
     mlp_tile_rows: NonNegativeInt = 0
     """Run MLPs and experts over tiles of at most this many rows, backward too, so that what they make in between is of
     one tile; some percent slower. 0: whole, or as train.memory chooses."""
-    memory_fraction: Annotated[float, Above(0, most=1)] = 0.92
-    """Of a GPU's free memory, what a run may fill, where train.memory or max_tokens_per_slot = "auto" decide."""
     memory_bytes: NonNegativeInt = 0
-    """The same in bytes, on any device, weights included; 0: memory_fraction of a GPU, on a CPU the host's free memory
-    for max_tokens_per_slot = "auto"."""
+    """What a rank may fill of its device, weights included, where train.memory or max_tokens_per_slot = "auto" decide;
+    0: 92 % of a GPU's free memory, on a CPU the host's free memory for max_tokens_per_slot = "auto"."""
     offload_activations: bool = False
     """Keep what checkpointed layers start from in the host's memory meanwhile; false: as train.memory chooses."""
     offload_states: bool = False
@@ -370,8 +367,6 @@ class RunSection(MachineSection):
     checkpoints: str = ""
     """Where checkpoints are written and read: a folder, or a store that fsspec knows, such as s3://bucket/run (extra
     stores); empty: the folder checkpoints of run.dir."""
-    save_timeout_seconds: PositiveFloat = 1800.0
-    """How long the writing of one checkpoint may take while training goes on, before the run ends with an error."""
     loggers: tuple[str, ...] = ()
     """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
     log_every: PositiveInt = 10

@@ -15,7 +15,7 @@ from longspan.run.checks import check_mode, check_numbers, check_parallel, check
 
 _SECTIONS = {  # of the configuration; other keys are those of [context]
     **dict.fromkeys(("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward"), "parallel"),
-    **dict.fromkeys(("memory", "memory_fraction", "memory_bytes"), "train"),
+    **dict.fromkeys(("memory", "memory_bytes"), "train"),
     "machine": "run",
 }
 
@@ -31,7 +31,7 @@ class LongspanArguments:
     >>> LongspanArguments(context_parallel_size=4, eval_context_parallel_size=8).config().context.planner
     'fixed'
 
-    The keys of [context], also those of evaluation (eval_…), and of [parallel]; `memory` and its two bounds of [train];
+    The keys of [context], also those of evaluation (eval_…), and of [parallel]; `memory` and its bound of [train];
     `machine` of [run]. A dataclass that transformers' HfArgumentParser reads. Raises ConfigError where it is made, for
     values that no key takes.
     """
@@ -48,7 +48,6 @@ class LongspanArguments:
     )
     attention_kernel: str = _key("", "attention kernel; empty: the first that can")
     node_size: str = _key("auto", "slots of one host")
-    cost_model: str = _key("", "a cost of your own by its dotted name")
     mode: str = _key("lockstep", "lockstep or free: who waits in training")
     eval_planner: str = _key("", "planner of evaluation; empty: as in training, or fixed with a degree")
     eval_context_parallel_size: str = _key("", "ranks that share a document in evaluation; auto: the fastest")
@@ -64,8 +63,7 @@ class LongspanArguments:
     sequence_parallel: bool = _key(False, "split rows of norms over tensor-parallel ranks")
     reshard_after_forward: bool = _key(True, "free gathered weights after forward")
     memory: str = _key("auto", "auto: what layers keep is chosen by memory; none: as the arguments have it")
-    memory_fraction: float = _key(0.92, "of a GPU's free memory, what a run may fill")
-    memory_bytes: int = _key(0, "bytes that a rank may fill; 0: what is free")
+    memory_bytes: int = _key(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
     machine: str = _key("", "the machine that prices plans (longspan bench calibrate)")
 
     def __post_init__(self) -> None:

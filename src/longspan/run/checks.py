@@ -41,7 +41,7 @@ from longspan.plan.shape.model_shape import read_experts
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import check_cost, check_planner
+from longspan.train.plans.run_cost import check_planner
 
 # As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
@@ -433,8 +433,6 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     context = config.context
     if context.attention_kernel:
         _check_known("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
-    if context.cost_model:
-        check_cost(context.cost_model, config.run.machine)
     for choice, cut_by, limit in _plan_choices(config, training=training):
         check_planner(choice.planner, f"{choice.prefix}planner")
         for kind in choice.comm_types:

@@ -53,7 +53,6 @@ class Saves:
             run.world,
             keep=run.config.run.keep_checkpoints,
             background=run.config.train.save_async == "auto",
-            timeout=run.config.run.save_timeout_seconds,
             log=log,
         )
         self._best: BestCheckpoint | None = None

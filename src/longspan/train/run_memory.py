@@ -32,7 +32,7 @@ from longspan.plain_text import bytes_text
 from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
 from longspan.plan.memory.memory_plan import step_seconds
 from longspan.plan.memory.settings import MOMENTS, gib_text
-from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
+from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, GPU_SHARE, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.plans import PlanChoice, plan_row_multiple
 from longspan.train.plans.run_cost import find_run_cost, fixed_keys, read_run_machine, run_memory_settings
@@ -88,7 +88,7 @@ def retries_text(times: float, in_use: int, reserved: int) -> str:
     return (
         f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
         f"what is free and takes it again ({bytes_text(reserved)} taken at most, {bytes_text(in_use)} in use); a lower "
-        "train.memory_fraction or train.memory_bytes leaves it room (docs/memory.md)"
+        "train.memory_bytes leaves it room (docs/memory.md)"
     )
 
 
@@ -323,7 +323,7 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
     if world.device.type == "cuda" and not config.train.memory_bytes:
         # The CUDA context exists by now, and a plan of memory counts its bytes too, CONTEXT_BYTES at most.
         free, all_bytes = torch.cuda.mem_get_info(world.device)
-        device = int(config.train.memory_fraction * min(all_bytes, free + CONTEXT_BYTES))
+        device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))
     # The control group has only a maximum.
     negative_bytes = world.control.largest_of([-float(device), -float(host)], "the least free memory")
     return MemoryBudget(device=int(-negative_bytes[0]), host=int(-negative_bytes[1]))
@@ -337,8 +337,7 @@ _KEYS = {
     "train": (
         *("optimizer", "optimizer_arguments", "stochastic_rounding"),
         *("activation_checkpointing", "offload_activations", "memory", "offload_states"),
-        *("mlp_tile_rows", "fused_norms", "float8"),
-        *("memory_fraction", "memory_bytes"),
+        *("mlp_tile_rows", "fused_norms", "float8", "memory_bytes"),
     ),
 }
 

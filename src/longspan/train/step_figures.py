@@ -104,7 +104,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         frozen=model_adapter(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
-        priced_here=known or bool(config.run.machine or config.context.cost_model),
+        priced_here=known or bool(config.run.machine),
         uncounted=uncounted,
     )
 

@@ -96,7 +96,7 @@ def test_positions_of_a_model_bound_no_rows(tmp_path: Path) -> None:
 def test_other_keys_are_chosen_for_again(tmp_path: Path) -> None:
     keys = memory_keys(small_config(tmp_path, **AUTO))
     for changes in (
-        {"train__memory_fraction": 0.5},
+        {"train__memory_bytes": 10**9},
         {"train__activation_checkpointing": "full"},
         {"parallel__tp": 2},
         {"model__preset": "qwen3-deep-tiny"},  # another model, in a folder without a checkpoint yet
@@ -106,7 +106,7 @@ def test_other_keys_are_chosen_for_again(tmp_path: Path) -> None:
         assert memory_keys(small_config(tmp_path, **AUTO, **changes)) != keys, changes
     config, run = small_config(tmp_path, **AUTO, train__steps=1), tmp_path / "run"
     run.mkdir()
-    for rows in (SlotRows(3, 3, 4, keys), SlotRows(3, 3, 2, keys | {"train.memory_fraction": 0.5})):
+    for rows in (SlotRows(3, 3, 4, keys), SlotRows(3, 3, 2, keys | {"train.memory_bytes": 10**9})):
         (run / FILE).write_text(json.dumps(vars(rows)))
     run_ranks(train_rank, 2, config, 2)
     assert _kept(run)["rows"] >= 64

@@ -1,4 +1,4 @@
-"""Planners and costs of one's own, good and bad, as a user's module would have them."""
+"""Planners and a cost of one's own, good and bad, as a user's module would have them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,13 +66,3 @@ class Slow(Cost):
 
 slow = Slow(more=5.0, source="a slow network")
 number = 3.0
-
-
-def of_model(model: Any) -> Cost:
-    """The cost of a model, given its configuration."""
-    return replace(slow, linear_seconds=1e-9 * model.hidden_size)
-
-
-def no_cost(model: Any) -> float:
-    """No cost."""
-    return 1.0

@@ -472,7 +472,7 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
     yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
-        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_fraction), the host up to "
+        f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_bytes), the host up to "
         f"{gib_text(budget.host)} for each GPU"
     )
     if max(max(plan.lengths) for plan in best.plans) != answer.longest:

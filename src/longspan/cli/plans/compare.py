@@ -200,7 +200,7 @@ def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
         if plan.mode == "free" and flags.pp > 1:
             raise ConfigError(f"{name} is a plan of free mode, which has no {flags.pp} pipeline stages; leave --pp out")
         flags_price = _slot_price(flags, plan.slots, plan.mode)  # checks the flags even where it is not used
-        price = flags_price if flags.machine or flags.model or flags.tflops or flags.cost_model else plan.cost
+        price = flags_price if flags.machine or flags.model or flags.tflops else plan.cost
         if flags.evaluation or plan.cost.passes == "forward":
             price = price.forward_only()
         stages, chunks = (flags.pp, flags.vpp) if flags.pp > 1 else (plan.cost.stages, plan.cost.chunks)

@@ -27,6 +27,7 @@ from longspan.plan import (
     choose_memory,
 )
 from longspan.plan.memory.memory_plan import any_choice_fits, largest_fitting, leanest_plans, step_seconds
+from longspan.plan.memory.stage_bytes import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, has_mixers, no_experts_text, read_experts, read_query_heads
 from longspan.run.checks import (
@@ -100,7 +101,7 @@ class RunOnGpus:
     def budget(self) -> MemoryBudget:
         """What a GPU and its share of the host may be filled with."""
         train = self.config.train
-        device = train.memory_bytes or int(train.memory_fraction * self.gpus.bytes)
+        device = train.memory_bytes or int(GPU_SHARE * self.gpus.bytes)
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     @cached_property

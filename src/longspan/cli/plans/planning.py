@@ -26,7 +26,7 @@ from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, Machine, is_known, read_machine
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.train.plans.run_cost import call_planner, check_planner, own_cost
+from longspan.train.plans.run_cost import call_planner, check_planner
 
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 
@@ -163,8 +163,6 @@ class PlanningFlags(SourceFlags):
     carry 350 GB/s inside a host and 40 elsewhere; 0: those of --machine and --model. With --gpu-bytes: of them."""
     heads: int = 0
     """Query heads of the model, where there is no --model; 0: the 32 of Qwen3-8B."""
-    cost_model: str = ""
-    """A longspan.Cost of your own by its dotted name, or a function of --model that returns one, as in train."""
     mtp_depths: int = 0
     """With --model: depths of multi-token prediction behind it, which run in training steps; evaluations leave them
     out."""
@@ -217,15 +215,6 @@ def read_price(flags: PlanningFlags, *, slots: int, tp: int = 1, mode: str = "lo
             f"--mtp-depths {flags.mtp_depths} with no --model; give --model FOLDER, whose last layer depths are like, "
             "and a number from 0"
         )
-    if flags.cost_model:
-        if flags.machine or flags.tflops:
-            raise ConfigError("--cost-model has its own prices; leave --machine and --tflops out")
-        from transformers import AutoConfig
-
-        from longspan.model.weights.hf_folder import read_configuration
-
-        config = read_configuration(Path(flags.model)) if flags.model else AutoConfig.for_model(**QWEN3_8B)
-        return own_cost(flags.cost_model, config, "--cost-model")
     depths, model = flags.mtp_depths if training else 0, flags.model or QWEN3_8B
     path = Path(flags.model).resolve()
     folder = path.parent if path.is_file() else path

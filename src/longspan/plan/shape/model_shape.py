@@ -157,7 +157,7 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
     priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
-        advice = "give a Cost of your own (context.cost_model, --cost-model)"
+        advice = "leave --model out: the prices are then a Qwen3-8B's"
         raise PlanError(f"{read.where} has {' and '.join(unpriced)}, which no configuration prices; {advice}")
     layer_count = [] if types else ["num_hidden_layers"]  # types tell how many layers there are
     heads = ["num_attention_heads"] if not kinds or any(kind.attention for kind in kinds) else []

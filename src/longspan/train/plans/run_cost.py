@@ -1,7 +1,7 @@
-"""What a run's plans are priced by, what decides its plan of memory, and a planner or cost of the user's own. No torch.
+"""What a run's plans are priced by, what decides its plan of memory, and a planner of the user's own. No torch.
 
-`context.planner` and `context.cost_model` may be dotted names: a planner is called as `plan_dynamic` is, a cost is a
-`longspan.Cost` (docs/planning.md shows both). Whether a machine suits the hosts of a world is checked in `resolve.py`.
+`context.planner` may be a dotted name: the planner is called as `plan_dynamic` is (docs/planning.md). Whether a machine
+suits the hosts of a world is checked in `resolve.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +23,6 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
-
-
-COST_KEY = "context.cost_model"
 
 
 def check_planner(name: str, key: str) -> None:
@@ -74,38 +71,6 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
         raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error
 
 
-def check_cost(name: str, file: str) -> None:
-    """Raise ConfigError for a cost that does not exist, and if `file`, the value of run.machine, is given as well."""
-    if file:
-        raise ConfigError(f"{COST_KEY} is {name!r} and run.machine is {file!r}; give one of them")
-    _import_cost(name, COST_KEY)
-
-
-def _import_cost(name: str, key: str) -> Any:
-    cost = import_object(name, f"{key} is {name!r}") if "." in name and not name.endswith(".json") else None
-    if not isinstance(cost, Cost) and not callable(cost):
-        raise ConfigError(
-            f"{key} is {name!r}; name a longspan.Cost, or a function of the model's configuration that returns one, as "
-            "in 'my_module.my_cost'; a file of longspan bench calibrate is the value of run.machine"
-        )
-    return cost
-
-
-def own_cost(name: str, model_config: Any, key: str = COST_KEY) -> Cost:
-    """Return the cost with a dotted name, for a model. Raises ConfigError, with the `key`, for what is no cost.
-
-    >>> own_cost("my_costs.measured", model.config)  # doctest: +SKIP
-    """
-    cost = _import_cost(name, key)
-    try:
-        cost = cost if isinstance(cost, Cost) else cost(model_config)
-    except Exception as error:  # whatever somebody's function raises
-        raise ConfigError(f"{key} {name!r} failed for the model: {type(error).__name__}: {error}") from error
-    if not isinstance(cost, Cost):
-        raise ConfigError(f"{key} {name!r} returned {type(cost).__name__}; it must return a longspan.Cost")
-    return cost
-
-
 KEY = "run.machine"
 
 
@@ -134,14 +99,12 @@ def find_run_cost(
     target_share: float = 1.0,
     memory: "MemoryPlan | None" = None,
 ) -> Cost:
-    """Return what plans are priced by: `context.cost_model`, else the model on `run.machine`, else on H200s or on CPUs.
+    """Return what plans are priced by: the model on `run.machine`, else on H200s or on CPUs.
 
     The cost includes recomputation, and in lockstep what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
     plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is "": no time is shown. A
     model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
-    if config.context.cost_model:
-        return own_cost(config.context.cost_model, model_config)
     machine = read_run_machine(config) or (Machine.known("H200") if gpu else Machine.cpus())
     try:
         settings = run_cost_settings(config, slots=slots, gpu=gpu, target_share=target_share, memory=memory)
