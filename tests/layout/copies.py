@@ -4,7 +4,6 @@ import numpy as np
 
 
 def random_gradients(need, seed_of):
-    """A random number for every copy that is needed, by seed_of(rank, row, copies of it on the rank before)."""
     gradients = []
     for rank, rows in enumerate(need):
         seeds = [seed_of(rank, row, rows[:place].count(row)) for place, row in enumerate(rows)]
@@ -13,7 +12,6 @@ def random_gradients(need, seed_of):
 
 
 def summed(have, need, gradients, groups):
-    """The dense sums: over the uses of one rank of each group, then over groups, in their order."""
     totals = {}
     for group in groups:
         of_group = {}
@@ -28,7 +26,6 @@ def summed(have, need, gradients, groups):
 
 
 def lacking(have, need, groups, rank):
-    """How many gradients this rank must receive: of each group one for each row of here, if it has none itself."""
     rows, count = set(have[rank]), 0
     for group in groups:
         needed = rows & {row for member in group for row in need[member]}

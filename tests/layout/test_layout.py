@@ -1,3 +1,7 @@
+"""Homes, packings, what all values of geometry have in common, and the calls that docstrings show."""
+
+import copy
+import doctest
 import pickle
 
 import numpy as np
@@ -5,23 +9,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan import layout
 from longspan.errors import LayoutError
-from longspan.layout import Coordinates, Layout
-from tests.layout.strategies import examples
+from longspan.layout import (
+    Coordinates,
+    Exchange,
+    Layout,
+    Packing,
+    Partition,
+    check_lengths,
+    exchange,
+    partition,
+    segments,
+)
+from tests.layout.strategies import examples, lengths
 
-HOMES = [  # arguments, slots, planes
-    ({"ranks": 1}, 1, ((0,),)),
-    ({"ranks": 4}, 4, ((0, 1, 2, 3),)),
-    ({"ranks": 8, "tp": 2}, 4, ((0, 2, 4, 6), (1, 3, 5, 7))),
-    ({"ranks": 8, "pp": 2}, 4, ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ({"ranks": 8, "pp": 2, "tp": 2}, 2, ((0, 2), (1, 3), (4, 6), (5, 7))),
-    ({"ranks": 6, "tp": 3}, 2, ((0, 3), (1, 4), (2, 5))),
-    ({"ranks": (7, 5, 3, 1), "tp": 2}, 2, ((7, 3), (5, 1))),
-    ({"ranks": np.arange(4), "dp_replicate": 2, "ep": 4}, 4, ((0, 1, 2, 3),)),
-]
 
-
-@pytest.mark.parametrize(("arguments", "slots", "planes"), HOMES)
+@pytest.mark.parametrize(
+    ("arguments", "slots", "planes"),
+    [
+        ({"ranks": 1}, 1, ((0,),)),
+        ({"ranks": 8, "pp": 2}, 4, ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ({"ranks": 8, "pp": 2, "tp": 2}, 2, ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ({"ranks": (7, 5, 3, 1), "tp": 2}, 2, ((7, 3), (5, 1))),
+        ({"ranks": np.arange(4), "dp_replicate": 2, "ep": 4}, 4, ((0, 1, 2, 3),)),
+    ],
+)
 def test_a_home_counts_its_slots_and_planes(arguments, slots, planes):
     home = Layout(**arguments)
     assert (home.slots, home.planes()) == (slots, planes)
@@ -58,16 +71,6 @@ def test_pp_is_slowest_and_tp_fastest():
     assert home.tp_groups()[:2] == ((0, 1), (2, 3))
     assert home.pp_groups()[:2] == ((0, 6), (1, 7))
     assert [home.rank_at(slot) for slot in range(3)] == [0, 2, 4] == list(home.plane())  # the first of both
-
-
-def test_a_home_is_a_value():
-    home, same = Layout(8, tp=2), Layout(range(8), tp=2)
-    home.coordinates(3)  # fills a cache, which is no part of the value
-    assert home == same and hash(home) == hash(same) and home != Layout(8, tp=4)
-    assert pickle.loads(pickle.dumps(home)) == home
-    assert repr(same) == "Layout(ranks=(0, 1, 2, 3, 4, 5, 6, 7), pp=1, tp=2, ep=1, dp_replicate=1)"
-    with pytest.raises(AttributeError):
-        home.tp = 4
 
 
 BAD = [  # arguments, what the message must say
@@ -115,3 +118,118 @@ def test_places_outside_the_home_are_refused():
         home.plane(tp=-1)
     with pytest.raises(LayoutError, match=r"pp 1 .* has 1"):
         home.rank_at(0, pp=1)
+
+
+@pytest.mark.parametrize("given_lengths", [[], (3, 1), range(3, 5), [np.int32(3), 1, np.uint64(7)]], ids=repr)
+def test_integers_are_lengths(given_lengths):
+    for these in (given_lengths, np.array(given_lengths, dtype=np.uint8)):
+        checked = check_lengths(these)
+        assert checked == tuple(int(n) for n in given_lengths) and {type(n) for n in checked} <= {int}
+
+
+REFUSED = [  # lengths, what the message must say
+    ([4, 0], r"length 1 is 0 \(int\); .* at least 1 row"),
+    ([4, 2, -3], r"length 2 is -3 .* at least 1 row"),
+    ([True, 4], r"length 0 is True \(bool\); .* integer"),
+    ([4, 3.0], r"length 1 is 3\.0 \(float\); .* int\("),
+    ([4, float("nan"), 0], r"length 1 is nan \(float\)"),
+    ([4, None], r"length 1 is None \(NoneType\)"),
+    ("12", r"length 0 is '1' \(str\)"),
+    (np.array([1.0, 2.0]), r"length 0 is 1\.0 \(float\)"),
+    (np.array([True]), r"length 0 is True \(bool\)"),
+    (np.array([3, 0]), r"length 1 is 0"),
+    ([np.float32(2), 1], r"length 0 is .*float32"),
+    ([np.bool_(True)], r"length 0 is .*bool"),
+    (np.ones((2, 2), dtype=int), r"shape \(2, 2\); give one dimension"),
+    (7, r"lengths are 7; give a sequence"),
+    ([2**62, 2**62], r"2 lengths add up to 9223372036854775808 rows"),
+]
+
+
+@pytest.mark.parametrize(("given_lengths", "message"), REFUSED)
+def test_what_is_not_a_length_is_refused(given_lengths, message):
+    for make in (check_lengths, Packing):
+        with pytest.raises(LayoutError, match=message):
+            make(given_lengths)
+
+
+@examples
+@given(lengths, st.integers(1, 64))
+def test_rows_know_their_document_and_position(given_lengths, multiple):
+    packing = Packing(given_lengths, pad_to_multiple=multiple)
+    rows = [(d, p) for d, n in enumerate(given_lengths) for p in range(n)]
+    assert packing.tokens == len(rows)
+    assert list(zip(packing.document_of_row.tolist(), packing.positions.tolist(), strict=True)) == rows
+    assert np.diff(packing.cu_seqlens).tolist() == given_lengths and packing.cu_seqlens[0] == 0
+    assert (packing.tokens + packing.padding) % multiple == 0 and 0 <= packing.padding < multiple
+
+
+@pytest.mark.parametrize("multiple", [0, -1, 2.0, True, None])
+def test_a_multiple_under_one_is_refused(multiple):
+    with pytest.raises(LayoutError, match=rf"pad_to_multiple is {multiple}"):
+        Packing([3], pad_to_multiple=multiple)
+
+
+def between(need):
+    return Exchange(Partition.from_rows([[0, 1], [2]]), Partition.from_rows(need))
+
+
+SEGMENTS = ("document", "start", "stop", "offset", "positions", "documents", "cu_seqlens")
+VALUES = [  # what makes it, what it prints, its arrays; no two are equal
+    (lambda: Layout(range(8), tp=2), "Layout(ranks=(0, 1, 2, 3, 4, 5, 6, 7), pp=1, tp=2, ep=1, dp_replicate=1)", ()),
+    (lambda: Layout(8, tp=4), "Layout(ranks=(0, 1, 2, 3, 4, 5, 6, 7), pp=1, tp=4, ep=1, dp_replicate=1)", ()),
+    (lambda: Packing([3, 2], 4), "Packing(lengths=(3, 2), pad_to_multiple=4)", ("cu_seqlens", "positions")),
+    (lambda: Packing(np.array([2, 3]), 4), "Packing(lengths=(2, 3), pad_to_multiple=4)", ("document_of_row",)),
+    (lambda: Packing([3]), "Packing(lengths=(3))", ()),
+    (lambda: Partition.zigzag([5, 3], 2), "Partition.zigzag((5, 3), degree=2)", ("rows", "runs")),
+    (lambda: Partition.zigzag(np.array([5, 3]), 4), "Partition.zigzag((5, 3), degree=4)", ("rows", "runs")),
+    (lambda: Partition.zigzag([3, 5], 2), "Partition.zigzag((3, 5), degree=2)", ()),
+    (
+        lambda: Partition.contiguous([1] * 9, 2),
+        "Partition.contiguous((1, 1, 1, 1, 1, 1, 1, 1, … 9 in all), degree=2)",
+        (),
+    ),
+    (lambda: Partition.contiguous([5, 3], 2), "Partition.contiguous((5, 3), degree=2)", ("rows", "runs")),
+    (lambda: Partition.from_rows([[5, 3], []]), "Partition.from_rows(2 members with (2, 0) rows)", ("rows", "runs")),
+    (lambda: Partition.from_rows([[3, 5], ()]), "Partition.from_rows(2 members with (2, 0) rows)", ()),
+    (lambda: Partition.zigzag([8, 3], 2).segments(0), "Segments(0[0:2], 0[6:8], 1[0:1], 1[2:3]; 6 rows)", SEGMENTS),
+    (lambda: Partition.zigzag([8, 3], 2).segments(1), "Segments(0[2:6], 1[1:2]; 5 rows)", SEGMENTS),
+    (lambda: between([[2], [0]]), "Exchange(2 ranks, 2 rows travel)", ("counts",)),
+    (lambda: between([[2], [1]]), "Exchange(2 ranks, 2 rows travel)", ("counts",)),
+]
+
+
+def test_geometry_is_made_of_values():
+    made = [make() for make, _, _ in VALUES]
+    assert len(set(made)) == len(made)
+    for value, (make, text, arrays) in zip(made, VALUES, strict=True):
+        if isinstance(value, Layout):
+            value.coordinates(3)  # fills a cache, which is no part of the value
+        assert value == make() and hash(value) == hash(make()) and value != 3 and repr(value) == text
+        for twin in (value, pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
+            assert twin == value and hash(twin) == hash(value)
+            for name in arrays:
+                array = getattr(twin, name)
+                array = array(0) if callable(array) else array
+                assert array.dtype == np.int64
+                with pytest.raises(ValueError, match="read-only"):
+                    array[:] = 0
+    for value, name in zip(
+        made, ["tp", None, "lengths", *[None] * 2, "degree", *[None] * 8, "have", None], strict=True
+    ):
+        if name:
+            with pytest.raises(AttributeError):
+                setattr(value, name, 4)
+    assert Layout(8, tp=2) == made[0] and Packing(np.array([3, 2]), 4) == made[2] != Packing([3, 2])
+    assert repr(Partition.zigzag([8] * 9, 1).segments(0)).endswith("5[0:8], … 9 runs; 72 rows)")
+    for array in (made[-1].send(0, 1), *made[-1].receive(0, 1), *made[-1].keep(0)):
+        assert array.dtype == np.int64 and not array.flags.writeable
+
+
+NAMES = {"np": np} | {name: getattr(layout, name) for name in layout.__all__}
+
+
+@pytest.mark.parametrize("module", [layout.layout, partition, segments, exchange], ids=lambda m: m.__name__)
+def test_docstrings(module):
+    failed, tried = doctest.testmod(module, extraglobs=NAMES)
+    assert failed == 0 and tried > 0

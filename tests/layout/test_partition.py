@@ -1,17 +1,20 @@
-import copy
-import pickle
+"""Partitions: which rows a member holds, in which runs and segments."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from longspan.errors import LayoutError
-from longspan.layout import Packing, Partition
+from longspan.layout import Packing, Partition, Segment
 from tests.layout.strategies import degrees, examples, holdings, lengths
 
 KINDS = {"zigzag": Partition.zigzag, "contiguous": Partition.contiguous}
+
+
 kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+
 
 TABLE = [  # kind, lengths, rows of each member
     ("zigzag", [8], [range(8)]),
@@ -96,16 +99,6 @@ def pairs_by_document(shares, given_lengths):
     return work
 
 
-@examples
-@given(lengths, degrees)
-def test_zigzag_balances_causal_work(given_lengths, degree):
-    work = pairs_by_document(Partition.zigzag(given_lengths, degree), given_lengths)
-    for document, length in enumerate(given_lengths):
-        spread = int(np.ptp(work[:, document]))
-        chunk = -(-length // (2 * degree))
-        assert spread <= length + 1 <= (chunk + 1) * length
-
-
 @pytest.mark.parametrize("degree", [2, 3, 8, *(pytest.param(n, marks=pytest.mark.whole) for n in (4, 5, 11))])
 def test_one_row_and_a_pair_bounds_every_document(degree):
     tightest = 0
@@ -126,17 +119,6 @@ def test_imbalance_of_one_document_is_not_repeated_by_the_next(degree, length):
     assert np.ptp(work) <= 10 * length  # were the members always taken in one turn: up to 95 * length
 
 
-@examples
-@given(st.integers(1, 40), degrees)
-def test_equal_chunks_are_the_textbook_zigzag(chunk, degree):
-    shares = Partition.zigzag([2 * degree * chunk], degree)
-    for member in range(degree):
-        mirror = 2 * degree - 1 - member
-        ids = [*range(member * chunk, (member + 1) * chunk), *range(mirror * chunk, (mirror + 1) * chunk)]
-        assert shares.rows(member).tolist() == ids
-    assert np.ptp(pairs_by_document(shares, [2 * degree * chunk])) == 0
-
-
 @kinds
 @examples
 @given(given_lengths=lengths, degree=degrees)
@@ -146,14 +128,9 @@ def test_runs_are_the_rows_in_few_pieces(make, given_lengths, degree):
         runs = shares.runs(member)
         assert [row for start, stop in runs.tolist() for row in range(start, stop)] == shares.rows(member).tolist()
         assert (runs[:, 0] < runs[:, 1]).all() and (runs[1:, 0] != runs[:-1, 1]).all()
-
-
-@examples
-@given(lengths, degrees)
-def test_contiguous_members_hold_one_run_each(given_lengths, degree):
-    shares = Partition.contiguous(given_lengths, degree)
-    assert np.concatenate([shares.rows(member) for member in range(degree)]).tolist() == list(range(sum(given_lengths)))
-    assert all(len(shares.runs(member)) <= 1 for member in range(degree))
+    if make is Partition.contiguous:
+        assert all(len(shares.runs(member)) <= 1 for member in range(degree))
+        assert [row for member in range(degree) for row in shares.rows(member)] == list(range(sum(given_lengths)))
 
 
 @kinds
@@ -176,49 +153,23 @@ def test_given_rows_are_kept_as_given(sides):
     )
 
 
-def test_rows_that_several_members_hold_assemble_once():
-    shares = Partition.from_rows([[2, 0], [], [1, 2]])
-    x = np.array([10, 11, 12])
-    parts = [shares.take(x, member) for member in range(3)]
-    assert [part.tolist() for part in parts] == [[12, 10], [], [11, 12]]
-    assert shares.assemble(parts).tolist() == [10, 11, 12] and shares.total == 3
-
-
-def test_a_partition_is_a_value():
-    makers = [
-        lambda: Partition.zigzag([5, 3], 2),
-        lambda: Partition.zigzag(np.array([5, 3]), 4),
-        lambda: Partition.zigzag([3, 5], 2),
-        lambda: Partition.contiguous([5, 3], 2),
-        lambda: Partition.from_rows([[0, 1], [2]]),
-        lambda: Partition.from_rows([[1, 0], (2,)]),
-        lambda: Partition.from_rows(np.array([[0], [1]])),
-    ]
-    values = [make() for make in makers]
-    assert len(set(values)) == len(values)
-    for value, make in zip(values, makers, strict=True):
-        value.rows(0)
-        assert value == make() and hash(value) == hash(make()) and value != 3
-        for twin in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value)):
-            assert twin == value and hash(twin) == hash(value) and not twin.runs(0).flags.writeable
-        with pytest.raises(AttributeError):
-            value.degree = 1
-        for array in (value.rows(0), value.runs(0)):
-            assert array.dtype == np.int64
-            with pytest.raises(ValueError, match="read-only"):
-                array[:] = 0
-
-
-def test_it_prints_short():
-    assert repr(Partition.zigzag([5, 3], 2)) == "Partition.zigzag((5, 3), degree=2)"
-    assert (
-        repr(Partition.contiguous([1] * 99, 4))
-        == "Partition.contiguous((1, 1, 1, 1, 1, 1, 1, 1, … 99 in all), degree=4)"
-    )
-    assert repr(Partition.from_rows([[5, 3], []])) == "Partition.from_rows(2 members with (2, 0) rows)"
-
-
-def test_rows_given_by_another_do_not_change_with_it():
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], r"rows of 0 members"),
+        ([[0], [2, -3]], r"rows of member 1 hold -3"),
+        ([[0], [1.0]], r"rows of member 1 hold float"),
+        ([[True, 2]], r"rows of member 0 hold bool"),
+        ([np.array([0.5])], r"rows of member 0 hold float"),
+        ([np.array([True])], r"rows of member 0 hold bool"),
+        ([np.array([3, -2])], r"rows of member 0 hold -2"),
+        ([[0], None], r"rows of member 1 are None"),
+        ([["a", None]], r"rows of member 0 hold NoneType, str"),
+    ],
+)
+def test_given_rows_are_checked_and_copied(rows, message):
+    with pytest.raises(LayoutError, match=message):
+        Partition.from_rows(rows)
     ids = np.array([0, 1])
     shares = Partition.from_rows([ids])
     ids[0] = 7
@@ -247,25 +198,6 @@ def test_lengths_and_degrees_are_checked(make, given_lengths, degree, message):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([], r"rows of 0 members"),
-        ([[0], [2, -3]], r"rows of member 1 hold -3"),
-        ([[0], [1.0]], r"rows of member 1 hold float"),
-        ([[True, 2]], r"rows of member 0 hold bool"),
-        ([np.array([0.5])], r"rows of member 0 hold float"),
-        ([np.array([True])], r"rows of member 0 hold bool"),
-        ([np.array([3, -2])], r"rows of member 0 hold -2"),
-        ([[0], None], r"rows of member 1 are None"),
-        ([["a", None]], r"rows of member 0 hold NoneType, str"),
-    ],
-)
-def test_given_rows_are_checked(rows, message):
-    with pytest.raises(LayoutError, match=message):
-        Partition.from_rows(rows)
-
-
-@pytest.mark.parametrize(
     "shares",
     [Partition.zigzag([4], 2), Partition.contiguous([4], 2), Partition.from_rows([[0, 1], [2, 3]])],
     ids=["zigzag", "contiguous", "from_rows"],
@@ -282,9 +214,18 @@ def test_what_does_not_fit_a_partition_is_refused(shares):
         shares.assemble([np.zeros(2), np.zeros(1)])
 
 
-def test_ids_with_gaps_do_not_assemble():
+def test_given_rows_assemble_once_without_gaps_and_have_no_documents():
+    shares, x = Partition.from_rows([[2, 0], [], [1, 2]]), np.array([10, 11, 12])
+    parts = [shares.take(x, member) for member in range(3)]
+    assert [part.tolist() for part in parts] == [[12, 10], [], [11, 12]]
+    assert shares.assemble(parts).tolist() == [10, 11, 12] and shares.total == 3
     with pytest.raises(LayoutError, match=r"row 1 is held by no member, though row 2 is"):
         Partition.from_rows([[0], [2]]).assemble([np.zeros(1), np.zeros(1)])
+    with pytest.raises(LayoutError, match="knows no documents"):
+        shares.segments(0)
+    for make in KINDS.values():
+        with pytest.raises(LayoutError, match=r"member 3 is outside a group of 3 \(members 0 to 2\)"):
+            make([5], 3).segments(3)
 
 
 def test_wide_groups_and_many_documents_stay_cheap():
@@ -305,3 +246,41 @@ def test_a_partition_of_runs_is_that_of_their_rows() -> None:
     for runs in wrong:
         with pytest.raises(LayoutError, match=r"runs|run from row"):
             Partition.from_runs(runs)
+
+
+SEGMENTS = [  # partition, member, its segments: document, start, stop, offset
+    (Partition.zigzag([8], 2), 0, [(0, 0, 2, 0), (0, 6, 8, 2)]),
+    (Partition.zigzag([8], 2), 1, [(0, 2, 6, 0)]),  # chunks that touch are one run
+    (Partition.zigzag([8, 3], 1), 0, [(0, 0, 8, 0), (1, 0, 3, 8)]),  # never across documents
+    (Partition.zigzag([1, 8], 2), 1, [(1, 2, 6, 0)]),  # no row of document 0
+    (Partition.zigzag([1], 3), 2, []),
+    (Partition.zigzag([], 3), 0, []),
+    (Partition.contiguous([3, 5, 1], 2), 0, [(0, 0, 3, 0), (1, 0, 2, 3)]),
+    (Partition.contiguous([3, 5, 1], 2), 1, [(1, 2, 5, 0), (2, 0, 1, 3)]),
+]
+
+
+@pytest.mark.parametrize(("shares", "member", "segments"), SEGMENTS, ids=repr)
+def test_small_segments(shares, member, segments):
+    of_member = shares.segments(member)
+    assert list(of_member) == [Segment(*s) for s in segments] and len(of_member) == len(segments)
+
+
+@kinds
+@examples
+@given(given_lengths=lengths, degree=degrees)
+def test_segments_are_the_rows_of_a_member(make, given_lengths, degree):
+    packing, shares = Packing(given_lengths), make(given_lengths, degree)
+    for member in range(degree):
+        segments, rows = shares.segments(member), shares.rows(member)
+        assert segments.rows == len(rows) == shares.counts[member]
+        for document, start, stop, offset in segments:
+            local = rows[offset : offset + stop - start]
+            assert (packing.document_of_row[local] == document).all()
+            assert packing.positions[local].tolist() == list(range(start, stop)) != []
+        assert segments.positions.tolist() == packing.positions[rows].tolist()
+        documents = packing.document_of_row[rows]
+        assert segments.documents.tolist() == sorted(set(documents.tolist()))
+        assert np.repeat(segments.documents, np.diff(segments.cu_seqlens)).tolist() == documents.tolist()
+        for a, b in pairwise(segments):  # as few as can be
+            assert (a.document < b.document or a.stop < b.start) and b.offset == a.offset + a.stop - a.start
