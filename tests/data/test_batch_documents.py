@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan import Layout, World, load_model, plan_fixed, prepare, token_log_probs  # noqa: F401
@@ -45,6 +45,7 @@ def test_values_of_tokens_stand_at_their_own_columns() -> None:
     assert rows.from_batch(MASK)[0].dtype == np.int64
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4), st.booleans())
 def test_every_token_comes_back_to_its_place(lengths: list[list[int]], left: bool) -> None:
     width = max(map(sum, lengths)) + 1

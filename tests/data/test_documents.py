@@ -1,8 +1,8 @@
 """Documents with labels are cut anywhere, ten million are opened in little memory, and builders may be processes."""
 
 import json
-import subprocess
 import sys
+import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RunConfig, SourceConfig
+from longspan.config.sections import DataConfig, RunConfig, SourceConfig
+from longspan.corpus.build import ensure_corpus
+from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.files import SourceFile
 from longspan.corpus.row_files import Chunk
@@ -23,27 +25,14 @@ from longspan.data.documents import Corpus, decode_labels
 from longspan.data.manifest import Manifest, SourceLines
 from longspan.errors import ConfigError, DataError
 from longspan.run.checks import check_data, check_files
+from longspan.testing import run_ranks
 
 ENCODING = RowEncoding("input_ids", train_tokenizer(["a b"], 300))
 TOKEN = st.tuples(st.integers(0, 250), st.sampled_from(["own", "other", "none"]))
 LABELS = {"own": lambda token: token, "other": lambda token: token + 1, "none": lambda _: -100}
-BUILD = """
-import sys
-from pathlib import Path
-from longspan.config.sections import DataConfig
-from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.tokenizer import load_tokenizer
-folder, run = Path(sys.argv[1]), sys.argv[2]
-data = DataConfig(path=str(folder / "rows.jsonl"), cache=str(folder / "cache"), max_document_tokens=20)
-print("ready", flush=True)
-input()
-tokenizer = load_tokenizer(folder / "tokenizer")
-ensure_corpus(CorpusSettings(data), folder / run, tokenizer=tokenizer, resumed=False, log=print)
-"""
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(rows=st.lists(st.lists(TOKEN, min_size=1, max_size=30), min_size=1, max_size=6), longest=st.integers(0, 12))
 def test_labels_are_cut_with_their_tokens(rows: list[list[tuple[int, str]]], longest: int) -> None:
     lines, wanted = list[str](), list[tuple[list[int], list[int]]]()
@@ -100,10 +89,12 @@ def test_a_path_beside_sources_is_an_error() -> None:
         check_data(replace(mixed, train=replace(mixed.train, epochs=2.0)))
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "rows.jsonl.zst"])
-@pytest.mark.parametrize("module", ["pyarrow", "pyarrow.parquet"])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("rows.parquet", "pyarrow.parquet"), ("rows.arrow", "pyarrow"), ("rows.jsonl.zst", "pyarrow")],
+)
 def test_a_missing_package_is_named_before_any_file_is_read(
-    module: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     texts, tables = tmp_path / "texts", tmp_path / "tables"
     for path in (texts / "a.txt", tables / "a.txt", tables / name):
@@ -124,30 +115,25 @@ def test_a_missing_package_is_named_before_any_file_is_read(
             check_files(run)
 
 
+def build(rank: int, folder: Path) -> list[str]:
+    """Build once both processes are ready; what is said."""
+    (folder / f"ready {rank}").touch()
+    while not (folder / f"ready {1 - rank}").exists():
+        time.sleep(0.001)
+    data = DataConfig(path=str(folder / "rows.jsonl"), cache=str(folder / "cache"), max_document_tokens=20)
+    said, tokenizer = list[str](), load_tokenizer(folder / "tokenizer")
+    ensure_corpus(CorpusSettings(data), folder / str(rank), tokenizer=tokenizer, resumed=False, log=said.append)
+    return said
+
+
 def test_two_builders_are_processes(tmp_path: Path) -> None:
     texts = [f"row {i} of the layout " * 9 for i in range(2000)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "tokenizer").mkdir()
     train_tokenizer(texts[:20], 300).save_pretrained(tmp_path / "tokenizer")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", BUILD, str(tmp_path), run],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for run in ("one", "two")
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert sum("its tokens are kept in" in text for text in said) == 1
-    one, two = (Corpus(tmp_path / run / "corpus") for run in ("one", "two"))
+    said = run_ranks(build, 2, tmp_path)
+    assert sum("its tokens are kept in" in text for texts in said for text in texts) == 1
+    one, two = (Corpus(tmp_path / str(rank) / "corpus") for rank in (0, 1))
     assert one.manifest == two.manifest and len(one) == len(two) > 2000
     ids = load_tokenizer(tmp_path / "tokenizer").encode(texts[:1])[0]
     assert all(np.array_equal(corpus[0][np.arange(20)], ids[:20]) for corpus in (one, two))

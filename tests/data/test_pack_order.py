@@ -52,7 +52,6 @@ def packed(
 def test_packs_are_the_stream_cut_at_equal_distances(
     lengths: list[int], pack_to: int, packs: int, across: bool
 ) -> None:
-    """A step within an epoch has no token twice; one that asks for more than an epoch goes on in the next."""
     corpus = [np.arange(length) + 100 * document for document, length in enumerate(lengths)]
     tokens = pack_to * packs
     order = packed(lengths, across=across, pack_to=pack_to, tokens=tokens)
@@ -159,7 +158,6 @@ def test_first_tokens_of_documents_are_targets_but_that_of_the_pack() -> None:
 
 
 def test_a_run_of_packs(tmp_path: Path) -> None:
-    """Held-out documents, some longer than a pack, are evaluated whole."""
     config = small_config(
         tmp_path, train__steps=3, data__pack_to=16, data__eval_documents=6, context__max_tokens_per_slot=8
     )
@@ -172,33 +170,28 @@ def test_a_run_of_packs(tmp_path: Path) -> None:
     assert {row["eval_tokens"] for row in rows if "eval_loss" in row} == {held_out.sum()} and held_out.max() > 16
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "one token": ({"pack_to": 1}, "data.pack_to is 1; a pack of one token predicts nothing"),
-    "more than a step": ({"pack_to": 5000}, r"data.pack_to is 5000 and a step takes 4096 tokens .* to 5000 or a"),
-    "cut before": ({"pack_to": 64, "max_document_tokens": 32}, "max_document_tokens 32 would cut .* to 64 tokens"),
-    "packs nothing": ({"pack_attention": "across"}, "data.pack_to is 0, which packs nothing"),
-}
-
-
-@pytest.mark.parametrize(("values", "message"), WRONG.values(), ids=WRONG)
-def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_config(resolve_defaults(RunConfig(data=DataConfig(**values))), 4)
-
-
-def test_packs_cut_texts_where_nothing_else_is_said() -> None:
-    config = resolve_defaults(RunConfig(data=DataConfig(pack_to=512)))
-    assert config.data.max_document_tokens == 0
-    check_config(config, 4)
-    too_long = replace(config, context=replace(config.context, max_tokens_per_slot=128))
-    with pytest.raises(ConfigError, match=r"data\.pack_to 512"):
-        check_config(too_long, 4)
-
-
 def test_labels_on_placeholders_of_packs_are_no_targets() -> None:
-    """As the rows are read, so they are counted; the plan's own number is replaced."""
     chats = [Document([5, 6, 7, 8], labels=[-100, 6, 7, 8]), Document([3, 4, 5], labels=[3, -100, 5])]
     pack = LabelledPack((Piece(chats[0], 0, 4), Piece(chats[1], 0, 3)))
     documents = ItemDocuments([pack], [Item(0, ((2, 4),))], [None])
     plan = plan_fixed([7], Layout(1), cp=1)
     assert pack.targets == 5 and count_pack_targets(documents, plan).targets == 3 == documents.targets
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"pack_to": 1}, "data.pack_to is 1; a pack of one token predicts nothing"),
+        ({"pack_to": 5000}, r"data.pack_to is 5000 and a step takes 4096 tokens .* to 5000 or a"),
+        ({"pack_to": 64, "max_document_tokens": 32}, "max_document_tokens 32 would cut .* to 64 tokens"),
+        ({"pack_attention": "across"}, "data.pack_to is 0, which packs nothing"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(resolve_defaults(RunConfig(data=DataConfig(**values))), 4)
+    config = resolve_defaults(RunConfig(data=DataConfig(pack_to=512)))
+    assert config.data.max_document_tokens == 0  # packs cut texts where nothing else is said
+    check_config(config, 4)
+    with pytest.raises(ConfigError, match=r"data\.pack_to 512"):
+        check_config(replace(config, context=replace(config.context, max_tokens_per_slot=128)), 4)

@@ -1,6 +1,9 @@
 """Sources with weights: each in epochs of its own, tokens in the proportion of the weights, wherever a run goes on."""
 
+import math
 import pickle
+from collections import Counter
+from itertools import permutations
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from longspan.data import stream
 from longspan.data.step_order import StepOrder
-from longspan.data.stream import DocumentStream, Mixture, shuffled_sources
+from longspan.data.stream import DocumentStream, Epochs, Mixture, shuffled_sample, shuffled_sources
 
 WEIGHTS = st.sampled_from([0.1, 0.3, 1.0, 2.0, 7.0])
 
@@ -25,7 +28,6 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """One to four sources of up to 40 documents each, of which some are held out."""
     counts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     lengths = draw(st.lists(st.integers(1, 50), min_size=sum(counts), max_size=sum(counts)))
     first = np.cumsum([0, *counts])[:-1]  # stays in training
@@ -36,7 +38,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def opened(case: Case, documents: int = 100) -> DocumentStream:
-    """The stream, in parts of so many documents."""
     with patch.object(stream, "_DOCUMENTS", documents):
         return DocumentStream(case.lengths, shuffled_sources(case.lengths, case.mixture, case.held_out, 5))
 
@@ -50,7 +51,6 @@ def taken(found: DocumentStream, count: int) -> list[int]:
 
 
 def one_by_one(found: DocumentStream, lengths: npt.NDArray[np.int64], count: int) -> list[int]:
-    """The stream as it is defined: the next document is of the source that is furthest behind."""
     tokens, ids = [0] * len(found.sources), list[int]()
     streams = [iter(source.ids(0, count).tolist()) for source in found.sources]
     for _ in range(count):
@@ -69,24 +69,18 @@ def test_the_next_document_is_of_the_source_that_is_furthest_behind(case: Case) 
 
 @settings(deadline=None, max_examples=25)
 @given(case=cases())
-def test_every_document_of_a_source_stands_once_in_each_of_its_epochs(case: Case) -> None:
+def test_sources_have_whole_epochs_and_tokens_in_the_proportion_of_weights(case: Case) -> None:
     ids = np.array(taken(opened(case), 400))
+    weights = np.array(case.mixture.weights)
+    of_source = case.mixture.source_of[ids][:, None] == np.arange(len(weights))
+    shares = np.cumsum(of_source * case.lengths[ids][:, None], axis=0) / weights  # after each document
+    assert (np.ptp(shares, axis=1) <= (case.lengths.max() / weights).max() + 1e-9).all()
     for source in range(len(case.mixture.weights)):
         documents = np.setdiff1d(np.flatnonzero(case.mixture.source_of == source), case.held_out)
         own = ids[case.mixture.source_of[ids] == source]
         for epoch in range(len(own) // len(documents)):
             assert sorted(own[epoch * len(documents) :][: len(documents)]) == documents.tolist()
         assert set(own.tolist()) <= set(documents.tolist())
-
-
-@settings(deadline=None, max_examples=25)
-@given(case=cases())
-def test_tokens_stand_in_the_proportion_of_weights_within_one_document(case: Case) -> None:
-    ids = np.array(taken(opened(case), 400))
-    weights = np.array(case.mixture.weights)
-    of_source = case.mixture.source_of[ids][:, None] == np.arange(len(weights))
-    shares = np.cumsum(of_source * case.lengths[ids][:, None], axis=0) / weights  # after each document
-    assert (np.ptp(shares, axis=1) <= (case.lengths.max() / weights).max() + 1e-9).all()
 
 
 @settings(deadline=None, max_examples=15)
@@ -123,3 +117,54 @@ def test_steps_of_several_sources_go_on_anywhere() -> None:
     ids = np.concatenate(steps)
     tokens = np.bincount(mixture.source_of[ids], weights=lengths[ids])
     assert tokens[0] / tokens[1] == pytest.approx(3.0, rel=0.01)
+
+
+# ---- shuffled epochs, computed place by place
+
+
+@settings(deadline=None, max_examples=30)
+@given(count=st.integers(1, 3000), seed=st.integers(0, 2**40))
+def test_every_number_stands_at_one_place_of_an_epoch(count: int, seed: int) -> None:
+    found = Epochs(count, seed, 1)[np.arange(3 * count)]
+    for epoch in range(3):
+        assert sorted(found[epoch * count :][:count].tolist()) == list(range(count))
+    some = np.arange(3 * count)[:: max(1, count // 7)]
+    assert Epochs(count, seed, 1)[some].tolist() == found[some].tolist()
+    assert Epochs(count, seed, 1)[some[-1:]].tolist() == found[some[-1:]].tolist()
+
+
+def test_many_numbers_and_no_more_memory_than_places() -> None:
+    count = 10**12
+    found = Epochs(count, 5)[np.arange(count - 1000, count)]
+    assert len(set(found.tolist())) == 1000 and found.min() >= 0 and found.max() < count
+    assert np.corrcoef(np.arange(1000), found)[0, 1] < 0.1
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
+def test_all_orders_are_alike(count: int) -> None:
+    epochs, orders = 12_000, list(permutations(range(count)))
+    found = Counter(map(tuple, Epochs(count, 0)[np.arange(epochs * count)].reshape(epochs, count).tolist()))
+    expected, free = epochs / len(orders), len(orders) - 1
+    # within four standard deviations of the mean of a chi-square
+    chi = sum((found[order] - expected) ** 2 / expected for order in orders)
+    assert abs(chi - free) < 4 * math.sqrt(2 * free)
+
+
+def test_neighbours_are_not_neighbours_before() -> None:
+    epochs = Epochs(1000, 7)[np.arange(200_000)].reshape(200, 1000)
+    counts = np.bincount(np.diff(epochs).ravel() % 1000, minlength=1000)[1:]
+    expected = counts.sum() / 999
+    chi = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi - 998) < 4 * math.sqrt(2 * 998)
+
+
+def test_an_epoch_never_changes() -> None:
+    assert Epochs(1000, 3, 1, 0)[np.arange(2000, 2006)].tolist() == [732, 408, 832, 302, 400, 157]
+
+
+@settings(deadline=None)
+@given(count=st.integers(0, 200), most=st.integers(0, 200), block=st.integers(1, 64))
+def test_the_first_of_a_shuffled_range_need_not_be_sorted_with_the_rest(count: int, most: int, block: int) -> None:
+    most = min(most, count)
+    found = shuffled_sample(count, most, 9, 0, block=block)
+    assert found.tolist() == np.argsort(np.random.PCG64([9, 0]).random_raw(count), kind="stable")[:most].tolist()

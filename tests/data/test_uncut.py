@@ -31,7 +31,7 @@ from tests.train.small import train_rank
 PLACEHOLDER = 260
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     documents=st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=4), min_size=2, max_size=12),
     pack_to=st.integers(6, 40),
@@ -40,7 +40,6 @@ PLACEHOLDER = 260
 def test_packs_are_the_stream_with_each_span_whole(
     documents: list[list[tuple[int, int]]], pack_to: int, across: bool
 ) -> None:
-    """A document is gaps and spans in turn, between two tokens more."""
     corpus = [np.arange(2 + sum(map(sum, parts))) + 1000 * d for d, parts in enumerate(documents)]
     spans = np.array([span for d, parts in enumerate(documents) for span in _spans(d, parts)], dtype=np.int64).reshape(
         -1, 3
@@ -66,8 +65,18 @@ def test_packs_are_the_stream_with_each_span_whole(
         )
 
 
+def _spans(document: int, parts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """A document is gaps and spans in turn, between two tokens more."""
+    places = 1 + np.cumsum([0, *(n for part in parts for n in part)])
+    return [(document, int(a), int(b)) for a, b in list(pairwise(places.tolist()))[1::2]]
+
+
+def _config(pack_to: int, *, across: bool = False) -> RunConfig:
+    data = DataConfig(pack_to=pack_to, pack_attention="across" if across else "document", eval_documents=0)
+    return RunConfig(data=data, train=TrainConfig(tokens_per_step=128))
+
+
 def _in_stream(order: StepOrder, corpus: list[np.ndarray], spans: np.ndarray) -> list[tuple[int, int]]:
-    """The spans of the first 400 documents of the stream, in its tokens."""
     documents = order.stream.part_at(0).ids[:400].tolist()
     begins = accumulate((len(corpus[d]) for d in documents), initial=0)
     return [(begin + a, begin + b) for d, begin in zip(documents, begins, strict=False) for s, a, b in spans if s == d]
@@ -80,7 +89,6 @@ def _check_greedy(borders: list[int], spans: list[tuple[int, int]], pack_to: int
 
 
 def test_borders_are_the_same_wherever_they_are_asked_for() -> None:
-    """Beyond the steps that are kept together too, of another process, and of an epoch's end."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(9, 40, 300)
     starts = draw.integers(0, lengths - 8)
@@ -103,7 +111,6 @@ def test_borders_are_the_same_wherever_they_are_asked_for() -> None:
 
 
 def test_a_large_image_shortens_its_own_pack_alone() -> None:
-    """411 documents of one image of 6 tokens each; in one it takes 64."""
     lengths, images = np.full(411, 16), np.full(411, 6)
     lengths[7], images[7] = 74, 64
     spans = UncutSpans(np.arange(411), np.full(411, 5), 5 + images)
@@ -114,13 +121,7 @@ def test_a_large_image_shortens_its_own_pack_alone() -> None:
     assert sum(length < 160 - 5 for length in tokens) <= 2 * (20 * 640 // lengths.sum()) + 1  # and at an epoch's end
 
 
-def _spans(document: int, parts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    places = 1 + np.cumsum([0, *(n for part in parts for n in part)])
-    return [(document, int(a), int(b)) for a, b in list(pairwise(places.tolist()))[1::2]]
-
-
 def packed(folder: Path, *, across: bool) -> tuple[ImagePacks, Any, Any]:
-    """The packs of a step, the documents that they are cut from, and what the model's ids say of images."""
     model, names = runs.write_model(folder / "model"), write_images(folder, SIZES[:3])
     rows = [
         {
@@ -138,11 +139,6 @@ def packed(folder: Path, *, across: bool) -> tuple[ImagePacks, Any, Any]:
         and [len(pack) for pack in packs] == order.lengths_of_step(1)
     )
     return packs, documents, packs.images.tokens
-
-
-def _config(pack_to: int, *, across: bool = False) -> RunConfig:
-    data = DataConfig(pack_to=pack_to, pack_attention="across" if across else "document", eval_documents=0)
-    return RunConfig(data=data, train=TrainConfig(tokens_per_step=128))
 
 
 @pytest.mark.parametrize("across", [False, True])
