@@ -1,11 +1,12 @@
 """Layouts and calls of the parity table, and what one rank does with them."""
 
 import itertools
+import math
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -27,22 +28,23 @@ LEVELS = {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2), 6: (2, 3), 8: (4, 2)}  # o
 Sizes = tuple[int, int]
 
 
+HEADS = {  # N, K, H, Hv at the size of models
+    "MHA, 24 of 32": (24, 24, 32, 32),
+    "GQA, 32/4 of 128": (32, 4, 128, 128),
+    "MQA, 24/1 of 64": (24, 1, 64, 64),
+    "MLA, 24 of 192/128": (24, 24, 192, 128),
+    "MLA, 8 of 192/128": (8, 8, 192, 128),
+    "GQA, 64/8 of 64": (64, 8, 64, 64),
+}
+
+
 def heads_of(name: str, slots: int) -> tuple[int, int, int, int]:
     """N, K, H, Hv. Query heads divide by every degree up to the slots: key/value heads may be fewer, or cut through."""
     n = 12 if 12 % slots == 0 else 8
-    return {
-        "mha": (n, n, 4, 4),
-        "gqa": (n, 4, 8, 8),
-        "mqa": (n, 1, 8, 8),
-        "mla": (n, n // 2, 12, 8),
-        "gqa 32/4 of 128": (32, 4, 128, 128),
-        "mla 192/128": (8, 8, 192, 128),
-        "64/8 of 64": (64, 8, 64, 64),
-    }[name]
+    return (HEADS | {"mha": (n, n, 4, 4), "gqa": (n, 4, 8, 8), "mqa": (n, 1, 8, 8), "mla": (n, n // 2, 12, 8)})[name]
 
 
 def micro_batch(*groups: tuple[tuple[int, ...], tuple[int, ...]], **options: Any) -> MicroBatch:
-    """Groups given as (slots, lengths), with documents numbered through."""
     ids = itertools.count()
     made = (
         Group(
@@ -80,7 +82,6 @@ def layouts(slots: int) -> dict[str, MicroBatch]:
 
 
 def drawn_layout(slots: int, seed: int) -> MicroBatch:
-    """Groups drawn at random: members in any order, lengths, partitions and padding."""
     draw = random.Random(seed)
     degrees = [degree for degree in LEVELS if degree <= slots]
     groups: list[Group] = []
@@ -154,9 +155,18 @@ QUESTIONS = (
 
 
 def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:
-    """Every question in every way, each question with tensors of its own."""
     seeded = (replace(question, seed=seed) for seed, question in enumerate(questions))
     return list(itertools.product(seeded, list(ways)))
+
+
+def cut(cases: list[Case], count: int = 1) -> list[Case]:
+    """Of each question so many ways, in turn: every way with questions of each kind and in layouts of each kind."""
+    chosen = list[Case]()
+    for i, (_, group) in enumerate(itertools.groupby(cases, lambda case: case[0])):
+        ways, start = list(group), i + i // len(QUESTIONS)
+        taken = min(count, len(ways))
+        chosen += [ways[(start + n * len(ways) // taken) % len(ways)] for n in range(taken)]
+    return chosen
 
 
 def table(slots: int) -> list[Case]:
@@ -186,8 +196,7 @@ def wide_table(slots: int) -> list[Case]:
 
 
 def head_shapes() -> list[Case]:
-    """Head shapes of well-known models at full size."""
-    shapes = ("gqa 32/4 of 128", "mla 192/128", "64/8 of 64")
+    shapes = ("GQA, 32/4 of 128", "MLA, 8 of 192/128", "GQA, 64/8 of 64")
     questions = [Question("halves", name, dtype, sinks=True) for name in shapes for dtype in ("float64", "float32")]
     return cases_of(questions, WAYS)
 
@@ -219,13 +228,20 @@ def random_cases(slots: int, count: int, seed: int) -> list[Case]:
     ]
 
 
+@cache
+def _numbers() -> Tensor:
+    return torch.randn(1 << 21, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 def tensors(question: Question, slots: int, rows: int) -> list[Tensor]:
-    """q, k, v, dout, sinks in the question's dtype, the same on every rank."""
+    """q, k, v, dout in the question's dtype, and sinks in one that sums; the same on every rank."""
     n, kv, size, v_size = heads_of(question.heads, slots)
-    generator = torch.Generator().manual_seed(question.seed)
-    shapes = ((rows, n, size), (rows, kv, size), (rows, kv, v_size), (rows, n, v_size), (n,))
-    made = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return [x.to(getattr(torch, question.dtype)) for x in made]
+    dtype, at, made = getattr(torch, question.dtype), question.seed * 7919 % 499_979, list[Tensor]()
+    for shape in ((rows, n, size), (rows, kv, size), (rows, kv, v_size), (rows, n, v_size), (n,)):
+        made.append(_numbers()[at : at + math.prod(shape)].view(shape))  # drawing them anew takes longer than attention
+        at += math.prod(shape)
+    *made, sinks = made
+    return [*(x.to(dtype) for x in made), sinks.to(torch.float32 if dtype == torch.bfloat16 else dtype, copy=True)]
 
 
 @lru_cache(maxsize=2)
@@ -267,7 +283,6 @@ def dropout_factors(question: Question) -> Callable[[int, int, int], Tensor]:
 
 
 def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
-    """out, dq, dk, dv of this rank's rows, and its part of dsinks."""
     question = case[0]
     *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
@@ -276,8 +291,7 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, shard, sinks=sink_leaf, **question.options, **options_of(case, shard, leaves))
 
-    q, k, v = leaves[:3]
-    out = _recomputed(layer, q, k, v) if case[1].recomputed else layer(q, k, v)
+    out = _recomputed(layer, *leaves[:3]) if case[1].recomputed else layer(*leaves[:3])
     out.backward(shard.scatter(dout))
     assert question.sinks == (leaves[3].grad is not None)
     for name, x in zip("qkv", leaves, strict=False):
@@ -285,17 +299,14 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     return [out.detach(), *(torch.zeros_like(x) if x.grad is None else x.grad for x in leaves)]
 
 
-def _recomputed(layer: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The layer under a checkpoint, with queries, keys and values that are recomputed too."""
+def _recomputed(layer: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+    def whole(*qkv: Tensor) -> Tensor:
+        return layer(*(x * 1 for x in qkv))
 
-    def whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return layer(q * 1, k * 1, v * 1)
-
-    return cast(Tensor, checkpoint(whole, q, k, v, use_reentrant=False, context_fn=Recording().contexts))
+    return cast(Tensor, checkpoint(whole, *qkv, use_reentrant=False, context_fn=Recording().contexts))
 
 
 def options_of(case: Case, shard: SequenceShard, leaves: list[Tensor]) -> dict[str, Any]:
-    """What the way passes to attend."""
     question, way = case
     rows = max(sum(group.laid_out) for group in shard.micro_batch.groups)
     budget = gather_bytes_per_head(rows, leaves[1], leaves[2]) * (way.heads_at_once or 0)
@@ -321,33 +332,39 @@ def squares_of(case: Case, slots: int, shard: SequenceShard) -> list[float]:
     return [*squares, *sinks.tolist()]
 
 
+def relative_errors(sums: list[float], sinks: Tensor) -> list[float]:
+    """Of out, dq, dk, dv and dsinks, from the squares of all ranks and what dsinks is to be."""
+    errors = [(sums[i] / (sums[i + 1] or 1.0)) ** 0.5 for i in range(0, 8, 2)]
+    return [*errors, relative_error(torch.tensor(sums[8:], dtype=torch.float64), sinks)]
+
+
+def errors_over_ranks(cases: Sequence[tuple[Case, SequenceShard]], slots: int, world: World) -> list[list[float]]:
+    mine, sinks = list[list[float]](), list[Tensor]()
+    for case, shard in cases:
+        mine.append(squares_of(case, slots, shard))
+        sinks.append(wanted(case[0], slots, shard.micro_batch.lengths)[-1])
+    flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
+    summed = [[next(flat) for _ in squares] for squares in mine]
+    return [relative_errors(sums, exact) for sums, exact in zip(summed, sinks, strict=True)]
+
+
 def run_cases(rank: int, slots: int, cases: list[Case]) -> list[float]:
-    """Worst error of each case: of out and of the gradients, each over the rows of all ranks."""
     with World(Layout(ranks=slots), backend=backend()) as world:
         return worst_errors(cases, slots, world)
 
 
 def worst_errors(cases: list[Case], slots: int, world: World) -> list[float]:
-    """The same in a world that is open."""
     named = layouts(slots)
     bound: dict[tuple[str, int, int], SequenceShard] = {}
-    mine: list[list[float]] = []
     for case in cases:
-        key = layout, padding, spans = case[0].layout, case[1].padding, case[0].spans
+        key = layout, padding, spans = key_of(case)
         if key not in bound:
             batch = named[layout] if layout in named else drawn_layout(slots, int(layout.split()[1]))
             shard = bind(batch, world)
             shard = shard.with_spans(case[0].spans_of(batch.lengths)) if spans else shard
             bound[key] = shard.with_padding(minimum=padding) if padding else shard
-        mine.append(squares_of(case, slots, bound[key]))
-    flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
-    summed = [[next(flat) for _ in squares] for squares in mine]
-    return [_worst(case, sums, slots, named) for case, sums in zip(cases, summed, strict=True)]
+    return [max(errors) for errors in errors_over_ranks([(c, bound[key_of(c)]) for c in cases], slots, world)]
 
 
-def _worst(case: Case, sums: list[float], slots: int, named: dict[str, MicroBatch]) -> float:
-    errors = [(sums[i] / (sums[i + 1] or 1.0)) ** 0.5 for i in range(0, 8, 2)]
-    layout = case[0].layout
-    batch = named[layout] if layout in named else drawn_layout(slots, int(layout.split()[1]))
-    sinks = wanted(case[0], slots, batch.lengths)[-1]
-    return max(*errors, relative_error(torch.tensor(sums[8:], dtype=torch.float64), sinks))
+def key_of(case: Case) -> tuple[str, int, int]:
+    return case[0].layout, case[1].padding, case[0].spans

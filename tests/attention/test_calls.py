@@ -1,4 +1,7 @@
-"""What a call of `attend` makes of its arguments, on the host and without ranks: masks, kernels, what is remembered."""
+"""What a call of `attend` makes of its arguments, on the host and without ranks: refusals, masks, what is remembered.
+
+Shards belong to a world that was never opened: whatever gets past the checks and talks raises CommError.
+"""
 
 import sys
 from dataclasses import replace
@@ -12,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from longspan import Group, Layout, MicroBatch, World, bind
+from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.call import AttendCall
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard
-from longspan.errors import AttentionError, CommError
+from longspan.errors import AttentionError, CommError, LayoutError
 from longspan.testing import backend
 
 module: Any = import_module("longspan.attention.attend")
@@ -37,14 +40,12 @@ def tensors(shard: SequenceShard) -> list[Tensor]:
 
 
 def called(shard: SequenceShard, **options: Any) -> None:
-    """A call that passes the checks talks; this world was never opened."""
     with pytest.raises(CommError, match="world -1"):
-        module.attend(*tensors(shard), shard, **options)
+        attend(*tensors(shard), shard, **options)
 
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttendCall]:
-    """The calls that were checked and packed, in order."""
     packed: list[AttendCall] = []
     pack = module.pack_call
     monkeypatch.setattr(module, "pack_call", lambda *args: packed.append(pack(*args)) or packed[-1])
@@ -52,14 +53,12 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[AttendCall]:
 
 
 def launched(call: AttendCall) -> list[str]:
-    """The mask of a call's first part and its launches, block by block."""
     members = call.parts[0].members
     return [repr(members.mask), *(repr([x.tiling for x in members.launches(owner)]) for owner in range(members.degree))]
 
 
 @pytest.mark.parametrize("window", HIDING_NOTHING, ids=str)
 def test_a_window_that_hides_nothing_is_none(packed: list[AttendCall], window: int) -> None:
-    """It needs nothing of a kernel (cuDNN has no windows), and costs as many launches as the call without it."""
     called(split())
     called(split(), window=window)
     without, windowed = packed
@@ -96,12 +95,11 @@ def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: 
     called(listed, layer=np.int64(1), cp_comm_type="p2p")
     assert len(packed) == 6
     with pytest.raises(AttentionError, match="cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"):
-        module.attend(*tensors(listed), listed)
+        attend(*tensors(listed), listed)
 
 
 @pytest.mark.parametrize("kind", [AttributeError, TypeError])
 def test_an_error_of_our_own_comes_out_once_and_unchanged(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
-    """Only what is no tensor, no shard or no key is left to the checks; a mistake in packing is not tried again."""
     error, calls = kind("a mistake of ours"), list[object]()
 
     def fail(*args: object) -> None:
@@ -115,14 +113,169 @@ def test_an_error_of_our_own_comes_out_once_and_unchanged(monkeypatch: pytest.Mo
 
 
 def test_a_tensor_of_another_kind_is_not_taken_for_one_that_was_checked() -> None:
-    """DTensors have the shapes of whole tensors: they are refused, also after plain tensors of such shapes."""
     with World(Layout(ranks=1), backend=backend()) as world:
         mesh = init_device_mesh(world.device.type, (1,))
         shard = bind(MicroBatch((Group((0,), (0,), (6,)),)), world)
         arguments = {name: x.to(world.device) for name, x in zip("qkv", tensors(shard), strict=True)}
         arguments["sinks"] = torch.zeros(4, device=world.device)
-        module.attend(shard=shard, **arguments)
+        attend(shard=shard, **arguments)
         for name in ("q", "v", "sinks"):
             spread = DTensor.from_local(arguments[name], mesh, [Replicate()])
             with pytest.raises(AttentionError, match=rf"{name} is a DTensor \(R.*; pass .* {name}.to_local\(\)"):
-                module.attend(shard=shard, **{**arguments, name: spread})
+                attend(shard=shard, **{**arguments, name: spread})
+
+
+# ---- calls that cannot be computed exactly are refused with their numbers, before anything is sent
+
+BATCH = MicroBatch((Group((0, 1), (0,), (6,)),))  # three rows here
+LISTED = MicroBatch((Group((0, 1), (0,), (6,), cp_comm_type=("p2p", "ring")),))
+ELSEWHERE = MicroBatch((Group((0, 1), (0,), (6,)), Group((2, 3, 4), (1,), (9,), "a2a")))
+UNLEVELLED = MicroBatch((Group((0, 1, 2, 3), (0,), (12,), "a2a+p2p"),))
+UNEVEN = MicroBatch((Group((0, 1, 2, 3), (0,), (12,), "a2a+p2p", (3, 2)),))
+LEVELS = MicroBatch((Group((0, 1, 2, 3, 4, 5), (0,), (18,), "a2a+p2p", (2, 3)),))
+
+
+def bound_shard(batch=BATCH, slot=0):
+    return SequenceShard(batch, slot, -1, torch.device("cpu"))
+
+
+def x(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+GOOD = {"q": x(3, 4, 8), "k": x(3, 2, 8), "v": x(3, 2, 8), "shard": bound_shard()}
+WIDE = {**GOOD, "shard": bound_shard(LEVELS), "hierarchical_context_parallel_sizes": None}
+
+BAD = [
+    ({"q": x(2, 4, 8), "k": x(2, 2, 8), "v": x(2, 2, 8)}, r"got 2 rows, the shard holds 3; q \(2, 4, 8\)"),
+    ({"v": x(4, 2, 8)}, "got 3 and 4 rows, the shard holds 3"),
+    ({"q": x(1, 3, 4, 8)}, r"q has shape \(1, 3, 4, 8\); attend takes \(rows, heads, head size\)"),
+    ({"k": None}, "k has a NoneType"),
+    ({"k": x(3, 2, 8, dtype=torch.float64)}, "one dtype, got q float32, k float64, v float32"),
+    ({n: x(3, 2, 8, dtype=torch.int64) for n in "qkv"}, "got int64"),
+    ({"v": x(3, 2, 8).to("meta")}, "one device, got q cpu, k cpu, v meta"),
+    ({n: x(3, 2, 8).to("meta") for n in "qkv"}, "are on meta, the shard is bound to cpu"),
+    ({"k": x(3, 3, 8), "v": x(3, 3, 8)}, "3 key/value heads do not divide 4 query heads"),
+    ({"k": x(3, 0, 8), "v": x(3, 0, 8)}, "0 key/value heads do not divide 4 query heads"),
+    ({"v": x(3, 1, 8)}, "k and v need equal heads"),
+    ({"k": x(3, 2, 16)}, "q and k equal head sizes"),
+    ({"shard": BATCH}, "shard is a MicroBatch; pass what bind"),
+    ({"window": 0}, "window is 0; it is how many positions"),
+    ({"window": 2.5}, "window is 2.5"),
+    ({"window": True}, "window is True"),
+    ({"window": np.float64(4)}, r"window is np.float64\(4.0\)"),
+    ({"window": 4, "causal": False}, "needs causal=True"),
+    ({"chunk": 0}, "chunk is 0; it is how many positions of a document see each other, at least 1, or None"),
+    ({"chunk": 4, "causal": False}, "chunk 4 looks back from each position; it needs causal=True"),
+    ({"softcap": 0.0}, "softcap is 0.0; give a finite number above 0"),
+    ({"softcap": "a"}, "softcap is 'a'; give a finite number above 0"),
+    ({"scale": float("nan")}, "scale is nan"),
+    ({"scale": torch.ones(())}, r"scale is tensor\(1.\); give a finite number"),
+    ({"dropout": "a"}, "dropout is 'a'; give the probability"),
+    ({"dropout": 1.0}, "dropout is 1.0; give the probability"),
+    ({"dropout": -0.1}, "dropout is -0.1"),
+    ({"dropout": float("nan")}, "dropout is nan"),
+    ({"sinks": x(3)}, r"sinks has shape \(3,\); give one logit per query head: \(4,\)"),
+    ({"sinks": x(4, dtype=torch.int64)}, "sinks is torch.int64"),
+    ({"sinks": 0.5}, "sinks is a float; give a tensor of one logit per query head"),
+    ({"cp_comm_type": 5}, "cp_comm_type is 5; use one of p2p, all_gather, a2a, a2a.p2p, auto, or one per layer"),
+    ({"cp_comm_type": [5]}, r"cp_comm_type has 1 entries, one per layer; got layer=None"),
+    ({"cp_comm_type": [5], "layer": 0}, "cp_comm_type 5 is unknown"),
+    ({"cp_comm_type": "ring"}, "cp_comm_type 'ring' is unknown; use one of p2p, all_gather, a2a, a2a.p2p, auto"),
+    ({"cp_comm_type": ["p2p", "p2p"], "layer": 2}, "got layer=2"),
+    ({"shard": bound_shard(LISTED), "layer": 1}, "cp_comm_type 'ring' of group 0 is unknown"),
+    ({"shard": bound_shard(LISTED)}, "cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"),
+    ({"cp_comm_type": "a2a+p2p"}, r"needs hierarchical_.*\(a2a, p2p\) with product 2: one of \(1, 2\), \(2, 1\)"),
+    (
+        {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
+        r"sizes \(2, 2\) of group 0 multiply to 4, but the group has cp 2; use one of \(1, 2\), \(2, 1\)",
+    ),
+    (
+        {"shard": bound_shard(UNLEVELLED)},
+        r"'a2a\+p2p' of group 0 needs .* product 4: one of \(1, 4\), \(2, 2\), \(4, 1\)",
+    ),
+    ({"shard": bound_shard(UNLEVELLED, slot=9), **{n: x(0, 4, 8) for n in "qkv"}}, "of group 0 needs hierarchical_"),
+    ({"shard": bound_shard(UNEVEN)}, r"sizes \(3, 2\) of group 0 multiply to 6, but the group has cp 4"),
+    ({"hierarchical_context_parallel_sizes": (2,)}, r"is \(2,\); give \(a2a, p2p\), two sizes"),
+    ({"hierarchical_context_parallel_sizes": (0, 2)}, r"is \(0, 2\); give \(a2a, p2p\)"),
+    ({"hierarchical_context_parallel_sizes": 2}, r"is 2; give \(a2a, p2p\), two sizes"),
+    ({"hierarchical_context_parallel_sizes": "22"}, r"is '22'; give \(a2a, p2p\), two sizes"),
+    (
+        {**WIDE, "cp_comm_type": "a2a"},
+        r"4 query heads cannot be dealt to the 6 members .* of group 0 .*: 1, 2 \(.* \(1, 6\), \(2, 3\)\)",
+    ),
+    (
+        {**WIDE, "hierarchical_context_parallel_sizes": (3, 2)},
+        r"4 query heads cannot be dealt to the 3 members that cp_comm_type 'a2a\+p2p'",
+    ),
+    ({"shard": bound_shard(ELSEWHERE)}, "4 query heads cannot be dealt to the 3 members .* of group 1"),
+    ({"max_gather_bytes": 0}, "max_gather_bytes is 0; give a number of bytes"),
+    ({"max_gather_bytes": "1"}, "max_gather_bytes is '1'; give a number of bytes"),
+    (
+        {"cp_comm_type": "all_gather", "max_gather_bytes": 1000},
+        "max_gather_bytes 1000 does not hold one key/value head of a group of 6 rows, which takes 1920 bytes",
+    ),
+    ({"kernel": "fast"}, "kernel 'fast' is unknown; available here: cpu_flash, reference"),
+    ({"kernel": "torch_flash"}, "needs cuda tensors, got cpu; available here: cpu_flash, reference"),
+    ({"kernel": "cpu_flash", "softcap": 2.0}, "needs a call without softcap, got softcap; available here: reference"),
+    ({"kernel": "cpu_flash", "dropout": 0.1, "dropout_seed": 0}, "got dropout; available here: reference"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD, ids=[message for _, message in BAD])
+def test_a_bad_call_is_refused_before_communication(changes, message):
+    with pytest.raises(AttentionError, match=message):
+        attend(**{**GOOD, **changes})
+
+
+def test_dropout_inside_a_cuda_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for seed in (None, 1):
+        with pytest.raises(AttentionError, match=r"dropout is 0.1 while a CUDA graph is captured: .* dropout=0.0"):
+            attend(**GOOD, dropout=0.1, dropout_seed=seed)
+    with pytest.raises(CommError, match="world -1"):
+        attend(**GOOD)
+
+
+TALKING = [
+    {"cp_comm_type": "p2p"},
+    {"cp_comm_type": "all_gather"},
+    {"cp_comm_type": "a2a"},
+    {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 1)},
+    {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (1, 2)},
+    {"cp_comm_type": "auto"},
+    {"window": 1},
+]
+
+
+@pytest.mark.parametrize("changes", TALKING, ids=str)
+def test_a_good_call_talks_whatever_its_type(changes):
+    with pytest.raises(CommError, match="world -1"):
+        attend(**{**GOOD, **changes})
+
+
+def test_a_slot_without_groups_checks_as_well_and_has_no_rows():
+    idle = {name: x(0, 4, 8) for name in "qkv"} | {"shard": bound_shard(slot=2)}
+    with pytest.raises(AttentionError, match="'ring' is unknown"):
+        attend(**idle, cp_comm_type="ring")
+    with pytest.raises(AttentionError, match="of group 1"):
+        attend(**{**idle, "shard": bound_shard(ELSEWHERE, slot=5)})
+    leaves = [idle[name].requires_grad_() for name in "qkv"]
+    out = attend(**idle, sinks=torch.ones(4, requires_grad=True))
+    assert out.shape == (0, 4, 8)
+    out.sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.shape == (0, 4, 8) for leaf in leaves)
+
+
+def test_a_document_without_rows_is_refused_where_it_is_laid_out():
+    for lengths in ((0,), (3, 0, 2)):
+        with pytest.raises(LayoutError, match=r"is 0 .*; a document has at least 1 row: leave empty documents out"):
+            bound_shard(MicroBatch((Group((0,), tuple(range(len(lengths))), lengths),)))
+
+
+def test_one_member_needs_no_heads_and_no_levels():
+    odd = {"q": x(3, 3, 8), "k": x(3, 1, 8), "v": x(3, 1, 8), "shard": bound(Group((0,), (0,), (3,)))}
+    expected = attend(**odd)
+    for changes in (*TALKING[:3], {"cp_comm_type": "a2a+p2p"}):
+        assert torch.equal(attend(**odd, **changes), expected)

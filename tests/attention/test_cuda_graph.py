@@ -16,7 +16,6 @@ LENGTHS = (130, 1, 61, 64)
 
 
 def replayed(rank: int, window: int | None) -> list[float]:
-    """The worst error of a replay against a call, of each type."""
     with World(Layout(ranks=4)) as world:
         shard = bind(micro_batch((tuple(range(4)), LENGTHS)), world)
         return [_error_of_replay(shard, kind, window) for kind in TYPES]

@@ -1,30 +1,103 @@
-"""Every kernel, block by block with global out and lse, against the dense float64 reference."""
+"""Every kernel, block by block with global out and lse, against the dense float64 reference; how errors grow."""
 
 import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
+from torch import Tensor
 
-from longspan.attention import KERNELS, AttendCall, choose_kernel
-from longspan.attention.call import Members, Saved
-from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash
-from longspan.attention.tiles import Launch, Mask, Tile, Tiling, visible_keys
+from longspan import Layout, World, attend, bind
+from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
+from longspan.attention.call import Members, Saved, add_block, block_gradients, sum_addends
+from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash
+from longspan.attention.kernels.table import find_kernel
+from longspan.attention.kernels.triton_flash import Blocks
+from longspan.attention.rows import Partial, RowSum, accumulation_dtype, fused_deltas
+from longspan.attention.tiles import Launch, Mask, Tile, Tiling, tiles_between, visible_keys
 from longspan.comm import ShardPart
 from longspan.errors import AttentionError
+from longspan.layout import Partition
 from longspan.plan import Group
-from longspan.testing import backend
-from tests.attention.simulate import simulate
+from longspan.testing import backend, run_ranks
+from tests.attention.cases import micro_batch
+from tests.attention.test_attend import TYPES, needs
+from tests.pairs import every_pair
 from tests.reference import dense_attention, relative_error
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
-MANY = 32  # members
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
 HEADS = {"mha": (4, 4, 8, 8), "gqa": (8, 2, 16, 16), "mqa": (3, 1, 8, 8), "mla": (4, 2, 24, 16), "wide": (2, 2, 8, 24)}
 LENGTHS = [(37,), (1,), (5, 1, 40, 3), (2, 2, 2, 2)]
 MASKS = [{"causal": True}, {"causal": False}, {"causal": True, "window": 1}, {"causal": True, "window": 6}]
+
+
+def simulate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lengths: Sequence[int],
+    degree: int,
+    call: AttendCall,
+    *,
+    with_deltas: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out, dq, dk, dv of packed rows (S, …), where every member meets every member's block, its own first.
+
+    Sums over members accumulate as those that travel a ring do. With `with_deltas` backward gets dout · out.
+    """
+    rows, launches_between = _geometry(tuple(lengths), degree, call.mask, q.device)
+    out = torch.zeros((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
+    dq, dk, dv = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
+    for member in range(degree):
+        mine = rows[member]
+        owners = [(member - step) % degree for step in range(degree)]
+        blocks = [(rows[owner], launches_between[member][owner]) for owner in owners]
+        total = Partial(len(mine), q.shape[1], v.shape[2], like=q)
+        for theirs, launches in blocks:
+            add_block(total, q[mine], k[theirs], v[theirs], launches, call)
+        total_out, lse = total.result()
+        out[mine] = total_out.to(q.dtype)
+        part = RowSum(tuple(q[mine].shape), q)
+        for theirs, launches in blocks:
+            saved = Saved(q[mine], k[theirs], v[theirs], out[mine], lse)
+            saved = saved._replace(out=saved.deltas(dout[mine])) if with_deltas else saved
+            addends = block_gradients(part, dout[mine], saved, launches, call)
+            block = sum_addends(addends, k[theirs], v[theirs])
+            dk[theirs] += block[0]
+            dv[theirs] += block[1]
+        dq[mine] = part.result().to(dq.dtype)
+    return out, dq, dk, dv
+
+
+@lru_cache(maxsize=4)
+def _geometry(
+    lengths: tuple[int, ...], degree: int, mask: Mask, device: torch.device
+) -> tuple[list[Tensor], list[list[tuple[Launch, ...]]]]:
+    """The rows of every member, and the launches between any two: the same for all kernels, 4096 pairs at degree 64."""
+    shares, members = Partition.zigzag(lengths, degree), range(degree)
+    rows = [torch.from_numpy(shares.rows(member).copy()).to(device) for member in members]
+    segments = [shares.segments(member) for member in members]
+    launches = [
+        [
+            tuple(Launch(tiling, device) for tiling in tiles_between(segments[a], segments[b], **mask._asdict()))
+            for b in members
+        ]
+        for a in members
+    ]
+    return rows, launches
 
 
 def usable(dtype, window=None, softcap=None):
@@ -33,7 +106,6 @@ def usable(dtype, window=None, softcap=None):
 
 
 def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, with_deltas=False, **options):
-    """Relative errors of out, dq, dk, dv."""
     generator = torch.Generator().manual_seed(seed)
     n, kv, size, v_size = heads
     rows = sum(lengths)
@@ -51,15 +123,17 @@ def errors(kernel, dtype, heads, lengths, degree, seed=0, device=DEVICE, with_de
     return [relative_error(f, w) for f, w in zip(results, [expected, *(x.grad for x in leaves)], strict=True)]
 
 
+SHAPES = [(shape, lengths) for shape in HEADS.values() for lengths in LENGTHS]
+
+
 @pytest.mark.parametrize("options", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_kernels_match_the_reference(dtype, options):
     for kernel in usable(dtype, **{"window": 1} if "window" in options else {}):
-        for seed, (heads, shape) in enumerate(HEADS.items()):
-            for lengths in LENGTHS:
-                for degree in (1, 2, 3) if dtype == torch.float64 else (3,):
-                    worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
-                    assert worst <= LIMIT[dtype], (kernel.name, heads, lengths, degree, seed, worst)
+        for seed, (shape, lengths) in enumerate(SHAPES):
+            degree = 1 + seed % 3 if dtype == torch.float64 else 3
+            worst = max(errors(kernel, dtype, shape, lengths, degree, seed, **options))
+            assert worst <= LIMIT[dtype], (kernel.name, shape, lengths, degree, seed, worst)
 
 
 @pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}], ids=str)
@@ -94,10 +168,9 @@ def test_pieces_of_long_tiles(monkeypatch):
 def test_half_precision_error_does_not_grow_with_the_degree(dtype):
     for kernel in usable(dtype):
         alone = errors(kernel, dtype, HEADS["gqa"], (128,), 1)
-        for degree in (8, MANY):
-            split = errors(kernel, dtype, HEADS["gqa"], (128,), degree)
-            for name, one, many in zip(("out", "dq", "dk", "dv"), alone, split, strict=True):
-                assert many <= 2 * one, (kernel.name, degree, name, one, many)
+        split = errors(kernel, dtype, HEADS["gqa"], (128,), 16)
+        for name, one, many in zip(("out", "dq", "dk", "dv"), alone, split, strict=True):
+            assert many <= 2 * one, (kernel.name, name, one, many)
 
 
 @pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}, {"softcap": 5.0, "window": 6}], ids=str)
@@ -105,9 +178,8 @@ def test_half_precision_error_does_not_grow_with_the_degree(dtype):
 def test_half_precision_masks_and_head_shapes(dtype, limit, options):
     for kernel in usable(dtype, **{name: value for name, value in options.items() if name != "causal"}):
         for seed, (heads, shape) in enumerate(HEADS.items()):
-            for lengths in ((37,), (5, 1, 40, 3)):
-                relative = errors(kernel, dtype, shape, lengths, 3, seed, **options)
-                assert max(relative) <= limit, (kernel.name, heads, lengths, seed, relative)
+            relative = errors(kernel, dtype, shape, ((37,), (5, 1, 40, 3))[seed % 2], 3, seed, **options)
+            assert max(relative) <= limit, (kernel.name, heads, seed, relative)
 
 
 FULL_SIZES = {
@@ -123,7 +195,6 @@ FULL_SIZES = {
 @pytest.mark.parametrize("options", [*MASKS[:2], {"window": 70}, {"softcap": 30.0}], ids=str)
 @pytest.mark.parametrize("name", FULL_SIZES)
 def test_kernels_at_the_head_sizes_of_models(name, options):
-    """At each degree within the error that dense attention makes in bfloat16 itself, on a GPU."""
     shape, cuda, lengths = FULL_SIZES[name], torch.device("cuda"), (700, 1, 323)
     bound = dense_errors(torch.bfloat16, shape, lengths, cuda, **options)
     features = {"softcap": options.get("softcap"), "mask": Mask(options.get("causal", True), options.get("window"))}
@@ -138,7 +209,6 @@ def test_kernels_at_the_head_sizes_of_models(name, options):
 
 
 def dense_errors(dtype, heads, lengths, device, **options):
-    """Relative errors of out, dq, dk and dv of dense attention in this dtype, over the tensors of `errors`."""
     generator = torch.Generator().manual_seed(0)
     n, kv, size, v_size = heads
     *qkv, dout = (
@@ -152,10 +222,6 @@ def dense_errors(dtype, heads, lengths, device, **options):
         out.backward(dout.to(kind))
         results.append([out.detach(), *(x.grad for x in leaves)])
     return [relative_error(rounded, exact) for rounded, exact in zip(*results, strict=True)]
-
-
-def torch_kernel(name):
-    return next(kernel for kernel in KERNELS if kernel.name == name)
 
 
 def scaled(scale):
@@ -182,26 +248,16 @@ def cudnn_on_the_cpu(monkeypatch):
 @pytest.mark.parametrize("options", MASKS[:2], ids=str)
 def test_cudnn_splits_launches_into_dense_calls(monkeypatch, options):
     cudnn_on_the_cpu(monkeypatch)
-    for heads in HEADS.values():
-        for lengths in LENGTHS:
-            for degree in (1, 2, 3):
-                worst = max(errors(torch_kernel("cudnn"), torch.float64, heads, lengths, degree, device=CPU, **options))
-                assert worst <= 1e-12, (heads, lengths, degree, worst)
+    for seed, (heads, lengths) in enumerate(SHAPES):
+        worst = max(errors(find_kernel("cudnn"), torch.float64, heads, lengths, 1 + seed % 3, device=CPU, **options))
+        assert worst <= 1e-12, (heads, lengths, seed, worst)
 
 
 def test_cudnn_splits_a_causal_tile_with_more_keys_than_rows(monkeypatch):
-    """As all_gather has them, and two tiles beside each other; a row alone and a key alone among them."""
     cudnn_on_the_cpu(monkeypatch)
-    tiles = (
-        Tile(0, 5, 0, 9, right=0),
-        Tile(5, 6, 9, 12, right=0),
-        Tile(6, 8, 12, 14, right=0),
-        Tile(8, 12, 14, 19, right=0),
-    )
-    for launch in (
-        Launch(Tiling.from_tiles(tiles), CPU),
-        Launch(Tiling.from_tiles((Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))), CPU),
-    ):
+    edges = ((0, 5, 0, 9), (5, 6, 9, 12), (6, 8, 12, 14), (8, 12, 14, 19))
+    causal, full = (Tile(*edge, right=0) for edge in edges), (Tile(0, 3, 0, 1), Tile(3, 8, 1, 5))
+    for launch in (Launch(Tiling.from_tiles(tiles), CPU) for tiles in (causal, full)):
         rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
         generator = torch.Generator().manual_seed(0)
         q, k, v, dout = (
@@ -237,13 +293,8 @@ def test_torch_flash_sums_gradients_of_some_heads_at_a_time(monkeypatch):
         assert all(torch.equal(x, y) for x, y in zip(joined, (q, k, v), strict=True))
 
 
-def test_torch_flash_and_cudnn_take_these_arguments():
-    """Shapes through torch's own meta functions, where there is no GPU to run on."""
-    for kernel in (torch_flash, cudnn):
-        takes_these_arguments(kernel)
-
-
-def takes_these_arguments(kernel):
+@pytest.mark.parametrize("kernel", [torch_flash, cudnn], ids=["torch_flash", "cudnn"])
+def test_torch_flash_and_cudnn_take_these_arguments(kernel):
     windows = [] if kernel is cudnn else [[Tile(0, 5, 0, 7, 2, 1)]]
     for tiles in ([Tile(0, 5, 0, 7), Tile(6, 8, 9, 12)], [Tile(0, 5, 0, 7, right=0)], *windows):
         launch = Launch(Tiling.from_tiles(tiles), torch.device("meta"))
@@ -305,7 +356,7 @@ def hidden_by_torch_flash(launch: Launch) -> bool:
     window=st.integers(1, 40),
     inner=st.sampled_from((1, 2)),
 )
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_torch_flash_reads_masks_as_tiles_mean_them(lengths: list[int], degree: int, window: int, inner: int):
     group = Group(tuple(range(degree * inner)), tuple(range(len(lengths))), tuple(lengths))
     for member in range(group.degree):
@@ -313,3 +364,208 @@ def test_torch_flash_reads_masks_as_tiles_mean_them(lengths: list[int], degree: 
         launches = [launch for owner in range(members.degree) for launch in members.launches(owner)]
         for launch in (*launches, *(members.launches(None) if inner == 1 else ())):
             assert not hidden_by_torch_flash(launch), (member, launch.left, launch.right, launch.tiling)
+
+
+# ---- `triton_flash`: blocks that fit the device; its kernels are compared above on GPUs, and in the interpreter
+
+TILES = {
+    "causal": [Tile(0, 37, 0, 37, right=0), Tile(37, 40, 37, 57, right=0)],
+    "full": [Tile(0, 37, 0, 21), Tile(37, 40, 21, 57)],
+    "window": [Tile(0, 37, 0, 37, 5, 0), Tile(37, 40, 37, 57, 5, 0)],
+    "band before the diagonal": [Tile(0, 20, 0, 25, 7, -3)],
+    "no limit on the right": [Tile(0, 30, 0, 10, 4, None)],
+}
+INTERPRETED = [  # tiles, sizes of heads and of values, softcap
+    ("causal", 16, 16, 2.0),
+    ("full", 24, 40, None),
+    ("window", 300, 280, 2.0),
+    ("window", 24, 40, None),
+    ("band before the diagonal", 16, 16, None),
+    ("no limit on the right", 24, 40, 2.0),
+]
+
+
+class TooSmallError(Exception):
+    """Stands for Triton's error of a device with too little shared memory."""
+
+
+class Recorder:
+    """Stands for the module of kernels, on a device that has room for blocks of so many rows and keys together."""
+
+    OutOfResources = TooSmallError
+
+    def __init__(self, room):
+        self.room, self.name, self.launches = room, "", []
+
+    def __getattr__(self, name):
+        self.name = name
+        return self
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return self
+
+    def __call__(self, *arguments, **constants):
+        if constants.get("ROWS", 0) + constants.get("KEYS", 0) > self.room:
+            raise TooSmallError
+        wants = tuple(constants[key] for key in ("WANTS_K", "WANTS_V") if key in constants)
+        self.launches.append((self.name, constants.get("ROWS"), constants.get("KEYS"), *wants))
+
+
+def tensors(launch, size, v_size, dtype=torch.float32):
+    rows, keys = launch.tiles[-1].q_stop, launch.tiles[-1].k_stop
+    shapes = ((rows, 4, size), (keys, 2, size), (keys, 2, v_size), (rows, 4, v_size))
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def run(recorder, monkeypatch, size):
+    monkeypatch.setattr(triton_flash, "_flash_kernels", lambda: recorder)
+    launch, call = Launch(Tiling.from_tiles(TILES["causal"]), CPU), AttendCall(4, 2, size, size)
+    q, k, v, dout = tensors(launch, size, size, torch.bfloat16)
+    out, lse = triton_flash.forward(q, k, v, launch, call)
+    triton_flash.backward(dout, Saved(q, k, v, out, lse), launch, call)
+
+
+def test_a_device_with_little_shared_memory_gets_smaller_blocks_and_keeps_them(monkeypatch):
+    monkeypatch.setattr(triton_flash, "_fitting", {})
+    recorder = Recorder(room=64)
+    run(recorder, monkeypatch, 512)
+    run(recorder, monkeypatch, 512)
+    once = [("forward", 32, 32), ("query_gradients", 32, 16), *[("key_gradients", 16, 32)] * 2]
+    assert [entry[:3] for entry in recorder.launches] == once * 2
+    assert set(triton_flash._fitting.values()) == {1}
+
+
+def test_a_device_with_no_room_at_all_is_an_error(monkeypatch):
+    monkeypatch.setattr(triton_flash, "_fitting", {})
+    with pytest.raises(TooSmallError):
+        run(Recorder(room=8), monkeypatch, 512)
+
+
+@pytest.mark.parametrize("size, passes", [(256, [(True, True)]), (512, [(True, False), (False, True)])])
+def test_the_sums_of_wide_heads_are_made_one_after_the_other(monkeypatch, size, passes):
+    monkeypatch.setattr(triton_flash, "_fitting", {})
+    recorder = Recorder(room=1024)
+    run(recorder, monkeypatch, size)
+    assert [entry[3:] for entry in recorder.launches if entry[0] == "key_gradients"] == passes
+
+
+def test_kernels_in_the_interpreter():
+    if find_spec("triton") is None or Version(version("triton")) < Version("3.7"):
+        pytest.skip("needs triton 3.7 or later: the interpreter of 3.6 takes no bounds of loops from tensors")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.attention.test_kernels"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def interpreted():
+    for table in (triton_flash.FORWARD, triton_flash.QUERY_GRADIENTS, triton_flash.KEY_GRADIENTS):
+        for width in table:
+            table[width] = (Blocks(16, 16, 4, 1),)
+    for name, size, v_size, softcap in INTERPRETED:
+        launch = Launch(Tiling.from_tiles(TILES[name]), CPU)
+        call = AttendCall(4, 2, size, v_size, torch.float32, scale=size**-0.5, softcap=softcap)
+        q, k, v, dout = tensors(launch, size, v_size)
+        wanted, lse = reference.forward(q, k, v, launch, call)
+        found = triton_flash.forward(q, k, v, launch, call)
+        saved = Saved(q, k, v, wanted, lse)
+        gradients = [kernel.backward(dout, saved, launch, call) for kernel in (triton_flash, reference)]
+        sums = fused_deltas(dout, wanted)
+        assert torch.allclose(sums, (dout * wanted).sum(-1), rtol=1e-5, atol=1e-5), (name, size, v_size)
+        pairs = zip((*found, *gradients[0]), (wanted, lse, *gradients[1]), strict=True)
+        relative = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+        print(name, size, v_size, softcap, relative)
+        assert max(relative) <= 2e-6, (name, size, v_size, softcap, relative)
+
+
+# ---- errors against float64 do not grow with the degree; deterministic mode gives the same bits again
+
+SLICED = "a2a in slices of one key/value head"
+DOCUMENTS = (200, 96)
+QKV_DOUT = ((8, 16), (2, 16), (2, 16), (8, 16))  # q, k, v, dout: 8 query and 2 key/value heads of 16
+
+
+def made(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(sum(DOCUMENTS), *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in QKV_DOUT
+    ]
+
+
+def by_degree(rank: int, slots: int, degrees: tuple[int, ...]) -> dict[tuple[str, str, int], list[float]]:
+    relative: dict[tuple[str, str, int], list[float]] = {}
+    usual = all_to_all.SLICE_BYTES
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        for dtype in (torch.bfloat16, torch.float32):
+            *qkv, dout = made(dtype)
+            full = [x.double().requires_grad_() for x in qkv]
+            expected = dense_attention(*full, DOCUMENTS)
+            expected.backward(dout.double())
+            for degree in degrees:
+                shard = bind(micro_batch((tuple(range(degree)), DOCUMENTS)), world)
+                for kind in (*TYPES, SLICED):
+                    all_to_all.SLICE_BYTES = 0 if kind == SLICED else usual  # in this process only
+                    leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
+                    out = attend(*leaves, shard, cp_comm_type=kind.split()[0])
+                    out.backward(shard.scatter(dout.to(shard.device)))
+                    gathered = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
+                    pairs = zip(gathered, (expected, *(x.grad for x in full)), strict=True)
+                    relative[str(dtype), kind, degree] = [relative_error(a, b) for a, b in pairs]
+    return relative
+
+
+def test_errors_do_not_grow_from_degree_1_to_8() -> None:
+    """Kernels of GPUs sum heads in another order where a member has fewer of them: dk of one process, of 4 heads and of
+    2 differs from float64 by 4.9e-7, 3.2e-7 and 4.0e-7 on an H200. So one process is what the others compare with."""
+    needs(8)
+    relative = run_ranks(by_degree, 8, 8, (1, 8))[0]
+    for (dtype, kind, degree), many in relative.items():
+        for name, error, one in zip(("out", "dq", "dk", "dv"), many, relative[dtype, kind, 1], strict=True):
+            assert error <= 1.25 * one, (dtype, kind, degree, name, error, one)
+
+
+def repeated(rank: int, slots: int) -> dict[tuple[str, str, int], bool]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch wants it for products on GPUs in this mode
+    torch.use_deterministic_algorithms(True)
+    equal: dict[tuple[str, str, int], bool] = {}
+    calls: tuple[dict[str, Any], ...] = ({}, {"window": 9}, {"causal": False})
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        *qkv, dout = made(torch.bfloat16)
+        shard = bind(micro_batch((tuple(range(slots)), DOCUMENTS)), world)
+        call = AttendCall(8, 2, 16, 16, torch.bfloat16, world.device, Mask(window=9))
+        kernels = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
+        for kernel, kind, i in every_pair((kernels, TYPES, range(len(calls))), seed=0):
+            runs: list[list[torch.Tensor]] = []
+            for _ in range(2):
+                leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
+                sinks = torch.linspace(-1, 1, 8, device=shard.device).requires_grad_()
+                out = attend(*leaves, shard, cp_comm_type=kind, sinks=sinks, kernel=kernel, **calls[i])
+                out.backward(shard.scatter(dout.to(shard.device)))
+                runs.append([out.detach(), *(x.grad for x in (*leaves, sinks))])
+            equal[kernel, kind, i] = all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    return equal
+
+
+def test_deterministic_mode_gives_the_same_bits() -> None:
+    needs(4)
+    for equal in run_ranks(repeated, 4, 4):
+        assert len(equal) >= 12 and all(equal.values()), [call for call, same in equal.items() if not same]
+
+
+@pytest.mark.whole  # degrees to 8 are above
+@pytest.mark.parametrize(("dtype", "growth"), [(torch.bfloat16, 1.1), (torch.float32, 2.0)], ids=str)
+def test_errors_do_not_grow_to_degree_64(dtype: torch.dtype, growth: float) -> None:
+    """Of the merge, played by one process. In half precision one rounding stands above all; sums of float32 that are
+    64 pieces long are as good as the order of their addends."""
+    for kernel in (k for k in KERNELS if not k.lack_for(AttendCall(4, 2, 16, 16, dtype, DEVICE))):
+        two = errors(kernel, dtype, (4, 2, 16, 16), (512,), 2)
+        for degree in (8, 64):
+            relative = errors(kernel, dtype, (4, 2, 16, 16), (512,), degree)
+            for name, error, few in zip(("out", "dq", "dk", "dv"), relative, two, strict=True):
+                assert error <= growth * few + 1e-7, (kernel.name, degree, name, error, few)
+
+
+if __name__ == "__main__":
+    interpreted()

@@ -1,10 +1,13 @@
-"""What a call keeps, holds and sends: counted, at degrees 2, 4 and 8, for as many rows a member."""
+"""What a call keeps and holds: counted, at degrees 2, 4 and 8, for as many rows a member."""
 
 import weakref
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -15,12 +18,14 @@ from longspan.attention import all_gather, all_to_all
 from longspan.attention import rows as rows_module
 from longspan.attention.call import AttendCall, Dropout, Saved
 from longspan.attention.kernels import reference
+from longspan.attention.saved_outputs import Recording as OutputRecording
 from longspan.attention.tiles import Launch, Tile, Tiling, Tokens
-from longspan.comm import Channel, RingBlocks
+from longspan.comm import Channel, RingBlocks, SequenceShard
 from longspan.plan import head_split
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import micro_batch
-from tests.attention.test_attend import needs
+from tests.attention.test_attend import TYPES, needs
+from tests.launch.rank_pool import most_ranks
 
 ROWS, HEADS, SIZE = 64, 8, 16  # rows of a member; heads, as many key/value heads
 DTYPE = torch.float32 if backend() == "gloo" else torch.bfloat16  # which a kernel takes that holds no scores
@@ -166,9 +171,10 @@ def test_sinks_take_little_memory(monkeypatch):
     assert all(b <= a + 0.5 for a, b in zip(without, result_with_sinks, strict=True)), (without, result_with_sinks)
 
 
-@pytest.mark.parametrize("dropout", [None, Dropout(0.3, seed=5)], ids=["", "dropout"])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "dropout"),
+    [(torch.float32, None, None), (torch.float64, 2.0, None), (torch.bfloat16, 2.0, Dropout(0.3, seed=5))],
+)
 def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, dtype, softcap, dropout):
     rows, size, limit = 256, 4, 1 << 21
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", limit)
@@ -189,52 +195,40 @@ def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, 
         assert backward.peak >= limit / 4, "as much as it may hold is used"
 
 
-RESULTS = {}
+@pytest.fixture(scope="module")
+def results():
+    slots = [n for n in (2, 4, 8) if backend() != "nccl" or n <= most_ranks()]
+    return {n: run_ranks(measured, n, n) for n in slots}
 
 
-def results(slots):
-    needs(slots)
-    if slots not in RESULTS:
-        RESULTS[slots] = run_ranks(measured, slots, slots)
-    return RESULTS[slots]
-
-
-@pytest.mark.parametrize("slots", [2, 4, 8])
-def test_local_rows_alone_are_kept_for_backward(slots):
-    for figures, _ in results(slots):
+def test_local_rows_alone_are_kept_for_backward(results):
+    for figures, blocks in (of_rank for ranks in results.values() for of_rank in ranks):
         for name, (saved, *_) in figures.items():
             assert saved == 4 * BLOCK + ROWS * HEADS * 4, (name, saved)  # q, k, v, out and lse
+        assert blocks and all(peak <= 3 and buffers <= 3 for peak, buffers in blocks), blocks
 
 
-@pytest.mark.parametrize("slots", [2, 4, 8])
-def test_a_ring_holds_at_most_three_blocks_forward_and_backward(slots):
-    for _, blocks in results(slots):
-        assert blocks and all(peak <= 3 and buffers <= 3 for peak, buffers in blocks), (slots, blocks)
-
-
-def test_peaks_do_not_grow_with_the_degree():
+def test_peaks_do_not_grow_with_the_degree(results):
     """From 2 to 4 a ring gains its third block, and (degree − 1) / degree of what is gathered comes from others."""
-    peaks = {
-        name: [max(figures[name][1] for figures, _ in results(slots)) / BLOCK for slots in (2, 4, 8)] for name in WAYS
-    }
+    needs(8)
+    peaks = {name: [max(f[name][1] for f, _ in ranks) / BLOCK for ranks in results.values()] for name in WAYS}
     without = peaks.pop("all_gather, no budget")
     for name, (two, four, eight) in peaks.items():
         assert four <= 1.25 * two and eight <= 1.05 * four, (name, two, four, eight)
     assert without[-1] > 2 * peaks["all_gather"][-1]
 
 
-def test_a_window_sends_what_is_seen_and_no_more():
-    for slots in (2, 4, 8):
-        forward, backward = (sum(figures["window"][i] for figures, _ in results(slots)) for i in (2, 3))
+def test_a_window_sends_what_is_seen_and_no_more(results):
+    for slots, ranks in results.items():
+        forward, backward = (sum(figures["window"][i] for figures, _ in ranks) for i in (2, 3))
         # All chunks but the last are seen by the next one, and the two in the middle lie on one member.
         rows = (2 * slots - 2) * (WAYS["window"]["window"] - 1)
         assert (forward, backward) == (rows * 2 * HEADS * SIZE, 2 * rows * 2 * HEADS * SIZE), slots
-        around_rings = sum(figures["p2p"][2] for figures, _ in results(slots))
+        around_rings = sum(figures["p2p"][2] for figures, _ in ranks)
         assert around_rings == slots * (slots - 1) * 2 * ROWS * HEADS * SIZE
 
 
 def gone(rank):
-    """Whether what arrived is gone, once it has been laid in document order, when a slice of it is attended to."""
     arrived, are_gone = [], []
     join_columns, add_block, gradients = all_gather.join_columns, all_gather.add_block, all_gather.block_gradients
 
@@ -263,3 +257,79 @@ def gone(rank):
 def test_what_arrived_is_let_go_once_it_is_in_document_order():
     needs(2)
     assert run_ranks(gone, 2) == [[True] * 6] * 2
+
+
+# ---- of layers that are recomputed, in the shape of Qwen3-8B
+
+QUERY_HEADS, KEY_HEADS, HEAD_SIZE, HIDDEN = 32, 8, 128, 4096
+
+
+def of_qwen(rows: int, shard: SequenceShard) -> list[Tensor]:
+    shapes = ((QUERY_HEADS, HEAD_SIZE), (KEY_HEADS, HEAD_SIZE), (KEY_HEADS, HEAD_SIZE))
+    return [torch.ones(rows, *s, dtype=torch.bfloat16, device=shard.device).requires_grad_() for s in shapes]
+
+
+def backward_peaks(rank: int, slots: int) -> dict[tuple[bool, bool], float]:
+    """The peak of backward, by whether the local rows alone were kept, and whether slices are sent one by one.
+
+    Its unit are the bytes of all slices: of the local rows' queries, keys, values and dout.
+    """
+    peaks, unit = dict[tuple[bool, bool], float](), 512 * (2 * QUERY_HEADS + 2 * KEY_HEADS) * HEAD_SIZE * 2
+    all_to_all.SLICE_BYTES, all_to_all.SLICES = 0, 4  # in this process only
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (512 * slots,))), world)
+        leaves = of_qwen(512, shard)
+        for lean in (False, True):
+            for most in (1 << 30, 1):
+                head_split.QUERY_GRADIENT_BYTES = most  # in this process only
+                recording = OutputRecording(keep_exchanged=not lean)
+                with recording.forward():
+                    attend(*leaves, shard, cp_comm_type="a2a")
+                with recording.recompute():
+                    out = attend(*leaves, shard, cp_comm_type="a2a")
+                with Allocated() as memory:
+                    torch.autograd.grad(out, leaves, torch.ones_like(out))
+                peaks[lean, most == 1] = memory.peak / unit
+    return peaks
+
+
+def test_slices_that_are_sent_one_by_one_take_less_memory() -> None:
+    needs(2)
+    for peaks in run_ranks(backward_peaks, 2, 2):
+        assert peaks[True, True] < peaks[True, False] - 0.7 and peaks[False, True] <= peaks[False, False], peaks
+
+
+def kept_bytes(recording: OutputRecording) -> int:
+    storages = dict[int, int]()
+    for stored in tree_leaves(recording._calls, is_leaf=lambda x: hasattr(x, "fetch")):
+        if hasattr(stored, "fetch"):
+            storage = stored.fetch().untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def keep(rank: int, slots: int) -> dict[tuple[str, bool, bool], float]:
+    """By type, whether what is exchanged is kept, and in slices: bytes of a row that stay for a layer's backward."""
+    kept, usual = dict[tuple[str, bool, bool], float](), all_to_all.SLICE_BYTES
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
+        for kind, keep_exchanged, in_slices in product(TYPES, (False, True), (False, True)):
+            levels: dict[str, Any] = {"hierarchical_context_parallel_sizes": (2, slots // 2)} if "+" in kind else {}
+            all_to_all.SLICE_BYTES = 0 if in_slices else usual
+            recording = OutputRecording(keep_exchanged=keep_exchanged)
+            with recording.forward():
+                out = attend(*of_qwen(ROWS, shard), shard, cp_comm_type=kind, **levels)
+            kept[kind, keep_exchanged, in_slices] = kept_bytes(recording) / ROWS + HIDDEN * out.element_size()
+    return kept
+
+
+def test_kept_bytes_of_a_row_and_layer() -> None:
+    """16.1 KiB with the layer's input under every type, and 36.1 with what a2a types exchanged."""
+    needs(4)
+    lean = (HIDDEN + QUERY_HEADS * HEAD_SIZE) * 2 + QUERY_HEADS * 4
+    exchanged = lean + (2 * QUERY_HEADS + 2 * KEY_HEADS) * HEAD_SIZE * 2
+    assert (lean, exchanged) == (16.125 * 1024, 36.125 * 1024)
+    for kept in run_ranks(keep, 4, 4):
+        for (kind, keep_exchanged, in_slices), found in kept.items():
+            wanted = exchanged if keep_exchanged and "a2a" in kind else lean
+            assert found == wanted, (kind, keep_exchanged, in_slices, found)

@@ -1,12 +1,28 @@
-"""Copies and sums of rows, on a GPU by Triton's kernels: pytest --backend nccl. Compared with torch's on the host."""
+"""Copies and sums of rows, on a GPU by Triton's kernels: pytest --backend nccl. Compared with torch's on the host.
+
+And launches of those kernels: what is asked of Triton, and what of a compiled kernel at hand.
+"""
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import RowSum, add_addends, add_rows, cast_rows, copy_rows, join_columns, merge_rows_
+from longspan.attention import rows as rows_module
+from longspan.attention.rows import (
+    RowSum,
+    add_addends,
+    add_rows,
+    cast_rows,
+    copy_rows,
+    head_slice_by_member,
+    join_columns,
+    member_views,
+    merge_rows_,
+)
 from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 
@@ -21,7 +37,6 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def some_rows(count: int, picked: bool) -> Rows:
-    """A slice of the rows, or distinct rows out of order."""
     if not picked:
         return slice(count // 3, count)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
@@ -29,7 +44,6 @@ def some_rows(count: int, picked: bool) -> Rows:
 
 
 def of_host(fn: Callable[..., None], *tensors: Tensor) -> list[Tensor]:
-    """What `fn` makes of copies on the host."""
     copies = [x.cpu().clone() for x in tensors]
     fn(*copies)
     return copies
@@ -118,3 +132,96 @@ def test_copies_and_merges_are_those_of_the_host(picked: bool) -> None:
     merge_rows_(*total, rows, *part)
     for x, y in zip(total, expected, strict=False):
         torch.testing.assert_close(x.cpu(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_one_tensor_as_it_is_becomes_a_matrix_without_a_copy():
+    x = torch.randn(5, 3, 4)
+    assert join_columns((x,)).data_ptr() == x.data_ptr() and join_columns((x,)).equal(x.flatten(1))
+    assert join_columns((x[:0],)).shape == (0, 12)
+    order = torch.tensor([4, 0])
+    others = [
+        (join_columns((x,), order), x[order].flatten(1)),
+        (join_columns((x, x)), torch.cat([x, x], 1).flatten(1)),
+        (join_columns((x,), dtype=torch.float64), x.double().flatten(1)),
+        (join_columns((x[:, 1:],)), x[:, 1:].flatten(1)),
+    ]
+    for matrix, expected in others:
+        assert matrix.equal(expected) and matrix.data_ptr() != x.data_ptr() and matrix.is_contiguous()
+
+
+# ---- launches
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    kernels = MagicMock()
+    monkeypatch.setattr(rows_module, "kernel_module", lambda: kernels)
+    monkeypatch.setattr(rows_module, "_compiled", {})
+    return kernels.copy_rows
+
+
+def launches(kernel: MagicMock) -> list[tuple[Any, list[Any]]]:
+    calls = zip(kernel.__getitem__.call_args_list, kernel.__getitem__.return_value.call_args_list, strict=True)
+    arguments = ((grid.args[0], (*call.args, *call.kwargs.values())) for grid, call in calls)
+    return [(grid, [x for x in values if not isinstance(x, Tensor)]) for grid, values in arguments]
+
+
+def counted(kernel: MagicMock) -> tuple[int, int]:
+    compiled = kernel.__getitem__.return_value.return_value
+    return len(launches(kernel)), len(launches(compiled))
+
+
+def copy(rows: int, columns: int = 64, dtype: torch.dtype = torch.float32, shift: int = 0) -> None:
+    storage = torch.zeros(rows * columns + 64 + shift, dtype=dtype)
+    at = -storage.data_ptr() % 64 // dtype.itemsize + shift
+    source = storage.as_strided((rows, 1, columns), (columns, columns, 1), at)
+    rows_module.fused_copy_rows([(source, source)], None)
+
+
+def test_a_launch_like_one_before_goes_to_the_compiled_kernel_with_the_same_arguments(kernel: MagicMock) -> None:
+    for _ in range(3):
+        copy(8)
+    assert counted(kernel) == (1, 2)
+    (first,), (again, _) = launches(kernel), launches(kernel.__getitem__.return_value.return_value)
+    assert first == again and first[0] == (8, 1, 1) and len(first[1]) > 3
+
+
+OTHERS: list[dict[str, Any]] = [{"rows": 9}, {"columns": 128}, {"dtype": torch.bfloat16}, {"shift": 1}, {"shift": 3}]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_what_triton_compiles_otherwise_is_asked_of_triton(kernel: MagicMock, other: dict[str, Any]) -> None:
+    copy(8)
+    copy(**({"rows": 8} | other))
+    assert counted(kernel) == (2, 0)
+
+
+def test_addresses_that_sixteen_does_not_divide_are_never_remembered(kernel: MagicMock) -> None:
+    for shift in (1, 1, 0, 0, 1):
+        copy(8, shift=shift)
+    assert counted(kernel) == (4, 1)
+
+
+def test_what_is_remembered_is_bounded(kernel: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "_REMEMBERED", 3)
+    for rows in range(1, 20):
+        copy(rows)
+        assert len(rows_module._compiled) <= 3
+
+
+@pytest.mark.parametrize("members, slices, heads, size", [(1, 1, 1, 3), (2, 1, 4, 3), (2, 2, 8, 3), (4, 1, 4, 5)])
+@pytest.mark.parametrize("apart", [False, True])
+def test_heads_of_members_as_views(members: int, slices: int, heads: int, size: int, apart: bool) -> None:
+    matrix = torch.arange(7 * 2 * heads * size).view(7, 2 * heads, size)
+    x = matrix[2:, ::2] if apart else matrix[2:, heads:]
+    for part in range(slices):
+        expected = x.unflatten(1, (members, slices, -1))[:, :, part].flatten(2)
+        assert torch.equal(head_slice_by_member(x, members, slices, part), expected)
+
+
+def test_columns_by_member_are_views_of_the_matrix() -> None:
+    matrix = torch.arange(3 * 4 * 9).view(12, 9)
+    views = member_views(matrix, 3, [4, 5])
+    expected = matrix.unflatten(0, (3, 4)).transpose(0, 1).split([4, 5], 2)
+    assert [x.tolist() for x in views] == [x.tolist() for x in expected]
+    assert all(x.untyped_storage().data_ptr() == matrix.data_ptr() for x in views)

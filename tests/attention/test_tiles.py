@@ -1,30 +1,50 @@
-"""Tiles cover exactly what rows may see, and the common partitions cover it in one launch."""
+"""Tiles and members of groups: tiles cover what rows see once, in few launches; members send what others see of them.
 
-import itertools
-from itertools import pairwise
+Under windows, chunks (every so many positions of a document are as a document of their own) and spans, whose rows see
+the later rows of their span.
+"""
+
+from dataclasses import replace
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan import Group, MicroBatch, attend
+from longspan.attention.all_to_all import HeadSplit
+from longspan.attention.call import AttendCall, Dropout, Members, _absorb_word
+from longspan.attention.kernels.table import find_kernel
 from longspan.attention.tiles import (
+    Launch,
+    Mask,
     Tile,
     Tiling,
+    Tokens,
     _band_tiles,
     _drop_idle_limits,
     make_tilings,
+    span_tiles,
     split_left_limits,
     tiles_between,
 )
+from longspan.comm import SequenceShard
+from longspan.comm.shard import ShardPart
+from longspan.errors import AttentionError, LayoutError
 from longspan.layout import Partition, Segments
+from longspan.layout.segments import Spans
+from longspan.plan.cost.machine import fetched_share
+from tests.mutation import mutated
 
+CPU = torch.device("cpu")
 LENGTHS = [(16,), (1,), (3, 1, 2), (7, 16, 5, 1, 30), (2,) * 9]
-DEGREES = [1, 2, 3, 4, 5, 8]
+DEGREES = [1, 2, 3, 5]
+KINDS = (Partition.zigzag, Partition.contiguous)
 
 
 def seen(tilings, q_rows, k_rows):
-    """How often each query row sees each key row."""
     count = np.zeros((q_rows, k_rows), dtype=int)
     for tiling in tilings:
         for tile in tiling.tiles:
@@ -40,19 +60,30 @@ def seen(tilings, q_rows, k_rows):
     return count
 
 
-def wanted(q, k, causal, window):
-    def columns(segments):
-        document = np.repeat(segments.document, segments.stop - segments.start)
-        return document, segments.positions
+def columns(segments):
+    return np.repeat(segments.document, segments.stop - segments.start), segments.positions
 
+
+def wanted(q, k, mask):
+    """Which rows see which, one by one."""
     (q_doc, q_pos), (k_doc, k_pos) = columns(q), columns(k)
-    mask = q_doc[:, None] == k_doc
     ago = q_pos[:, None] - k_pos
-    if causal:
-        mask &= ago >= 0
-    if window is not None:
-        mask &= ago < window
-    return mask.astype(int)
+    visible = (q_doc[:, None] == k_doc) & ((ago >= 0) | (not mask.causal))
+    if mask.window is not None:
+        visible &= ago < mask.window
+    if mask.chunk is not None:
+        visible &= q_pos[:, None] // mask.chunk == k_pos // mask.chunk
+    return visible
+
+
+def later(runs, q, k):
+    (q_doc, q_pos), (k_doc, k_pos) = columns(q), columns(k)
+    visible = np.zeros((len(q_doc), len(k_doc)), dtype=bool)
+    for d, of_document in runs.items():
+        for start, stop in of_document:
+            rows, keys = ((doc == d) & (pos >= start) & (pos < stop) for doc, pos in ((q_doc, q_pos), (k_doc, k_pos)))
+            visible |= rows[:, None] & keys & (k_pos > q_pos[:, None])
+    return visible
 
 
 def whole(lengths):
@@ -60,47 +91,10 @@ def whole(lengths):
     return Segments(np.arange(len(lengths)), np.zeros_like(lengths), lengths, np.cumsum(lengths) - lengths)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    degree=st.integers(1, 4),
-    window=st.none() | st.integers(1, 40),
-    size=st.sampled_from((1, 3, 16)),
-    of_keys=st.booleans(),
-)
-@settings(max_examples=75, deadline=None)
-def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window, size, of_keys):
-    shares = Partition.zigzag(lengths, degree)
-    tilings = tiles_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window)
+def check_covered(tilings, q, k, visible):
+    assert (seen(tilings, q.rows, k.rows) == visible).all(), (q, k)
     for tiling in tilings:
-        held, costs = [], []
-        for tile, start in tiling.blocks(size, of_keys=of_keys):
-            t = tiling.tiles[tile]
-            stop = min(start + size, t.keys if of_keys else t.queries)
-            held += [(int(tile), row) for row in range(start, stop)]
-            own = seen([Tiling.from_tiles([t])], t.q_stop, t.k_stop)[t.q_start :, t.k_start :]
-            met = np.flatnonzero((own[:, start:stop] if of_keys else own[start:stop].T).any(1))
-            costs.append(met.max() - met.min() + 1)
-            # A last block that is not full is counted as if it were, to the end of the tile.
-        assert sorted(held) == [
-            (i, row) for i, t in enumerate(tiling.tiles) for row in range(t.keys if of_keys else t.queries)
-        ]
-        assert all(later <= earlier + size - 1 for earlier, later in pairwise(costs)), (tiling, costs)
-
-
-@pytest.mark.parametrize("make", [Partition.zigzag, Partition.contiguous], ids=["zigzag", "contiguous"])
-@pytest.mark.parametrize("causal, window", [(False, None), (True, None), (True, 1), (True, 2), (True, 5), (True, 100)])
-def test_tiles_cover_what_is_visible_once(make, causal, window):
-    for lengths in LENGTHS:
-        for degree in DEGREES:
-            shares = make(lengths, degree)
-            segments = [shares.segments(member) for member in range(degree)]
-            for q in segments:
-                for k in [*segments, whole(lengths)]:
-                    tilings = tiles_between(q, k, causal=causal, window=window)
-                    covered = seen(tilings, q.rows, k.rows)
-                    assert (covered == wanted(q, k, causal, window)).all(), (lengths, degree, q, k)
-                    for tiling in tilings:
-                        assert_one_launch(tiling)
+        assert_one_launch(tiling)
 
 
 def assert_one_launch(tiling):
@@ -114,43 +108,119 @@ def assert_one_launch(tiling):
         assert before.q_stop == after.q_start and before.k_stop == after.k_start
 
 
+def check_tiles(lengths, degree, mask, kind=Partition.zigzag):
+    segments = [kind(lengths, degree).segments(member) for member in range(degree)]
+    for q, k in product(segments, [*segments, whole(lengths)]):
+        check_covered(tiles_between(q, k, **mask._asdict()), q, k, wanted(q, k, mask))
+
+
+MASKS = [Mask(False), *(Mask(True, window) for window in (None, 1, 2, 5, 100)), Mask(chunk=4), Mask(True, 3, 16)]
+documents_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=4).map(tuple)
+masks = st.builds(Mask, st.just(True), st.none() | st.integers(1, 40), st.none() | st.integers(1, 80))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=["zigzag", "contiguous"])
+def test_tiles_cover_what_is_visible_once(kind, mask):
+    for lengths, degree in product(LENGTHS, DEGREES):
+        check_tiles(lengths, degree, mask, kind)
+
+
+@given(lengths=documents_lengths, degree=st.integers(1, 6), mask=masks, kind=st.sampled_from(KINDS))
+@settings(max_examples=40, deadline=None)
+def test_tiles_of_any_lengths_cover_what_is_visible_once(lengths, degree, mask, kind):
+    check_tiles(lengths, degree, mask, kind)
+
+
+@pytest.mark.parametrize("window", [1, 2, 12, 100])
+def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
+    for lengths, degree in product(LENGTHS, (1, 2, 4)):
+        segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
+        for q, k in product(segments, segments):
+            banded = _band_tiles(q, k, window)
+            for arrays in (banded, _drop_idle_limits(banded), split_left_limits(_drop_idle_limits(banded))):
+                check_covered(make_tilings(arrays), q, k, wanted(q, k, Mask(True, window)))
+
+
+@given(
+    lengths=documents_lengths,
+    degree=st.integers(1, 4),
+    window=st.none() | st.integers(1, 40),
+    size=st.sampled_from((1, 3, 16)),
+    of_keys=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window, size, of_keys):
+    shares = Partition.zigzag(lengths, degree)
+    for tiling in tiles_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window):
+        held, costs = [], []
+        for tile, start in tiling.blocks(size, of_keys=of_keys):
+            t = tiling.tiles[tile]
+            stop = min(start + size, t.keys if of_keys else t.queries)
+            held += [(int(tile), row) for row in range(start, stop)]
+            own = seen_raw(t)[t.q_start :, t.k_start :]
+            met = np.flatnonzero((own[:, start:stop] if of_keys else own[start:stop].T).any(1))
+            costs.append(met.max() - met.min() + 1)
+            # A last block that is not full is counted as if it were, to the end of the tile.
+        rows = [t.keys if of_keys else t.queries for t in tiling.tiles]
+        assert sorted(held) == [(i, row) for i, count in enumerate(rows) for row in range(count)]
+        assert all(later <= earlier + size - 1 for earlier, later in pairwise(costs)), (tiling, costs)
+
+
+def seen_raw(tile):
+    return seen([Tiling.from_tiles((tile,))], tile.q_stop, tile.k_stop)
+
+
+def test_a_piece_of_a_tile_sees_what_its_rows_saw():
+    masks = ((None, None), (None, 0), (4, 0), (3, 2))
+    tiles = [Tile(3, 13, 5, 20, *masks[0]), Tile(3, 13, 5, 20, *masks[1]), Tile(2, 9, 0, 11, *masks[2])]
+    for tile, rows in product((*tiles, Tile(0, 8, 0, 6, *masks[3])), (1, 3, 100)):
+        count = np.zeros_like(seen_raw(tile))
+        for piece in tile.pieces(rows):
+            assert piece.queries <= rows
+            count[: piece.q_stop, : piece.k_stop] += seen_raw(piece)
+        assert (count == seen_raw(tile)).all(), (tile, rows)
+
+
+# ---- few launches
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("degree", [*DEGREES, 8])
 def test_two_zigzag_members_need_one_launch(causal, degree):
     lengths = [16 * degree, 6 * degree, 2 * degree]
     shares = Partition.zigzag(lengths, degree)
-    for q in range(degree):
-        for k in range(degree):
-            (tiling,) = tiles_between(shares.segments(q), shares.segments(k), causal=causal)
-            assert len(tiling.tiles) == len(lengths), (q, k, tiling)
+    for q, k in product(range(degree), repeat=2):
+        (tiling,) = tiles_between(shares.segments(q), shares.segments(k), causal=causal)
+        assert len(tiling.tiles) == len(lengths), (q, k, tiling)
 
 
-@pytest.mark.parametrize("make", [Partition.zigzag, Partition.contiguous], ids=["zigzag", "contiguous"])
-@pytest.mark.parametrize("degree, window", [(2, 37), (4, 37), (4, 90), (8, 60)])
+@pytest.mark.parametrize("make", KINDS, ids=["zigzag", "contiguous"])
+@pytest.mark.parametrize("degree, window", [(2, 37), (4, 90), (8, 60)])
 def test_launches_under_a_window_do_not_grow_with_the_documents(make, degree, window):
-    """However long the documents are, their tiles have few masks: whole, causal, the own band, or one last key."""
     draw = np.random.default_rng(degree)
     most = {}
-    for documents in (1, 8, 64, 512):
+    for documents in (64, 512):
         shares = make(draw.integers(30, 200, documents), degree)
         segments = [shares.segments(member) for member in range(degree)]
-        tilings = [tiles_between(q, k, causal=True, window=window) for q in segments for k in segments]
-        most[documents] = max(map(len, tilings))
+        most[documents] = max(len(tiles_between(q, k, causal=True, window=window)) for q in segments for k in segments)
     assert most[512] <= 6 and most[512] <= most[64] + 1, most
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 12, 100])
-def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
-    for lengths in LENGTHS:
-        for degree in DEGREES:
-            segments = [Partition.zigzag(lengths, degree).segments(member) for member in range(degree)]
-            for q, k in itertools.product(segments, segments):
-                banded = _band_tiles(q, k, window)
-                for arrays in (banded, _drop_idle_limits(banded), split_left_limits(_drop_idle_limits(banded))):
-                    tilings = make_tilings(arrays)
-                    assert (seen(tilings, q.rows, k.rows) == wanted(q, k, True, window)).all(), (lengths, degree, q, k)
-                    for tiling in tilings:
-                        assert_one_launch(tiling)
+@pytest.mark.parametrize("chunk", [16, 48, 96])
+def test_chunks_are_documents_of_one_launch(chunk):
+    shares = Partition.zigzag([96 * 8, 96 * 4], 4)
+    for member in range(4):
+        (tiling,) = tiles_between(shares.segments(member), whole([96 * 8, 96 * 4]), causal=True, chunk=chunk)
+        assert (tiling.left, tiling.right) == (None, 0)
+    (tiling,) = tiles_between(whole([96 * 8]), whole([96 * 8]), causal=True, chunk=chunk)
+    assert len(tiling) == 96 * 8 // chunk and tiling.q_rows() == tiling.k_rows() == slice(0, 96 * 8)
+
+
+def test_whole_spans_are_one_launch_however_many():
+    spans = Spans.of({d: [(i, i + 5) for i in range(2, 90, 7)] for d in range(6)}, range(6), (97,) * 6)
+    (tiling,) = span_tiles(whole((97,) * 6), whole((97,) * 6), spans)
+    assert len(tiling) == 6 * 13 and (tiling.left, tiling.right) == (0, None) and spans.pairs == 6 * 13 * 10
 
 
 def test_one_document_needs_no_gather():
@@ -160,25 +230,265 @@ def test_one_document_needs_no_gather():
             assert isinstance(tiling.q_rows(), slice) and isinstance(tiling.k_rows(), slice)
 
 
-def test_a_piece_of_a_tile_sees_what_its_rows_saw():
-    for tile in (
-        Tile(3, 13, 5, 20),
-        Tile(3, 13, 5, 20, right=0),
-        Tile(2, 9, 0, 11, left=4, right=0),
-        Tile(0, 8, 0, 6, 3, 2),
-    ):
-        whole_tile = seen_raw(tile)
-        for rows in (1, 3, 100):
-            count = np.zeros_like(whole_tile)
-            for piece in tile.pieces(rows):
-                assert piece.queries <= rows
-                part = np.zeros_like(whole_tile)
-                part[piece.q_start : piece.q_stop, piece.k_start : piece.k_stop] = seen_raw(piece)[
-                    piece.q_start :, piece.k_start :
-                ]
-                count += part
-            assert (count == whole_tile).all(), (tile, rows)
+def test_a_launch_says_where_tiles_begin_and_how_long_they_get() -> None:
+    launch = Launch(Tiling.from_tiles((Tile(0, 3, 0, 5), Tile(3, 4, 5, 7), Tile(4, 8, 7, 8))), CPU)
+    assert launch.max_lengths == (4, 5)
+    assert [ends.tolist() for ends in launch.cu_seqlens] == [[0, 3, 4, 8], [0, 5, 7, 8]]
 
 
-def seen_raw(tile):
-    return seen([Tiling.from_tiles((tile,))], tile.q_stop, tile.k_stop)
+# ---- rows that members send under windows, chunks and spans
+
+
+@st.composite
+def spans_of_documents(draw):
+    lengths = draw(documents_lengths)
+    runs = {}
+    for d, length in enumerate(lengths):
+        cuts = sorted(draw(st.sets(st.integers(0, length), max_size=6)))
+        runs[d] = list(zip(cuts[::2], cuts[1::2], strict=False))
+    return lengths, runs
+
+
+@given(documents=spans_of_documents(), degree=st.integers(1, 5), kind=st.sampled_from(KINDS))
+@settings(max_examples=40, deadline=None)
+def test_tiles_cover_later_rows_of_spans_once(documents, degree, kind):
+    lengths, runs = documents
+    spans = Spans.of(runs, range(len(lengths)), lengths)
+    segments = [kind(lengths, degree).segments(member) for member in range(degree)]
+    for q, k in product(segments, [*segments, whole(lengths)]):
+        check_covered(span_tiles(q, k, spans), q, k, later(runs, q, k))
+
+
+def check_members(lengths, degree, inner, mask, padding=0, runs=None, partition="zigzag"):
+    """Each member is sent just the rows that it sees, and they land in document order."""
+    pad_to = max(lengths) + padding if padding else None
+    slots = tuple(range(degree * inner))
+    group = Group(slots, tuple(range(len(lengths))), lengths, pad_to=pad_to, partition=partition)
+    spans = Spans.of(runs or {}, group.documents, lengths)
+    every = [Members(ShardPart(group, 0, slot, 0, 0), mask, CPU, inner, spans) for slot in slots[::inner]]
+    for reader in every:
+        mine, window_rows = reader.real_segments(reader.member), reader.window_rows
+        assert len(window_rows.rows_to_send[reader.member]) == 0
+        arriving = []
+        for owner in every:
+            theirs = owner.segments(owner.member)
+            rows = window_rows.own_rows if owner is reader else owner.window_rows.rows_to_send[reader.member]
+            needed = (wanted(mine, theirs, mask) | later(runs or {}, mine, theirs)).any(0)
+            assert rows.tolist() == np.flatnonzero(needed).tolist()
+            assert window_rows.receive_counts[owner.member] == (0 if owner is reader else len(rows))
+            document, position = columns(theirs)
+            sent = [*zip(document[rows.numpy()], position[rows.numpy()], strict=True)]
+            arriving = [*sent, *arriving] if owner is reader else [*arriving, *sent]
+        places = np.concatenate([window_rows.own_places.numpy(), window_rows.received_places.numpy()])
+        assert [arriving[i] for i in np.argsort(places)] == list(
+            zip(*columns(reader.visible_rows(reader.member)), strict=True)
+        )
+        assert window_rows.row_count == len(arriving)
+        if runs is None and mask.chunk is None:
+            band = mask.window - 1
+            limits = {(None, None), (None, 0), (band, 0), (band, None)}
+            assert {(launch.left, launch.right) for launch in window_rows.launches} <= limits
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 30])
+def test_a_halo_is_what_is_seen_in_one_band_a_run(window):
+    for lengths, (inner, degree) in product([(64,), (13, 1, 40, 2, 7), (1,), (5, 200, 5)], ((1, 4), (2, 3))):
+        for padding, partition in ((0, "zigzag"), (3, "contiguous")):
+            check_members(lengths, degree, inner, Mask(True, window), padding, partition=partition)
+
+
+@given(
+    documents=spans_of_documents(),
+    degree=st.integers(2, 5),
+    inner=st.sampled_from((1, 2)),
+    mask=masks.filter(lambda mask: mask != Mask()),
+    padding=st.integers(0, 5),
+)
+@settings(max_examples=50, deadline=None)
+def test_members_send_the_rows_that_others_see(documents, degree, inner, mask, padding):
+    lengths, runs = documents
+    check_members(lengths, degree, inner, mask, padding, runs if mask.chunk is None and not padding else None)
+
+
+MUTATIONS = [
+    ("tiles", "q, k = _cut_at_chunks(q, k, chunk)", "window = min(window or chunk, chunk)"),  # a window, not a chunk
+    ("tiles", "segments.start // chunk, -(-", "0 * segments.start, -(-"),
+    ("tiles", "(number + 1) * chunk", "(number + 1) * chunk - 1"),
+    ("tiles", "* -(-longest // chunk) + number", "+ number"),
+    ("call", "runs.start - runs.start % chunk", "runs.start"),
+    ("call", "runs.start - runs.start % chunk", "runs.start - chunk + 1"),
+]
+
+
+@pytest.mark.parametrize(("module", "old", "new"), MUTATIONS, ids=[new for _, _, new in MUTATIONS])
+def test_every_edge_of_a_chunk_is_noticed(module, old, new):
+    with mutated((f"attention.{module}", old, new)), pytest.raises((AssertionError, IndexError, ValueError)):
+        check_tiles((13, 40, 7), 3, Mask(chunk=9))
+        check_members((13, 40, 7), 3, 1, Mask(chunk=9))
+
+
+def members_of_group(lengths, inner, outer, mask=Mask(), **options):  # noqa: B008
+    group = Group(tuple(range(inner * outer)), tuple(range(len(lengths))), lengths, **options)
+    return [Members(ShardPart(group, 0, slot, 0, -1), mask, CPU, inner) for slot in group.slots]
+
+
+NARROW = [
+    *(((4096,), 8, Mask(True, window), window == 512) for window in (512, 514, None)),
+    *(((4096,), 8, Mask(chunk=chunk), chunk < 2048) for chunk in (256, 512, 1024, 2048)),
+    ((4,), 2, Mask(True, 1), True),
+    ((4096,), 1, Mask(chunk=64), False),
+]
+
+
+@pytest.mark.parametrize(("lengths", "degree", "mask", "narrow"), NARROW, ids=str)
+def test_a_mask_is_narrow_where_half_of_a_ring_and_twice_the_own_rows_would_do(lengths, degree, mask, narrow):
+    assert (fetched_share(lengths, degree, mask.window, mask.chunk) < 1) == narrow
+    group = members_of_group(lengths, 1, degree, mask)
+    assert [members.has_narrow_window for members in group] == [narrow] * degree
+    if narrow:  # the bounds hold
+        foreign_rows = [len(members.window_rows.received_places) for members in group]
+        assert 2 * sum(foreign_rows) <= (degree - 1) * sum(lengths) and sum(foreign_rows) <= 2 * sum(lengths)
+
+
+def test_nothing_is_sent_where_every_chunk_lies_in_one_rank():
+    for members in members_of_group((64 * 8,), 1, 4, Mask(chunk=64)):
+        assert members.has_narrow_window
+        assert sum(members.window_rows.receive_counts) == len(members.window_rows.all_rows_to_send) == 0
+        assert members.window_rows.row_count == members.counts[members.member]
+
+
+def test_a_chunk_of_the_longest_document_is_none():
+    assert Mask(chunk=40).for_lengths((40, 7)) == Mask() and Mask(True, 50, 39).for_lengths((40, 7)) == Mask(chunk=39)
+
+
+# ---- spans of shards
+
+
+def shard() -> SequenceShard:
+    return SequenceShard(MicroBatch((Group((0,), (4, 9), (6, 8)),)), 0, -1, CPU)
+
+
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ({9: [(2, 9)]}, r"document 9 has the span \(2, 9\) after position 0, and 8 rows"),
+        ({4: [(1, 3), (2, 5)]}, r"document 4 has the span \(2, 5\) after position 3, and 6 rows"),
+        ({4: [(3, 3)]}, r"document 4 has the span \(3, 3\)"),
+        ({4: [(1, 2.5)]}, r"document 4 has the span \(1, 2.5\); a span is \(start, stop\), two integers"),
+    ],
+)
+def test_spans_that_do_not_fit_are_refused(spans, message):
+    with pytest.raises(LayoutError, match=message):
+        shard().with_spans(spans)
+
+
+def test_a_kernel_without_windows_has_no_spans():
+    cudnn = replace(find_kernel("cudnn"), devices=("cpu",))
+    for window, lacks in ((None, "spans"), (4, "window")):
+        call = AttendCall(1, 1, 64, 64, torch.bfloat16, CPU, Mask(True, window), one_document=True, spans=True)
+        assert cudnn.lack_for(call) == f"needs a call without {lacks}, got {lacks}" and not cudnn.suits(call)
+
+
+def test_spans_stay_with_a_shard_that_is_padded_and_refuse_chunks():
+    bound = shard().with_spans({9: [(2, 5)], 12: [(0, 99)]})  # document 12 is of another micro-batch
+    padded = bound.with_padding(minimum=20)
+    assert padded.spans is bound.spans and padded.has_spans and not shard().has_spans and shard().spans is None
+    assert len(padded.spans_of(padded.parts[1])) == 0 and not shard().with_spans({}).has_spans
+    x = torch.zeros(20, 1, 4)
+    with pytest.raises(AttentionError, match="chunk is 4 and the shard has 1 spans of rows that see each other"):
+        attend(x, x, x, padded, chunk=4)
+
+
+# ---- heads are dealt once, and rows exchanged land in document order
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(12, 12), (12, 4), (12, 1), (12, 6), (32, 8), (64, 8), (24, 2), (8, 8)])
+def test_every_query_head_is_dealt_once_with_the_key_value_head_that_it_uses(heads, kv_heads):
+    for members in (m for m in range(1, heads + 1) if heads % m == 0):
+        split = HeadSplit(heads, kv_heads, members)
+        dealt = [head for head in range(kv_heads) for _ in range(split.kv_copies)]
+        assert len(dealt) == members * split.member_kv_heads, "every head as often"
+        uses = [dealt[run] for run in range(len(dealt)) for _ in range(split.member_heads // split.member_kv_heads)]
+        assert uses == [head * kv_heads // heads for head in range(heads)], (heads, kv_heads, members)
+        for at_most in (1, 2, 3, 4):
+            slices = split.slice_count(at_most)
+            assert slices <= at_most and split.member_heads % slices == 0
+            assert split.member_kv_heads % slices == 0 or slices % split.member_kv_heads == 0, "whole runs, or a part"
+            assert slices // split.slices_per_kv_head(slices) in (slices, split.member_kv_heads), "shared where too few"
+
+
+CUT = {  # heads, key/value heads and members: slices of at most 2 and of at most 4
+    (32, 8, 4): (2, 4),
+    (32, 8, 8): (2, 4),
+    (64, 8, 8): (2, 4),
+    (12, 6, 2): (1, 3),
+    (8, 8, 8): (1, 1),
+    (12, 4, 2): (2, 2),
+}
+
+
+def test_heads_are_cut_as_often_as_they_can_be():
+    for shape, slices in CUT.items():
+        assert (HeadSplit(*shape).slice_count(2), HeadSplit(*shape).slice_count(4)) == slices, shape
+    assert [HeadSplit(32, 8, 8).slices_per_kv_head(n) for n in (1, 2, 4)] == [1, 2, 4]
+    assert HeadSplit(32, 8, 4).slices_per_kv_head(2) == 1
+
+
+LEVELS = [(2, 2), (4, 2), (2, 4), (3, 2), (1, 4), (6, 1)]
+
+
+@pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("inner, outer", LEVELS)
+def test_exchanged_rows_land_in_document_order(inner, outer, partition):
+    for lengths in [(64,), (13, 1, 40, 2, 7), (1,), (5, 200, 5)]:
+        for members in members_of_group(lengths, inner, outer, partition=partition):
+            shares = members.part.group.shares
+            first = members.member * inner
+            arriving = np.concatenate([shares.rows(first + i) for i in range(inner)])
+            document, positions = columns(members.segments(members.member))
+            expected = np.cumsum((0, *lengths))[document] + positions
+            landed, back = arriving, arriving
+            if members.arrival_orders is not None:
+                landed = arriving[members.arrival_orders[0].numpy()]
+                back = landed[members.arrival_orders[1].numpy()]
+            assert (back == arriving).all()
+            assert (landed == expected).all() and len(arriving) == members.counts[members.member]
+            assert inner == 1 or (np.diff(landed) > 0).all()
+            assert sum(members.inner_counts) == len(arriving)
+
+
+@pytest.mark.parametrize("inner, outer", [levels for levels in LEVELS if levels[0] > 1])
+def test_zigzag_composes_with_levels(inner, outer):
+    lengths = (48 * inner * outer, 7, 96)
+    for members in members_of_group(lengths, inner, outer):
+        assert len(members.segments(members.member)) <= len(lengths) * (2 if outer > 1 else 1)
+        for owner in range(outer):
+            assert len(members.launches(owner)) <= (1 if owner == members.member else 2)
+            assert sum(len(launch.tiles) for launch in members.launches(owner)) <= len(lengths)
+
+
+# ---- dropout
+
+
+@pytest.mark.parametrize(
+    "seed, word, expected",
+    [(0, 0, 16294208416658607535), (1234567, 0, 6457827717110365317), (1234567, 1, 3203168211198807973)],
+)
+def test_the_hash_of_dropout_is_splitmix64(seed, word, expected):
+    """The published outputs of the generator: a mask is the same in every version."""
+    assert int(_absorb_word(seed, torch.tensor(word))) % 2**64 == expected
+
+
+def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
+    rows, heads = 300, 8
+    tiling = Tiling.from_tiles((Tile(0, rows, 0, rows),))
+    tokens = Tokens(np.repeat([3, 1 << 40], rows // 2), np.arange(rows), np.arange(rows) + 100_000)
+    launch = Launch(tiling, CPU, lambda: tokens)
+    for rate in (0.1, 0.5, 0.9):
+        is_kept = Dropout(rate, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64) > 0
+        for dim in ((1, 2), (0, 2), (0, 1)):
+            shares = 1 - is_kept.double().mean(dim)
+            count = is_kept.numel() / len(shares)
+            assert (shares - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5, (rate, dim)
+    half = Dropout(0.5, seed=-7, first_head=3).factors(launch, launch.tiles[0], 2, torch.float64)
+    assert torch.equal(half, Dropout(0.5, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64)[3:5])

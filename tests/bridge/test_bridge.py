@@ -1,88 +1,222 @@
-"""An encoder's rows and gradients through bridges between unlike layouts, against one dense computation in float64."""
+"""Rows between unlike layouts are the same bits, their gradients the dense sums, and no rank receives one too many."""
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from longspan import Bridge, Exchange, Layout, Partition, World
+from longspan.comm.channel import Channel, Handle
 from longspan.comm.row_exchange import RowGradient
 from longspan.errors import LayoutError
 from longspan.testing import backend, run_ranks
+from tests.layout.copies import lacking, random_gradients, summed
 
 Lists = list[list[int]]
-HOME = {
-    "data parallel to data parallel": (
-        Layout(ranks=4),
-        [[0, 1], [2, 3], [4, 5], [6, 7]],
-        [[0, 1, 2, 3, 4, 5, 6, 7], [7], [], []],
+ITEMS = (5, 1, 7, 2, 4, 9, 3, 6)  # rows of each image
+
+
+class Case(NamedTuple):
+    """What ranks of a home have and need, by rank, and what the gradients of the copies of a row are."""
+
+    home: Layout
+    have: Lists
+    need: Lists
+    gradient: RowGradient
+
+    def partition(self, rows: Lists) -> Partition:
+        return Partition.from_rows([rows[rank] for rank in self.home.ranks])
+
+    @property
+    def groups(self) -> Lists:
+        """Ranks that carry the same gradient of a row; those of one rank are summed, and those of groups."""
+        if self.gradient == "partial":
+            return [[rank] for rank in self.home.ranks]
+        if self.gradient == "partial_over_slots":
+            return [sorted(ranks) for ranks in self.home.tp_groups()]
+        return [sorted(self.home.ranks)]
+
+
+def encoder_rows(layout: Layout, *, split: bool = False) -> Lists:
+    """Image i is encoded by slot i mod slots; its rows are on all ranks of the slot, or split over them."""
+    starts = np.cumsum((0, *ITEMS))
+    have: Lists = [[] for _ in layout.ranks]
+    for item, (start, stop) in enumerate(pairwise(starts)):
+        for tp in range(layout.tp):
+            rows = range(start, stop)[tp :: layout.tp] if split else range(start, stop)
+            have[layout.rank_at(item % layout.slots, tp=tp)] += map(int, rows)
+    return have
+
+
+def zigzag(rows: list[int], cp: int) -> Lists:
+    shares = Partition.zigzag([len(rows)], cp)
+    return [[rows[i] for i in shares.rows(member)] for member in range(cp)]
+
+
+def contiguous(rows: list[int], cp: int) -> Lists:
+    return [part.tolist() for part in np.array_split(np.array(rows, dtype=np.int64), cp)]
+
+
+def random(rows: list[int], cp: int) -> Lists:
+    order = np.random.default_rng(len(rows)).permutation(rows)
+    return [part.tolist() for part in np.array_split(order, cp)]
+
+
+def language_model_rows(
+    home: Layout,
+    cp: int,
+    owner: Callable[[list[int], int], Lists],
+    *,
+    split: bool = False,
+    shared: int = 0,
+    repeated: int = 0,
+    stage: int = 0,
+) -> Lists:
+    """A replica of cp slots has the documents of every dp-th image, whose rows its slots own.
+
+    `split`: each tensor-parallel rank needs its part of a slot's rows (sequence parallelism). So many rows are
+    `shared` by all slots, and each slot needs so many rows of its own `repeated`.
+    """
+    dp, starts = home.slots // cp, np.cumsum((0, *ITEMS))
+    need: Lists = [[] for _ in home.ranks]
+    for replica in range(dp):
+        items = range(replica, len(ITEMS), dp)
+        rows = [row for item in items for row in range(int(starts[item]), int(starts[item + 1]))]
+        for member, part in enumerate(owner(rows, cp)):
+            part += [row for row in range(shared) if row not in part] + part[:repeated]
+            for tp in range(home.tp):
+                part_here = part[tp :: home.tp] if split else part
+                need[home.rank_at(replica * cp + member, tp=tp, pp=stage)] = list(part_here)
+    return need
+
+
+ONE, TP2, TP3, TWO_STAGES = Layout(6), Layout(6, tp=2), Layout(6, tp=3), Layout(6, pp=3, tp=2)
+BACKWARDS = Layout((5, 3, 1, 4, 2, 0), tp=2)
+CASES = {
+    "2·3 to 3·1·2, two slots use a row": Case(
+        TP3, encoder_rows(TP2), language_model_rows(TP3, 1, contiguous, shared=4), "partial_over_slots"
     ),
-    "replicated encoder to sequence shards": (
-        Layout(ranks=4),
-        [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]],
-        [[4, 0], [1], [2], [3]],
+    "3·2 to 2·1·3, a slot uses a row twice": Case(
+        TP2, encoder_rows(TP3), language_model_rows(TP2, 1, random, repeated=3), "partial_over_slots"
     ),
-    "shards to tensor-parallel replicas": (
-        Layout(ranks=4, tp=2),
-        [[0, 1], [2], [3], []],
-        [[3, 1], [3, 1], [2, 0], [2, 0]],
+    "1·6 to 2·3·1, sequence parallel": Case(
+        TP2, encoder_rows(ONE), language_model_rows(TP2, 3, zigzag, split=True), "partial_over_slots"
     ),
-    "pipeline": (Layout(ranks=4, pp=2), [[5], [4], [3, 2, 1], []], [[1, 2], [3, 4, 5], [], []]),
-    "no image on any rank": (Layout(ranks=4), [[], [], [], []], [[], [], [], []]),
+    "3·2 split over its ranks to 3·2·1": Case(
+        TP3, encoder_rows(TP3, split=True), language_model_rows(TP3, 2, zigzag), "partial_over_slots"
+    ),
+    "2·3 to 1·6·1": Case(ONE, encoder_rows(TP2), language_model_rows(ONE, 6, zigzag, shared=2), "partial"),
+    "6·1 to 1·2·3, repeated": Case(
+        ONE, encoder_rows(Layout(6, tp=6)), language_model_rows(ONE, 2, random, repeated=2, shared=3), "partial"
+    ),
+    "3·2 to copies of all rows": Case(ONE, encoder_rows(TP3), [list(range(20))] * 6, "identical"),
+    "frozen, 2·3 to 3·2·1": Case(TP3, encoder_rows(TP2), language_model_rows(TP3, 2, contiguous), "none"),
+    "1·6 to the second of three stages": Case(
+        TWO_STAGES, encoder_rows(ONE), language_model_rows(TWO_STAGES, 1, zigzag, stage=1), "partial_over_slots"
+    ),
+    "ranks in another order": Case(
+        BACKWARDS, encoder_rows(TP2), language_model_rows(BACKWARDS, 3, zigzag, shared=2), "partial_over_slots"
+    ),
+    "no image": Case(TP2, [[]] * 6, [[]] * 6, "partial_over_slots"),
+    "one rank has, another needs": Case(
+        TP2, [[], [4, 3, 9], [], [], [], []], [[], [], [], [], [9], [9]], "partial_over_slots"
+    ),
 }
-GRADIENTS: dict[str, RowGradient] = {"shards to tensor-parallel replicas": "identical"}
+WIDTH = 3
+SCALES = 2.0 ** torch.arange(WIDTH, dtype=torch.float64)  # of columns of a gradient: products with them are exact
 
 
-def features(rows: list[int]) -> Tensor:
-    """Encoder inputs that name their row."""
-    inputs = [torch.sin(torch.arange(5, dtype=torch.float64) + 5 * row) for row in rows]
-    return torch.stack(inputs) if inputs else torch.empty(0, 5, dtype=torch.float64)
+def coded(rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).reshape(-1, 1) * 16 + torch.arange(WIDTH)
 
 
-def weights(rows: list[int]) -> Tensor:
-    """What the language model does with a row, wherever the row is."""
-    return torch.cos(features(rows)[:, :3] * 2)
+def gradients_of(case: Case) -> list[np.ndarray]:
+    """A number for every copy, by rank: the same for those copies whose gradient is the same."""
+    group_of = {rank: index for index, ranks in enumerate(case.groups) for rank in ranks}
+    alike = case.gradient == "identical"
+    return random_gradients(case.need, lambda rank, row, number: (group_of[rank], row, 0 if alike else number))
 
 
-def encoder() -> torch.nn.Linear:
-    generator = torch.Generator().manual_seed(3)
-    layer = torch.nn.Linear(5, 3, bias=False, dtype=torch.float64)
-    with torch.no_grad():
-        layer.weight.copy_(torch.randn(3, 5, generator=generator, dtype=torch.float64))
-    return layer
+def expected_gradient(case: Case, rank: int) -> Tensor:
+    need, gradients = case.need, gradients_of(case)
+    if case.gradient == "identical":
+        first = [[rows.index(row) == place for place, row in enumerate(rows)] for rows in need]
+        gradients = [
+            numbers[np.array(is_first, dtype=bool)] for numbers, is_first in zip(gradients, first, strict=True)
+        ]
+        need = [list(dict.fromkeys(rows)) for rows in need]
+    sums = torch.tensor(summed(case.have, need, gradients, case.groups)[rank], dtype=torch.float64)
+    return sums.reshape(-1, 1) * SCALES
 
 
-def through(rank: int, names: list[str]) -> None:
-    home = HOME[names[0]][0]
-    with World(home, backend=backend(), timeout=60) as world:
-        for name in names:
-            _, have, need = HOME[name]
-            check(rank, have, need, world, GRADIENTS.get(name, "partial"))
-        if world.plane != home.ranks:
-            assert [record.kind for record in world.process_groups.made].count("everyone") == 1
+def wrong(rank: int, case: Case, world: World) -> list[str]:
+    device, errors = world.device, list[str]()
+    bridge = Bridge(case.partition(case.have), case.partition(case.need), world, gradient=case.gradient)
+    x = coded(case.have[rank]).to(device).requires_grad_(case.gradient != "none")
+    with recorded_receives(world.channels.everyone) as received:
+        y = bridge(x)
+        there = sum(received)
+        if not torch.equal(y.detach().cpu(), coded(case.need[rank])):
+            errors.append(f"{y} arrived instead of {case.need[rank]}")
+        if case.gradient != "none":
+            y.backward((torch.from_numpy(gradients_of(case)[rank]).reshape(-1, 1) * SCALES).to(device))
+            expected = expected_gradient(case, rank)
+            if x.grad is None or not torch.equal(x.grad.cpu(), expected):
+                errors.append(f"the gradient is {x.grad} instead of {expected}")
+    back = 0 if case.gradient == "none" else lacking(case.have, case.need, case.groups, rank)
+    bounds = bridge.exchange.lower_bound_rows(world.home.ranks.index(rank)), back
+    if (there, sum(received) - there) != bounds or bridge.received_rows != bounds:
+        errors.append(f"{received} and {bridge.received_rows} rows were received instead of {bounds}")
+    return errors
 
 
-def check(rank: int, have: Lists, need: Lists, world: World, gradient: RowGradient) -> None:
-    layer = encoder().to(world.device)
-    hidden = layer(features(have[rank]).to(world.device))
-    hidden.retain_grad()
-    bridge = Bridge(Partition.from_rows(have), Partition.from_rows(need), world, gradient=gradient)
-    arrived = bridge(hidden)
-    dense_rows = encoder().to(world.device)(features(need[rank]).to(world.device))
-    # not the same bits on GPUs: a matrix product of other rows may be taken by another kernel
-    torch.testing.assert_close(arrived.detach(), dense_rows.detach(), rtol=1e-12, atol=1e-13)
-    (arrived.pow(2) * weights(need[rank]).to(world.device)).sum().backward()
-    uses = [sum(rows.count(row) for rows in need) for row in have[rank]]
-    counted = torch.tensor([min(n, 1) if gradient == "identical" else n for n in uses], dtype=torch.float64)
-    dense = encoder()(features(have[rank])).detach().requires_grad_()
-    (dense.pow(2) * weights(have[rank]) * counted[:, None]).sum().backward()
-    expected = dense.grad
-    assert hidden.grad is not None and expected is not None
-    torch.testing.assert_close(hidden.grad.cpu(), expected, rtol=1e-12, atol=1e-13)
+@contextlib.contextmanager
+def recorded_receives(channel: Channel) -> Iterator[list[int]]:
+    """How many rows each exchange of this channel is to receive from other members."""
+    received, exchange = list[int](), channel.exchange_runs
+
+    def record(x: Tensor, sends: Sequence[int], into: Tensor, receives: Sequence[int], what: str) -> Handle:
+        assert len(into) == sum(receives) and len(x) == sum(sends) and not sends[channel.index]
+        assert what in ("row exchange", "row gradients"), "what an error names"
+        received.append(sum(receives))
+        return exchange(x, sends, into, receives, what)
+
+    with patch.object(channel, "exchange_runs", record):
+        yield received
 
 
-@pytest.mark.parametrize("home", dict.fromkeys(home for home, _, _ in HOME.values()), ids=str)
-def test_an_encoder_through_a_bridge_equals_the_dense_computation(home: Layout) -> None:
-    run_ranks(through, 4, [name for name, (other, _, _) in HOME.items() if other == home])
+def all_wrong(rank: int, names: list[str]) -> list[str]:
+    errors = list[str]()
+    for home in dict.fromkeys(CASES[name].home for name in names):
+        with World(home, backend=backend(), timeout=60) as world:
+            for name in (name for name in names if CASES[name].home == home):
+                errors += [f"{name}, rank {rank}: {error}" for error in wrong(rank, CASES[name], world)]
+            if world.plane != home.ranks:
+                assert [record.kind for record in world.process_groups.made].count("everyone") == 1
+    return errors
+
+
+def test_rows_are_the_same_bits_and_gradients_the_dense_sums() -> None:
+    errors = [error for errors in run_ranks(all_wrong, 6, list(CASES)) for error in errors]
+    assert not errors, "\n".join(errors)
+
+
+def test_cases_tell_conventions_apart() -> None:
+    for other in ("partial", "identical"):
+        changed = [
+            name
+            for name, case in CASES.items()
+            if case.gradient == "partial_over_slots"
+            and summed(case.have, case.need, gradients_of(case), case.groups)
+            != summed(case.have, case.need, gradients_of(case), case._replace(gradient=other).groups)
+        ]
+        assert len(changed) >= 2, (other, changed)
 
 
 def public_example(rank: int) -> None:

@@ -5,13 +5,12 @@ Every rank changes the same line, runs the cases, and puts the line back.
 
 import pytest
 
-from longspan import Bridge, Layout, Partition, World
+from longspan import World
 from longspan.bridge import bridge
 from longspan.comm import row_exchange
-from longspan.errors import CommError, LayoutError
+from longspan.errors import LayoutError
 from longspan.testing import backend, run_ranks
-from tests.bridge.layouts import CASES, Case
-from tests.bridge.test_layouts import coded, wrong
+from tests.bridge.test_bridge import CASES, Case, wrong
 from tests.mutation import mutated
 
 NAMES = [  # in which rows are used by several slots, several times, in every order, and by nobody
@@ -51,7 +50,6 @@ MUTATIONS = [
 
 
 def noticed(rank: int) -> list[bool]:
-    """Whether this rank is wrong about any case, without a mutation and then with each."""
     answers = [False] * (1 + len(MUTATIONS))
     for home in dict.fromkeys(CASES[name].home for name in NAMES):
         with World(home, backend=backend(), timeout=60) as world:
@@ -64,7 +62,6 @@ def noticed(rank: int) -> list[bool]:
 
 
 def errs(rank: int, case: Case, world: World) -> bool:
-    """Whether this rank is wrong about a case; one that is refused is refused on all ranks."""
     bridge._exchange.cache_clear()
     row_exchange._moves_by_channel.clear()
     try:
@@ -79,24 +76,3 @@ def test_every_change_is_noticed() -> None:
     assert not answers[0]
     survivors = [mutation for mutation, seen in zip(MUTATIONS, answers[1:], strict=True) if not seen]
     assert not survivors, "\n".join(map(str, survivors))
-
-
-def skip(rank: int) -> str:
-    """Rank 2 leaves out its backward pass; the error that this rank ends with."""
-    have, need = [[0, 1], [2], [3]], [[3], [2, 0, 3], [1]]
-    try:
-        with World(Layout(3), backend=backend(), timeout=5) as world:
-            bridge = Bridge(Partition.from_rows(have), Partition.from_rows(need), world)
-            y = bridge(coded(have[rank]).to(world.device).requires_grad_())
-            if rank != 2:
-                y.sum().backward()
-    except CommError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
-def test_a_rank_that_does_not_enter_is_named() -> None:
-    errors = run_ranks(skip, 3)
-    named = [error for error in errors[:2] if "'row gradients' of step 0 between ranks (0, 1, 2) timed out" in error]
-    assert named and any("'leaving the world'" in error for error in errors), errors

@@ -1,11 +1,146 @@
-"""Our Triton kernels of norms, experts and losses on a GPU, in float32 and bfloat16."""
+"""Our Triton kernels of norms, experts and losses beside float64, on a GPU: errors of results and of every gradient."""
 
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from tests.kernels import cases
+from longspan.model.experts.experts import Visits, gate_in_one_pass, spread_rows, sum_visits
+from longspan.model.seams.norms import NormFormula
+from longspan.train.loss import row_softmax
+from longspan.train.terms.token_loss import kernel_distributions
+from tests.reference import relative_error
+
+Errors = dict[str, float]
+NORMS = {
+    "1 + weight": (NormFormula(offset=1.0), 2048),
+    "of heads": (NormFormula(offset=1.0), 256),
+    "groups, gate before": (NormFormula(groups=2, gate="first"), 48),
+    "one group of many": (NormFormula(gate="first"), 8192),
+    "gate after": (NormFormula(gate="last"), 128),
+    "sigmoid after": (NormFormula(gate="last", activation="sigmoid"), 20),
+}
+EXPERTS = ((130, 8, 16, 2048), (7, 1, 3, 40), (1, 2, 4, 3000))  # rows, visits of each, experts, hidden size
+GATES = ((300, 768), (5, 3), (2, 3000))
+LOGITS = ((33, 151936), (5, 40), (3, 4097))
+
+
+def norm_errors(case: str, device: str, dtype: torch.dtype, rows: int = 37) -> Errors:
+    formula, size = NORMS[case]
+    torch.manual_seed(0)
+    x, gate, weight = torch.randn(1, rows, size + 8), torch.randn(1, rows, size + 8), torch.randn(size)
+    gates = [gate] if formula.gate else []
+    inner = slice(4, size + 4)
+
+    def compute(x: Tensor, weight: Tensor, *gates: Tensor) -> Tensor:
+        made = formula.run_kernel(x[..., inner], weight, 1e-6, *(g[..., inner] for g in gates))
+        assert made is not None, "the kernel did not run"
+        return made
+
+    def exact(x: Tensor, weight: Tensor, *gates: Tensor) -> Tensor:
+        return formula(x[..., inner], weight, 1e-6, *(g[..., inner] for g in gates))
+
+    return _errors(compute, exact, (x, weight, *gates), device, dtype)
+
+
+def visit_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors:
+    rows, top_k, experts, size = case
+    torch.manual_seed(0)
+    x, weights, factors = torch.randn(rows, size), torch.rand(rows, top_k), torch.randn(experts)
+    chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)])
+    by_expert, order = chosen.flatten().sort(stable=True)
+
+    def compute(x: Tensor, weights: Tensor) -> Tensor:
+        visits = Visits.of(order.to(device), top_k)
+        going = spread_rows(x, visits)
+        return sum_visits(going * going * factors[by_expert].to(going)[:, None], weights, visits)
+
+    def exact(x: Tensor, weights: Tensor) -> Tensor:
+        return (x.square()[:, None] * factors[chosen].to(x)[..., None] * weights[..., None]).sum(1)
+
+    return _errors(compute, exact, (x, weights), device, dtype)
+
+
+def gate_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+    torch.manual_seed(0)
+    halves = torch.randn(case[0], 2 * case[1])
+    return _errors(gate_in_one_pass, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype)
+
+
+def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+    rows, vocabulary = case
+    torch.manual_seed(0)
+    logits, ids, slopes = 4 * torch.randn(rows, vocabulary), torch.randint(vocabulary, (rows,)), torch.randn(rows)
+    given = logits.to(device, dtype)
+    log_probs, gradient_of = row_softmax(given, ids.to(device))
+    wide = given.double().requires_grad_()
+    wanted = wide.log_softmax(1).gather(1, ids.to(device)[:, None]).squeeze(1)
+    (gradient,) = torch.autograd.grad(wanted, wide, slopes.to(device).double())
+    found = gradient_of(slopes.to(device))
+    assert found.dtype == dtype
+    return {
+        "log-probabilities": relative_error(log_probs.double(), wanted.detach()),
+        "gradient": relative_error(found.double(), gradient),
+    }
+
+
+def distribution_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
+    """Entropy, the likeliest token, the mean of logits and log Σ p², with equal logits and tokens that cannot come."""
+    rows, vocabulary = case
+    torch.manual_seed(0)
+    logits = 4 * torch.randn(rows, vocabulary)
+    logits[0, 1::3] = logits[0].max() + 1  # equal ones
+    logits = logits.to(device, dtype)
+    wide = logits.double()
+    ids = wide.argmax(-1)
+    ids[1] = (ids[1] + 1) % vocabulary
+    numbers = kernel_distributions(logits, ids)
+    assert numbers is not None, "the kernel did not run"
+    p = wide.softmax(-1)
+    entropy, squares = torch.special.entr(p).sum(-1), (p * p).sum(-1).log()
+    assert numbers[1].tolist() == [float(row != 1) for row in range(rows)]
+    errors = {
+        "entropy": relative_error(numbers[0].double(), entropy),
+        "mean logit": _difference(numbers[2], wide.mean(-1)),
+        "log Σ p²": relative_error(numbers[3].double(), squares),
+    }
+    logits[:, ::2] = -torch.inf
+    logits[0] = -torch.inf
+    logits[0, 3] = 2.0
+    p = logits.double().softmax(-1)
+    numbers = kernel_distributions(logits, torch.full_like(ids, 3))
+    assert numbers is not None
+    assert numbers[1, 0] == 1
+    masked = relative_error(numbers[0].double(), torch.special.entr(p).sum(-1))
+    return errors | {"entropy with −∞": masked, "log Σ p² with −∞": _difference(numbers[3], (p * p).sum(-1).log())}
+
+
+def _difference(x: Tensor, exact: Tensor) -> float:
+    return float((x.double() - exact).abs().max())
+
+
+def _errors(
+    compute: Callable[..., Tensor],
+    exact: Callable[..., Tensor],
+    given: Sequence[Tensor],
+    device: str,
+    dtype: torch.dtype,
+) -> Errors:
+    leaves = [x.to(device, dtype).requires_grad_() for x in given]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    found, wanted = compute(*leaves), exact(*wide)
+    dout = torch.randn(wanted.shape).to(device)
+    gradients = zip(
+        torch.autograd.grad(found, leaves, dout.to(found.dtype)),
+        torch.autograd.grad(wanted, wide, dout.to(found.dtype).double()),
+        strict=True,
+    )
+    errors = {"out": relative_error(found.detach().double(), wanted.detach())}
+    return errors | {f"gradient {i}": relative_error(a.double(), b) for i, (a, b) in enumerate(gradients)}
+
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,11 +148,11 @@ pytestmark = [
 ]
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 EVERY = [
-    *((cases.norm_errors, case) for case in cases.NORMS),
-    *((cases.visit_errors, case) for case in cases.EXPERTS),
-    *((cases.gate_errors, case) for case in cases.GATES),
-    *((cases.softmax_errors, case) for case in cases.LOGITS),
-    *((cases.distribution_errors, case) for case in cases.LOGITS),
+    *((norm_errors, case) for case in NORMS),
+    *((visit_errors, case) for case in EXPERTS),
+    *((gate_errors, case) for case in GATES),
+    *((softmax_errors, case) for case in LOGITS),
+    *((distribution_errors, case) for case in LOGITS),
 ]
 
 
@@ -29,5 +164,5 @@ def test_results_and_gradients_are_those_of_float64(errors, case, dtype: torch.d
 
 
 def test_many_rows_of_few_features() -> None:
-    found = cases.norm_errors("of heads", "cuda", torch.float32, rows=100_003)
+    found = norm_errors("of heads", "cuda", torch.float32, rows=100_003)
     assert max(found.values()) <= BOUNDS[torch.float32], found

@@ -1,16 +1,20 @@
-"""Scans and convolutions over ranks beside the recurrences row by row: outputs and every gradient."""
+"""Scans and convolutions over ranks beside the recurrences row by row in float64: outputs and every gradient."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from longspan import Group, Layout, MicroBatch, World, bind
-from longspan.comm import SequenceShard
+from longspan.comm import SequenceShard, ShardPart
 from longspan.ssm import causal_conv, linear_scan
+from longspan.ssm.chains import Chains
+from longspan.ssm.conv import find_halo
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first
 from longspan.testing import backend
 from tests.reference import relative_error
-from tests.ssm.recurrence import KINDS, by_rows, convolved, inputs
 
 HEADS, SIZE, WIDTH = 2, 4, 3
 LENGTHS = {
@@ -21,10 +25,53 @@ LENGTHS = {
     "long and short": (70, 1, 2, 19),
     "fewer rows than members": (1, 2),
 }
+KINDS = {  # decays a head, whether there is a delta term
+    "delta": (1, True),
+    "delta by channel": (None, True),
+    "one number a head": (1, False),
+}
+
+
+def inputs(kind: str, rows: int, heads: int, size: int, width: int, seed: int = 0) -> list[Tensor | None]:
+    """q, k, v, g and beta of slow decays, keys of norm 1 under a delta term, all float64 leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    decays, delta = KINDS[kind]
+    draw = [torch.randn(rows, heads, n, generator=generator, dtype=torch.float64) for n in (size, size, width)]
+    g = -0.2 * torch.rand(rows, heads, decays or size, generator=generator, dtype=torch.float64)
+    beta = 2 * torch.rand(
+        rows, heads, generator=generator, dtype=torch.float64
+    )  # up to 2, as with negative eigenvalues
+    draw[1] = F.normalize(draw[1], dim=-1) if delta else draw[1]
+    return [x.requires_grad_() for x in (*draw, g)] + [beta.requires_grad_() if delta else None]
+
+
+def by_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    """o (S, H, V), one row after another."""
+    outs, row = [], 0
+    for length in lengths:
+        state = v.new_zeros((k.shape[1], k.shape[2], v.shape[2]))
+        for _ in range(length):
+            state = g[row].exp().unsqueeze(-1) * state
+            new = v[row]
+            if beta is not None:
+                seen = torch.einsum("hk,hkv->hv", k[row], state)
+                new = beta[row].unsqueeze(-1) * (v[row] - seen)
+            state = state + k[row].unsqueeze(-1) * new.unsqueeze(1)
+            outs.append(torch.einsum("hk,hkv->hv", q[row], state))
+            row += 1
+    return torch.stack(outs) if outs else v[:0]
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    outs = []
+    for document in x.split(list(lengths)):
+        padded = torch.cat([x.new_zeros((weight.shape[1] - 1, x.shape[1])), document])
+        terms = [padded[i : i + len(document)] * weight[:, i] for i in range(weight.shape[1])]
+        outs.append(sum(terms) if bias is None else sum(terms) + bias)
+    return torch.cat(outs)
 
 
 def batches(lengths: Sequence[int], slots: int, partition: str) -> dict[str, MicroBatch]:
-    """All slots in one group; two groups of which slot 0 is in both; a group padded out."""
     everyone, ids = tuple(range(slots)), tuple(range(len(lengths)))
     made = {"one group": MicroBatch((Group(everyone, ids, tuple(lengths), partition=partition),))}
     if len(lengths) > 2:
@@ -100,7 +147,6 @@ def conv_error(width: int, lengths: Sequence[int], shard: SequenceShard, world: 
 
 
 def _worst(found: Sequence[Tensor], exact: Sequence[Tensor], shard: SequenceShard) -> float:
-    """Of this rank's rows, against the size of the whole."""
     errors = []
     for x, whole in zip(found, exact, strict=True):
         rows = shard.rows >= 0
@@ -108,3 +154,39 @@ def _worst(found: Sequence[Tensor], exact: Sequence[Tensor], shard: SequenceShar
         assert not torch.isnan(difference).any()
         errors.append((difference.norm() / whole.norm().clamp(min=1e-9)).item())
     return max(errors)
+
+
+FIRST_LENGTHS = (9, 1, 14, 2, 3)
+CHANNELS = 300  # of two programs
+FIRST_ROWS = tuple(product(("contiguous", "zigzag"), (2, 4, 9), (False, True)))
+
+
+def first_row_errors(
+    partition: str, width: int, extras: bool, device: torch.device, dtype: torch.dtype
+) -> dict[str, float]:
+    """Of first rows of runs behind rows that arrived: errors of outputs and of arrived rows' gradients, at worst.
+
+    `extras`: with a bias and SiLU, of tensors whose channels are not next to each other.
+    """
+    group = Group((0, 1, 2), tuple(range(len(FIRST_LENGTHS))), FIRST_LENGTHS, partition=partition)  # pyright: ignore
+    generator, worst = torch.Generator().manual_seed(0), {"y": 0.0, "owed": 0.0}
+    for member in range(3):
+        chains = Chains(ShardPart(group, member, member, 0, world_key=-1), device)
+        halo, rows = find_halo(chains, width - 1), int(chains.lengths.sum())
+        shapes = (rows, CHANNELS), (rows, CHANNELS), (sum(halo.receives), CHANNELS), (CHANNELS, width), (CHANNELS,)
+        x, dout, arrived, weight, bias = (torch.randn(s, generator=generator).to(device, dtype) for s in shapes)
+        if not len(arrived):
+            continue
+        x, dout = ((t.t().contiguous().t() if extras else t) for t in (x, dout))
+        found, wanted = list[torch.Tensor](), list[torch.Tensor]()
+        for exact, results in ((False, found), (True, wanted)):
+            x_, dout_, arrived_, weight_, bias_ = (t.double() if exact else t for t in (x, dout, arrived, weight, bias))
+            convolution, y = Convolution(weight_, bias_ if extras else None, extras), torch.zeros_like(x_)
+            (TORCH_CONVOLUTION.write_first if exact else write_first)(y, x_, arrived_, convolution, halo.first)
+            gradients = (TORCH_CONVOLUTION.arrived_gradients if exact else arrived_gradients)(
+                dout_, x_, arrived_, convolution, halo.first
+            )
+            results += [y, gradients]
+        for name, a, b in zip(worst, found, wanted, strict=True):
+            worst[name] = max(worst[name], relative_error(a.double(), b))
+    return worst

@@ -15,9 +15,7 @@ from longspan.ssm.kernels.call import SavedScan, state_dtype
 from longspan.ssm.kernels.packages import fla_lack
 from longspan.testing import backend, run_ranks
 from tests.reference import relative_error
-from tests.ssm import first_rows
-from tests.ssm.parity import batches
-from tests.ssm.recurrence import by_rows, convolved
+from tests.ssm.parity import FIRST_ROWS, batches, by_rows, convolved, first_row_errors
 
 CUDA = torch.device("cuda")
 pytestmark = [
@@ -47,13 +45,11 @@ def inputs(name: str, rows: int, seed: int = 0) -> list[torch.Tensor | None]:
 
 
 def in_half(given: Sequence[torch.Tensor | None]) -> Inputs:
-    """As the kernels take them; beta may be left out."""
     half = [x if x is None else x.bfloat16() if i < 3 else x.float() for i, x in enumerate(given)]
     return Inputs(*half, *[None] * (5 - len(half)))  # pyright: ignore
 
 
 def passes(kernel: ScanKernel, given: Inputs, runs: LocalRuns, name: str) -> dict[str, torch.Tensor]:
-    """What a kernel makes of runs that share documents with others."""
     (_, heads, size, width), _, _ = KINDS[name]
     generator, every = torch.Generator().manual_seed(3), np.arange(len(runs.lengths))
     wide = state_dtype(given.v.dtype)
@@ -107,7 +103,6 @@ def measure(rank: int, slots: int, name: str) -> list[float]:
 
 
 def exact(given: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
-    """The recurrence row by row, in float64."""
     leaves = [x.clone().requires_grad_() for x in given]
     q, k, v, g, *beta = leaves
     q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q, k))
@@ -127,9 +122,9 @@ def test_convolutions_and_norms() -> None:
         assert max(worst) <= 6e-3, worst
 
 
-@pytest.mark.parametrize("case", first_rows.CASES)
+@pytest.mark.parametrize("case", FIRST_ROWS)
 def test_first_rows_of_runs(case: tuple[str, int, bool]) -> None:
-    worst = first_rows.errors(*case, CUDA, torch.bfloat16)
+    worst = first_row_errors(*case, CUDA, torch.bfloat16)
     assert max(worst.values()) <= 6e-3, worst
 
 

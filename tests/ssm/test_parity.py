@@ -1,9 +1,10 @@
 """Scans and convolutions at every degree equal the recurrences row by row; each document is its own."""
 
 import dataclasses
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,19 +16,16 @@ from longspan.comm.channel import Channel
 from longspan.errors import LayoutError
 from longspan.ssm import causal_conv, conv, linear_scan, state_bytes
 from longspan.ssm.chains import Chains
-from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION
+from longspan.ssm.kernels import TORCH, Recurrence, choose_scan_kernel, describe_kernels
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, choose_convolution
+from longspan.ssm.kernels.delta import kimi_lack
 from longspan.ssm.kernels.scan import scan
 from longspan.testing import backend, run_ranks
 from tests.mutation import mutated
 from tests.reference import relative_error
-from tests.ssm.parity import LENGTHS, SIZE, WIDTH, batches, measure, scan_error
-from tests.ssm.recurrence import KINDS, by_rows, inputs
+from tests.ssm.parity import KINDS, LENGTHS, SIZE, WIDTH, batches, by_rows, inputs, measure, scan_error
 
-IN_CI = {
-    1: ("ragged",),
-    3: ("ragged", "shorter than the convolution"),
-    8: ("long and short",),
-}
+IN_CI = {1: ("ragged",), 3: ("ragged", "shorter than the convolution"), 8: ("long and short",)}
 
 
 @pytest.mark.parametrize("slots", [1, 3, pytest.param(8, marks=pytest.mark.whole)])
@@ -89,7 +87,6 @@ def test_gradients_of_strong_decays_keep_their_digits(kind: str) -> None:
 
 
 def _changed(rank: int) -> tuple[bool, bool]:
-    """Whether the rows of other documents keep their bits where one changes, of a scan and of a convolution."""
     lengths, changed = (19, 40, 2, 23), 1
     with World(Layout(ranks=3), backend=backend()) as world:
         batch = MicroBatch((Group((0, 1, 2), (0, 1, 2, 3), lengths, partition="contiguous"),))
@@ -152,44 +149,31 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
 
 # ---- what is dropped is noticed
 
-MUTANTS = {
-    "a document's start": (
-        "chains",
-        "is_first = np.diff(document, prepend=-1) != 0",
-        "is_first = np.arange(len(order)) == 0",
-    ),
-    "decay of what entered": (
-        "state_pass",
-        "apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)",
-        "states",
-    ),
-    "states that enter": ("state_pass", "_put_local_runs(entering, state, local_numbers[runs[:count]])", "pass"),
-    "gradients of later runs": (
-        "state_pass",
-        ".mT, gradient, gradients[:continuing])",
-        ".mT, 0 * gradient, gradients[:continuing])",
-    ),
-    "gradients at final states": ("kernels.scan", "(self._dout, leaving))", "(self._dout, 0 * leaving))"),
-    "decay of a chunk": ("kernels.scan", "leaving = fading[chunk_range] * entering", "leaving = entering"),
-    "chunks before": (
-        "kernels.scan",
-        "new_values[chunk_range] - state_share[chunk_range] @ entering",
-        "new_values[chunk_range]",
-    ),
-    "gradients of rows before": (
-        "conv",
-        "gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())",
-        "handle.wait()",
-    ),
-    "rows before": ("kernels.convolutions", "rows = torch.cat([x, arrived, ", "rows = torch.cat([x, 0 * arrived, "),
-    "first rows of runs": ("conv", "kernel.write_first(y, x_part, arrived_rows, convolution, halo.first)", "pass"),
-    "first rows that read them": (
-        "conv",
-        "np.minimum(lengths[readers], self._width)",
-        "np.minimum(lengths[readers], 1)",
-    ),
-    "what rows owe to those before": ("conv", "kernel.arrived_gradients(", "0 * kernel.arrived_gradients("),
+OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
+    "chains": {
+        "is_first = np.diff(document, prepend=-1) != 0": "is_first = np.arange(len(order)) == 0",
+    },
+    "state_pass": {
+        "apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)": "states",
+        "_put_local_runs(entering, state, local_numbers[runs[:count]])": "pass",
+        ".mT, gradient, gradients[:continuing])": ".mT, 0 * gradient, gradients[:continuing])",
+    },
+    "kernels.scan": {
+        "(self._dout, leaving))": "(self._dout, 0 * leaving))",
+        "leaving = fading[chunk_range] * entering": "leaving = entering",
+        "new_values[chunk_range] - state_share[chunk_range] @ entering": "new_values[chunk_range]",
+    },
+    "conv": {
+        "gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())": "handle.wait()",
+        "kernel.write_first(y, x_part, arrived_rows, convolution, halo.first)": "pass",
+        "np.minimum(lengths[readers], self._width)": "np.minimum(lengths[readers], 1)",
+        "kernel.arrived_gradients(": "0 * kernel.arrived_gradients(",
+    },
+    "kernels.convolutions": {
+        "rows = torch.cat([x, arrived, ": "rows = torch.cat([x, 0 * arrived, ",
+    },
 }
+MUTANTS = {old: (module, old, new) for module, changes in OF_MODULES.items() for old, new in changes.items()}
 
 
 def _mutants(rank: int, names: tuple[str, ...]) -> dict[str, float]:
@@ -214,7 +198,6 @@ def test_what_is_dropped_is_noticed() -> None:
 
 
 def _bytes(rank: int, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> dict[tuple[str, int], int]:
-    """Bytes that this rank gives in one scan, forward and backward, by its kind and the rows of a document."""
     given: dict[tuple[str, int], int] = {}
     gather = Channel.all_gather_rows
     with World(Layout(ranks=4), backend=backend()) as world:
@@ -258,47 +241,45 @@ def test_bytes_under_zigzag_grow_with_the_documents() -> None:
 # ---- wrong input
 
 
-def _wrong(rank: int) -> list[str]:
-    messages = []
+def _wrong(rank: int) -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
-        shard = bind(next(iter(batches((5, 2), 1, "zigzag").values())), world)
+        shard: Any = bind(next(iter(batches((5, 2), 1, "zigzag").values())), world)
         q, k, v, g, beta = (x for x in inputs("delta by channel", 7, 2, 4, 3))
-        assert q is not None and k is not None and v is not None and beta is not None
-        calls = (
-            lambda: linear_scan(q[:6], k, v, g, beta, shard),
-            lambda: linear_scan(q, k, v, g[..., :2], beta, shard),
-            lambda: linear_scan(q, k, v, g, None, shard),
-            lambda: causal_conv(v, torch.ones(3, 4), None, shard),
-            lambda: causal_conv(v.flatten(1), torch.ones(3, 4), None, shard),
-            lambda: causal_conv(v.flatten(1), torch.ones(6, 0), None, shard),
-            lambda: causal_conv(v.flatten(1), torch.ones(6, 4), torch.ones(1), shard),
-            lambda: causal_conv(v.flatten(1), torch.ones(6, 4, dtype=torch.bfloat16), None, shard),
-            lambda: linear_scan(q, k, v, g, beta, None),  # pyright: ignore[reportArgumentType]
-            lambda: causal_conv(v.flatten(1), torch.ones(6, 4), None, None),  # pyright: ignore[reportArgumentType]
-            lambda: linear_scan(q, k[0], v, g, beta, shard),
-            lambda: state_bytes(Group((0,), (0,), (7,)), heads=-2, key_size=0, value_size=3),
-        )
-        for call in calls:
-            try:
+        assert q is not None and k is not None and v is not None and g is not None and beta is not None
+        x, weight = v.flatten(1), torch.ones(6, 4)
+        group, none = Group((0,), (0,), (7,)), cast(Any, None)
+        table: list[tuple[str, Callable[[], object]]] = [
+            (
+                r"q of \(6, 2, 4\), wanted \(7, 2, 4\); the shard holds 7",
+                lambda: linear_scan(q[:6], k, v, g, beta, shard),
+            ),
+            ("2 decays a head; give 1, or 4, one for each key", lambda: linear_scan(q, k, v, g[..., :2], beta, shard)),
+            (r"g of \(7, 2, 4\), wanted \(7, 2, 1\)", lambda: linear_scan(q, k, v, g, None, shard)),
+            (r"k of \(2, 4\); it has rows, heads and numbers", lambda: linear_scan(q, k[0], v, g, beta, shard)),
+            (r"NoneType for a shard; give bind\(micro_batch, world\)", lambda: linear_scan(q, k, v, g, beta, none)),
+            (r"x of \(7, 2, 3\); the shard holds 7 rows: \(T, C\)", lambda: causal_conv(v, weight[:3], None, shard)),
+            (r"weight of \(3, 4\) for 6 channels: \(C, W\)", lambda: causal_conv(x, weight[:3], None, shard)),
+            (r"weight of \(6, 0\) for 6 channels: \(C, W\)", lambda: causal_conv(x, weight[:, :0], None, shard)),
+            (r"bias of \(1,\) for 6 channels: \(C,\)", lambda: causal_conv(x, weight, torch.ones(1), shard)),
+            ("float64, bfloat16; torch's .* needs one dtype", lambda: causal_conv(x, weight.bfloat16(), None, shard)),
+            (r"NoneType for a shard; give bind\(micro_batch, world\)", lambda: causal_conv(x, weight, None, none)),
+            ("heads=-2, key_size=0; each is", lambda: state_bytes(group, heads=-2, key_size=0, value_size=3)),
+        ]
+        for index, (message, call) in enumerate(table):
+            name = "state_bytes" if index == 11 else "linear_scan" if index < 5 else "causal_conv"
+            with pytest.raises(LayoutError, match=f"^{name} got .*{message}"):
                 call()
-            except LayoutError as error:
-                messages.append(str(error))
-    return messages
 
 
 def test_tensors_that_do_not_fit_are_refused_with_their_shapes() -> None:
-    (messages,) = run_ranks(_wrong, 1)
-    assert messages == [
-        "linear_scan got q of (6, 2, 4), wanted (7, 2, 4); the shard holds 7 rows",
-        "linear_scan got 2 decays a head; give 1, or 4, one for each key number",
-        "linear_scan got g of (7, 2, 4), wanted (7, 2, 1); the shard holds 7 rows",
-        "causal_conv got x of (7, 2, 3); the shard holds 7 rows: (T, C)",
-        "causal_conv got weight of (3, 4) for 6 channels: (C, W)",
-        "causal_conv got weight of (6, 0) for 6 channels: (C, W)",
-        "causal_conv got bias of (1,) for 6 channels: (C,)",
-        "causal_conv got x, weight and bias of float64, bfloat16; torch's convolution needs one dtype",
-        "linear_scan got NoneType for a shard; give bind(micro_batch, world)",
-        "causal_conv got NoneType for a shard; give bind(micro_batch, world)",
-        "linear_scan got k of (2, 4); it has rows, heads and numbers of a head",
-        "state_bytes got heads=-2, key_size=0; each is at least 1",
-    ]
+    run_ranks(_wrong, 1)
+
+
+def test_torch_takes_what_no_other_kernel_can() -> None:
+    cpu = torch.device("cpu")
+    call = Recurrence(torch.bfloat16, cpu, 16, 16, delta=False, by_channel=False)
+    assert choose_scan_kernel(call) is TORCH and choose_scan_kernel(call._replace(delta=True)) is TORCH
+    assert choose_convolution(torch.zeros(3, 8, dtype=torch.bfloat16)).name == "torch"
+    assert describe_kernels(torch.bfloat16, cpu) == "torch's operations"
+    lacks = (kimi_lack(call._replace(delta=True)), kimi_lack(call._replace(by_channel=True)))
+    assert lacks == ("a delta rule of a decay for each key number",) * 2

@@ -42,7 +42,6 @@ def test_pieces_cover_their_runs(rows: list[int], shared: list[bool], heads: int
 
 
 def _case(seed: int) -> tuple[LocalRuns, Pieces, list[Tensor], Tensor]:
-    """Runs, their pieces, and the pieces' maps."""
     runs = LocalRuns(np.array([70, 2500, 1024, 40, 1030]), CPU, np.array([False, True, True, False, True]))
     generator = torch.Generator().manual_seed(seed)
     pieces = cut_into_pieces(runs, 16)
@@ -52,7 +51,6 @@ def _case(seed: int) -> tuple[LocalRuns, Pieces, list[Tensor], Tensor]:
 
 
 def _by_hand(runs: LocalRuns, pieces: Pieces, maps: list[Tensor], states: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The state that enters each piece, and the final state of each run."""
     entering, final = [], []
     ends = np.cumsum(runs.lengths)
     piece_ends = np.cumsum(pieces.runs.lengths)
@@ -69,7 +67,6 @@ def _by_hand(runs: LocalRuns, pieces: Pieces, maps: list[Tensor], states: Tensor
 
 
 def worst(seed: int = 0) -> float:
-    """The largest difference of states and gradients from those by hand."""
     runs, pieces, all_maps, maps = _case(seed)
     generator = torch.Generator().manual_seed(seed + 1)
     states = torch.randn(5, 2, K, V, generator=generator, dtype=torch.float64).requires_grad_()
@@ -137,7 +134,6 @@ def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
 def test_programs_hold_the_columns_of_states_and_transitions(
     size: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 64 columns each, for every head and run: no column without a program, and no program without a column."""
     grids: list[tuple[int, ...]] = []
 
     class Kernel:
