@@ -46,12 +46,10 @@ def state_of(model: nn.Module, optimizer: Optimizer, world: World) -> State:
 
 
 def hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """How many hooks of each kind a module has."""
     return tuple(len(vars(module)[name]) for name in sorted(vars(module)) if name.endswith("_hooks"))
 
 
 def differences(before: Any, after: Any, at: str = "") -> list[str]:
-    """Where two states differ, as paths."""
     if isinstance(before, Tensor):
         alike = isinstance(after, Tensor) and before.dtype == after.dtype and torch.equal(before, after)
         return [] if alike else [at]

@@ -1,7 +1,6 @@
 """Losses and metrics of an evaluation against the stock model, document by document, at any degree and home."""
 
 import math
-from collections.abc import Sequence
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ from torch.nn import functional as F
 
 from longspan import Layout, World, evaluate, prepare
 from longspan.comm.watch import Watch
-from longspan.errors import DataError, EvaluationError, EvaluationStopped, LongspanError
-from longspan.evaluation import evaluate as portions
+from longspan.errors import EvaluationError
 from longspan.evaluation.metrics import Mean, bucket_edges, copy_metric
 from longspan.evaluation.result import Evaluation
 from longspan.testing import backend, run_ranks
@@ -51,19 +49,16 @@ def dense(family: str = "qwen3") -> Dense:
 
 
 def entropy(rows: TargetRows) -> tuple[Tensor, int]:
-    """A metric of a caller."""
     log = rows.logits.double().log_softmax(-1)
     return -(log.exp() * log).sum(), len(rows.logits)
 
 
 def confident(rows: TargetRows) -> tuple[Tensor, Tensor]:
-    """Another one, of some rows only: none of the made ones."""
     some = (rows.positions >= 100) & (rows.positions < 300)
     return rows.losses[some].sum(), some.sum()
 
 
 def nothing(rows: TargetRows) -> tuple[float, int]:
-    """A metric that counts no row."""
     return 0.0, 0
 
 
@@ -77,8 +72,6 @@ OPTIONS = EvaluationOptions(
 
 
 class Case(NamedTuple):
-    """A home, a family, and the choices that are evaluated under it."""
-
     home: dict[str, int]
     family: str
     choices: tuple[PlanChoice, ...]
@@ -153,104 +146,20 @@ def test_edges() -> None:
         assert edges == [0, *(n for n in (128 << i for i in range(20)) if n <= longest)]
 
 
-def _failures(rank: int) -> list[str]:
-    """What evaluations raise where one rank fails in each way, and the loss after all."""
-    said = []
-    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
-        portions.PORTION = 1
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mean": lambda rows: rows.losses.mean()}, r"'mean' gave a tensor of shape \(\); return \(sum, count\)"),
+    ({"none": lambda rows: (rows.losses, 3)}, r"'none' gave .*; return \(sum, count\)"),
+    ({"loss": nothing}, "a metric is called 'loss'"),
+    ({"broken": lambda rows: 1 / 0}, "'broken' failed on two made rows .*: ZeroDivisionError"),
+]
+
+
+def test_metrics_that_are_refused_before_the_first_pass() -> None:
+    with World(Layout(ranks=1), backend="gloo", device="cpu") as world:
         model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
-        choice = PlanChoice.fixed(4, max_tokens_per_slot=66)
-        first = evaluate(model, DOCUMENTS, choice, world)
-        assert len(first.plan.micro_batches) > 2
-        calls = []
-
-        def late(rows: TargetRows) -> tuple[float, int]:
-            calls.append(len(rows.losses))
-            if rank == 2 and len(calls) == 3:
-                raise ZeroDivisionError("of the user")
-            return 0.0, 1
-
-        cases: list[tuple[Any, EvaluationOptions]] = [
-            (DOCUMENTS, EvaluationOptions(metrics={"mean": lambda rows: rows.losses.mean()})),  # type: ignore
-            (DOCUMENTS, EvaluationOptions(metrics={"none": lambda rows: (rows.losses, 3)})),
-            (DOCUMENTS, EvaluationOptions(metrics={"loss": late})),
-            (DOCUMENTS, EvaluationOptions(metrics={"late": late})),
-            (_Torn(DOCUMENTS, rank == 1), EvaluationOptions()),
-            (DOCUMENTS, EvaluationOptions(seconds=0.0 if rank == 3 else 60.0)),
-            (DOCUMENTS, EvaluationOptions(step=9, stopped=_Stop(2 if rank == 1 else 1 << 30))),
-        ]
-        for documents, options in cases:
-            try:
-                evaluate(model, documents, choice, world, options)
-            except LongspanError as error:
-                said.append(f"{type(error).__name__}: {error}")
-        assert evaluate(model, DOCUMENTS, choice, world).loss == first.loss
-        assert world.step == 0
-    return said
-
-
-class _Torn(Sequence[Any]):
-    """Documents of which this rank cannot read the fifth."""
-
-    def __init__(self, documents: Sequence[np.ndarray], torn: bool) -> None:
-        self.documents, self.torn = documents, torn
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, index: int) -> Any:  # type: ignore[override]
-        document = self.documents[index]
-        return _TornDocument(document) if self.torn and index == 2 else document
-
-
-class _TornDocument:
-    def __init__(self, document: np.ndarray) -> None:
-        self.document = document
-
-    def __len__(self) -> int:
-        return len(self.document)
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        raise OSError("the disk is gone")
-
-
-class _Stop:
-    """A reason to stop from the n-th question on."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.asked = at, 0
-
-    def __call__(self) -> str:
-        self.asked += 1
-        return "SIGTERM was received" if self.asked >= self.at else ""
-
-
-def test_what_fails_on_one_rank_is_raised_on_all_and_leaves_the_model_as_it_was() -> None:
-    of_ranks = run_ranks(_failures, 4)
-    assert all(len(said) == 7 for said in of_ranks), of_ranks
-    for said in of_ranks:
-        assert [line.split(":")[0] for line in said] == [
-            *["EvaluationError"] * 4,
-            DataError.__name__,
-            *[EvaluationStopped.__name__] * 2,
-        ]
-        assert "'mean' gave a tensor of shape" in said[0] or "'mean' gave" in said[0]
-        assert "return (sum, count)" in said[1]
-        assert "a metric is called 'loss'" in said[2]
-        assert "rank 2" in said[3]
-        assert "ZeroDivisionError: of the user" in said[3]
-        assert "rank 1 could not read its rows: OSError: the disk is gone" in said[4]
-        assert "time limit" in said[5]
-        assert "after step 9 was stopped after 1 of" in said[6]
-        assert "SIGTERM was received" in said[6]
-
-
-def test_a_metric_without_a_count_is_refused_in_one_process() -> None:
-    with World(Layout(ranks=1), backend=backend()) as world:
-        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
-        options = EvaluationOptions(metrics={"broken": lambda rows: 1 / 0})  # type: ignore
-        with pytest.raises(EvaluationError, match="'broken' failed on two made rows"):
-            evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, options)
+        for metrics, message in REFUSED:
+            with pytest.raises(EvaluationError, match=message):
+                evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, EvaluationOptions(metrics=metrics))
 
 
 class Keeping:

@@ -3,25 +3,158 @@
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.comm import World
+from longspan.comm.control_group import ControlGroup
+from longspan.evaluation import evaluate as portions
 from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.layout import Layout
+from longspan.model.seams import attention_calls
 from longspan.plan import Plan, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train.plans import PlanChoice
-from tests.evaluation.faults import ENDS, EVERY, KINDS, PLACES, TOGETHER, Fault, faulty
 from tests.evaluation.state import differences, state_of
 from tests.model.deep import deep
 from tests.model.stock import prepare_untried, texts
+
+KINDS: dict[str, type[BaseException]] = {"error": ValueError, "Ctrl-C": KeyboardInterrupt}
+PLACES = (
+    "planning",
+    "agreement on the plan",
+    "reading",
+    "reading of a later portion",
+    "question whether to stop",
+    "forward pass",
+    "forward pass of the last portion",
+    "trial of the metric",
+    "metric",
+    "progress",
+    "reduction",
+)
+ENDS = ("stop", "time limit")  # not errors: an evaluation that is to end, by what one rank sees
+TOGETHER = {"reading", "reading of a later portion", "trial of the metric", "metric", *ENDS}  # told to all; they go on
+EVERY = -1
+ERRORS = dict.fromkeys(("metric", "trial of the metric"), "EvaluationError")
+ERRORS |= dict.fromkeys(ENDS, "EvaluationStopped") | dict.fromkeys(PLACES[2:4], "DataError")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error of one rank, or of EVERY rank, at one place of an evaluation."""
+
+    place: str
+    kind: str
+    rank: int
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks get the same error, and may go on."""
+        return self.rank == EVERY or (self.kind == "error" and self.place in TOGETHER)
+
+    @property
+    def text(self) -> str:
+        return "its time limit of 1e-09 s is over" if self.place == "time limit" else f"boom in {self.place}"
+
+
+@dataclass
+class Trap:
+    fault: Fault
+    calls_before: int = 0
+    calls: int = field(default=0, init=False)
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+        if self.calls > self.calls_before and self.fault.place not in ENDS:
+            raise KINDS[self.fault.kind](self.fault.text)
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def trapped(*args: Any, **keywords: Any) -> Any:
+            self()
+            return function(*args, **keywords)
+
+        return trapped
+
+    def why(self) -> str:
+        self()
+        return self.fault.text if self.fault.place == "stop" and self.calls > 1 else ""
+
+
+class Documents:
+    def __init__(self, documents: Sequence[np.ndarray], trap: Trap | None) -> None:
+        self.lengths = tuple(map(len, documents))
+        self._documents, self._trap = documents, trap
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, document: int) -> "Document":
+        return Document(self._documents[document], self._trap)
+
+
+@dataclass(frozen=True)
+class Document:
+    tokens: np.ndarray
+    trap: Trap | None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        if self.trap is not None:
+            self.trap()
+        return self.tokens[positions]
+
+
+@contextmanager
+def faulty(
+    fault: Fault | None, documents: Sequence[np.ndarray], rank: int
+) -> Iterator[tuple[Documents, EvaluationOptions]]:
+    """Documents and options of an evaluation in portions of two micro-batches, which goes wrong on the fault's rank."""
+    place = fault.place if fault is not None and fault.rank in (rank, EVERY) else ""
+    later = {"reading of a later portion": 5, "forward pass of the last portion": 5, "question whether to stop": 1}
+    later["metric"] = 1
+    trap = Trap(fault, later.get(place, 0)) if fault is not None and place else None
+    patches: dict[str, tuple[Any, str]] = {
+        "planning": (PlanChoice, "plan"),
+        "agreement on the plan": (ControlGroup, "agree_on_flags"),
+        "forward pass": (attention_calls, "attend"),
+        "forward pass of the last portion": (attention_calls, "attend"),
+        "reduction": (ControlGroup, "sum_of_arrays"),
+    }
+    options = EvaluationOptions(
+        step=77,
+        metrics={"largest": trap.before(largest) if trap and place.endswith("metric") else largest},
+        seconds=1e-9 if place == "time limit" else None,
+        stopped=trap.why if trap and place in ("question whether to stop", "stop") else lambda: "",
+        progress=trap if trap and place == "progress" else None,
+    )
+    read = Documents(documents, trap if place.startswith("reading") else None)
+    with mock.patch.object(portions, "PORTION", 2):
+        if trap is None or place not in patches:
+            yield read, options
+            return
+        owner, name = patches[place]
+        with mock.patch.object(owner, name, trap.before(getattr(owner, name))):
+            yield read, options
+
+
+def largest(rows: Any) -> tuple[Tensor, int]:
+    return rows.logits.amax(-1).double().sum(), len(rows.targets)
+
 
 RANKS, TIMEOUT = 4, 40.0
 LENGTHS, HELD_OUT = (13, 1, 30, 7, 2, 18), texts((31, 2, 17, 9, 24, 12, 28), 5)
@@ -29,16 +162,14 @@ LAYOUTS = {"FSDP2": Layout(ranks=RANKS), "TP": Layout(ranks=RANKS, tp=2), "PP": 
 
 
 class Suffered(NamedTuple):
-    """What an evaluation ended with on one rank: its error, and what it changed; then what came after it."""
+    """What an evaluation ended with on one rank: its error, what it changed, and the loss of the next evaluation."""
 
     error: str
     changed: list[str]
-    after: list[float]  # losses of the next evaluation and training step
+    next_loss: float
 
 
 class Ready(NamedTuple):
-    """A model in an open world after a step, with gradients that wait for the optimizer."""
-
     model: nn.Module
     optimizer: Optimizer
     world: World
@@ -56,7 +187,6 @@ def ready(world: World) -> Ready:
 
 
 def evaluated(to: Ready, fault: Fault | None) -> float:
-    """The loss of an evaluation in portions, which goes wrong as the fault says."""
     with faulty(fault, HELD_OUT, to.world.rank) as (documents, options):
         slots = to.world.home.slots
         choice = PlanChoice.fixed(slots, max_tokens_per_slot=-(-32 // slots))
@@ -64,7 +194,6 @@ def evaluated(to: Ready, fault: Fault | None) -> float:
 
 
 def changed_by(to: Ready, fault: Fault | None) -> tuple[BaseException | None, list[str]]:
-    """The error of an evaluation, and what it changed on this rank."""
     before, error = state_of(to.model, to.optimizer, to.world), None
     try:
         evaluated(to, fault)
@@ -73,20 +202,23 @@ def changed_by(to: Ready, fault: Fault | None) -> tuple[BaseException | None, li
     return error, differences(before, state_of(to.model, to.optimizer, to.world))
 
 
-def go_on(rank: int, layout: Layout, faults: list[Fault | None]) -> list[Suffered]:
-    """Each fault, after which all ranks go on, with a model of its own."""
-    suffered = list[Suffered]()
+def go_on(rank: int, layout: Layout, faults: list[Fault]) -> tuple[list[Suffered], float, Suffered, float]:
+    """Each fault, after which all ranks go on, and the loss of a step after them; then the same without faults."""
+
+    def suffer(to: Ready, fault: Fault | None) -> Suffered:
+        error, changed = changed_by(to, fault)
+        return Suffered(f"{type(error).__name__}: {error}" if error else "", changed, evaluated(to, None))
+
+    def train(to: Ready) -> float:
+        return run_step(to.model, to.plan, texts(LENGTHS, 1), to.world, to.optimizer).loss
+
     with World(layout, backend=backend(), timeout=TIMEOUT) as world:
-        for fault in faults:
-            to = ready(world)
-            error, changed = changed_by(to, fault)
-            after = [evaluated(to, None), run_step(to.model, to.plan, texts(LENGTHS, 1), world, to.optimizer).loss]
-            suffered.append(Suffered(f"{type(error).__name__}: {error}" if error else "", changed, after))
-    return suffered
+        hurt, unhurt = ready(world), ready(world)
+        suffered = [suffer(hurt, fault) for fault in faults]
+        return suffered, train(hurt), suffer(unhurt, None), train(unhurt)
 
 
 def stop(rank: int, layout: Layout, fault: Fault, folder: Path) -> None:
-    """The fault, which ends this rank with what it changed in a file."""
     with World(layout, backend=backend(), timeout=TIMEOUT) as world:
         error, changed = changed_by(ready(world), fault)
         (folder / f"{rank}.json").write_text(json.dumps(changed))
@@ -95,14 +227,16 @@ def stop(rank: int, layout: Layout, fault: Fault, folder: Path) -> None:
 
 
 def check_going_on(layout: Layout, faults: list[Fault]) -> None:
-    answers = run_ranks(go_on, RANKS, layout, [None, *faults], timeout=280)
-    (unhurt, *_), *_ = answers
-    assert unhurt.error == "" and all(answer[0] == unhurt for answer in answers)
-    for fault, *suffered in zip(faults, *(answer[1:] for answer in answers), strict=True):
+    answers = run_ranks(go_on, RANKS, layout, faults, timeout=280)
+    _, loss, unhurt, _ = answers[0]
+    assert unhurt.error == "" and all(answer[1:] == (loss, unhurt, loss) for answer in answers), answers
+    for fault, *suffered in zip(faults, *(answer[0] for answer in answers), strict=True):
         assert len({s.error for s in suffered}) == 1, (fault, suffered)
         named = f"rank {fault.rank}" if fault.rank > 0 else ""  # the first rank's errors need not say so
         assert fault.text in suffered[0].error and named in suffered[0].error, suffered
-        assert all(s.changed == [] and s.after == unhurt.after for s in suffered), (fault, suffered)
+        kind = ERRORS.get(fault.place, "") if fault.kind == "error" else KINDS[fault.kind].__name__
+        assert suffered[0].error.startswith(kind), suffered
+        assert all(s.changed == [] and s.next_loss == unhurt.next_loss for s in suffered), (fault, suffered)
 
 
 def check_stopping(layout: Layout, fault: Fault, folder: Path) -> None:
@@ -123,8 +257,12 @@ FEW = [Fault("forward pass of the last portion", "error", 3), Fault("reduction",
 
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
-    faults = [Fault(place, "error", 2) for place in sorted(TOGETHER)[::2]]
-    check_going_on(LAYOUTS["FSDP2"], [*faults, Fault("forward pass of the last portion", "Ctrl-C", EVERY)])
+    places = ("metric", "reading of a later portion", "time limit", "stop")
+    faults = [
+        *(Fault(place, "error", 2) for place in places),
+        Fault("forward pass of the last portion", "Ctrl-C", EVERY),
+    ]
+    check_going_on(LAYOUTS["FSDP2"], faults)
 
 
 @pytest.mark.parametrize("fault", FEW, ids=str)

@@ -62,7 +62,6 @@ def gathers_of_evaluations(rank: int) -> dict[str, tuple[int, int, tuple[Any, ..
 
 
 def _hooks(model: nn.Module) -> list[tuple[int, Any]]:
-    """All hooks of a model, in the order in which they run."""
     return [
         hook
         for module in model.modules()

@@ -1,61 +1,330 @@
-"""The matrix of evaluation: some steps under every home always, all of it in `make test-all`."""
+"""The matrix of evaluation: models × homes × degrees of training and of evaluation × plans × placements × dtypes.
+
+Some steps run in the whole suite, all of it in `make test-all`. A run trains at one degree and evaluates after every
+step, each time at another degree and in another way. The loss of every held-out document is compared with the stock
+model in one process, which is trained on the same batches and sees the same documents one by one. Losses, gradient
+norms and weights are compared, bit by bit, with those of the same run without evaluations.
+"""
 
 import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
 
-from longspan.testing import run_ranks
-from tests.evaluation.matrix import (
-    DEGREES,
-    DTYPES,
-    FAMILIES,
-    FEW,
-    HOMES,
-    PLACEMENTS,
-    RANKS,
-    WAYS,
-    Errors,
-    Run,
-    few,
-    fewest,
-    stock_answers,
-    take,
-    whole,
-    worst_of_ranks,
+from longspan.comm import World
+from longspan.evaluation.evaluate import evaluate
+from longspan.evaluation.metrics import EvaluationOptions
+from longspan.layout import Layout
+from longspan.model import prepare
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from longspan.train.plans import PlanChoice
+from tests.evaluation.state import local_weights
+from tests.model.deep import deep
+from tests.model.stock import texts
+from tests.pairs import every_pair
+
+RANKS, STEPS = 8, 40
+DEGREES = (1, 2, 4, 8)
+BATCHES = ((13, 1, 30, 7, 2, 18), (31, 2, 4, 1, 6, 3, 11), (5, 29, 8, 1, 1, 17))
+TRAINING = [texts(lengths, seed) for seed, lengths in enumerate(BATCHES)]
+HELD_OUT_LENGTHS = (37, 1, 64, 9, 2, 23, 50, 5, 30)
+HELD_OUT = texts(HELD_OUT_LENGTHS, 99)
+RATE = 0.005
+LIMITS = {"float64": 1e-12, "float32": 1e-6}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+class Home(NamedTuple):
+    """Where weights live: a layout of eight ranks, and what `prepare` is told beside it."""
+
+    layout: Layout
+    vpp: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def row_multiple(self) -> int:
+        return self.layout.tp if self.sequence_parallel else 1
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(degree for degree in DEGREES if degree <= self.layout.slots)
+
+
+HOMES = {
+    "8 slots": Home(Layout(ranks=RANKS)),
+    "dp_replicate 2": Home(Layout(ranks=RANKS, dp_replicate=2)),
+    "ep 2": Home(Layout(ranks=RANKS, ep=2)),
+    "tp 2": Home(Layout(ranks=RANKS, tp=2)),
+    "tp 2, sequence parallel": Home(Layout(ranks=RANKS, tp=2), sequence_parallel=True),
+    "pp 2, tp 2": Home(Layout(ranks=RANKS, pp=2, tp=2)),
+    "pp 2, tp 2, vpp 2": Home(Layout(ranks=RANKS, pp=2, tp=2), vpp=2),
+}
+FAMILIES = ("qwen3", "qwen3 with YaRN", "qwen3-moe", "gpt-oss")
+PLACEMENTS = ("sharded", "kept gathered", "recomputed", "free", "compiled")
+WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p", "contiguous", "small cap", "padded", "dynamic", "reference kernel")
+DTYPES = ("float32", "float64")
+
+
+class Step(NamedTuple):
+    """A step of training at one degree, and the evaluation after it: at which degree and in which way."""
+
+    degree: int
+    evaluation: int
+    way: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Training with an evaluation after each step; prints as what makes it again."""
+
+    family: str
+    home: str
+    placement: str
+    dtype: str
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return 4 if HOMES[self.home].layout.pp > 1 else 2
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.family, self.dtype, self.layers
+
+    @property
+    def refusal(self) -> str | None:
+        layout = HOMES[self.home].layout
+        if layout.ep > 1 and "moe" not in self.family and self.family != "gpt-oss":
+            return "it has no experts"
+        if any(max(step.degree, step.evaluation) > layout.slots for step in self.steps):
+            return "the home has fewer slots"
+        if self.placement == "free" and (layout.pp > 1 or layout.ep > 1):
+            return "all slots wait for each other"
+        return None
+
+    def training_plan(self, number: int) -> Plan:
+        home, lengths, degree = HOMES[self.home], BATCHES[number % len(BATCHES)], self.steps[number].degree
+        options: dict[str, Any] = {"micro_batch_multiple": home.layout.pp, "row_multiple": home.row_multiple}
+        if self.placement == "free":
+            return plan_dynamic(lengths, home.layout, max_tokens_per_slot=32, max_cp=degree, mode="free", **options)
+        return plan_fixed(lengths, home.layout, cp=degree, max_tokens_per_slot=32, **options)
+
+
+@cache
+def choice_of(home: str, degree: int, way: str) -> PlanChoice:
+    """How an evaluation is planned: at this degree in one of WAYS, under a cap that makes several micro-batches."""
+    longest = max(HELD_OUT_LENGTHS)
+    cap = -(-longest // degree) + (2 if way == "small cap" else 24)
+    options: dict[str, Any] = {"max_tokens_per_slot": cap, "row_multiple": HOMES[home].row_multiple}
+    if way in ("all_gather", "a2a", "a2a+p2p"):
+        options["cp_comm_type"] = way
+    if way == "a2a+p2p":
+        options["hierarchical_context_parallel_sizes"] = (min(2, degree), max(1, degree // 2))
+    if way == "contiguous":
+        options |= {"partition": "contiguous", "cp_comm_type": "a2a"}
+    if way == "dynamic":
+        return PlanChoice.dynamic(1, degree, **options)
+    choice = PlanChoice.fixed(degree, **options)
+    return replace(choice, planner="padded") if way == "padded" else choice
+
+
+def model_of(family: str, dtype: str, layers: int) -> PreTrainedModel:
+    changes: dict[str, Any] = {"num_attention_heads": 8}  # which a2a deals to eight slots
+    if family == "qwen3 with YaRN":  # the documents go beyond its 16 original positions
+        changes |= {"rope_parameters": YARN, "max_position_embeddings": 64}
+    return deep(family.partition(" ")[0], getattr(torch, dtype), layers, 62, **changes)
+
+
+class Stock(NamedTuple):
+    losses: list[float]
+    documents: list[list[float]]
+
+
+def stock_answers(runs: Iterable[Run]) -> dict[tuple[str, str, int], Stock]:
+    steps = dict[tuple[str, str, int], int]()
+    for run in runs:
+        steps[run.key] = max(steps.get(run.key, 0), len(run.steps))
+    return {key: _stock(key, count) for key, count in steps.items()}
+
+
+def _stock(key: tuple[str, str, int], steps: int) -> Stock:
+    model = model_of(*key).to("cuda" if backend() == "nccl" else "cpu")  # pyright: ignore[reportArgumentType]
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    answer = Stock([], [])
+    for step in range(steps):
+        documents = TRAINING[step % len(TRAINING)]
+        optimizer.zero_grad()
+        sums = [_loss_of(model, document) for document in documents]
+        loss = torch.stack(sums).sum() / sum(len(document) - 1 for document in documents)
+        loss.backward()
+        optimizer.step()
+        answer.losses.append(loss.item())
+        with torch.no_grad():
+            answer.documents.append([_loss_of(model, document).item() for document in HELD_OUT])
+    return answer
+
+
+def _loss_of(model: PreTrainedModel, document: Any) -> Tensor:
+    ids = torch.from_numpy(document).to(model.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    return F.cross_entropy(logits[:-1], ids[1:], reduction="none").sum(dtype=torch.float64)
+
+
+class Errors(NamedTuple):
+    """The largest relative errors of a document's loss and of training losses, and what evaluations changed.
+
+    `document` is over all evaluations; `changed` counts steps whose loss or gradient norm, and parameters at the end
+    that, differ by a bit from those of the run without evaluations.
+    """
+
+    document: float
+    training: float
+    changed: float
+
+    def over_limit(self, dtype: str) -> float:
+        return max(self.document / LIMITS[dtype], self.training / LIMITS[dtype], 1e9 * self.changed)
+
+
+class Trained(NamedTuple):
+    steps: list[tuple[float, float | None]]
+    documents: list[list[float]]
+    weights: dict[str, Tensor]
+
+
+def take(rank: int, runs: Sequence[Run], stock: dict[tuple[str, str, int], Stock], twice: bool = True) -> list[Errors]:
+    """This rank's errors of each run, those of one home after each other in one world.
+
+    `twice`: each run is made without evaluations too, and compared with that.
+    """
+    errors = dict[Run, Errors]()
+    for home in dict.fromkeys(run.home for run in runs):
+        with World(HOMES[home].layout, backend=backend(), timeout=120) as world:
+            without = dict[Any, Trained]()
+            for run in (run for run in runs if run.home == home):
+                trained = _train(run, world)
+                alike = (*run.key, run.placement, tuple(step.degree for step in run.steps))
+                if alike not in without:
+                    without[alike] = _train(run, world, evaluates=False) if twice else trained
+                errors[run] = _errors(trained, without[alike], stock[run.key])
+    return [errors[run] for run in runs]
+
+
+def _train(run: Run, world: World, *, evaluates: bool = True) -> Trained:
+    home = HOMES[run.home]
+    model = prepare(
+        model_of(*run.key),
+        world,
+        probe=False,
+        reshard_after_forward=run.placement != "kept gathered",
+        activation_checkpointing=run.placement == "recomputed",
+        compiled=run.placement == "compiled",
+        virtual_stages=home.vpp,
+        sequence_parallel=home.sequence_parallel,
+    )
+    optimizer = build_optimizer(model, "sgd", lr=RATE)
+    trained = Trained([], [], {})
+    for number, (_, degree, way) in enumerate(run.steps):
+        batch = TRAINING[number % len(TRAINING)]
+        result = run_step(model, run.training_plan(number), batch, world, optimizer, step=number)
+        trained.steps.append((result.loss, result.grad_norm))
+        if evaluates:
+            kernel = "reference" if way == "reference kernel" else None
+            options = EvaluationOptions(step=number, attention_kernel=kernel)
+            evaluation = evaluate(model, HELD_OUT, choice_of(run.home, degree, way), world, options)
+            trained.documents.append([loss.sum for loss in evaluation.document_losses])
+    trained.weights.update(local_weights(model))
+    return trained
+
+
+def _errors(trained: Trained, without: Trained, stock: Stock) -> Errors:
+    documents = [
+        abs(loss - exact) / max(exact, 1e-9)  # a document of one token has no loss
+        for losses, of_stock in zip(trained.documents, stock.documents, strict=False)
+        for loss, exact in zip(losses, of_stock, strict=True)
+    ]
+    training = [abs(loss / exact - 1) for (loss, _), exact in zip(trained.steps, stock.losses, strict=False)]
+    changed = sum(x != y for x, y in zip(trained.steps, without.steps, strict=True))
+    changed += sum(not torch.equal(weight, without.weights[name]) for name, weight in trained.weights.items())
+    return Errors(max(documents), max(training), changed)
+
+
+def worst_of_ranks(answers: Sequence[Sequence[Errors]]) -> list[Errors]:
+    return [Errors(*map(max, zip(*of_run, strict=True))) for of_run in zip(*answers, strict=True)]
+
+
+@cache
+def whole() -> list[Run]:
+    """Every family under every home trained at every degree for 40 steps in both dtypes; placements take turns.
+
+    Each run goes through all evaluations that its home has, every degree in every way, in a drawn order.
+    """
+    runs, draw, turns = list[Run](), random.Random(0), itertools.cycle(PLACEMENTS[:-1])
+    for family, home, dtype in itertools.product(FAMILIES, HOMES, DTYPES):
+        for degree in HOMES[home].degrees:
+            steps = _steps(home, degree, draw)
+            alike = [Run(family, home, next(turns), dtype, steps) for _ in PLACEMENTS[:-1]]
+            runs += [run for run in alike if run.refusal is None][:1]
+    return [*runs, Run("qwen3", "8 slots", "compiled", "float32", _steps("8 slots", 2, draw))]
+
+
+def _steps(home: str, degree: int, draw: random.Random) -> tuple[Step, ...]:
+    evaluations = list(itertools.product(HOMES[home].degrees, WAYS))
+    draw.shuffle(evaluations)
+    return tuple(Step(degree, *evaluation) for evaluation in itertools.islice(itertools.cycle(evaluations), STEPS))
+
+
+# Runs of a few steps each: every home, family, placement and dtype.
+FEW = (
+    Run("qwen3", "8 slots", "sharded", "float32"),
+    Run("gpt-oss", "8 slots", "kept gathered", "float64"),
+    Run("qwen3 with YaRN", "dp_replicate 2", "sharded", "float32"),
+    Run("qwen3-moe", "ep 2", "kept gathered", "float64"),
+    Run("qwen3", "tp 2", "free", "float64"),
+    Run("gpt-oss", "tp 2, sequence parallel", "recomputed", "float32"),
+    Run("qwen3-moe", "pp 2, tp 2", "sharded", "float64"),
+    Run("qwen3 with YaRN", "pp 2, tp 2, vpp 2", "recomputed", "float32"),
 )
 
 
+def few() -> list[Run]:
+    """Every pair of a degree of training, a degree of evaluation and a way of it, dealt out to the runs of FEW."""
+    steps = dict[Run, list[Step]]((run, []) for run in FEW)
+    for step in sorted(itertools.starmap(Step, every_pair((DEGREES, DEGREES, WAYS), 0)), key=max_degree, reverse=True):
+        fitting = [run for run in FEW if max_degree(step) <= HOMES[run.home].layout.slots]
+        steps[min(fitting, key=lambda run: len(steps[run]))].append(step)
+    return [replace(run, steps=tuple(steps[run])) for run in FEW]
+
+
+def fewest() -> list[Run]:
+    """What every run of the suite has: every pair of degrees, ways in turn, over a run of each family."""
+    some, steps = (FEW[0], FEW[3], FEW[5], FEW[7]), dict[Run, list[Step]]()
+    for (degree, evaluation), way in zip(itertools.product(DEGREES, DEGREES), itertools.cycle(WAYS), strict=False):
+        step = Step(degree, evaluation, way)
+        fitting = [run for run in some if max_degree(step) <= HOMES[run.home].layout.slots]
+        steps.setdefault(min(fitting, key=lambda run: len(steps.get(run, ()))), []).append(step)
+    return [replace(run, steps=tuple(of_run)) for run, of_run in steps.items()]
+
+
+def max_degree(step: Step) -> int:
+    return max(step.degree, step.evaluation)
+
+
 def check(runs: list[Run], *, twice: bool, timeout: float = 280) -> list[Errors]:
+    assert all(run.refusal is None and run.steps for run in runs)
     found = worst_of_ranks(run_ranks(take, RANKS, runs, stock_answers(runs), twice, timeout=timeout))
     wrong = [(run, errors) for run, errors in zip(runs, found, strict=True) if not errors.over_limit(run.dtype) <= 1]
     assert not wrong, f"{len(wrong)} of {len(runs)}:\n" + "\n".join(f"{errors} {run}" for run, errors in wrong)
     return found
-
-
-def test_a_few_runs_have_every_pair() -> None:
-    steps = [step for run in few() for step in run.steps]
-    for axes in itertools.combinations(range(3), 2):
-        values = [(DEGREES, DEGREES, WAYS)[axis] for axis in axes]
-        assert {tuple(step[axis] for axis in axes) for step in steps} == set(itertools.product(*values))
-    assert all(run.refusal is None and run.steps for run in few()) and len(steps) <= 40
-    for name, values in (("home", HOMES), ("family", FAMILIES), ("placement", PLACEMENTS[:-1]), ("dtype", DTYPES)):
-        assert {getattr(run, name) for run in FEW} == set(values)
-
-
-def test_the_whole_matrix_has_every_pair_of_degrees_in_every_way() -> None:
-    assert all(run.refusal is None for run in whole())
-    for family, dtype in itertools.product(FAMILIES, DTYPES):
-        for home in (h for h in HOMES if h != "ep 2" or family in ("qwen3-moe", "gpt-oss")):
-            runs = [run for run in whole() if (run.family, run.home, run.dtype) == (family, home, dtype)]
-            degrees = HOMES[home].degrees
-            assert {step for run in runs for step in run.steps} == set(itertools.product(degrees, degrees, WAYS))
-
-
-def test_the_fewest_runs_have_every_pair_of_degrees() -> None:
-    steps = [step for run in fewest() for step in run.steps]
-    assert [step[:2] for step in sorted(steps)] == sorted(itertools.product(DEGREES, DEGREES))
-    assert {step.way for step in steps} == set(WAYS) and all(run.refusal is None for run in fewest())
-    assert sorted(run.family for run in fewest()) == sorted(FAMILIES)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train.plans import PlanChoice
-from tests.evaluation.matrix import YARN
 from tests.evaluation.state import differences, state_of
+from tests.evaluation.test_matrix import YARN
 from tests.model.deep import deep
 from tests.model.stock import texts
 from tests.mutation import mutated
@@ -54,7 +54,6 @@ def model() -> PreTrainedModel:
 
 
 def notice(rank: int, exact: Sequence[float]) -> dict[str, set[str]]:
-    """By what is wrong, what this rank notices in an evaluation after a step: documents, changes, or an error."""
     noticed = dict[str, set[str]]()
     with World(LAYOUT, backend=backend(), timeout=60) as world:
         world.step = 3

@@ -32,8 +32,6 @@ ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 
 @dataclass(frozen=True)
 class Case:
-    """A model whose second layer is frozen under a home of four ranks, with what `prepare` is told."""
-
     layout: Layout
     family: str = "qwen3"
     settings: dict[str, Any] = field(default_factory=dict)
@@ -41,8 +39,7 @@ class Case:
     dropout: float = 0.0
 
     def model(self, world: World) -> nn.Module:
-        """Prepared, in training mode but for the frozen layer."""
-        model = deep(self.family, torch.float32, 4, 62, attention_dropout=self.dropout)
+        model = deep(self.family, torch.float32, 2 * self.layout.pp, 62, attention_dropout=self.dropout)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".layers.1." not in name)
         prepared = prepare(model, world, probe=False, **self.settings)
@@ -68,8 +65,6 @@ ALWAYS = ("TP, sequence parallel",)  # over FSDP2, with dropout
 
 
 class Trained(NamedTuple):
-    """Results of passes, the state after each update, and what evaluations changed."""
-
     results: list[Any]
     states: list[State]
     changed: list[str]
@@ -98,7 +93,6 @@ def train(case: Case, world: World, *, evaluates: bool) -> Trained:
 
 
 def _pass(case: Case, model: nn.Module, world: World, seed: int) -> Any:
-    """Gradients of a batch, added to those that are there."""
     home, multiple = world.home, world.home.tp if case.settings.get("sequence_parallel") else 1
     rows = {"max_tokens_per_slot": 32, "micro_batch_multiple": home.pp, "row_multiple": multiple}
     plan = plan_fixed(LENGTHS, home, cp=min(2, home.slots), **rows)  # pyright: ignore[reportArgumentType]
@@ -116,7 +110,6 @@ def changed_by_evaluation(model: nn.Module, optimizer: Optimizer, world: World, 
 
 
 def compare(rank: int, names: tuple[str, ...]) -> dict[str, list[str]]:
-    """By case, what differs on this rank from training without evaluations."""
     differ = dict[str, list[str]]()
     for name in names:
         with World(CASES[name].layout, backend=backend(), timeout=60) as world:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,42 +23,35 @@ from tests.evaluation.state import differences
 from tests.train.small import small_config, train_rank, without_times
 
 
-def end_by(error: BaseException) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
+def fail(error: BaseException) -> None:
+    raise error
 
 
-def receive_sigterm() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
+def receive(number: int) -> None:
+    os.kill(os.getpid(), number)
 
 
-def receive_sigkill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
+FULL = OSError(28, "No space left on device")
 FAULTS: dict[str, tuple[int, Callable[[], None], type[BaseException] | None, str]] = {  # rank, what happens, error
     "error in a forward pass": (
         1,
-        end_by(ValueError("boom")),
+        partial(fail, ValueError("boom")),
         ValueError,
         "rank 0: .*rank 1 left with ValueError: boom",
     ),
     "Ctrl-C in a forward pass": (
         0,
-        end_by(KeyboardInterrupt("boom")),
+        partial(fail, KeyboardInterrupt("boom")),
         KeyboardInterrupt,
         "rank 1: .*rank 0 left with Key",
     ),
-    "SIGTERM in a forward pass": (1, receive_sigterm, None, ""),
-    "kill in a forward pass": (1, receive_sigkill, RankLostError, ""),
-    "full disk in writing records": (0, end_by(OSError(28, "No space left on device")), RunFolderError, ""),
+    "SIGTERM in a forward pass": (1, partial(receive, signal.SIGTERM), None, ""),
+    "kill in a forward pass": (1, partial(receive, signal.SIGKILL), RankLostError, ""),
+    "full disk in writing records": (0, partial(fail, FULL), RunFolderError, ""),
 }
 
 
 def train_with(rank: int, config: RunConfig, name: str) -> TrainResult:
-    """A run on two ranks, in whose first evaluation the fault happens."""
     where, happen, *_ = FAULTS[name]
     forward, write, met = Qwen3MLP.forward, MetricsLog.write, list[bool]()
 
@@ -94,7 +88,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, A
 
 
 def short_run(folder: Path) -> RunConfig:
-    return small_config(folder, train__steps=4, train__save_every=1, context__eval_context_parallel_size=1)
+    return small_config(folder, train__steps=3, train__save_every=1, context__eval_context_parallel_size=1)
 
 
 LEAVES_AT_ONCE = ("Ctrl-C in a forward pass", "kill in a forward pass")

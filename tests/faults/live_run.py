@@ -23,7 +23,6 @@ TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m",
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of whole checkpoints."""
     return sorted(step_of(path) for path in (folder / "run" / "checkpoints").glob("step-??????"))
 
 
@@ -70,20 +69,15 @@ def last_step(folder: Path) -> int:
     return read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"]
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def ranks_of(process: Process) -> list[int]:
     """The processes that train: torchrun's, or those of the launcher's fork server."""
-    parents = [process.pid]
-    for word in ("multiprocessing.forkserver", ""):
-        children = [int(pid) for parent in parents for pid in _children(parent)]
-        servers = [pid for pid in children if word and word in Path(f"/proc/{pid}/cmdline").read_text()]
-        if not servers:
-            return children
-        parents = servers
-    return []
-
-
-def _children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children = children_of(process.pid)
+    servers = [pid for pid in children if "multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for server in servers for pid in children_of(server)] or children
 
 
 def to_launcher(process: Process, number: int) -> None:

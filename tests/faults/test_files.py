@@ -49,7 +49,6 @@ def date_everything_ahead(folder: Path) -> None:
 
 
 def train_with_fault(rank: int, config: Any, folder: Path, fault: Fault | None) -> int:
-    """Train on two ranks; before the fourth step rank 0 does something to the folder."""
     from longspan.run.run_data import TrainingRun
 
     take = TrainingRun.take_step

@@ -1,7 +1,8 @@
-"""Ranks and nodes that are killed under torchrun, which starts the rest again: what is lost, and who goes on."""
+"""Launchers, ranks and nodes that are killed or stopped: what is lost, and who goes on."""
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,10 +13,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from bench.processes.node_network import missing_permission
 
 from longspan.config.file import to_toml
 from longspan.run.loggers import read_metrics
-from tests.faults.live_run import TORCHRUN, ranks_of, saved_steps, started, to_rank, wait_for
+from tests.faults.live_run import (
+    LOCAL,
+    TORCHRUN,
+    children_of,
+    last_step,
+    ranks_of,
+    saved_steps,
+    started,
+    to_rank,
+    wait_for,
+)
 from tests.train.small import small_config
 
 pytestmark = [
@@ -74,11 +86,10 @@ def test_a_rank_killed_while_it_saves_is_named(in_background: str, tmp_path: Pat
 
 
 def processes_from(pid: int) -> list[int]:
-    """A process and all that come from it."""
     children = list[int]()
     with suppress(OSError):
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [pid, *(found for child in children for found in processes_from(child))]
+        children = children_of(pid)
+    return [pid, *(process for child in children for process in processes_from(child))]
 
 
 def kill_node(node: subprocess.Popen[bytes]) -> None:
@@ -151,3 +162,73 @@ def test_a_node_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert third.wait(90) == 0
     assert saved_steps(tmp_path)[-1] == steps()
     assert re.search(r"all ranks \(\d, \d\) of node \d \(host .*\) do not answer", (tmp_path / "log0").read_text())
+
+
+def lives(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("words", [LOCAL, TORCHRUN])
+def test_ranks_whose_launcher_was_killed_save_and_end(words: tuple[str, ...], tmp_path: Path) -> None:
+    with started(tmp_path, words) as process:
+        ranks = ranks_of(process)
+        assert len(ranks) == 2
+        process.kill()
+        process.wait()
+        end = time.monotonic() + 90
+        while any(map(lives, ranks)):
+            assert time.monotonic() < end, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+    log = (tmp_path / "log").read_text()
+    assert saved_steps(tmp_path) == [last_step(tmp_path)], log
+    assert log.count("the process that started the ranks is gone: they stop, and a run saves first") == 1
+    assert "Traceback" not in log
+
+
+def test_a_run_outlives_a_launcher_that_stands_still(tmp_path: Path) -> None:
+    """Its store does not answer for longer than a question to it may take."""
+    with started(tmp_path, LOCAL, run__stopped_status=75) as process:
+        process.send_signal(signal.SIGSTOP)
+        before, end = last_step(tmp_path), time.monotonic() + 13
+        while time.monotonic() < end:
+            time.sleep(0.2)
+        now = last_step(tmp_path)
+        process.send_signal(signal.SIGCONT)
+        assert now > before, (tmp_path / "log").read_text()
+        wait_for(lambda: last_step(tmp_path) > now, process, tmp_path / "log")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 75, (tmp_path / "log").read_text()
+    assert saved_steps(tmp_path) == [last_step(tmp_path)]
+
+
+READ_ONLY = """
+import subprocess, sys
+folder, keys = sys.argv[1], sys.argv[2:]
+mount = lambda *words: subprocess.run(["mount", *words, folder], check=True)
+train = lambda *words: subprocess.run([sys.executable, "-m", "longspan", "train", *keys, *words]).returncode
+mount("-t", "tmpfs", "none")
+statuses = [train("--train.steps", "2")]
+mount("-o", "remount,ro")
+statuses += [train("--train.steps", "4")]
+mount("-o", "remount,rw")
+print("statuses", statuses + [train("--train.steps", "4")])
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None or bool(missing_permission()), reason="no mounts of one's own here")
+def test_a_folder_that_became_read_only(tmp_path: Path) -> None:
+    config = small_config(tmp_path, train__eval_every=0, run__dir=str(tmp_path / "mounted/run"))
+    (tmp_path / "mounted").mkdir()
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    words = [str(tmp_path / "mounted"), str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", sys.executable, "-c", READ_ONLY, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+    assert "statuses [0, 2, 0]" in done.stdout, done.stdout + done.stderr
+    assert "mounted/run/run.lock: Read-only file system" in done.stderr

@@ -13,7 +13,6 @@ MADE = 2  # rows, on which a metric is tried
 
 
 def top_five(rows: TargetRows) -> tuple[Tensor, int]:
-    """How often the target is among the five likeliest tokens."""
     return (rows.logits.topk(TOP).indices == rows.targets[:, None]).any(-1).sum(), len(rows.targets)
 
 
@@ -23,7 +22,6 @@ def mean_of_losses(rows: TargetRows) -> Tensor:
 
 
 def told_to_stop(rows: TargetRows) -> tuple[int, int]:
-    """A metric in which the second rank is told to stop, once."""
     if len(rows.targets) != MADE and torch.distributed.get_rank() == 1 and not _told:
         _told.append(len(rows.targets))
         os.kill(os.getpid(), signal.SIGTERM)

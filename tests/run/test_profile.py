@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from longspan.errors import ConfigError
 from longspan.run import profile
-from longspan.run.checks import check_config
 from longspan.run.profile import FOLDER, PARTS, PARTS_FILE, TABLE_FILE, TITLES, profile_text
 from longspan.testing import run_ranks
 from tests.report.pages import parts_of, report_of
@@ -19,7 +17,6 @@ from tests.train.small import small_config, train_rank
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that profiled its second step."""
     config = small_config(
         tmp_path_factory.mktemp("profiled"), train__steps=2, train__profile_steps=(2, 3), train__eval_every=0
     )
@@ -67,11 +64,6 @@ def test_the_table_has_the_seconds_of_each_part(run: Path) -> None:
 def test_the_report_shows_it(run: Path) -> None:
     (table,) = parts_of(report_of(run), "text")
     assert table == (run / FOLDER / "step-000002" / TABLE_FILE).read_text()
-
-
-def test_steps_are_counted_from_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train.profile_steps has 0; steps are counted from 1"):
-        check_config(small_config(tmp_path, train__profile_steps=(10, 0)), 2)
 
 
 def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

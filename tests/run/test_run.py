@@ -1,16 +1,15 @@
 """Whole runs, small: what they leave, that they resume bit for bit, at another size, and leave when told to."""
 
-import io
 import json
 import math
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -19,7 +18,6 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
-from longspan import World
 from longspan.checkpoint.files import step_of
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
@@ -39,14 +37,14 @@ from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan import group_counts
 from longspan.run import records as run_records
 from longspan.run import set_up
-from longspan.run.checks import check_config
 from longspan.run.facts import RunFacts, TrainResult
 from longspan.run.loggers import read_metrics
-from longspan.run.loop import train
-from longspan.run.progress import ProgressDisplay
 from longspan.testing import run_ranks
 from longspan.train.plans import order
+from tests.run.runs.homes import ALONE, lines_of, refusals, train_rows
 from tests.train.small import small_config, train_rank, without_times
+
+LOGGERS = "tests.run.loggers.fake_loggers"
 
 
 def run(config: RunConfig, ranks: int) -> TrainResult:
@@ -55,9 +53,9 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, TrainResult]:
-    """Six steps on two ranks without a break, a checkpoint at 3 and at 6."""
-    loggers = ["tests.run.loggers.fake_loggers.FileLogger"]
-    config = small_config(tmp_path_factory.mktemp("straight"), train__save_every=3, run__loggers=loggers)
+    config = small_config(
+        tmp_path_factory.mktemp("straight"), train__save_every=3, run__loggers=[f"{LOGGERS}.FileLogger"]
+    )
     return config, run(config, 2)
 
 
@@ -101,11 +99,14 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
 
 
 def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: tuple[RunConfig, TrainResult]) -> None:
+    from transformers import AutoModelForCausalLM
+
     folder = Path(straight[0].run.dir)
     facts = RunFacts.from_json(json.loads((folder / "run.json").read_text()))
     assert facts is not None and (facts.ranks, facts.device, facts.steps, facts.done) == (2, "CPU", 6, 0)
-    model = load_file(folder / "model" / "model.safetensors")
-    assert facts.parameters == sum(tensor.numel() for tensor in model.values())
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", local_files_only=True)
+    assert model.config.vocab_size == 300 and (folder / "model" / "tokenizer.json").is_file()
+    assert facts.parameters == sum(x.numel() for x in load_file(folder / "model" / "model.safetensors").values())
     assert facts.parameters / 2 <= facts.parameters_of_rank <= facts.parameters / 2 + 1000
     assert facts.kernels == ("cpu_flash",) and facts.priced_for == ""
     rows = read_metrics(folder / "metrics.jsonl")
@@ -135,14 +136,6 @@ def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, Trai
     assert outcome.text().splitlines()[-2:] and "relative difference" in outcome.text()
 
 
-def test_the_model_folder_is_the_trained_model(straight: tuple[RunConfig, TrainResult]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = Path(straight[0].run.dir) / "model"
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    assert model.config.vocab_size == 300 and (folder / "tokenizer.json").is_file()
-
-
 def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     straight: tuple[RunConfig, TrainResult], tmp_path: Path
 ) -> None:
@@ -160,38 +153,20 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
-def test_a_run_resumed_on_other_ranks_has_the_same_losses(
-    straight: tuple[RunConfig, TrainResult], tmp_path: Path
-) -> None:
-    config, _ = straight
-    again = copy_cut_at(config, tmp_path, 3)
-    context = replace(config.context, context_parallel_size=3).set_evaluation(context_parallel_size=1)
-    run(replace(again, context=context), 3)
-    for old, new in zip(rows_of(config), rows_of(again), strict=True):
-        assert (old["step"], old.get("tokens")) == (new["step"], new.get("tokens"))
-        for key in {"loss", "eval_loss"} & old.keys():
-            assert old[key] == pytest.approx(new[key], rel=1e-6)
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["whole", "killed before its last evaluation"])
-def test_a_finished_run_is_shown_again_and_not_trained(
-    straight: tuple[RunConfig, TrainResult], tmp_path: Path, lost: bool
-) -> None:
+def test_a_finished_run_is_shown_again_and_not_trained(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
     config, outcome = straight
     again = copy_cut_at(config, tmp_path, 6)
-    if lost:
-        metrics = Path(again.run.dir) / "metrics.jsonl"
-        kept = [row for row in read_metrics(metrics) if row["step"] < 6 or "loss" in row]
-        metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    assert run(again, 2).summary() == outcome.summary() | {"eval_at_degrees": run_summary_rows(again)}
-    assert rows_of(again) == rows_of(config)
+    folder = Path(again.run.dir)
+    lost = [row for row in read_metrics(folder / "metrics.jsonl") if row["step"] < 6 or "loss" in row]  # killed then
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lost))
     wide = again.context.set_evaluation(planner="dynamic", max_tokens_per_slot=32)  # no degree of the comparison's
-    run(replace(again, context=wide), 2)
-    assert rows_of(again) == rows_of(config)
-
-
-def run_summary_rows(config: RunConfig) -> list[dict[str, Any]]:
-    return json.loads((Path(config.run.dir) / "summary.json").read_text())["eval_at_degrees"]
+    as_trained = (folder / "config.toml").read_text()
+    for config_now in (again, replace(again, context=wide)):
+        summary = run(config_now, 2).summary()
+        rows = json.loads((folder / "summary.json").read_text())["eval_at_degrees"]
+        assert summary == outcome.summary() | {"eval_at_degrees": rows}
+        assert rows_of(again) == rows_of(config)
+        assert (folder / "config.toml").read_text() == as_trained
 
 
 PLANNERS = [
@@ -201,10 +176,12 @@ PLANNERS = [
         "context__eval_planner": "padded",
         "train__save_minutes": 1e-6,
     },
-    {"context__planner": "dynamic", "context__eval_planner": "dynamic", "context__cp_comm_type": ["p2p", "all_gather"]},
     {
         "context__planner": "dynamic",
         "context__mode": "free",
+        "context__max_tokens_per_slot": 32,
+        "context__partition": "contiguous",
+        "context__cp_comm_type": ["a2a", "all_gather"],
         "train__activation_checkpointing": "selective",
         "train__offload_activations": True,
         "parallel__reshard_after_forward": False,
@@ -213,7 +190,7 @@ PLANNERS = [
 ]
 
 
-@pytest.mark.parametrize("changes", PLANNERS, ids=["padded", "dynamic", "recomputed"])
+@pytest.mark.parametrize("changes", PLANNERS, ids=["padded", "dynamic, recomputed"])
 def test_other_plans_of_the_same_tokens_have_the_same_losses(
     straight: tuple[RunConfig, TrainResult], tmp_path: Path, changes: dict[str, object]
 ) -> None:
@@ -225,7 +202,10 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
     assert evaluated == [(6, 1), (6, 2)], "each degree once, as asked for where that is it"
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
     assert saved == ({1, 2, 3, 4, 5, 6} if config.train.save_minutes < 1 else {6})
-    plan = Plan.from_json((Path(config.run.dir) / "plans" / "step-000001.json").read_bytes())
+    plans = [Plan.from_json(path.read_bytes()) for path in sorted((Path(config.run.dir) / "plans").glob("step-*.json"))]
+    wide = [group for plan in plans for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
+    assert wide and {group.partition for group in wide} == {config.context.partition}
+    plan = plans[0]
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
@@ -234,70 +214,77 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
         assert plan.cost.closing_seconds == pytest.approx(cpus.micro_batch_seconds + wire, rel=1e-12)
 
 
-def test_dropout_in_attention_has_the_same_losses_at_every_degree(
+def test_dropout_of_a_configuration_is_that_of_training(
     straight: tuple[RunConfig, TrainResult], tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model"))
-    values = json.loads((folder / "config.json").read_text())
-    losses: list[list[object]] = []
-    for dropout, cp, ranks in ((0.3, 1, 1), (0.3, 2, 2), (0.0, 1, 1)):
-        (folder / "config.json").write_text(json.dumps(values | {"attention_dropout": dropout}))
-        changes = {"model__path": str(folder), "context__context_parallel_size": cp, "train__steps": 2}
-        config = small_config(
-            tmp_path / f"{dropout}-{cp}-{ranks}", train__eval_every=0, data__eval_documents=0, **changes
-        )
-        run(config, ranks)
-        losses.append([row["loss"] for row in rows_of(config) if "loss" in row])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert abs(losses[2][0] - losses[0][0]) > 1e-4  # type: ignore[operator]
+    values = json.loads((Path(straight[0].run.dir) / "model" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"attention_dropout": 0.3}))
+    keys = {"model__config": str(tmp_path), "train__steps": 1, "train__eval_every": 0, **ALONE}
+    (row,) = train_rows(small_config(tmp_path, **keys), 1)
+    assert abs(row["loss"] - rows_of(straight[0])[0]["loss"]) > 1e-4  # type: ignore[operator]
 
 
-def test_contiguous_rows_have_the_losses_of_zigzag_rows(tmp_path: Path) -> None:
-    rows: dict[str, list[dict[str, object]]] = {}
-    both = {"context__cp_comm_type": "a2a", "context__eval_cp_comm_type": "a2a", "model__dtype": "float64"}
-    for partition in ("zigzag", "contiguous"):
-        config = small_config(tmp_path / partition, train__steps=3, **both, context__partition=partition)
-        run(config, 2)
-        rows[partition] = rows_of(config)
-        plans = [Plan.from_json(path.read_text()) for path in (Path(config.run.dir) / "plans").glob("*.json")]
-        wide = [group for plan in plans for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
-        assert wide and {group.partition for group in wide} == {partition}
-    for zigzag, contiguous in zip(rows["zigzag"], rows["contiguous"], strict=True):
-        losses = [row.get("loss", row.get("eval_loss")) for row in (zigzag, contiguous)]
-        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-
-
-REFUSED = [
-    (CheckpointError, {"run__resume": "never"}, r"run.resume is 'never' and .*step-000006 is there"),
-    (ConfigError, {"train__seed": 1}, r"train.seed was 0 when .*step-000006 was saved and is 1 now; set it back"),
-    (ConfigError, {"data__max_document_tokens": 32}, r"data.max_document_tokens was 64 .* and is 32 now"),
-    (ConfigError, {"train__steps": 5}, r"is at step 6, beyond train.steps 5"),
-]
-
-
-@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED, ids=[message for _, _, message in REFUSED])
-def test_resumes_that_would_be_another_run(
-    straight: tuple[RunConfig, TrainResult], kind: type[LongspanError], changes: dict[str, object], message: str
-) -> None:
-    config = small_config(Path(straight[0].run.dir).parent, train__save_every=3, **changes)
-    with pytest.raises(kind, match=message):
-        run(config, 2)
-
-
-def test_a_finished_run_is_not_shown_under_other_keys(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
-    again = copy_cut_at(straight[0], tmp_path, 6)
-    config = Path(again.run.dir) / "config.toml"
-    before = config.read_text()
-    changed = replace(again, train=replace(again.train, lr=0.5, weight_decay=0.5))
-    config.write_text(to_toml(changed))  # what counts is what it was trained with, whatever the file says
-    with pytest.raises(
-        ConfigError,
-        match=r"has come to its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
-    ):
-        run(changed, 2)
-    config.write_text(before)
-    run(replace(again, context=again.context.set_evaluation(max_tokens_per_slot=32)), 2)
-    assert config.read_text() == before
+def test_what_does_not_fit_is_the_error_of_every_rank(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
+    folder = Path(straight[0].run.dir)
+    fresh = partial(small_config, tmp_path)
+    resumed = partial(small_config, folder.parent, train__save_every=3)
+    ended = copy_cut_at(straight[0], tmp_path / "ended", 6)
+    ended = replace(ended, train=replace(ended.train, lr=0.5, weight_decay=0.5))
+    (Path(ended.run.dir) / "config.toml").write_text(to_toml(ended))  # what counts is what it was trained with
+    model = str(folder / "model")
+    bare = Path(shutil.copytree(model, tmp_path / "model"))
+    (bare / "tokenizer.json").unlink()
+    cases: list[tuple[RunConfig, type[LongspanError], str]] = [
+        (resumed(run__resume="never"), CheckpointError, r"run.resume is 'never' and .*step-000006 is there"),
+        (
+            resumed(train__seed=1),
+            ConfigError,
+            r"train.seed was 0 when .*step-000006 was saved and is 1 now; set it back",
+        ),
+        (
+            resumed(data__max_document_tokens=32),
+            ConfigError,
+            r"data.max_document_tokens was 64 .* and is 32 now",
+        ),
+        (resumed(train__steps=5), ConfigError, r"is at step 6, beyond train.steps 5"),
+        (
+            ended,
+            ConfigError,
+            r"has come to its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
+        ),
+        (fresh(run__resume="must"), CheckpointError, r"run.resume is 'must' and there is no checkpoint"),
+        (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
+        (fresh(model__path=model, data__path=str(tmp_path / "none")), DataError, r"does not exist"),
+        (
+            fresh(model__path=str(bare)),
+            DataError,
+            r"has no tokenizer.json, and its weights know the ids of its own tokenizer",
+        ),
+        (
+            fresh(model__config=str(bare), data__vocab_size=400),
+            DataError,
+            r"has ids up to 399, the embedding of .*model has 300 rows",
+        ),
+        (
+            fresh(context__cp_comm_type=["p2p"] * 3),
+            ConfigError,
+            r"context.cp_comm_type lists 3 types, the model has 2 layers",
+        ),
+        (
+            fresh(context__node_size=8, run__dir=str(tmp_path / "none")),
+            ConfigError,
+            r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$",
+        ),
+        (
+            fresh(run__loggers=[f"{LOGGERS}.FileLogger", f"{LOGGERS}.Refusing"]),
+            ConfigError,
+            r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run",
+        ),
+    ]
+    for error, (_, kind, message) in zip(refusals([config for config, *_ in cases]), cases, strict=True):
+        assert type(error) is kind and re.search(message, str(error)), (message, error)
+    assert json.loads((tmp_path / "run" / "logged.jsonl").read_text())["closed"]
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() and not (tmp_path / "none").exists()
 
 
 def test_keys_of_one_name_that_changed_after_a_finished_run_are_all_named() -> None:
@@ -356,111 +343,84 @@ def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:
 
 def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "some words"}\n' * 9 + '{"prompt": "no completion"}\n')
-    config, folder = small_config(tmp_path, data__path=str(tmp_path / "rows.jsonl")), tmp_path / "run"
+    config, folder = small_config(tmp_path, data__path=str(tmp_path / "rows.jsonl"), **ALONE), tmp_path / "run"
     for before in ([], ["notes.txt"]):
         with pytest.raises(DataError, match=r"line 10"):
-            run(config, 2)
+            lines_of(0, config, 1)
         assert [path.name for path in folder.glob("notes.txt")] == before and folder.exists() == bool(before)
         folder.mkdir(exist_ok=True)
         (folder / "notes.txt").touch()
 
 
-def test_a_corpus_that_changed_is_refused_on_every_rank(straight: tuple[RunConfig, TrainResult]) -> None:
-    texts, config = Path(straight[0].data.path), straight[0]
-    before = (texts / "file03.py").read_text()
-    (texts / "file03.py").write_text("other text\n")
+def test_a_corpus_that_changed_is_refused(straight: tuple[RunConfig, TrainResult]) -> None:
+    config, changed = straight[0], Path(straight[0].data.path) / "file03.py"
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    before = changed.read_text()
+    changed.write_text("other text\n")
     try:
         with pytest.raises(
             DataError, match=r"changed since the run began: file03.py had \d+ bytes and has 11; restore"
         ):
-            run(config, 2)
+            lines_of(0, replace(config, context=context), 1)
     finally:
-        (texts / "file03.py").write_text(before)
+        changed.write_text(before)
 
 
-def test_nothing_to_resume_where_it_must(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"run.resume is 'must' and there is no checkpoint"):
-        run(small_config(tmp_path, run__resume="must"), 2)
-
-
-def test_bad_models_and_data_are_every_ranks_error(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no model folder .*nowhere"):
-        run(small_config(tmp_path, model__path=str(tmp_path / "nowhere")), 2)
-    model = Path(straight[0].run.dir) / "model"
-    with pytest.raises(DataError, match=r"does not exist"):
-        run(small_config(tmp_path, model__path=str(model), data__path=str(tmp_path / "none")), 2)
-
-
-def test_a_vocabulary_that_does_not_fit_the_model(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
-    model = shutil.copytree(Path(straight[0].run.dir) / "model", tmp_path / "model")
-    (model / "tokenizer.json").unlink()
-    with pytest.raises(DataError, match=r"has no tokenizer.json, and its weights know the ids of its own tokenizer"):
-        run(small_config(tmp_path, model__path=str(model)), 2)
-    with pytest.raises(DataError, match=r"has ids up to 399, the embedding of .*model has 300 rows"):
-        run(small_config(tmp_path, model__config=str(model), data__vocab_size=400), 2)
-
-
-def test_a_list_of_types_must_be_as_long_as_the_layers(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"context.cp_comm_type lists 3 types, the model has 2 layers"):
-        run(small_config(tmp_path, context__cp_comm_type=["p2p"] * 3), 2)
-
-
-@pytest.mark.parametrize("every", [1, 0])
-def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path, every: int) -> None:
+def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     steep = {"train__lr": 1e30, "train__warmup_steps": 0, "train__max_grad_norm": 0.0, "train__optimizer": "sgd"}
-    config = small_config(tmp_path, train__save_every=every, **steep)
-    error = r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate"
-    with pytest.raises(NonFiniteError, match=error) as raised:
-        run(config, 2)
-    rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "loss" in row]
-    assert rows and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
-    saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
-    assert saved == ({row["step"] for row in rows} if every else {rows[-1]["step"]})
-    notes = [note for note in raised.value.__notes__ if not note.startswith("rank ")]
-    steps, folder = plural(rows[-1]["step"], "step"), Path(config.run.dir) / "checkpoints"
-    assert notes == ([] if every else [f"The weights after {steps} are saved in {folder}"])
+    configs = {every: small_config(tmp_path / str(every), train__save_every=every, **steep) for every in (1, 0)}
+    for (every, config), error in zip(configs.items(), refusals([*configs.values()]), strict=True):
+        assert type(error) is NonFiniteError
+        assert re.search(r"step \d: .* the largest weight is \d.*e\+.* lower the learning rate", str(error))
+        rows = train_rows(config)
+        assert rows and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+        folder = Path(config.run.dir) / "checkpoints"
+        saved = {step_of(path) for path in folder.iterdir()}
+        assert saved == ({row["step"] for row in rows} if every else {rows[-1]["step"]})
+        steps = plural(rows[-1]["step"], "step")
+        notes = [] if every else [f"The weights after {steps} are saved in {folder}"]
+        assert getattr(error, "__notes__", []) == notes
 
 
 def test_sigterm_to_the_launcher_saves_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = small_config(tmp_path, train__steps=10_000, train__eval_every=0, run__stopped_status=75)
     (tmp_path / "config.toml").write_text(to_toml(config))
-    command = [sys.executable, "-m", "longspan.cli.main", "train", str(tmp_path / "config.toml"), "--world", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as process:
-        metrics, deadline = Path(config.run.dir) / "metrics.jsonl", time.monotonic() + 60
-        while len(read_metrics(metrics)) < 3:
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+    metrics, statuses = tmp_path / "run" / "metrics.jsonl", list[int]()
+
+    def press() -> None:
+        deadline = time.monotonic() + 60
+        while len(read_metrics(metrics)) < 3 and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert main([*command[3:], "--device", "cpu"]) == 2 and process.poll() is None
-        assert re.search(
-            rf"error: another run is at work in \S+run: process \d+ on {gethostname()}; wait", capfd.readouterr().err
-        )
-        process.send_signal(signal.SIGTERM)
-        os.killpg(process.pid, signal.SIGTERM)  # as `timeout` and other supervisors do
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 75, err
+        for _ in range(2):  # as `timeout` and other supervisors do
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    statuses.append(main(["train", str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]))
+    pressing.join()
+    out, err = capfd.readouterr()
+    assert statuses == [75], err
     last = read_metrics(metrics)[-1]["step"]
     assert f"stopped by SIGTERM after step {last} of 10000" in out and not err
     assert out.count("the same command goes on") == 1 and out.endswith("report.html\n")
-    saved = Path(config.run.dir) / "checkpoints" / f"step-{last:06d}"
+    saved = tmp_path / "run" / "checkpoints" / f"step-{last:06d}"
     assert saved.is_dir() and json.loads((saved / "state.json").read_text())["step"] == last
-    assert (Path(config.run.dir) / "report.html").is_file()
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
 def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
-    config = small_config(tmp_path, data__eval_documents="auto", train__steps=3, train__eval_every=0, **alone)
-    first = lines_of(config)
+    config = small_config(tmp_path, data__eval_documents="auto", train__steps=3, train__eval_every=0, **ALONE)
+    assert config.model.preset == "qwen3-tiny"
+    first = lines_of(0, config, 1)
     count = load_config(tmp_path / "run" / "config.toml").data.eval_documents
     assert f"; {count} text held out (data.eval_documents)" in first and "the schedule now ends" not in first
     monkeypatch.setattr(order, "ONE_IN", 3)
-    longer = lines_of(replace(config, train=replace(config.train, steps=5)))
+    more = {"train": replace(config.train, steps=5), "model": replace(config.model, preset="")}
+    longer = lines_of(0, replace(config, **more), 1)
     assert f"; {count} text held out (data.eval_documents)" in longer, "and not a third, as a run that begins now would"
-    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
+    rows = train_rows(config)
     assert (
         f"the schedule now ends at step 5: lr {rows[3]['lr']:.3g} at step 4, where it had 0.0006 (train.steps was 3)"
         in longer
@@ -472,11 +432,3 @@ def test_a_resumed_run_holds_out_what_it_began_with_and_tells_of_another_rate(
     assert {"data", "model", "kernels", "first step"} <= parts.keys() and abs(sum(parts.values()) - total) < 0.2
     assert longer.count("\nready after ") == 1
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and rows[2]["lr"] < rows[3]["lr"]
-
-
-def lines_of(config: RunConfig) -> str:
-    """What a run prints that this process alone makes."""
-    out = io.StringIO()
-    with World(check_config(config, 1), backend="gloo") as world, ProgressDisplay(config.train.steps, out) as display:
-        train(config, world, display)
-    return out.getvalue()

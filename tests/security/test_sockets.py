@@ -9,7 +9,7 @@ import pytest
 from longspan import Layout, World
 from longspan.launch.launch import LOOPBACK, start_store_server
 from longspan.testing import run_ranks
-from tests.run.test_run_signals import LOCAL, started
+from tests.faults.live_run import LOCAL, started
 
 pytestmark = pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="sockets are read from /proc")
 LISTENS = "0A"

@@ -41,7 +41,6 @@ def result(means: np.ndarray, tokenizer: str = "a", text_bytes: tuple[int, ...] 
 
 
 def jackknife(values: np.ndarray) -> float:
-    """Standard error of a statistic from its values with each document left out."""
     n = len(values)
     return math.sqrt((n - 1) / n * ((values - values.mean()) ** 2).sum())
 

@@ -67,7 +67,6 @@ def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, flag_keys: set[
 
 
 def entry_at(config: RunConfig, slots: int, *flag_keys: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
-    """The set that is held out as it is planned on so many slots, and the line that says what was changed."""
     entry, changes = fit_set(config, held_out_set(config), Layout(ranks=slots), heads, longest, flag_keys)
     return entry, changes_line(changes, slots)
 

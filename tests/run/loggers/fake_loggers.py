@@ -9,8 +9,6 @@ from longspan.run.loggers import RunStart
 
 
 class FileLogger:
-    """Keeps the rows of a session, and appends them to logged.jsonl of the run's folder when it is closed."""
-
     def __init__(self, start: RunStart) -> None:
         self._start, self._rows = start, list[Any]()
         self._summary = False  # whether the first row came beside a summary of an earlier end
@@ -27,8 +25,6 @@ class FileLogger:
 
 
 class Refusing(FileLogger):
-    """Cannot start."""
-
     def __init__(self, start: RunStart) -> None:
         raise RuntimeError(f"no server for {start.dir.name}")
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.cli import eval as display_module
 from longspan.cli.eval import EvalDisplay
 from longspan.comm import all_ranks as stop_module
 from longspan.comm.all_ranks import StopSignal
@@ -27,26 +26,44 @@ from longspan.run.records import PlanLog
 from longspan.train.run_memory import peak_memory_bytes
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    return out
+
+
 def test_a_resumed_log_goes_on_after_its_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
+    rows = [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.25},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": 3, "loss": 0.1},
+    ]
     with MetricsLog(path, after_step=0) as log:
-        for step in (1, 2, 3):
-            log.write({"step": step, "loss": 0.5 / step})
-        log.write({"step": 2, "eval_loss": 1.0})
+        for number, row in enumerate(rows, 1):
+            log.write(row)
+            assert read_metrics(path) == rows[:number]  # at once
     with path.open("a") as torn:
         torn.write('{"step": 4, "lo')
     with MetricsLog(path, after_step=2) as log:
         assert log.evaluated == {(2, "")}
         log.write({"step": 3, "loss": 9.0})
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows == [
-        {"step": 1, "loss": 0.5},
-        {"step": 2, "loss": 0.25},
-        {"step": 2, "eval_loss": 1.0},
-        {"step": 3, "loss": 9.0},
-    ]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [*rows[:3], {"step": 3, "loss": 9.0}]
     with MetricsLog(path, after_step=0) as log:
         assert not log.evaluated and not read_metrics(path)
+    with MetricsLog(None, after_step=0) as log:  # writes nothing
+        log.write({"step": 1, "eval_loss": 2.0})
+        assert log.evaluated == {(1, "")}
 
 
 def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
@@ -67,18 +84,6 @@ def test_resumed_plans_go_on_after_their_step(tmp_path: Path) -> None:
         log.write(1, plans[1])
     with PlanLog(path, after_step=0):
         assert path.read_bytes() == b""
-
-
-def test_rows_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path / "metrics.jsonl", after_step=0) as log:
-        log.write({"step": 1})
-        assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
-
-
-def test_no_path_writes_nothing() -> None:
-    with MetricsLog(None, after_step=0) as log:
-        log.write({"step": 1, "eval_loss": 2.0})
-        assert log.evaluated == {(1, "")}
 
 
 def test_memory_is_that_of_this_process() -> None:
@@ -105,12 +110,11 @@ def test_without_a_terminal_there_are_plain_lines_and_few() -> None:
     assert max(map(len, lines)) <= 80, lines
 
 
-def test_lines_come_as_often_as_is_asked_for_and_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, now = io.StringIO(), [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+def test_lines_come_as_often_as_is_asked_for_and_every_thirty_seconds(clock: list[float]) -> None:
+    out = io.StringIO()
     display = ProgressDisplay(300, out, log_every=25)
     for step in range(1, 76):
-        now[0] += 1.0 if step <= 50 else 12.0
+        clock[0] += 1.0 if step <= 50 else 12.0
         display.show_step(ROW | {"step": step, "seconds": 1.0 if step <= 50 else 12.0})
     steps = [int(line.split()[1].split("/")[0]) for line in out.getvalue().splitlines()]
     assert steps == [1, 25, 50, *range(52, 75, 2), 75], "two steps of 12 s, not three, in 30 s"
@@ -139,12 +143,11 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
     assert out.getvalue() == lines, "nothing is written after the end"
 
 
-def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, now = io.StringIO(), [0.0]
-    monkeypatch.setattr(display_module.time, "monotonic", lambda: now[0])
+def test_a_long_evaluation_of_saved_weights_has_a_line_every_thirty_seconds(clock: list[float]) -> None:
+    out = io.StringIO()
     display = EvalDisplay(out)
     for done, seconds in ((1, 10.0), (2, 31.0), (3, 50.0), (4, 62.0), (40, 63.0)):
-        now[0] = seconds
+        clock[0] = seconds
         display.show_progress("books", done, 400)
     shown = [int(line.split()[1]) for line in out.getvalue().splitlines()]
     assert shown == [2, 4, 40], "by time, and at a tenth"
@@ -170,38 +173,33 @@ def test_on_gpus_a_line_says_how_much_of_them_the_model_uses() -> None:
 @pytest.mark.parametrize(
     ("seconds", "left"), [(59, "0:59 left"), (3599, "59:59 left"), (3600, "1:00 h left"), (190_000, "52:46 h left")]
 )
-def test_the_time_that_is_left(seconds: int, left: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    out, now = io.StringIO(), [0.0]
+def test_the_time_that_is_left(seconds: int, left: str, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
     monkeypatch.setattr(progress, "LINE_SECONDS", math.inf)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with ProgressDisplay(20, out) as display:
         display.show_step(ROW | {"step": 1})
-        now[0] = seconds * 0.9
+        clock[0] = seconds * 0.9
         display.show_step(ROW | {"step": 10, "loss": 2.0})
     assert out.getvalue().splitlines()[1].endswith(f"  {left}")
 
 
-def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(out, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    with ProgressDisplay(3, out) as display:
+def test_on_a_terminal_there_is_a_bar(terminal: io.StringIO) -> None:
+    with ProgressDisplay(3, terminal) as display:
         for step in (1, 2, 3):
             display.show_step(ROW | {"step": step})
         display.log("a line [between]")
-    assert "3/3" in out.getvalue() and "loss 2.5000" in out.getvalue() and "a line [between]" in out.getvalue()
+    assert all(words in terminal.getvalue() for words in ("3/3", "loss 2.5000", "a line [between]"))
 
 
 @pytest.mark.parametrize(("width", "shown"), [(20, 0), (40, 2), (60, 4), (80, 5), (120, 5)])
-def test_a_narrow_terminal_keeps_the_step(width: int, shown: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    monkeypatch.setattr(out, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_narrow_terminal_keeps_the_step(
+    width: int, shown: int, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    with ProgressDisplay(300, out) as display:
+    with ProgressDisplay(300, terminal) as display:
         display.show_step(ROW | {"step": 145})
         display.show_step(ROW | {"step": 146})
-    line = [part for part in re.split(r"[\r\n]", out.getvalue()) if "step" in part][-1]
+    line = [part for part in re.split(r"[\r\n]", terminal.getvalue()) if "step" in part][-1]
     assert "step 146/300" in line
     assert [figure in line for figure in FIGURES] == [i < shown for i in range(len(FIGURES))]
     assert ("━" in line) == (width > 80)
@@ -228,12 +226,11 @@ def test_one_signal_asks_and_a_second_one_aborts(number: signal.Signals, monkeyp
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_that_saves_asks_once_for_each_press_and_never_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, before = [50.0], signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr(stop_module.time, "monotonic", lambda: now[0])
+def test_a_signal_that_saves_asks_once_for_each_press_and_never_stops(clock: list[float]) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignal(save_on=["SIGUSR1"]) as stop:
         for seconds, asks in ((0.0, True), (0.9, False), (1.1, True), (9.0, True)):
-            now[0] = 50.0 + seconds
+            clock[0] = 50.0 + seconds
             os.kill(os.getpid(), signal.SIGUSR1)
             assert (stop.save_asked, stop.received) == ("SIGUSR1" if asks else "", "")
             stop.answer_save()

@@ -10,17 +10,12 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Confi
 
 from longspan.checkpoint.export import export_checkpoint
 from longspan.config.file import load_config
-from longspan.config.sections import EncoderSection, RunConfig
-from longspan.errors import ConfigError
-from longspan.layout import Layout
+from longspan.config.sections import RunConfig
 from longspan.model.take_apart import freeze_images
-from longspan.run.checks import check_encoder_keys, check_image_keys
 from longspan.run.loggers import read_metrics
-from longspan.testing import run_ranks
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
-from tests.run.runs.homes import farthest
-from tests.train.small import train_rank
+from tests.run.runs.homes import farthest, train_rows
 
 SIZES = [(16, 24), (32, 16), (16, 16), (8, 8), (24, 24), (40, 16)]
 SPECIAL = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
@@ -28,7 +23,6 @@ SPECIAL |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": 
 
 
 def model_folder(folder: Path) -> Path:
-    """A tiny Qwen2.5-VL with a tokenizer and a processor."""
     tokenizer: Any = AutoTokenizer.from_pretrained(qwen_folder(folder))
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in SPECIAL.items()}
     vision = QWEN | {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
@@ -39,7 +33,6 @@ def model_folder(folder: Path) -> Path:
 
 
 def gemma_folder(folder: Path) -> Path:
-    """A tiny Gemma 3, the same."""
     tokenizer: Any = AutoTokenizer.from_pretrained(gemma3_folder(folder))
     ids = {f"{key}_index": tokenizer.convert_tokens_to_ids(token) for key, token in GEMMA_TOKENS.items()}
     values = MODELS["gemma3"][1] | ids
@@ -55,7 +48,6 @@ def _with_model(folder: Path, config: PreTrainedConfig) -> Path:
 
 
 def rows_with_images(folder: Path) -> Path:
-    """Conversations with 0 to 3 images each."""
     draw, names = random.Random(0), write_images(folder, SIZES)
     rows = [_row(draw.choices(names, k=draw.choice((0, 1, 2, 3))), draw.randint(1, 8), i) for i in range(40)]
     return write_rows(folder / "rows.jsonl", rows)
@@ -77,19 +69,21 @@ def settings(folder: Path, rows: Path, model: Path, **changes: Any) -> RunConfig
     return load_config(None, given | {key.replace("__", "."): value for key, value in changes.items()})
 
 
-def losses(config: RunConfig, ranks: int) -> list[float]:
-    """Trains; the losses of all steps and the gradient norms."""
-    run_ranks(train_rank, ranks, config, ranks, timeout=200)
-    rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "grad_norm" in row]
-    return [float(row[key]) for row in rows for key in ("loss", "grad_norm")]
+def train_at_two_degrees(tmp_path: Path, model: Path) -> None:
+    """Losses and gradient norms over two slots, with an encoder of tp 2, are those of one rank."""
+    rows, keys = rows_with_images(tmp_path / "rows"), {"train__steps": 2, "train__tokens_per_step": 400}
+    alone = settings(tmp_path / "one", rows, model, context__max_tokens_per_slot=256, **keys)
+    keys |= {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
+    two = settings(tmp_path / "two", rows, model, **keys)
+    wanted, found = (
+        [float(row[key]) for row in train_rows(config, ranks) for key in ("loss", "grad_norm")]
+        for config, ranks in ((alone, 1), (two, 2))
+    )
+    assert len(wanted) == 4 and farthest(found, wanted) < 1e-6  # norms and rotary angles are in float32
 
 
 def test_a_run_with_images(tmp_path: Path) -> None:
-    model, rows = model_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
-    alone = losses(settings(tmp_path / "one", rows, model, context__max_tokens_per_slot=256), 1)
-    degrees = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
-    two = losses(settings(tmp_path / "two", rows, model, **degrees), 2)
-    assert len(alone) == 8 and farthest(two, alone) < 1e-6  # norms and rotary angles are in float32
+    train_at_two_degrees(tmp_path, model_folder(tmp_path / "model"))
     steps = [row for row in read_metrics(tmp_path / "two" / "metrics.jsonl") if "grad_norm" in row]
     assert all(0 < row["encoder_share"] < 1 <= row["encoder_balance"] and row["tflops"] > 0 for row in steps)
     assert all(0 < row["predicted_encoder_share"] < 1 <= row["predicted_encoder_balance"] for row in steps)
@@ -103,11 +97,7 @@ def test_a_run_with_images(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_a_run_with_images_that_see_each_other(tmp_path: Path) -> None:
     pytest.importorskip("transformers.models.gemma3.image_processing_pil_gemma3")
-    model, rows = gemma_folder(tmp_path / "model"), rows_with_images(tmp_path / "rows")
-    alone = losses(settings(tmp_path / "one", rows, model, context__max_tokens_per_slot=256), 1)
-    degrees = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
-    two = losses(settings(tmp_path / "two", rows, model, **degrees), 2)
-    assert len(alone) == 8 and farthest(two, alone) < 1e-6  # norms and rotary angles are in float32
+    train_at_two_degrees(tmp_path, gemma_folder(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(("trained", "names"), [("all", 42), ("projector", 5), ("none", 0)])
@@ -117,12 +107,3 @@ def test_parts_that_are_trained(trained: Any, names: int) -> None:
     of_images = {n for n, p in model.named_parameters() if n.startswith("model.visual.") and p.requires_grad}
     assert len(of_images) == names and (trained != "projector" or all(".merger." in name for name in of_images))
     assert all(p.requires_grad for n, p in model.named_parameters() if not n.startswith("model.visual."))
-
-
-def test_sections_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"encoder\.tp is 3, and there are 4 ranks; use 1, 2, 4"):
-        check_encoder_keys(RunConfig(encoder=EncoderSection(tp=3)), Layout(4))
-    with pytest.raises(ConfigError, match=r'encoder.lr is 0.1 and encoder.train is "none"'):
-        check_encoder_keys(RunConfig(encoder=EncoderSection(lr=0.1, train="none")), Layout(4))
-    with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
-        check_image_keys(RunConfig(encoder=EncoderSection(tp=2)), 0)

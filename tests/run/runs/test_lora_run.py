@@ -27,20 +27,18 @@ from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.run import checks
 from longspan.run.checks import check_config
-from longspan.run.loggers import read_metrics
 from longspan.run.set_up import check_adapter_targets
-from longspan.testing import run_ranks
 from tests.model.stock import SIZES
 from tests.mutation import mutated
-from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
-from tests.train.small import small_config, train_rank
+from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
+from tests.train.small import small_config
 
 LORA = {"lora.rank": 4, "train.steps": 4, "train.save_every": 2, "train.eval_every": 4, "train.lr": 0.05}
+IDS = torch.arange(40)[None] * 5 % 257
 HOMES = {"tp 2": ParallelConfig(tp=2), "pp 2": ParallelConfig(pp=2)}
 
 
 def write_base(folder: Path) -> Path:
-    """A stock folder: a Llama in float64 and a byte-level tokenizer."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 258, "tie_word_embeddings": False, "max_position_embeddings": 512})
     load_model(config=config, dtype="float64").save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -57,7 +55,6 @@ def adapter(config: RunConfig) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[float]]:
-    """A run over two slots, of two processes, and its losses."""
     folder = tmp_path_factory.mktemp("lora")
     base = write_base(folder / "base")
     keys = {"model.path": str(base), "model.dtype": "float64", **LORA}
@@ -84,8 +81,7 @@ def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, list[float]], h
     context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
     other = replace(other, context=replace(context, max_tokens_per_slot=128).set_evaluation(max_tokens_per_slot=128))
     resumed = losses_of_run(other, 2)
-    steps = len([row for row in read_metrics(Path(other.run.dir) / "metrics.jsonl") if "loss" in row])
-    assert steps == 4 and farthest(resumed[:4], losses[:4]) <= 1e-9
+    assert len(train_rows(other)) == 4 and farthest(resumed[:4], losses[:4]) <= 1e-9
     wanted = adapter(config)
     assert max(float((adapter(other)[name] - tensor).abs().max()) for name, tensor in wanted.items()) <= 1e-9
 
@@ -107,13 +103,12 @@ def test_stock_peft_and_transformers_read_what_is_saved(
         all(torch.equal(saved[name], tensor) for name, tensor in exported.items()) and saved.keys() == exported.keys()
     )
     stock, merged = _stock(config), _merged(tmp_path / "merged")
-    ids = torch.arange(40)[None] * 5 % 257
     with torch.no_grad():
-        wanted = stock(input_ids=ids).logits
-        assert (merged(input_ids=ids).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+        wanted = stock(input_ids=IDS).logits
+        assert (merged(input_ids=IDS).logits - wanted).abs().max() <= 1e-12 * wanted.abs().max()
         with stock.disable_adapter():
-            assert (stock(input_ids=ids).logits - wanted).abs().max() > 1e-3
-        written = [m.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (stock, merged)]
+            assert (stock(input_ids=IDS).logits - wanted).abs().max() > 1e-3
+        written = [m.generate(IDS, max_new_tokens=8, do_sample=False, pad_token_id=0) for m in (stock, merged)]
     assert torch.equal(*written)
 
 
@@ -135,26 +130,24 @@ def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[fl
     of_adapter, of_model = {"adapter_config.json", "adapter_model.safetensors"}, {"config.json", "model.safetensors"}
     assert names[0] == names[2]
     assert names[1] - names[0] == of_adapter and names[0] - names[1] == of_model
-    ids = torch.arange(40)[None] * 5 % 257
     with torch.no_grad():
-        wanted = _stock(config, torch.float32)(input_ids=ids).logits
-        assert (_merged(out, torch.float32)(input_ids=ids).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        wanted = _stock(config, torch.float32)(input_ids=IDS).logits
+        assert (_merged(out, torch.float32)(input_ids=IDS).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
 def test_a_merge_that_forgets_the_scaling_is_noticed(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
     with mutated(("checkpoint.export", "saved.scalings[linear] * ", "")):
         assert export_main([trained[0].run.dir, str(tmp_path / "out"), "--merge"]) == 0
-    ids = torch.arange(40)[None] * 5 % 257
     with torch.no_grad():
-        wanted = _stock(trained[0])(input_ids=ids).logits
-        assert (_merged(tmp_path / "out")(input_ids=ids).logits - wanted).abs().max() > 1e-3
+        wanted = _stock(trained[0])(input_ids=IDS).logits
+        assert (_merged(tmp_path / "out")(input_ids=IDS).logits - wanted).abs().max() > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own
 def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     changes: dict[str, Any] = {"lora__rank": 2, "lora__targets": ["q_proj", "lm_head"], "train__steps": 1}
-    config = small_config(tmp_path, **changes, train__eval_every=0, train__save_every=1)
-    run_ranks(train_rank, 2, config, 2, timeout=60)
+    config = small_config(tmp_path, **changes, train__eval_every=0, train__save_every=1, **ALONE)
+    train_rows(config, 1)
     assert cli_main(["export", config.run.dir, str(tmp_path / "out"), "--merge"]) == 2
     assert "lm_head has an adapter, and shares its weight with the other end" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -178,31 +171,20 @@ def test_evaluation_with_and_without_the_adapter(
 ) -> None:
     config, losses = trained
 
-    def record(*words: str) -> dict[str, Any]:
-        flags = ["--world", "2", "--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
-        assert eval_main([config.run.dir, *words, *flags]) == 0
+    def record(ranks: int, *words: str) -> dict[str, Any]:
+        flags = ["--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
+        assert eval_main([config.run.dir, *words, "--world", str(ranks), *flags]) == 0
         return json.loads(capsys.readouterr().out)
 
-    assert record()["eval_loss"] == pytest.approx(losses[-1], rel=1e-12)
-    alone = record("--without-adapter", "--compare", config.model.path)
-    assert alone["eval_loss"] == pytest.approx(alone["compare"]["evaluations"][0]["eval_loss"], rel=1e-14)
-    assert alone["eval_loss"] > losses[-1]
-    both = [
-        "--compare",
-        "base",
-        "--world",
-        "2",
-        "--context.eval_context_parallel_size",
-        "1",
-        "--model.dtype",
-        "float64",
-    ]
-    assert eval_main([config.run.dir, *both]) == 0
-    first, base = losses[-1], alone["eval_loss"]
-    assert capsys.readouterr().out.startswith(
-        f"held out: loss of {config.run.dir} {first:.6f}, of {config.run.dir} without adapter {base:.6f}, "
-        f"difference {base - first:+.6f} ± 0."
-    )
+    def compared(of: dict[str, Any]) -> float:
+        return of["compare"]["evaluations"][0]["eval_loss"]
+
+    adapted = record(2, "--compare", "base")
+    assert adapted["eval_loss"] == pytest.approx(losses[-1], rel=1e-12)
+    assert adapted["compare"]["target"].endswith("run without adapter")
+    base = record(1, "--without-adapter", "--compare", config.model.path)
+    assert base["eval_loss"] == pytest.approx(compared(base), rel=1e-14)
+    assert base["eval_loss"] == pytest.approx(compared(adapted), rel=1e-14) and base["eval_loss"] > losses[-1]
 
 
 @pytest.mark.parametrize("words", [["--without-adapter"], ["--compare", "base"]])
@@ -218,24 +200,6 @@ def test_what_has_no_adapter_is_not_evaluated_without_one(
     assert cli_main(["eval", trained[0].run.dir, "--without-adapter", "--compare", "base"]) == 2
 
 
-WRONG = {
-    "no adapter": ({"lora.alpha": 8.0}, "lora.rank is 0"),
-    "tp and dropout": ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
-    "all is dropped": ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),
-    "stochastic rounding": (
-        {"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True},
-        "adapters .* are float32",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_keys_that_do_not_fit(what: str) -> None:
-    keys, message = WRONG[what]
-    with pytest.raises(ConfigError, match=message):
-        check_config(load_config(None, keys), 4)
-
-
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(
@@ -244,28 +208,15 @@ def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch)
         check_config(load_config(None, {"lora.rank": 4}), 4)
 
 
-def lines_about_targets(rank: int) -> list[list[str]]:
-    """What is said of targets, without and with the head of a tied model."""
+def test_an_adapter_of_a_tied_weight_is_said_not_to_be_merged() -> None:
     said = list[list[str]]()
-    with World(Layout(1), backend="gloo") as world:
+    with World(Layout(1), backend="gloo", device="cpu") as world:
         for targets in (["q_proj"], ["q_proj", "lm_head"]):
             said.append([])
             config = load_config(None, {"model.preset": "qwen3-tiny", "lora.rank": 4, "lora.targets": targets})
             check_adapter_targets(config, world, said[-1].append)
-    return said
-
-
-def test_an_adapter_of_a_tied_weight_is_said_not_to_be_merged() -> None:
-    ((plain, tied),) = run_ranks(lines_about_targets, 1)
-    assert plain == [] and len(tied) == 1 and "tie_word_embeddings" in tied[0] and "refuses --merge" in tied[0]
-
-
-def test_a_target_that_the_model_has_not(tmp_path: Path) -> None:
-    config = small_config(tmp_path, lora__rank=4, lora__targets=["q_prj"], context__context_parallel_size=1)
-    config = replace(config, context=config.context.set_evaluation(context_parallel_size=1))
-    with pytest.raises(ModelError, match=r"'q_prj', which is no linear of Qwen3ForCausalLM; did you mean 'q_proj'"):
-        run_ranks(train_rank, 1, config, 1, timeout=60)
-    assert not (tmp_path / "run").exists(), "it is said before anything is read or made"
+    plain, (tied,) = said
+    assert plain == [] and "tie_word_embeddings" in tied and "refuses --merge" in tied
 
 
 def test_the_learning_rate_of_adapters_has_a_default() -> None:

@@ -4,7 +4,6 @@ Every model is trained in float64 with room for everything, and with the least t
 different things. A step has several micro-batches.
 """
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -13,18 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from longspan import World
 from longspan.config.sections import RunConfig
-from longspan.errors import ConfigError, PlanError
-from longspan.layout import Layout
-from longspan.model import prepare, preset_config
-from longspan.plan import MemoryBudget
-from longspan.run import loop as run_loop
-from longspan.run.checks import check_config
-from longspan.run.progress import ProgressDisplay
-from longspan.testing import backend, run_ranks
+from longspan.errors import ConfigError
+from longspan.model import prepare
+from longspan.testing import run_ranks
 from longspan.train import training
-from longspan.train.run_memory import ComingSteps, RunMemory
+from tests.run.runs.homes import gone_on_from_the_first_checkpoint
 from tests.train.small import small_config, train_rank
 
 SETTINGS: dict[str, object] = {
@@ -71,14 +64,11 @@ def _config(folder: Path, changes: dict[str, object]) -> RunConfig:
 
 
 class Trained(NamedTuple):
-    """Loss and norm of the gradients of each step, and run.json's plan of memory."""
-
     steps: list[tuple[float, float]]
     memory: dict[str, Any]
 
 
 def _train(rank: int, config: RunConfig, size: int) -> Trained:
-    """Train within so many bytes, in a folder of their own."""
     train, run = replace(config.train, memory_bytes=size), replace(config.run, dir=f"{config.run.dir}-{size}")
     with pytest.MonkeyPatch.context() as patch:
         asked = dict[str, Any]()
@@ -101,51 +91,21 @@ def _read(folder: Path) -> Trained:
     return Trained([(row["loss"], row["grad_norm"]) for row in rows], memory)
 
 
-def _resume_with_less(rank: int, config: RunConfig, least: int) -> tuple[Trained, Trained, str]:
-    """A run of two steps with room for all, one that does its second step within `least` bytes, and that one's log."""
-    config = replace(config, train=replace(config.train, schedule="constant", warmup_steps=0))
-    straight, log = _train(rank, config, ROOM), io.StringIO()
-    folder = f"{config.run.dir}-resumed"
-    for steps, size in ((1, ROOM), (2, least)):
-        train = replace(config.train, memory_bytes=size, steps=steps)
-        resumed = replace(config, train=train, run=replace(config.run, dir=folder))
-        with (
-            World(check_config(resumed, 2), backend=backend(), timeout=60) as world,
-            ProgressDisplay(steps, log) as display,
-        ):
-            run_loop.train(resumed, world, display)
-    return straight, _read(Path(folder)), log.getvalue()
+def _train_with_less(rank: int, config: RunConfig, resumed: bool) -> tuple[str, Trained, Trained]:
+    """The refusal of a kibibyte, and a run with room for all beside one with the least that the refusal names.
 
-
-def test_a_resumed_run_may_keep_less(tmp_path: Path) -> None:
-    config = _config(tmp_path, RUNS["tied, a2a"])
-    ahead = ComingSteps(lambda step: [120, 100], Layout(2), 4, 0, 2)
-    model = preset_config("qwen3-deep-tiny", vocab_size=300)
-    limits = replace(config, train=replace(config.train, memory_bytes=ROOM))
-    with pytest.raises(PlanError) as refusal:
-        RunMemory(config=limits, model=model, ahead=ahead, gpu=False).choose_memory(
-            MemoryBudget(device=1 << 10, host=ROOM)
-        )
-    (straight, resumed, log), _ = run_ranks(_resume_with_less, 2, config, _least_bytes(refusal.value))
-    assert set(straight.memory["measures"]) == {"none"} != set(resumed.memory["measures"])
-    assert resumed.steps == [pytest.approx(step, rel=1e-12) for step in straight.steps]
-    first, second = re.findall(r"^memory: (.*)$", log, re.M)
-    assert first.startswith("4 of 4 layers keep all, weights gathered once; ") and second != first
-
-
-def _train_with_less(rank: int, config: RunConfig) -> tuple[str, list[Trained]]:
-    """The refusal of a kibibyte, and the runs with room for all and with the least that the refusal names."""
+    A `resumed` one goes on from the first checkpoint of a run with room for all.
+    """
     plain = _train(rank, config, ROOM)
     with pytest.raises(ConfigError) as refusal:
         _train(rank, config, 1 << 10)
-    return str(refusal.value), [plain, _train(rank, config, _least_bytes(refusal.value))]
-
-
-def _least_bytes(refusal: Exception) -> int:
-    """The bytes of the device that a refusal names."""
-    found = re.search(r"needs at least [^(]*\(([\d,]+) bytes\)", str(refusal))
-    assert found is not None
-    return int(found[1].replace(",", ""))
+    least = re.search(r"needs at least [^(]*\(([\d,]+) bytes\)", str(refusal.value))
+    assert least is not None
+    size = int(least[1].replace(",", ""))
+    if resumed and rank == 0:
+        of_plain = replace(config, run=replace(config.run, dir=f"{config.run.dir}-{ROOM}"))
+        gone_on_from_the_first_checkpoint(of_plain, Path(f"{config.run.dir}-{size}"))
+    return str(refusal.value), plain, _train(rank, config, size)
 
 
 # In the whole suite; their layers are in test_measures.py.
@@ -154,10 +114,11 @@ WHOLE = ("tied, a2a", "multi-token prediction", "Gemma 3", "a mixture", "a hybri
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])
 def test_what_layers_keep_changes_no_loss_and_no_gradient(name: str, tmp_path: Path) -> None:
-    answers = run_ranks(_train_with_less, 2, _config(tmp_path, RUNS[name]))
-    refusals, (runs, _) = zip(*answers, strict=True)
-    assert refusals[0] == refusals[1] and "that may fill 0.0 GiB (1,024)" in refusals[0]
-    (plain, all_kept), (less, chosen) = runs
+    resumed = name == "dynamic, adapters"
+    config = _config(tmp_path, RUNS[name] | ({"train__steps": 3, "train__save_every": 1} if resumed else {}))
+    (refusal, *plain_and_less), (of_other, *_) = run_ranks(_train_with_less, 2, config, resumed, timeout=280)
+    assert refusal == of_other and "that may fill 0.0 GiB (1,024)" in refusal
+    (plain, all_kept), (less, chosen) = plain_and_less
     assert set(all_kept["measures"]) == {"none"} and all_kept["gathered_once"]
     assert len(set(chosen["measures"])) > 1 and chosen["device"]["total"] < all_kept["device"]["total"]
     assert less == [pytest.approx(step, rel=1e-12) for step in plain]

@@ -1,8 +1,7 @@
-"""Runs of `longspan train` on rows: chats, whose targets are counted by hand; and one text in every form."""
+"""Runs on data of every kind: chats, whose targets are counted by hand, epochs, and sources by their weights."""
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer import load_tokenizer
+from longspan.cli.plans.answer import open_documents
+from longspan.config.sections import RunConfig, SourceConfig
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError
 from longspan.run.loggers import read_metrics
-from longspan.train.plans.order import count_held_out, make_step_order, order_lengths, set_epoch_steps
+from longspan.testing import run_ranks
+from longspan.train.plans.order import (
+    count_held_out,
+    make_step_order,
+    order_lengths,
+    set_epoch_steps,
+    source_lines,
+)
 from tests.corpus.test_formats import rows_as
-from tests.run.runs.homes import losses_of_run
+from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, train_rows
 from tests.run.runs.test_lora_run import write_base
-from tests.train.small import WORDS, small_config
+from tests.train.small import WORDS, small_config, without_times, write_texts
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token if m.role == 'assistant' else '\n' }}{% endfor %}"
@@ -30,21 +37,19 @@ Answers = tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny chat model, of whose tokens each is a byte."""
     folder = write_base(tmp_path_factory.mktemp("chat") / "base")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
-def config_of(folder: Path, base: Path, path: Path, **changes: Any) -> RunConfig:
-    keys = {"train__steps": 2, "train__eval_every": 2, "train__save_every": 0, "train__warmup_steps": 1, **changes}
+def chat_config(folder: Path, base: Path, path: Path, **changes: Any) -> RunConfig:
+    keys = {"train__steps": 2, "train__eval_every": 2, "train__save_every": 0, "train__warmup_steps": 1}
     keys |= {"data__cache": str(folder / "tokens")}
-    keys |= {"context__eval_context_parallel_size": 1, "model__path": str(base), "model__dtype": "float64"}
+    keys |= {"context__eval_context_parallel_size": 1, **changes, "model__path": str(base), "model__dtype": "float64"}
     return small_config(folder, data__path=str(path), **keys)
 
 
 def chats() -> list[tuple[dict[str, Any], Answers]]:
-    """Twelve conversations of one or two turns that fit 64 bytes, and what the assistant says in them."""
     draw, rows = np.random.default_rng(0), list[tuple[dict[str, Any], Answers]]()
     for i in range(12):
         answers = tuple(str(draw.choice(WORDS)) for _ in range(1 + i % 2))
@@ -57,8 +62,8 @@ def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Pat
     rows, answers = zip(*chats(), strict=True)
     by_hand = [sum(len(answer) + 1 for answer in one) for one in answers]
     path = rows_as("jsonl", tmp_path / "rows", list(rows))
-    config = config_of(tmp_path / "cached", base, path)
-    losses = losses_of_run(config, 2)
+    config = chat_config(tmp_path / "cached", base, path)
+    train_rows(config, 2)
     corpus = Corpus(Path(config.run.dir) / "corpus")
     order = make_step_order(config, corpus)
     assert isinstance(order, StepOrder)
@@ -71,28 +76,92 @@ def test_a_run_on_chats_counts_what_the_assistant_says(tmp_path: Path, base: Pat
 
     with path.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}))
-    skipping = config_of(tmp_path / "skipping", base, path, data__on_bad="skip")
-    assert losses_of_run(skipping, 2) == losses
+    skipping = chat_config(tmp_path / "skipping", base, path, data__on_bad="skip", train__steps=1, **ALONE)
+    (row,) = train_rows(skipping, 1)
+    assert row["loss"] == pytest.approx(steps[0]["loss"], rel=1e-9)
     left_out = Corpus(Path(skipping.run.dir) / "corpus").manifest
     assert left_out.left_out.bad_rows == 1 and left_out.bad[0].startswith("rows.jsonl, line 13: no message is of an")
 
 
-def test_one_text_in_every_form_gives_the_same_losses(tmp_path: Path, base: Path) -> None:
-    pytest.importorskip("pyarrow")
-    pytest.importorskip("datasets")
-    draw = np.random.default_rng(0)
-    texts = [" ".join(draw.choice(WORDS, int(draw.integers(2, 9)))) for _ in range(12)]
-    plain = [{"text": text} for text in texts]
-    tokens = [{"input_ids": ids.tolist()} for ids in load_tokenizer(base).encode(texts)]
-    forms: Sequence[tuple[str, str, list[dict[str, Any]]]] = [
-        ("text", "jsonl", plain),
-        ("tokens", "jsonl", tokens),
-        ("table", "parquet", plain),
-        ("saved", "datasets", plain),
-    ]
-    paths = {name: rows_as(form, tmp_path / name / "rows", rows) for name, form, rows in forms}
-    losses = {name: losses_of_run(config_of(tmp_path / name, base, path), 2) for name, path in paths.items()}
-    assert len(losses["text"]) >= 3 and all(of_form == losses["text"] for of_form in losses.values()), losses
+def epoch_config(folder: Path, tokens: int, epochs: float, **keys: Any) -> RunConfig:
+    keys = {"train__save_every": 0, "train__eval_every": 0, "train__warmup_steps": 0, **keys}
+    keys = {"data__max_document_tokens": 32, **keys}
+    return small_config(folder, train__tokens_per_step=tokens, train__epochs=epochs, **keys)
+
+
+PIPELINE = ALONE | {"parallel__pp": 2}
+FREE = ALONE | {"context__mode": "free", "context__max_tokens_per_slot": 64}
+PACKS = {"data__max_document_tokens": 0, "data__pack_to": 40, "context__eval_max_tokens_per_slot": 198}
+CASES: dict[str, tuple[int, int, float, dict[str, Any]]] = {  # ranks, tokens a step, epochs, further keys
+    "a step is more than an epoch": (1, 10**6, 2, ALONE),
+    "packs, and a short last step": (1, 200, 1, ALONE | PACKS),
+    "a pipeline": (2, 400, 2, PIPELINE),
+    "free slots, and part of an epoch": (2, 200, 1.5, FREE),
+}
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "epochs", "keys"), CASES.values(), ids=CASES)
+def test_the_tokens_of_a_run_are_those_of_its_corpus(
+    tmp_path: Path, ranks: int, tokens: int, epochs: float, keys: dict[str, Any]
+) -> None:
+    config = epoch_config(tmp_path, tokens, epochs, **keys)
+    out = lines_of(0, config, 1) if ranks == 1 else run_ranks(lines_of, ranks, config, ranks, timeout=120)[0]
+    rows = train_rows(config)
+    corpus = Corpus(Path(config.run.dir) / "corpus")
+    order = make_step_order(config, corpus)
+    training = np.setdiff1d(np.arange(len(corpus)), order.evaluation)
+    epoch = int(corpus.lengths[training].sum())
+    total = sum(row["tokens"] for row in rows)
+    assert total == epochs * epoch if epochs != 1.5 else epoch < total < 2 * epoch
+    assert epoch in np.cumsum([row["tokens"] for row in rows]) and max(row["tokens"] for row in rows) <= tokens
+    assert len(rows) == order.count_steps() and rows[-1]["lr"] == pytest.approx(6e-4)  # the last of the schedule
+    texts = "" if order.texts == len(training) else f" of {order.texts} texts"
+    read = (
+        f"{len(training)} documents{texts} to train on, of {epoch:,} tokens, which {len(rows)} steps? read {epochs:g}"
+    )
+    assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(data.eval_documents\)", out)
+    assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
+    assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
+    with open_documents(config, lambda line: None, estimate=False) as planned:
+        assert planned.steps == len(rows)
+        assert [sum(planned.order.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
+        assert re.match(read, planned.line)
+
+
+def test_a_run_of_epochs_goes_on_in_the_middle_of_one_and_with_one_more(tmp_path: Path) -> None:
+    config = epoch_config(tmp_path, 250, 2, train__save_every=2, train__schedule="constant", **ALONE)
+    rows = train_rows(config, 1)
+    resumed = train_rows(gone_on_from_the_first_checkpoint(config, tmp_path / "begun"), 1)
+    assert [*map(without_times, resumed)] == [*map(without_times, rows)]
+
+    longer = replace(config, train=replace(config.train, epochs=3.0))
+    tokens = [row["tokens"] for row in train_rows(longer, 1)]
+    assert tokens[: len(rows)] == [row["tokens"] for row in rows] and sum(tokens) * 2 == 3 * sum(tokens[: len(rows)])
+    steps = replace(longer, train=replace(longer.train, epochs=0.0, steps=99))
+    with pytest.raises(ConfigError, match=r"under train.epochs 0 step \d+ does not begin where .*; it was 3 then"):
+        train_rows(steps, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, id="whole", marks=pytest.mark.whole), pytest.param({"data__pack_to": 32}, id="packed")],
+)
+def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
+    keys = {"train__steps": 8, "train__eval_every": 0, "data__eval_documents": 2, **ALONE}
+    config = small_config(tmp_path, **keys, **changes)
+    paths = [write_texts(tmp_path / name, count) for name, count in (("first", 4), ("second", 9))]
+    sources = tuple(SourceConfig(str(path), weight) for path, weight in zip(paths, (3.0, 1.0), strict=True))
+    config = replace(config, data=replace(config.data, path="", sources=sources))
+    rows = train_rows(config, 1)
+    tokens = np.array([row["source_tokens"] for row in rows])
+    assert (tokens.sum(axis=1) == [row["tokens"] for row in rows]).all()
+    totals = tokens.sum(axis=0)
+    corpus = Corpus(Path(config.run.dir) / "corpus")
+    assert abs(totals[0] / 3 - totals[1]) <= corpus.lengths.max()
+    order = make_step_order(config, corpus)
+    assert tokens.tolist() == [order.source_tokens(step) for step in range(8)]
+    first, second = source_lines(config, order)
+    assert "weight 3, 0.75 of the tokens of steps; it has" in first and "weight 1, 0.25 of" in second
 
 
 FEW = [  # tokens a step -> what is logged, where two epochs have 3,800 tokens in documents of 50

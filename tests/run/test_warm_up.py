@@ -15,7 +15,6 @@ from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
-from longspan.run import warm_up as warm_up_run
 from longspan.run.loggers import read_metrics
 from longspan.run.warm_up import (
     kind_of_group,
@@ -43,18 +42,17 @@ MARKS = dict.fromkeys(("fsdp, free", "stages", "tensor and experts"), pytest.mar
 
 
 def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
-    """A run with a warm-up, although the device is a CPU; the lines that it says."""
     lines: list[str] = []
-    before, said = warm_up_run.needs_warm_up, warm_up_run.warm_up
+    before, said = warm_up_module.needs_warm_up, warm_up_module.warm_up
 
     def noted(training: Any, plans: Any, evaluation: Any, log: Any) -> None:
         said(training, plans, evaluation, lines.append)
 
-    warm_up_run.needs_warm_up, warm_up_run.warm_up = lambda world: True, noted  # type: ignore[assignment]
+    warm_up_module.needs_warm_up, warm_up_module.warm_up = lambda world: True, noted  # type: ignore[assignment]
     try:
         train_rank(rank, config, ranks)
     finally:
-        warm_up_run.needs_warm_up, warm_up_run.warm_up = before, said
+        warm_up_module.needs_warm_up, warm_up_module.warm_up = before, said
     return lines
 
 
@@ -72,7 +70,7 @@ def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
         changes = {"data__path": _write_masked_rows(tmp_path / "rows.jsonl"), "data__tokenizer": str(tokenizer)}
     rows: list[list[dict[str, object]]] = []
     for name, train in (("cold", train_rank), ("warm", _train)):
-        config = small_config(tmp_path, run__dir=str(tmp_path / name), train__steps=4, **changes)
+        config = small_config(tmp_path, run__dir=str(tmp_path / name), train__steps=3, **changes)
         results = run_ranks(train, ranks, config, ranks)
         rows.append([without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")])
         if train is _train:

@@ -1,1 +1,0 @@
-"""What a run does before its first step."""
