@@ -23,7 +23,6 @@ from longspan.checkpoint.files import checkpoint_path
 from longspan.checkpoint.storage import SafetensorsReader, read_metadata
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
-from longspan.errors import CheckpointError
 from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import training as run_module
@@ -67,7 +66,7 @@ ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
 CHAINS = {
     "qwen3": (
         Leg(1, 4, ParallelConfig(tp=2, sequence_parallel=True), {"planner": "dynamic"}),
-        Leg(2, 4, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
+        Leg(2, 2, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
     ),
     "qwen3-moe": (
         Leg(1, 8, ALL_AT_ONCE, {"planner": "dynamic"}),
@@ -78,8 +77,14 @@ CHAINS = {
 }
 
 
+def _documents(config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
+    """Train, and return the documents of each step, which must be the same on every rank."""
+    seen = run_ranks(_train, ranks, config, ranks, change, timeout=240)
+    assert all(each == seen[0] for each in seen)
+    return seen[0]
+
+
 def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
-    """Train, and return the documents of every step that was taken here."""
     seen: list[tuple[int, ...]] = []
     step, set_state = run_module.run_step, checkpoint_module.set_optimizer_state_dict
 
@@ -98,17 +103,6 @@ def _train(rank: int, config: RunConfig, ranks: int, change: Change | None = Non
     finally:
         run_module.run_step, checkpoint_module.set_optimizer_state_dict = step, set_state
     return seen
-
-
-def _documents(config: RunConfig, ranks: int, change: Change | None = None) -> list[tuple[int, ...]]:
-    """The documents of each step, which must be the same on every rank."""
-    seen = run_ranks(_train, ranks, config, ranks, change, timeout=110)
-    assert all(each == seen[0] for each in seen)
-    return seen[0]
-
-
-def _losses(config: RunConfig) -> list[float]:
-    return [float(row["loss"]) for row in read_metrics(Path(config.run.dir) / "metrics.jsonl")]
 
 
 def _checkpoint(config: RunConfig, step: int) -> dict[str, Tensor]:
@@ -137,7 +131,6 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def _of_leg(config: RunConfig, leg: Leg, folder: Path) -> RunConfig:
-    """The run's configuration for a leg, in a folder of its own."""
     return replace(
         config,
         parallel=leg.parallel,
@@ -147,11 +140,7 @@ def _of_leg(config: RunConfig, leg: Leg, folder: Path) -> RunConfig:
     )
 
 
-# The mixture of experts goes through more homes; the other has a tied embedding, which the last leg has on one rank.
-CHAINED = ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.whole)]
-
-
-@pytest.mark.parametrize("straight", CHAINED, indirect=True)
+@pytest.mark.parametrize("straight", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.whole)], indirect=True)
 def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_path: Path) -> None:
     chain, config, documents = straight
     seen, mine = list[tuple[int, ...]](), config
@@ -166,7 +155,8 @@ def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_p
     assert facts["parameters"] == sum(
         x.numel() for x in load_file(tmp_path / "run" / "model" / "model.safetensors").values()
     )
-    assert farthest(_losses(mine), _losses(config)) < BOUND
+    losses = [[float(row["loss"]) for row in read_metrics(Path(c.run.dir) / "metrics.jsonl")] for c in (mine, config)]
+    assert farthest(*losses) < BOUND
 
 
 def _swap_moments(state: dict[str, Any]) -> None:
@@ -185,37 +175,12 @@ def _lose_the_steps(state: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("straight", ["qwen3"], indirect=True)
 @pytest.mark.parametrize(
-    "change",
-    [None, _lose_a_moment, *(pytest.param(c, marks=pytest.mark.whole) for c in (_swap_moments, _lose_the_steps))],
+    "change", [_lose_a_moment, *(pytest.param(c, marks=pytest.mark.whole) for c in (_swap_moments, _lose_the_steps))]
 )
-def test_a_moment_in_the_wrong_place_would_be_seen(straight: Any, tmp_path: Path, change: Change | None) -> None:
+def test_a_moment_in_the_wrong_place_would_be_seen(straight: Any, tmp_path: Path, change: Change) -> None:
     _, config, documents = straight
     shutil.copytree(Path(config.run.dir), tmp_path / "run", ignore=shutil.ignore_patterns("step-00000[2-9]"))
     mine = _of_leg(config, Leg(2, 1, ParallelConfig(), {}), tmp_path / "run")
     assert _documents(mine, 1, change) == documents[1:2]
     found, wanted = (_checkpoint(c, 2) for c in (mine, config))
-    assert (worst(found, wanted) < BOUND) == (change is None)
-
-
-def _saves_too_little(rank: int, config: RunConfig) -> None:
-    """A step, saved without one of the moments."""
-    save = checkpoint_module.dcp.save
-
-    def lacking(tensors: dict[str, Any], **named: Any) -> None:
-        del tensors["optimizer"]["state.model.layers.2.mlp.up_proj.weight.exp_avg_sq"]
-        save(tensors, **named)
-
-    checkpoint_module.dcp.save = lacking
-    try:
-        train_rank(rank, config, 1)
-    finally:
-        checkpoint_module.dcp.save = save
-
-
-@pytest.mark.parametrize("straight", ["qwen3"], indirect=True)
-def test_a_moment_that_is_not_there_is_an_error(straight: Any, tmp_path: Path) -> None:
-    _, config, _ = straight
-    first, second = (_of_leg(config, Leg(until, 1, ParallelConfig(), {}), tmp_path / "run") for until in (1, 2))
-    run_ranks(_saves_too_little, 1, first)
-    with pytest.raises(CheckpointError, match=r"does not fit this model: Missing key .*layers.2.mlp.up_proj.*exp_avg_"):
-        run_ranks(train_rank, 1, second, 1)
+    assert worst(found, wanted) > BOUND

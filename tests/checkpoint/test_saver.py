@@ -5,7 +5,6 @@ import re
 import signal
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from longspan import Layout, World
 from longspan.checkpoint import saver as module
 from longspan.checkpoint import storage
 from longspan.checkpoint.checkpoint import check_checkpoint, load_checkpoint, save_checkpoint
-from longspan.checkpoint.files import check_contents, check_sizes, complete_checkpoints, publish_checkpoint, step_of
+from longspan.checkpoint.files import check_contents, check_sizes, complete_checkpoints, step_of
 from longspan.checkpoint.saver import SMALL, CheckpointSaver, Stage, StagedTensors
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.optimizer import OptimizerChoice, StochasticRounding
-from tests.checkpoint.test_checkpoint import contents, opened, update
+from tests.checkpoint.test_checkpoint import contents, opened, slow, update
 
 
 def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> None:
@@ -46,14 +45,6 @@ def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> No
     assert (stage.bytes, again["model"]["weight"].data_ptr()) == (taken, first), "memory is kept from save to save"
 
 
-def slow(seconds: float, work: Any) -> Any:
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(seconds)
-        return work(*arguments)
-
-    return slowly
-
-
 def tensors_of(path: Path, world: World) -> list[Tensor]:
     """What a checkpoint holds, loaded into a model and an optimizer of another seed."""
     model, optimizer = opened(world, seed=9)
@@ -62,7 +53,6 @@ def tensors_of(path: Path, world: World) -> list[Tensor]:
 
 
 def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
-    """Saves in the background, and what is trained meanwhile."""
     said = list[str]()
     finish = StagedTensors.finish
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
@@ -98,6 +88,7 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
         kinds = [record.kind for record in world.process_groups.made]
         assert kinds.count("saves") == 1
         optimizers_rank(root / "optimizers", world)
+        figures_rank(rank, root / "figures", world)
         said += failures_rank(rank, root / "failures", world)
     assert not [thread for thread in threading.enumerate() if thread.name == "longspan save"]
     return said
@@ -124,6 +115,21 @@ def optimizers_rank(root: Path, world: World) -> None:
         load_checkpoint(root / name / "step-000001", model, optimizer, world)
         assert all(map(torch.equal, before, contents(model, optimizer))), name
     StagedTensors.finish = finish  # type: ignore[method-assign]
+
+
+def figures_rank(rank: int, root: Path, world: World) -> None:
+    """Ranks that see at different times that a save has ended."""
+    model, optimizer = opened(world)
+    saver, steps = CheckpointSaver(root, world, log=[].append), list[int]()
+    for step in (1, 2):
+        update(model, optimizer)
+        saver.save(model, optimizer, step=step)
+        if rank == 0:  # another rank's thread may end later
+            assert saver._running is not None and saver._running.ended.wait(30)
+            steps += [figures.step for figures in (saver.take_figures(), saver.take_figures()) if figures]
+    saver.wait()
+    assert steps == ([1, 2] if rank == 0 else [])
+    assert {step_of(path) for path in complete_checkpoints(root)} == {1, 2}
 
 
 def failures_rank(rank: int, root: Path, world: World) -> list[str]:
@@ -196,40 +202,13 @@ def killed_rank(rank: int, root: Path, lost: int, place: str) -> None:
             if step == 2 and rank == lost and place == "writing":
                 SafetensorsWriter.write_data = kill_here  # type: ignore[method-assign]
             if step == 2 and rank == lost and place == "publishing":
-                module.publish_checkpoint = partial(publish_and_die, publish_checkpoint)  # type: ignore[assignment]
+                Path.rename = kill_here  # type: ignore[method-assign]  # all is written, and the folder has no name yet
             saver.save(model, optimizer, step=step)
             if step == 1:
                 saver.wait()
         while True:
             world.control.barrier("a step")
             time.sleep(0.01)
-
-
-def publish_and_die(publish: Any, folder: Path, *arguments: Any) -> None:
-    """Everything is written, and the folder has no name yet."""
-    Path.rename = kill_here  # type: ignore[method-assign, assignment]
-    publish(folder, *arguments)
-
-
-def figures_rank(rank: int, ranks: int, root: Path) -> list[int]:
-    """Ranks that see at different times that a save has ended."""
-    with World(Layout(ranks), backend=backend(), timeout=30) as world:
-        model, optimizer = opened(world)
-        saver = CheckpointSaver(root, world, log=[].append)
-        steps = list[int]()
-        for step in (1, 2):
-            update(model, optimizer)
-            saver.save(model, optimizer, step=step)
-            if rank == 0:  # another rank's thread may end later
-                assert saver._running is not None and saver._running.ended.wait(30)
-                steps += [figures.step for figures in (saver.take_figures(), saver.take_figures()) if figures]
-        saver.wait()
-        return steps
-
-
-def test_ranks_agree_on_a_save_that_one_of_them_saw_end_first(tmp_path: Path) -> None:
-    assert run_ranks(figures_rank, 2, 2, tmp_path) == [[1, 2], []]
-    assert {step_of(path) for path in complete_checkpoints(tmp_path)} == {1, 2}
 
 
 @pytest.mark.parametrize(

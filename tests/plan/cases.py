@@ -1,9 +1,21 @@
 """Sound random plans and lists of lengths, for the properties that every plan must have."""
 
+from collections.abc import Callable
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from longspan.plan import Group, MicroBatch, Plan, slot_rows
+from longspan.plan.shape.model_shape import QWEN3_8B
+
+MIXTURE = QWEN3_8B | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
+MIXTURE |= {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+
+HYBRID: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 128}
+HYBRID |= {"vocab_size": 100, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+HYBRID |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
+HYBRID |= {"layer_types": [*["linear_attention"] * 3, "full_attention"]}
 
 bounded = settings(derandomize=True, deadline=None, max_examples=50)
 
@@ -30,3 +42,28 @@ def plans(draw: st.DrawFn, mode: str = "lockstep") -> Plan:
     cap = int(slot_rows(micro_batches, slots, multiple).max())
     targets = sum(drawn) - len(drawn)
     return Plan(slots, tuple(drawn), micro_batches, targets, mode, cap, node, multiple)
+
+
+def simulate(plan: Plan, price: Callable[[Group], float]) -> tuple[list[list[float]], ...]:
+    """The definition, in plain loops: own seconds, and when each slot starts and may go on, for each micro-batch."""
+    clock, busy, start, end = [0.0] * plan.slots, [], [], []
+    for micro_batch in plan.micro_batches:
+        of_slots = [0.0] * plan.slots
+        for group in micro_batch.groups:
+            seconds = price(group)
+            for slot in group.slots:
+                of_slots[slot] += seconds
+        joined: list[set[int]] = [set(range(plan.slots))] if plan.mode == "lockstep" else []
+        for slots in (set(group.slots) for group in micro_batch.groups if plan.mode == "free"):  # merge what overlaps
+            apart = [other for other in joined if not other & slots]
+            joined = [*apart, slots.union(*(other for other in joined if other & slots))]
+        start.append(list(clock))
+        for slots in joined:
+            for slot in slots:
+                of_slots[slot] += plan.cost.micro_batch_seconds
+            ready, longest = max(clock[s] for s in slots), max(of_slots[s] for s in slots)
+            for slot in slots:
+                start[-1][slot], clock[slot] = ready, ready + longest
+        busy.append(of_slots)
+        end.append(list(clock))
+    return busy, start, end

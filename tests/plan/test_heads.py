@@ -1,6 +1,7 @@
 """Which degrees query heads allow: no planner gives a group more slots than its heads can be dealt out to."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,22 +10,13 @@ from longspan.attention.call import AttendCall
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.dynamic.problem import even_runs
 from tests.plan.test_dynamic import check_sound, random_case
 
 HEADS = (1, 2, 4, 6, 7, 12, 25, 32, 40)
 TYPES = ("a2a", "a2a+p2p", ("p2p", "a2a"), ("a2a+p2p", "a2a"), "p2p", "all_gather", "auto")
 
 
-class _Shard:
-    """Of a shard, what `comm_choices` reads, without a process group."""
-
-    def __init__(self, batch: object) -> None:
-        self.micro_batch = batch
-
-
 def attends(plan: Plan, heads: int) -> None:
-    """`attend` takes every group of the plan in every layer: it raises AttentionError otherwise."""
     kinds = {group.cp_comm_type for batch in plan.micro_batches for group in batch.groups}
     layers = (
         [i for kind in kinds for i in range(1 if isinstance(kind, str) else len(kind))] if "auto" not in kinds else []
@@ -32,13 +24,13 @@ def attends(plan: Plan, heads: int) -> None:
     for batch in plan.micro_batches:
         for layer in layers:
             call = AttendCall(heads=heads, kv_heads=1, head_size=8, value_size=8)
-            comm_choices(_Shard(batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
+            comm_choices(SimpleNamespace(micro_batch=batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_dynamic_plans_have_only_degrees_that_the_heads_allow(seed: int) -> None:
     rng, planned = random.Random(seed), 0
-    for _ in range(40):
+    for _ in range(25):
         lengths, slots, arguments = random_case(rng)
         heads, tp, kind = rng.choice(HEADS), rng.choice((1, 1, 2)), rng.choice(TYPES)
         arguments |= {
@@ -55,7 +47,7 @@ def test_dynamic_plans_have_only_degrees_that_the_heads_allow(seed: int) -> None
         attends(plan, heads)
         widest = min(arguments["max_cp"] or slots, slots)
         check_sound(plan, lengths, arguments["min_cp"], widest, arguments["micro_batch_multiple"])
-    assert planned > 15
+    assert planned > 8
 
 
 @pytest.mark.parametrize("planner", [plan_fixed, plan_padded])
@@ -96,40 +88,15 @@ def test_messages_say_which_degrees_and_sizes_fit() -> None:
         plan_dynamic([4000], Layout(4), max_tokens_per_slot=1500, cp_comm_type="a2a", heads=2)
     with pytest.raises(PlanError, match="deals 4 query heads to the 3 slots"):
         plan_dynamic([400], Layout(4), max_tokens_per_slot=1500, min_cp=3, max_cp=3, cp_comm_type="a2a", heads=4)
-    with pytest.raises(PlanError, match="heads is 0; give an integer of at least 1"):
-        plan_dynamic([400], Layout(4), max_tokens_per_slot=None, heads=0)
 
 
-def test_without_heads_any_degree_is_planned() -> None:
+def test_degrees_of_dynamic_plans_follow_heads_and_have_their_own_sizes() -> None:
     arguments = {"max_tokens_per_slot": 1500, "cp_comm_type": "a2a"}
-    degrees = [
-        sorted({group.degree for batch in plan.micro_batches for group in batch.groups})
-        for plan in (plan_dynamic([4000, 4000], Layout(6), heads=heads, **arguments) for heads in (None, 4))
-    ]
-    assert degrees == [[3], [4]]  # both at once on three slots each, or one after the other on four
-
-
-@pytest.mark.parametrize(
-    ("slots", "degrees", "widths"),
-    [
-        (8, (1, 2, 3, 4, 6, 12), [4, 4]),
-        (7, (1, 2, 4), [4, 2, 1]),
-        (7, (2, 4), [4, 2]),
-        (11, (4, 6), [6, 4]),
-        (3, (4, 6), []),
-    ],
-)
-def test_runs_of_slots_are_as_wide_as_degrees_allow(slots: int, degrees: tuple[int, ...], widths: list[int]) -> None:
-    pieces = even_runs(slots, degrees)
-    assert [width for _, width in pieces] == widths
-    assert [start for start, _ in pieces] == [sum(widths[:i]) for i in range(len(widths))]
-
-
-@pytest.mark.parametrize(("lengths", "slots", "sizes"), [([4000] * 3, 1, (1, 1)), ([57344] * 2, 7, (1, 7))])
-def test_dynamic_plans_of_one_degree_have_the_sizes_of_that_degree(
-    lengths: list[int], slots: int, sizes: tuple[int, int]
-) -> None:
+    for heads, degrees in ((None, {3}), (4, {4})):  # both at once on three slots each, or one after the other on four
+        plan = plan_dynamic([4000, 4000], Layout(6), heads=heads, **arguments)
+        assert {group.degree for batch in plan.micro_batches for group in batch.groups} == degrees
     arguments = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": 4, "node_size": 1}
-    plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=8192, micro_batch_multiple=4, **arguments)
-    groups = [group for batch in plan.micro_batches for group in batch.groups]
-    assert {group.hierarchical_context_parallel_sizes for group in groups} == {sizes}
+    for lengths, slots in (([4000] * 3, 1), ([57344] * 2, 7)):
+        plan = plan_dynamic(lengths, Layout(slots), max_tokens_per_slot=8192, micro_batch_multiple=4, **arguments)
+        groups = [group for batch in plan.micro_batches for group in batch.groups]
+        assert {group.hierarchical_context_parallel_sizes for group in groups} == {(1, slots)}

@@ -1,4 +1,4 @@
-"""The options that planners share: one set, whether it comes as keywords or as one value."""
+"""The options that planners share, and what all planners refuse."""
 
 import inspect
 from collections.abc import Callable
@@ -7,9 +7,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from longspan.errors import PlanError
+from longspan.errors import LayoutError, PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan import Cost, MicroBatch, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.planners.options import PlanKeywords
 
 PLANNERS: dict[Callable[..., Plan], tuple[str, ...]] = {
@@ -30,36 +30,127 @@ def test_the_signature_lists_every_option_with_its_default(planner: Callable[...
     assert all(shown[field.name].default == field.default for field in fields(PlanOptions))
 
 
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_options_are_keywords_in_one_value_and_a_keyword_beside_them_wins(planner: Callable[..., Plan]) -> None:
-    degree = () if planner is plan_dynamic else (2,)
-    keywords: dict[str, Any] = {"max_tokens_per_slot": 512, "cost": Cost(micro_batch_seconds=1.0), "row_multiple": 2}
-    plan = planner([900, 300, 20], Layout(4), *degree, **keywords)
-    assert plan == planner([900, 300, 20], Layout(4), *degree, options=PlanOptions(**keywords))
-    wins = planner([900, 300, 20], Layout(4), *degree, options=PlanOptions(**keywords), max_tokens_per_slot=600)
-    assert (wins.max_tokens_per_slot, wins.row_multiple) == (600, 2)
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_targets_are_those_of_documents_or_of_the_caller(planner: Callable[..., Plan]) -> None:
-    """They divide the loss and change nothing else of a plan."""
-    degree = () if planner is plan_dynamic else (2,)
-    usual = planner([900, 300, 20], Layout(4), *degree)
-    masked = planner([900, 300, 20], Layout(4), *degree, targets=17)
-    assert (usual.targets, masked.targets) == (1217, 17) and masked.micro_batches == usual.micro_batches
-    assert masked.digest() != usual.digest()  # ranks that counted other targets are found out
-    with pytest.raises(PlanError, match="targets is -1"):
-        planner([900, 300, 20], Layout(4), *degree, targets=-1)
-
-
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_keyword_that_no_planner_has_is_refused_with_the_nearest(planner: Callable[..., Plan]) -> None:
-    with pytest.raises(TypeError, match=rf"{planner.__name__}\(\) .* 'node_sizes': did you mean 'node_size'\?"):
-        planner([9], Layout(1), **({} if planner is plan_dynamic else {"cp": 1}), node_sizes=4)
-
-
 def test_lists_are_kept_as_tuples() -> None:
-    """So that options, and what holds them, may be keys of a cache."""
     options = PlanOptions(cp_comm_type=["p2p", "a2a"], hierarchical_context_parallel_sizes=[2, 2])
     same = PlanOptions(cp_comm_type=("p2p", "a2a"), hierarchical_context_parallel_sizes=(2, 2))
     assert options == same and hash(options) == hash(same)
+
+
+HOME = Layout(4)
+
+
+def made(planner: Callable[..., Plan], lengths: Any = (900, 300, 20), home: Layout = HOME, **options: Any) -> Plan:
+    """By any planner; a fixed degree is 2."""
+    return planner(lengths, home, **({} if planner is plan_dynamic else {"cp": 2}), **options)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_options_are_keywords_or_one_value_and_targets_are_a_number_beside_the_plan(
+    planner: Callable[..., Plan],
+) -> None:
+    keywords: dict[str, Any] = {"max_tokens_per_slot": 512, "cost": Cost(micro_batch_seconds=1.0), "row_multiple": 2}
+    plan = made(planner, **keywords)
+    assert plan == made(planner, options=PlanOptions(**keywords))
+    wins = made(planner, options=PlanOptions(**keywords), max_tokens_per_slot=600)
+    assert (wins.max_tokens_per_slot, wins.row_multiple) == (600, 2)
+    usual, masked = made(planner), made(planner, targets=17)
+    assert (usual.targets, masked.targets) == (1217, 17) and masked.micro_batches == usual.micro_batches
+    assert masked.digest() != usual.digest()  # ranks that counted other targets are found out
+    with pytest.raises(TypeError, match=rf"{planner.__name__}\(\) .* 'node_sizes': did you mean 'node_size'\?"):
+        made(planner, node_sizes=4)
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "free"])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_micro_batches_without_documents(planner: Callable[..., Plan], mode: str) -> None:
+    plan = made(planner, [], max_tokens_per_slot=8, micro_batch_multiple=3, mode=mode)
+    assert plan.micro_batches == (MicroBatch(),) * 3 and (plan.tokens, plan.targets, plan.efficiency) == (0, 0, 0.0)
+    assert plan.predicted_seconds == pytest.approx(0.03 if mode == "lockstep" else 0.0)
+    filled, one = (made(planner, [5], micro_batch_multiple=multiple, mode=mode) for multiple in (4, 1))
+    assert len(filled.micro_batches) == 4
+    assert mode == "lockstep" or filled.predicted_seconds == one.predicted_seconds
+
+
+TYPES = r"use one of p2p, all_gather, a2a, a2a"
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"lengths": [3, 0]}, "length 1 is 0"),
+    ({"lengths": [-3]}, "length 0 is -3"),
+    ({"lengths": [3, 4.5]}, "length 1 is 4.5"),
+    ({"lengths": [3, True]}, "length 1 is True"),
+    ({"lengths": [float("nan"), 10]}, "length 0 is nan"),
+    ({"lengths": [], "allow_empty": False}, "there are no documents to plan and allow_empty is False"),
+    ({"max_tokens_per_slot": 0}, "max_tokens_per_slot is 0; give an integer"),
+    ({"max_tokens_per_slot": 7, "row_multiple": 8}, "max_tokens_per_slot 7 is below row_multiple 8"),
+    ({"micro_batch_multiple": 0}, "micro_batch_multiple is 0; give an integer"),
+    ({"node_size": 0}, "node_size is 0"),
+    ({"targets": -1}, "targets is -1; give an integer of at least 0"),
+    ({"heads": 0}, "heads is 0; give an integer of at least 1"),
+    ({"mode": "loose"}, "mode is 'loose'; use one of lockstep, free"),
+    ({"mode": "free", "home": Layout(4, ep=2)}, "the home has ep 2: slots that share experts wait"),
+    ({"partition": "odd"}, "partition is 'odd'; use one of zigzag, contiguous"),
+    ({"cp_comm_type": "ring"}, f"cp_comm_type is 'ring'; {TYPES}"),
+    ({"cp_comm_type": ["p2p", "x"]}, "cp_comm_type of layer 1 is 'x'"),
+    ({"cp_comm_type": []}, "cp_comm_type is an empty list"),
+    ({"lengths": [2**31] * 2}, "2 documents of up to 2147483648 rows cannot be priced .* at most 1 of that length"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_every_planner_refuses(arguments: dict[str, Any], message: str) -> None:
+    for planner in PLANNERS:
+        with pytest.raises((PlanError, LayoutError), match=message):
+            made(planner, **arguments)
+
+
+TP, SMALL = Layout(ranks=16, tp=2, pp=2), {"max_tokens_per_slot": 20}
+BAD_FIXED: list[tuple[list[int], Layout, Any, dict[str, Any], str]] = [
+    ([5], Layout(4), 3, {}, r"cp 3 does not divide 4 slots \(4 ranks / tp 1 / pp 1\); use 1, 2 or 4$"),
+    ([5], TP, 8, {}, r"cp 8 does not divide 4 slots \(16 ranks / tp 2 / pp 2\)"),
+    ([5], Layout(4), 2.0, {}, "cp is 2.0; give an integer of at least 1"),
+    ([5], Layout(4), 0, {}, "cp is 0; give an integer of at least 1"),
+    (
+        [7, 41, 50],
+        Layout(4),
+        2,
+        SMALL,
+        r"document 2 has 50 rows, .* the 40 that cp 2 x max_tokens_per_slot 20 hold \(2 ",
+    ),
+    ([50], Layout(4), 2, SMALL, r"raise max_tokens_per_slot to 25, raise cp, or cut the document"),
+    ([35], Layout(2), 2, SMALL | {"row_multiple": 16}, "35 rows, more than the 32 .* hold in multiples of 16 .* to 32"),
+    ([41], Layout(4), 2, SMALL, "document 0 has 41 rows, more than the 40"),
+    (
+        [3],
+        Layout(8),
+        4,
+        {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)},
+        r"sizes \(2, 4\) multiply to 8, but the group has cp 4; use one of \(1, 4\), \(2, 2\), \(4, 1\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("lengths", "home", "cp", "options", "message"), BAD_FIXED)
+def test_fixed_degrees_are_refused(lengths: Any, home: Layout, cp: Any, options: dict[str, Any], message: str) -> None:
+    for planner in (plan_fixed, plan_padded):
+        with pytest.raises((PlanError, LayoutError), match=message):
+            planner(lengths, home, cp, **options)
+
+
+BAD_DYNAMIC: list[tuple[list[int], dict[str, Any], str]] = [
+    ([10, 5000, 9000], {}, "document 2 has 9000 rows, more than the 8192"),
+    ([10, 5000], {"max_cp": 4}, "document 1 has 5000 rows, .* the 4096 that cp 4 x max_tokens_per_slot 1024"),
+    ([10, 5000], {"row_multiple": 1000, "max_cp": 4}, "more than the 4000 .* in multiples of 1000"),
+    ([10], {"min_cp": 5, "max_cp": 4}, "min_cp 5 is above max_cp 4"),
+    ([10], {"min_cp": 9}, "min_cp 9 is above the 8 slots"),
+    ([10], {"min_cp": 0}, "min_cp is 0"),
+    ([10], {"max_cp": 0}, "max_cp is 0"),
+    ([10], {"max_cp": True}, "max_cp is True"),
+    ([10], {"effort": "heroic"}, "effort is 'heroic'"),
+    ([99], {"max_tokens_per_slot": 12}, r"12 hold \(1 such document\); .* 13, use a home of more slots, or"),
+    ([99], {"max_tokens_per_slot": 12, "max_cp": 4}, "to 25, raise max_cp, or cut the document"),
+]
+
+
+@pytest.mark.parametrize(("lengths", "options", "message"), BAD_DYNAMIC)
+def test_dynamic_plans_are_refused(lengths: list[int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_dynamic(lengths, Layout(8), **({"max_tokens_per_slot": 1024} | options))

@@ -1,9 +1,11 @@
-"""What makes a plan sound, its digest, and its JSON."""
+"""What makes a plan sound, its digest, JSON and rows of a file, its text, and the levels of its groups."""
 
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import PlanError
-from longspan.plan import Cost, Group, MicroBatch, Plan
+from longspan.layout import Layout
+from longspan.plan import Cost, Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
+from longspan.plan.distributions import sample_lengths
+from longspan.plan.micro_batch import Levels, group_levels, hierarchical_groups
+from longspan.plan.plan import group_counts, plan_row
 from tests.plan.cases import bounded, plans
 
 WIDE = Group((0, 1, 2), (0, 1), (10, 20), ("a2a+p2p", "p2p"), (3, 1))
@@ -177,19 +183,153 @@ def test_digest_sees_every_integer_and_string() -> None:
     assert len(set(digests)) == len(digests) and all(len(digest) == 64 for digest in digests)
 
 
-def test_a_digest_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = replace(GOOD)
-    digest = plan.digest()
-    monkeypatch.setattr(Plan, "_fields_for_digest", lambda plan: {})
-    assert plan.digest() == digest != replace(GOOD).digest()
-
-
 def test_digest_leaves_times_out() -> None:
     priced = replace(GOOD, predicted_seconds=1.0, lower_bound_seconds=0.5, cost=Cost(linear_seconds=1.0))
     assert priced.digest() == GOOD.digest() and priced != GOOD
+    assert GOOD.digest() is GOOD.digest()  # worked out once
     assert GOOD.digest() == "babfbfac3a42b8fa8ab20a889c792bb3d9c58ef01985eb6fa84712e77dd21ab7"
 
 
 def test_planning_imports_no_torch() -> None:
     code = "import sys, longspan.plan; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+ROWS = [900, 300, 20, 400, 7, 1200, 63]
+PLANS = {
+    "fixed": plan_fixed(ROWS, Layout(8), 4, max_tokens_per_slot=512, cp_comm_type=["p2p", "a2a"]),
+    "two levels": plan_fixed(
+        ROWS, Layout(8), 4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2), node_size=4
+    ),
+    "padded": plan_padded(ROWS, Layout(8), 2, row_multiple=2, micro_batch_multiple=3),
+    "dynamic": plan_dynamic(ROWS, Layout(8), max_tokens_per_slot=512, mode="free", partition="contiguous"),
+    "empty": plan_fixed([], Layout(2), 1),
+}
+
+
+def scattered(plan: Plan) -> Plan:
+    """A plan whose groups have other slots than neighbours in order."""
+    places = [5, 0, 3, 6, 1, 7, 2, 4]
+    batches = (
+        replace(batch, groups=tuple(replace(g, slots=tuple(places[s] for s in g.slots)) for g in batch.groups))
+        for batch in plan.micro_batches
+    )
+    return replace(plan, micro_batches=tuple(batches))
+
+
+@pytest.mark.parametrize("plan", [*PLANS.values(), scattered(PLANS["fixed"])], ids=[*PLANS, "scattered"])
+def test_a_plan_comes_back(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "plans.jsonl").write_text(plan_row(3, plan) + "\n")
+    ((step, again),) = read_plans(tmp_path / "plans.jsonl")
+    assert step == 3 and again == plan and again.digest() == plan.digest() and again.cost.source == plan.cost.source
+    assert len(plan_row(3, plan)) < len(plan.to_json())
+
+
+def test_a_cost_stands_where_it_changes(tmp_path: Path) -> None:
+    plan = PLANS["dynamic"]
+    other = replace(plan, cost=Cost(linear_seconds=1e-3, source="another machine"))
+    rows = [plan_row(1, plan), plan_row(2, plan, after=plan.cost), plan_row(3, other, after=plan.cost)]
+    assert ["cost" in json.loads(row) for row in rows] == [True, False, True]
+    (tmp_path / "plans.jsonl").write_text("\n".join(rows) + '\n{"step":4,"slo')
+    assert dict(read_plans(tmp_path / "plans.jsonl")) == {1: plan, 2: plan, 3: other}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[]", "line 1 holds no plan: TypeError"),
+        ('{"step":1}', "line 1 holds no plan: KeyError"),
+        (plan_row(1, PLANS["fixed"]).replace("[0,0,4,", "[0,6,4,", 1), "has slots .* but the plan has slots 0 to 7"),
+    ],
+)
+def test_a_line_that_holds_no_plan(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "plans.jsonl").write_text(line + "\n")
+    with pytest.raises(PlanError, match=message):
+        list(read_plans(tmp_path / "plans.jsonl"))
+
+
+def test_a_step_of_256_slots_takes_few_bytes() -> None:
+    lengths = sample_lengths("lognorm", 256 * 8192, seed=1).tolist()
+    plan = plan_dynamic(lengths, Layout(256), max_tokens_per_slot=8192)
+    row = plan_row(1, plan, after=plan.cost)
+    groups = sum(len(micro_batch.groups) for micro_batch in plan.micro_batches)
+    assert len(row) < 5000 and len(row) < 9 * len(lengths) + 16 * groups
+
+
+def test_groups_are_counted_by_degree_and_type() -> None:
+    assert group_counts(PLANS["empty"]) == []
+    plan = PLANS["two levels"]
+    shared = {"degree": 4, "cp_comm_type": "a2a+p2p (2, 2)"}
+    assert group_counts(plan) == [shared | {"count": 2, "tokens": sum(ROWS)}]
+    kinds = [(row["degree"], row["cp_comm_type"]) for row in group_counts(PLANS["fixed"])]
+    assert kinds == [(4, "p2p/a2a")]
+    dynamic = group_counts(PLANS["dynamic"])
+    assert sum(row["tokens"] for row in dynamic) == sum(ROWS)
+    assert sum(row["count"] for row in dynamic) == sum(len(b.groups) for b in PLANS["dynamic"].micro_batches)
+    assert {row["cp_comm_type"] for row in dynamic if row["degree"] == 1} <= {""}
+
+
+def test_a_short_plan() -> None:
+    wide, narrow = Group((0, 1), (0, 1), (1000, 24)), Group((3,), (2,), (300,))
+    plan = Plan(4, (1000, 24, 300), (MicroBatch((wide, narrow)), MicroBatch()), 1321, max_tokens_per_slot=600)
+    expected = """
+given plan, lockstep: 4 slots, 2 micro-batches, at most 600 rows a slot
+  documents                3   24 to 1,000 rows, median 300
+  tokens               1,324   1,321 targets
+  predicted        80.123 ms   no lower bound
+  priced for  Qwen3-8B on GPUs of 400 TFLOP/s
+  rows used            32.3%   of slots x micro-batches x the fullest slot's 512 rows
+
+  micro-batch   groups                    tokens   fullest slot      seconds    idle
+            0   1 x cp 2, 1 x cp 1         1,324            512    70.123 ms   30.6%
+            1   dummy                          0              0    10.000 ms    0.0%
+"""
+    assert plan.table() == expected.strip()
+
+
+def test_a_long_plan_counts_the_middle() -> None:
+    plan = plan_fixed([100] * 120, Layout(2), 1, max_tokens_per_slot=100)
+    lines = plan.table(limit=9).splitlines()
+    assert len(plan.micro_batches) == 60
+    assert len(lines) == 8 + 9 + 1
+    assert lines[14].strip() == "…   51 more micro-batches"
+    assert [line.split()[0] for line in lines[15:]] == ["57", "58", "59"]
+    assert not any("more micro-batches" in plan.table(limit=limit) for limit in (59, 60, 61))
+    slow = replace(plan.cost, linear_seconds=1.0)  # a plan under another cost
+    assert plan.timeline(slow).step_seconds > 100 * plan.timeline().step_seconds
+    assert plan.table(slow, limit=9).splitlines()[:4] != lines[:4]
+    groups = tuple(Group(tuple(range(n)), (n - 1,), (5,)) for n in range(1, 7))
+    plan = Plan(6, (5,) * 6, (MicroBatch(groups),), 24)
+    assert "1 x cp 6, 1 x cp 5, 1 x cp 4, 1 x cp 3, 2 more" in plan.table().splitlines()[-1]
+    text = plan_fixed([], Layout(2), 1).table()
+    assert "none" in text and "dummy" in text
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 3), (1, 4), (4, 1)])
+def test_each_level_holds_every_member_once_and_two_levels_meet_in_one(sizes: tuple[int, int]) -> None:
+    slots = tuple(range(10, 10 + sizes[0] * sizes[1]))
+    levels = group_levels(Group(slots, (0,), (64,), "a2a+p2p", sizes))
+    for level, size in zip((levels.a2a, levels.p2p), sizes, strict=True):
+        assert sorted(sum(level, ())) == list(slots) and {len(part) for part in level} == {size}
+    assert all(len(set(inner) & set(outer)) == 1 for inner in levels.a2a for outer in levels.p2p)
+    assert all(b - a == 1 for inner in levels.a2a for a, b in pairwise(inner)), "neighbours"
+
+
+def test_sizes_that_do_not_make_the_degree_are_an_error() -> None:
+    with pytest.raises(PlanError, match=r"sizes \(2, 2\) do not make the degree 2"):
+        group_levels(Group((0, 1), (0,), (64,), "a2a+p2p", (2, 2)))
+    with pytest.raises(PlanError, match="sizes None"):
+        group_levels(Group((0, 1), (0,), (64,)))
+    levels = group_levels(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
+    assert str(levels) == "level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"
+
+
+def test_hierarchical_groups_of_a_plan_are_named_once() -> None:
+    settings = {"cp": 4, "max_tokens_per_slot": 64}
+    plan = plan_fixed(
+        [200] * 8, Layout(8), cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2), **settings
+    )
+    groups = list(hierarchical_groups(plan.micro_batches))
+    assert [group_levels(group).a2a for group in groups] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
+    assert not list(hierarchical_groups(plan_fixed([200], Layout(8), **settings).micro_batches))
+    assert isinstance(group_levels(groups[0]), Levels)

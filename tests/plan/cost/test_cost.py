@@ -1,39 +1,53 @@
-"""The cost model, against values computed with the research model that it stands for."""
+"""Costs of groups by the research model; of forward passes, types, states of hybrids, and layers that run twice."""
 
+import dataclasses
 import doctest
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import longspan.plan
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, CostSettings, Machine, plan_dynamic, plan_fixed
+from longspan.plan import Cost, CostSettings, Group, plan_dynamic, plan_fixed
+from longspan.plan.cost.cost import StateCost, busiest_ratio
 from longspan.plan.cost.links import Link
-from longspan.plan.cost.machine import SHARDING_SHARE, UPDATE_BYTES
+from longspan.plan.cost.machine import (
+    LAYER_BYTES,
+    LOGIT_BYTES,
+    SHARDING_SHARE,
+    UPDATE_BYTES,
+    Machine,
+    with_recomputation,
+)
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
-
-CASES = [  # tokens, squares, degree, inside a node, seconds
-    (65536, 65536**2, 8, True, 2.32021665099776),
-    (65536, 65536**2, 16, False, 1.16838832549888),
-    (2048, 2048**2, 1, True, 0.24327131758592),
-    (30000, 3 * 10000**2, 16, False, 0.5346525),  # the wire is longer than attention
-    (131072, 131072**2, 16, False, 3.7113613019955203),
-    (300, 300**2, 3, False, 0.015001839999999999),
-    (5000, 5000**2, 2, True, 0.316726),
-]
+from longspan.ssm import state_bytes
+from tests.plan.cases import HYBRID, bounded
 
 
-@pytest.mark.parametrize(("tokens", "squares", "degree", "inside", "seconds"), CASES)
-def test_group_seconds(tokens: int, squares: int, degree: int, inside: bool, seconds: float) -> None:
-    assert float(Cost().group_seconds(tokens, squares, degree, inside)) == pytest.approx(seconds, rel=1e-12)
-
-
-def test_group_seconds_of_many_groups_at_once() -> None:
-    tokens, squares, degree, inside, seconds = (np.array(column) for column in zip(*CASES, strict=True))
+def test_group_seconds_one_by_one_and_many_at_once() -> None:
+    cases = [  # tokens, squares, degree, inside a node, seconds
+        (65536, 65536**2, 8, True, 2.32021665099776),
+        (65536, 65536**2, 16, False, 1.16838832549888),
+        (2048, 2048**2, 1, True, 0.24327131758592),
+        (30000, 3 * 10000**2, 16, False, 0.5346525),  # the wire is longer than attention
+        (300, 300**2, 3, False, 0.015001839999999999),
+        (5000, 5000**2, 2, True, 0.316726),
+    ]
+    for *group, seconds in cases:
+        assert float(Cost().group_seconds(*group)) == pytest.approx(seconds, rel=1e-12)
+    tokens, squares, degree, inside, seconds = (np.array(column) for column in zip(*cases, strict=True))
     np.testing.assert_allclose(Cost().group_seconds(tokens, squares, degree, inside), seconds, rtol=1e-12)
+    alone = Cost(inside_bytes_per_second=1.0, across_bytes_per_second=1.0, ring_step_seconds=9.0)
+    assert float(alone.group_seconds(1000, 10**6, 1, inside=False)) == float(alone.work_seconds(1000, 10**6))
 
 
 def test_every_constant_counts() -> None:
@@ -52,19 +66,19 @@ def test_every_constant_counts() -> None:
         assert (changed.group_seconds(*groups) != base.under(kind).group_seconds(*groups)).any(), name
 
 
-CLOSINGS = [  # slots, dp_replicate, node_size, bytes within a replica and between replicas, which stay inside a node
-    (4, 1, 8, 4.5e9, 0, "both"),  # 1e9 weights x (2 + 4) bytes x 3/4
-    (4, 1, 2, 4.5e9, 0, "none"),
-    (8, 2, 8, 4.5e9, 1e9, "both"),  # a slot's 1/4 of 4e9 bytes, twice, of which half is its own
-    (8, 2, 4, 4.5e9, 1e9, "within"),
-    (8, 2, 3, 4.5e9, 1e9, "none"),
-    (12, 2, 8, 5e9, 2e9 / 3, "none"),  # slots 6 to 11 are on two hosts
-    (8, 4, 4, 3e9, 3e9, "within"),  # half of 4e9 bytes, twice, of which a quarter is its own
-    (8, 8, 8, 0, 7e9, "both"),
-]
-
-
-@pytest.mark.parametrize(("slots", "copies", "node_size", "within", "between", "inside"), CLOSINGS)
+@pytest.mark.parametrize(
+    ("slots", "copies", "node_size", "within", "between", "inside"),  # bytes; which of them stay inside a node
+    [
+        (4, 1, 8, 4.5e9, 0, "both"),  # 1e9 weights x (2 + 4) bytes x 3/4
+        (4, 1, 2, 4.5e9, 0, "none"),
+        (8, 2, 8, 4.5e9, 1e9, "both"),  # a slot's 1/4 of 4e9 bytes, twice, of which half is its own
+        (8, 2, 4, 4.5e9, 1e9, "within"),
+        (8, 2, 3, 4.5e9, 1e9, "none"),
+        (12, 2, 8, 5e9, 2e9 / 3, "none"),  # slots 6 to 11 are on two hosts
+        (8, 4, 4, 3e9, 3e9, "within"),  # half of 4e9 bytes, twice, of which a quarter is its own
+        (8, 8, 8, 0, 7e9, "both"),
+    ],
+)
 def test_a_closing_gathers_within_replicas_and_sums_between_them(
     slots: int, copies: int, node_size: int, within: float, between: float, inside: str
 ) -> None:
@@ -84,7 +98,6 @@ def test_a_free_step_updates_a_slots_shard_and_sums_copies_in_its_closing() -> N
 
 
 def test_sharded_parameters_bound_a_micro_batch_from_below() -> None:
-    """FSDP2's messages hide behind as much work, and between slow hosts there is less."""
     home, lengths = Layout(ranks=4), (900, 700, 300, 200)
     slow, plain = Cost(sharding_seconds=60.0), Cost()
     for planner in (partial(plan_fixed, cp=2), plan_dynamic):
@@ -116,15 +129,19 @@ def test_a_free_step_over_sharded_parameters_pays_for_its_closing() -> None:
         assert lockstep.predicted_seconds == planner(lengths, home, max_tokens_per_slot=512).predicted_seconds
 
 
-def test_degree_one_pays_no_wire() -> None:
-    cost = Cost(inside_bytes_per_second=1.0, across_bytes_per_second=1.0, ring_step_seconds=9.0)
-    assert float(cost.group_seconds(1000, 10**6, 1, inside=False)) == float(cost.work_seconds(1000, 10**6))
+@pytest.mark.parametrize("module", ["cost.cost", "cost.machine", "planners.fixed", "shape.model_shape", None])
+def test_docstrings_show_what_happens(module: str | None) -> None:
+    subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
+    outcome = doctest.testmod(subject)
+    assert outcome.attempted and not outcome.failed
 
 
-def test_json_round_trip() -> None:
-    cost = Cost(linear_seconds=1e-5, across_bytes_per_second=25e9)
-    assert Cost.from_json(cost.to_json()) == cost
-    assert Cost.from_json({"ring_bytes": 7}) == Cost(ring_bytes=7)
+def test_json_gives_a_cost_back_with_what_it_is_of() -> None:
+    cost = Cost(linear_seconds=1e-5, across_bytes_per_second=25e9, source="slower GPUs")
+    again = Cost.from_json(cost.to_json())
+    assert again == cost and again.source == "slower GPUs" and Cost.from_json({"ring_bytes": 7}) == Cost(ring_bytes=7)
+    assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
+    assert "does not name" in (Cost.from_json({}).source or "")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +153,15 @@ def test_json_round_trip() -> None:
         ({"linear_seconds": "fast"}, "linear_seconds is 'fast'"),
         ({"tau": 1.0}, "some of linear_seconds, attention_seconds"),
         ([1.0], "a cost is an object"),
+        ({"source": 3}, "source is 3; give words"),
+        ({"passes": "backward"}, "passes of a cost is 'backward'; use one of forward and backward, forward"),
+        ({"cp_comm_type": "ring"}, "cp_comm_type of a cost is 'ring'; use one of p2p"),
+        ({"a2a_size": -1}, "a2a_size, the slots that exchange heads, is -1"),
+        ({"forward": {"linear_seconds": 1.0}}, "forward is the cost of forward passes only"),
+        ({"states": {"state_bytes": -1}}, "states.state_bytes is -1; give a finite number"),
+        ({"states": {"partition": "ring"}}, "partition of a cost is 'ring'; use one of zigzag, contiguous"),
+        ({"states": {"halo": 1}}, "states of a cost is an object with some of scan_seconds"),
+        ({"states": [1]}, "states of a cost is an object"),
     ],
 )
 def test_refused(values: object, message: str) -> None:
@@ -143,17 +169,215 @@ def test_refused(values: object, message: str) -> None:
         Cost.from_json(values)
 
 
-@pytest.mark.parametrize("module", ["cost.cost", "planners.fixed", None])
-def test_docstrings_show_what_happens(module: str | None) -> None:
-    subject = longspan.plan if module is None else __import__(f"longspan.plan.{module}", fromlist=["_"])
-    outcome = doctest.testmod(subject)
-    assert outcome.attempted and not outcome.failed
+def test_what_forward_takes_follows_from_flops_and_messages() -> None:
+    """Literal: Qwen3-8B's 2 FLOPs a weight, 2 products of attention, keys and values once, half of the exchanges."""
+    forward = Cost().forward_only()
+    assert forward.linear_seconds == pytest.approx(2 * 45.4e9 / 6 / 4e14)
+    assert forward.attention_seconds == pytest.approx(36 * 2 * 4096 / 4e14)
+    assert forward.ring_bytes == pytest.approx(36 * 2 * 1024 * 2)
+    assert forward.exchange_bytes == pytest.approx(36 * (2 * 4096 + 2 * 1024) * 2)
+    assert forward.ring_step_seconds == pytest.approx(36 * 10e-6)
+    assert forward.micro_batch_seconds == pytest.approx(10e-3 / 3)
+    assert forward.inside_bytes_per_second == Cost().inside_bytes_per_second
+    assert forward.source == "Qwen3-8B on GPUs of 400 TFLOP/s; forward passes alone"
+    assert forward.forward_only() is forward and dataclasses.replace(Cost(), source="").forward_only().source == ""
 
 
-def test_a_cost_says_what_it_is_of() -> None:
-    assert Cost().source == "Qwen3-8B on GPUs of 400 TFLOP/s" and Cost(linear_seconds=1.0).source != Cost().source
-    slower = Cost(linear_seconds=1.0, source="slower GPUs")
-    assert Cost.from_json(slower.to_json()) == slower and Cost.from_json(slower.to_json()).source == "slower GPUs"
-    assert "does not name" in (Cost.from_json({}).source or "")
-    with pytest.raises(PlanError, match="source is 3; give words"):
-        Cost.from_json({"source": 3})
+def test_each_type_by_hand() -> None:
+    """1000 rows on 4 slots of a node: what each slot computes, sends and waits for."""
+    cost = Cost(
+        linear_seconds=1.0,
+        attention_seconds=0.01,
+        ring_bytes=20.0,
+        exchange_bytes=40.0,
+        inside_bytes_per_second=10.0,
+        across_bytes_per_second=1.0,
+        ring_step_seconds=5.0,
+    )
+    linear, attention = 250.0, 2500.0
+    ring, exchange = 1000 * 20 * 3 / 4 / 10, 250 * 40 * 3 / 4 / 10
+    two_levels = 1000 * 20 / 2 * 1 / 2 / 1, 250 * 40 * 1 / 2 / 10  # a ring of two between nodes, pairs inside
+
+    def seconds(kind: str, inside: bool = True, squares: float = 1e6, size: int = 2) -> float:
+        return float(cost.under(kind, size).group_seconds(1000, squares, 4, inside))
+
+    assert seconds("p2p") == pytest.approx(linear + max(attention, ring) + 15)
+    assert seconds("p2p", squares=0) == pytest.approx(linear + ring + 15)
+    assert seconds("all_gather") == pytest.approx(linear + attention + ring + 5)
+    assert seconds("a2a") == pytest.approx(linear + attention + exchange + 5)
+    assert seconds("a2a+p2p", inside=False) == pytest.approx(
+        linear + max(attention, two_levels[0]) + two_levels[1] + 10
+    )
+    assert seconds("auto") == min(seconds("p2p"), seconds("all_gather"))
+    for kind in ("p2p", "all_gather", "a2a", "a2a+p2p"):  # one slot communicates nothing
+        assert float(cost.under(kind, 2).group_seconds(1000, 1e6, 1, True)) == float(cost.work_seconds(1000, 1e6))
+    assert seconds("a2a+p2p", size=1) == seconds("p2p") and seconds("a2a+p2p", size=4) == seconds("a2a")
+    np.testing.assert_array_equal(cost.under("a2a+p2p", 4).latency_seconds([1, 2, 4, 6, 12]), [0, 5, 5, 15, 15])
+
+
+def test_a_forward_that_was_measured_is_taken() -> None:
+    measured = dataclasses.replace(Cost(micro_batch_seconds=4e-3).forward_only(), micro_batch_seconds=3e-3)
+    cost = Cost(micro_batch_seconds=4e-3, forward=measured)
+    assert cost.forward_only().micro_batch_seconds == 3e-3
+    assert cost.under("a2a").forward_only().cp_comm_type == "a2a"
+    again = Cost.from_json(cost.to_json())
+    assert again == cost and again.forward_only() == cost.forward_only()
+    evaluation = Cost().forward_only().under("a2a+p2p", 4)
+    assert Cost.from_json(evaluation.to_json()) == evaluation
+
+
+def test_an_evaluation_in_free_mode_gathers_parameters_and_sums_no_gradients() -> None:
+    cost = Cost().with_closing(1e9, Layout(8, dp_replicate=2), node_size=4)
+    gathered = 1e9 * 2 * 3 / 4 / 350e9
+    assert cost.forward_only().closing_seconds == pytest.approx(10e-3 / 3 + gathered)
+    assert Cost().forward_only().with_closing(1e9, Layout(8, dp_replicate=2), node_size=4) == cost.forward_only()
+
+
+HEADS, KEY, VALUE = 3, 4, 5
+BYTES = StateCost(state_bytes=HEADS * KEY * VALUE * 4.0, transition_bytes=HEADS * KEY * KEY * 4.0)
+
+
+def sent(lengths: list[int], degree: int, partition: str) -> tuple[float, int]:
+    """Bytes that the members of a group give: as priced, and as their exchange has them."""
+    group = Group(tuple(range(degree)), tuple(range(len(lengths))), tuple(lengths), partition=partition)
+    priced = BYTES.for_partition(partition).run_bytes(len(lengths), sum(lengths), degree)
+    return float(priced), state_bytes(group, heads=HEADS, key_size=KEY, value_size=VALUE)
+
+
+@bounded
+@given(st.integers(2, 6), st.data())
+def test_bytes_are_those_of_the_exchange(degree: int, data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(2 * degree, 500), min_size=1, max_size=9))
+    priced, exchanged = sent(lengths, degree, "zigzag")
+    assert priced == exchanged
+    priced, exchanged = sent(lengths[:1], degree, "contiguous")
+    assert priced == exchanged
+    priced, exchanged = sent(lengths, degree, "contiguous")
+    assert exchanged <= priced + (degree - 2) * BYTES.transition_bytes
+    short = data.draw(st.lists(st.integers(1, 2 * degree), min_size=1, max_size=30))
+    priced, exchanged = sent(short, degree, "zigzag")
+    assert exchanged <= priced + len(short) * BYTES.transition_bytes
+
+
+def test_one_document_over_four_slots_by_hand() -> None:
+    states = StateCost(summary_seconds=2.0, state_bytes=8.0, transition_bytes=4.0, step_seconds=5.0)
+    bare = Cost(linear_seconds=0, attention_seconds=0, ring_bytes=0, ring_step_seconds=0, inside_bytes_per_second=10.0)
+    cost = dataclasses.replace(bare, states=states)
+
+    def seconds(cost: Cost, documents: int = 1, squares: int = 10**6) -> float:
+        return float(cost.group_seconds(1000, squares, 4, True, documents))
+
+    wire = (6 * 8 + 5 * 4) * 0.75 / 10  # 7 runs: 6 states and 5 transitions, of which a slot gets three quarters
+    assert seconds(cost) == pytest.approx(2 * 250 + wire + 5)
+    assert seconds(cost, 10, 10**5) == pytest.approx(2 * 250 + 10 * wire + 5)
+    contiguous = cost.for_partition("contiguous")
+    assert seconds(contiguous) == pytest.approx(2 * 250 + (3 * 8 + 2 * 4) * 0.75 / 10 + 5)
+    # ten documents of 100 rows: three boundaries cut three of them
+    assert seconds(contiguous, 10, 10**5) == pytest.approx(2 * 75 + 3 * 8 * 0.75 / 10 + 5)
+    assert float(cost.group_seconds(1000, 10**6, 1, True)) == 0.0
+
+
+@pytest.mark.parametrize(("lengths", "degree"), [([4096], 4), ([4096], 2), ([1024] * 4, 8), ([512] * 16, 4)])
+def test_the_busiest_slot_of_a_contiguous_ring(lengths: list[int], degree: int) -> None:
+    group = Group(tuple(range(degree)), tuple(range(len(lengths))), tuple(lengths), partition="contiguous")
+    pairs = []
+    for member in range(degree):
+        runs = group.shares.segments(member)
+        pairs.append(float((runs.stop.astype(float) ** 2 - runs.start.astype(float) ** 2).sum()))
+    tokens, squares = float(sum(lengths)), float(sum(n * n for n in lengths))
+    priced = busiest_ratio("contiguous", np.array(tokens), np.array(squares), np.array(float(degree)))
+    assert priced == pytest.approx(max(pairs) * degree / sum(pairs), rel=0.01)
+    assert busiest_ratio("zigzag", np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
+
+
+def test_costs_of_states_follow_the_cost() -> None:
+    cost = Machine.cpus().cost(HYBRID)
+    assert cost.states and cost.states.state_bytes == 3 * 2 * 4 * 4 * 16 * 8
+    assert cost.states.transition_bytes == 3 * 2 * 4 * 4 * 16 * 16
+    assert Cost.from_json(cost.to_json()) == cost and Cost.from_json(Cost().to_json()).states is None
+    older = cost.to_json()
+    older["states"]["halo_bytes"] = 1.0  # of version 0.2
+    assert Cost.from_json(older) == cost
+    halves = cost.shared_by(2).states
+    assert (
+        halves and halves.state_bytes == cost.states.state_bytes / 2 and halves.step_seconds == cost.states.step_seconds
+    )
+    full = with_recomputation(cost, ModelShape.of(HYBRID), "full")
+    assert full.states and full.states.state_bytes == cost.states.state_bytes * 3 / 2
+    assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 5 / 3)
+    assert full.for_partition("contiguous").forward_only() == cost.for_partition("contiguous").forward_only()
+    weights = cost.linear_seconds - cost.states.scan_seconds
+    frozen = with_recomputation(cost, ModelShape.of(HYBRID), "none", frozen=True).linear_seconds
+    assert frozen == pytest.approx(weights * 4 / 6 + cost.states.scan_seconds)
+    assert Cost().for_partition("contiguous") == Cost()
+
+
+TINY = Qwen3Config(hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+TINY.update({"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128})
+TINY_SHAPE = ModelShape.of(TINY)
+
+
+def test_on_h200_attention_and_all_else_have_rates_of_their_own() -> None:
+    cost, shape, h200 = Machine.known("H200").cost(TINY), ModelShape.of(TINY), Machine.known("H200")
+    assert cost.attention_seconds == pytest.approx(3 * 7 * 64 / h200.attention_flops_per_second)
+    passes = (3 * 64 * LAYER_BYTES + 128 * LOGIT_BYTES) / h200.memory_bytes_per_second
+    assert cost.linear_seconds == pytest.approx(6 * shape.weights / h200.product_flops_per_second + passes)
+    assert cost.ring_step_seconds == pytest.approx(3 * 2 * h200.step_seconds)
+    weights = shape.weights + 64 * 128  # the embedding multiplies nothing
+    assert shape.stored_weights == weights
+    assert cost.update_seconds == pytest.approx(
+        h200.micro_batch_seconds + weights * UPDATE_BYTES / h200.memory_bytes_per_second
+    )
+
+
+def flops(recomputed: int) -> int:
+    model = Qwen3ForCausalLM(TINY)
+    for layer in model.model.layers[:recomputed]:
+        forward = layer.forward
+        layer.forward = lambda *args, forward=forward, **more: checkpoint(forward, *args, use_reentrant=False, **more)
+    embedded = torch.randn(1, 1, 64, requires_grad=True)
+    with FlopCounterMode(display=False) as counted:
+        model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+    return counted.get_total_flops()
+
+
+@pytest.mark.parametrize("layers", (1, 2, 3))
+def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
+    none, some = flops(0), flops(layers)
+    cost = Cost.for_model(TINY, tflops=1.0)
+    recomputed = with_recomputation(cost, TINY_SHAPE, "selective", layers)
+    assert recomputed.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
+    assert recomputed == (with_recomputation(cost, TINY_SHAPE, "selective") if layers == 3 else recomputed)
+
+
+def test_full_recomputation_repeats_attention_and_its_ring() -> None:
+    cost = Cost.for_model(TINY, tflops=1.0)
+    full, third = (with_recomputation(cost, TINY_SHAPE, "full", layers) for layers in (None, 1))
+    assert full.attention_seconds == pytest.approx(cost.attention_seconds * 9 / 7)
+    assert full.ring_step_seconds == pytest.approx(cost.ring_step_seconds * 3 / 2)
+    assert full.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
+    assert third.attention_seconds == pytest.approx(cost.attention_seconds * (1 + 2 / 21))
+    assert with_recomputation(cost, TINY_SHAPE, "none") == cost
+    assert full.linear_seconds > cost.linear_seconds
+    assert full.forward_only() == cost.forward_only()  # an evaluation computes nothing again
+    assert full.shared_by(2).forward_only() == cost.shared_by(2).forward_only()
+
+
+def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> None:
+    cost = Cost.for_model(TINY, tflops=1.0)
+    lean, half = (with_recomputation(cost, TINY_SHAPE, "selective", layers) for layers in (0, 1))
+    exchanged = with_recomputation(cost, TINY_SHAPE, "exchanged")
+    queries, keys = 4 * 16, 2 * 16
+    once, again = 2 * 2 * (queries + keys), queries + 2 * keys  # q, k, v and out forward, their gradients backward
+    assert lean.exchange_bytes == pytest.approx(cost.exchange_bytes * (1 + again / once))
+    assert half.exchange_bytes == pytest.approx(cost.exchange_bytes * (1 + again / once / 3))
+    assert exchanged == replace(lean, exchange_bytes=cost.exchange_bytes)
+
+
+def test_frozen_weights_cost_no_gradients_of_their_own() -> None:
+    cost = Cost.for_model(TINY, tflops=1.0)
+    frozen, recomputed = (with_recomputation(cost, TINY_SHAPE, kind, frozen=True) for kind in ("none", "selective"))
+    assert frozen.linear_seconds == pytest.approx(cost.linear_seconds * 4 / 6)
+    assert frozen.attention_seconds == cost.attention_seconds and frozen.forward_only() == cost.forward_only()
+    more = with_recomputation(cost, TINY_SHAPE, "selective").linear_seconds - cost.linear_seconds
+    assert recomputed.linear_seconds == pytest.approx(frozen.linear_seconds + more)

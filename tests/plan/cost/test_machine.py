@@ -1,22 +1,42 @@
-"""Machine: prices of communication types against what was measured, what they follow from, files, and wrong figures."""
+"""Machines: prices of types against what was measured, what they follow from, padding, files, and wrong figures."""
 
+import json
 import math
+import re
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from longspan import Group, Layout, MicroBatch, plan_fixed
+from longspan import Layout, plan_dynamic, plan_fixed, plan_padded
 from longspan.attention.all_to_all import HeadSplit
-from longspan.errors import PlanError
-from longspan.plan import AttentionCall, Cost, CostSettings, Machine, TypePrice, timeline
+from longspan.cli.main import main
+from longspan.config.sections import RunConfig, RunSection
+from longspan.errors import ConfigError, PlanError
+from longspan.plan import (
+    AttentionCall,
+    Cost,
+    CostSettings,
+    Group,
+    Machine,
+    MicroBatch,
+    PlanOptions,
+    TypePrice,
+    timeline,
+)
 from longspan.plan.cost import cost as costs
 from longspan.plan.cost import machine as machines
-from longspan.plan.cost.links import KINDS
-from longspan.plan.cost.machine import find_device
+from longspan.plan.cost.links import KINDS, Link
+from longspan.plan.cost.machine import LOGIT_BYTES, find_device
+from longspan.plan.micro_batch import PARTITIONS, Mode, PartitionKind
+from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG
 from longspan.plan.shape.model_shape import ModelShape
-from tests.plan.shape.test_model_shape import QWEN3_8B as CONFIG
-from tests.plan.test_dynamic_optimum import QWEN3_30B_A3B as MIXTURE
+from longspan.plan.step_times import GroupTable
+from longspan.train.plans import read_cost
+from tests.plan.cases import MIXTURE
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 H200 = Machine.known("H200")
@@ -27,41 +47,28 @@ def group(degree: int, *lengths: int, first: int = 0) -> Group:
     return Group(tuple(range(first, first + degree)), tuple(range(len(lengths))), lengths)
 
 
-# One layer's attention forward and backward, ms, one document over so many H200s.
-# Of a2a+p2p before it had slices of heads: exchange, ring and exchange one after the other.
-ONE_HOST = [  # bench/records/attention-4xH200.md at 64K and 128K; shorter ones wait for the host
-    (4, 65536, {"p2p": 54.04, "all_gather": 54.22, "a2a": 51.69, "a2a+p2p": 54.32}),
-    (4, 131072, {"p2p": 213.12, "all_gather": 211.03, "a2a": 206.59, "a2a+p2p": 208.54}),
-]
-TWO_HOSTS = [  # of 4 each, emulated: NCCL over TCP, 2.65 GB/s a slot
-    (8, 131072, {"a2a": 150, "a2a+p2p": 199, "all_gather": 236, "p2p": 639}),
-]
-
-
 def type_prices(machine: Machine, degree: int, rows: int) -> dict[str, TypePrice]:
     return machine.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)
 
 
-def prices_of_records(machine: Machine, degree: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Milliseconds of a layer under each type, of a2a+p2p in one piece."""
-    prices = type_prices(machine, degree, rows)
-    monkeypatch.setattr(costs, "EXCHANGE_SLICE_BYTES", 1 << 40)
-    prices["a2a+p2p"] = machine.attention_seconds(group(degree, rows), QWEN3_8B, node_size=4)["a2a+p2p"]
-    return {kind: price.seconds * 1e3 for kind, price in prices.items()}
+def test_prices_of_a_layer_are_near_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Milliseconds forward and backward of one document on H200s (bench/records/attention-4xH200.md).
 
-
-@pytest.mark.parametrize(("degree", "rows", "measured"), ONE_HOST)
-def test_prices_inside_a_host_are_within_five_percent_of_what_was_measured(
-    degree: int, rows: int, measured: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert prices_of_records(H200, degree, rows, monkeypatch) == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize(("degree", "rows", "measured"), TWO_HOSTS)
-def test_prices_across_hosts_are_in_order(degree: int, rows: int, measured: dict[str, float]) -> None:
-    prices = {k: p.seconds for k, p in type_prices(SOCKETS, degree, rows).items()}
-    assert sorted(prices, key=prices.__getitem__) == sorted(measured, key=measured.__getitem__)
-    assert prices["a2a"] * 1e3 == pytest.approx(measured["a2a"], rel=0.1)
+    Of a2a+p2p before it had slices of heads: exchange, ring and exchange one after the other. Two hosts are emulated:
+    NCCL over TCP, 2.65 GB/s a slot.
+    """
+    two_hosts = {"a2a": 150, "a2a+p2p": 199, "all_gather": 236, "p2p": 639}
+    prices = {kind: price.seconds * 1e3 for kind, price in type_prices(SOCKETS, 8, 131072).items()}
+    assert sorted(prices, key=prices.__getitem__) == [*two_hosts] and prices["a2a"] == pytest.approx(150, rel=0.1)
+    for rows, measured in (
+        (65536, {"p2p": 54.04, "all_gather": 54.22, "a2a": 51.69, "a2a+p2p": 54.32}),
+        (131072, {"p2p": 213.12, "all_gather": 211.03, "a2a": 206.59, "a2a+p2p": 208.54}),
+    ):
+        prices = type_prices(H200, 4, rows)
+        with monkeypatch.context() as patch:
+            patch.setattr(costs, "EXCHANGE_SLICE_BYTES", 1 << 40)
+            prices["a2a+p2p"] = type_prices(H200, 4, rows)["a2a+p2p"]
+        assert {kind: price.seconds * 1e3 for kind, price in prices.items()} == pytest.approx(measured, rel=0.05)
 
 
 def test_large_exchanges_and_gathers_hide_half_behind_kernels() -> None:
@@ -81,37 +88,36 @@ def test_key_value_heads_are_sent_as_attention_deals_them() -> None:
             assert copies == HeadSplit(heads, kv_heads, members).kv_copies, (heads, kv_heads, members)
 
 
-CHOICES = [
-    # one host: heads for rows are exchanged over fast links, and whole documents make large pieces
-    (group(4, 16384), QWEN3_8B, 8, "a2a"),
-    (group(4, *[2048] * 8), QWEN3_8B, 8, "a2a"),
-    (group(8, 131072), QWEN3_8B, 8, "a2a"),
-    # heads that do not divide by the members
-    (group(8, 131072), replace(QWEN3_8B, heads=12, kv_heads=4), 8, "a2a+p2p (4, 2)"),
-    (group(7, 131072), QWEN3_8B, 8, "all_gather"),
-    # across hosts
-    (group(8, 1048576), replace(QWEN3_8B, heads=9, kv_heads=9), 1, "p2p"),
-    # a narrow window leaves little to send
-    (group(8, 131072), replace(QWEN3_8B, window=4096), 1, "p2p"),
-    (group(1, 4096), QWEN3_8B, 8, "p2p"),
-]
-
-
-@pytest.mark.parametrize(("members", "call", "node_size", "expected"), CHOICES)
+@pytest.mark.parametrize(
+    ("members", "call", "node_size", "expected"),
+    [
+        # one host: heads for rows are exchanged over fast links, and whole documents make large pieces
+        (group(4, 16384), QWEN3_8B, 8, "a2a"),
+        (group(4, *[2048] * 8), QWEN3_8B, 8, "a2a"),
+        # heads that do not divide by the members
+        (group(8, 131072), replace(QWEN3_8B, heads=12, kv_heads=4), 8, "a2a+p2p (4, 2)"),
+        (group(7, 131072), QWEN3_8B, 8, "all_gather"),
+        # across hosts
+        (group(8, 1048576), replace(QWEN3_8B, heads=9, kv_heads=9), 1, "p2p"),
+        # a narrow window leaves little to send
+        (group(8, 131072), replace(QWEN3_8B, window=4096), 1, "p2p"),
+        (group(1, 4096), QWEN3_8B, 8, "p2p"),
+    ],
+)
 def test_choices(members: Group, call: AttentionCall, node_size: int, expected: str) -> None:
     prices = H200.attention_seconds(members, call, node_size=node_size)
     assert H200.fastest_type(members, call, node_size=node_size).name == expected, [*map(str, prices.values())]
 
 
-SKEWS = [  # of a ring of 4: what its busiest member computes, in means of all
-    (group(4, 8192), QWEN3_8B, 1.75),  # rows 6144 to 8192 of a triangle: 7 of 16 parts
-    (group(4, 8192), replace(QWEN3_8B, causal=False), 1.0),
-    (group(4, 8192), replace(QWEN3_8B, window=1), 1.0),
-    (group(4, *[2048] * 4), QWEN3_8B, 1.0),  # a document each
-]
-
-
-@pytest.mark.parametrize(("members", "call", "skew"), SKEWS)
+@pytest.mark.parametrize(
+    ("members", "call", "skew"),  # of a ring of 4: what its busiest member computes, in means of all
+    [
+        (group(4, 8192), QWEN3_8B, 1.75),  # rows 6144 to 8192 of a triangle: 7 of 16 parts
+        (group(4, 8192), replace(QWEN3_8B, causal=False), 1.0),
+        (group(4, 8192), replace(QWEN3_8B, window=1), 1.0),
+        (group(4, *[2048] * 4), QWEN3_8B, 1.0),  # a document each
+    ],
+)
 def test_contiguous_rows_of_a_ring_are_as_slow_as_its_busiest_member(
     members: Group, call: AttentionCall, skew: float
 ) -> None:
@@ -149,9 +155,6 @@ def test_all_types_are_priced_whatever_the_groups_own() -> None:
     forward = H200.attention_seconds(group(8, 131072), replace(QWEN3_8B, passes="forward"))
     both = H200.attention_seconds(group(8, 131072), QWEN3_8B)
     assert all(0.2 < forward[kind].seconds / both[kind].seconds < 0.5 for kind in both)
-
-
-def test_reasons_in_words_and_numbers() -> None:
     prices = H200.attention_seconds(group(6, 30000, 900, first=4), replace(QWEN3_8B, window=512), node_size=8)
     lines = [*map(str, prices.values())]
     assert "a2a cannot: 32 query heads do not divide by 6" in lines
@@ -293,12 +296,8 @@ def test_known_machines() -> None:
     assert [known and known.device for known in map(find_device, devices)] == ["H200", "B200", None, None]
     with pytest.raises(PlanError, match="no figures of 'V100'; known are H200, A100-40, A100-80, H100, B200, or"):
         Machine.known("V100")
-
-
-def test_a_file_gives_the_machine_back() -> None:
-    assert Machine.from_json(SOCKETS.to_json()) == SOCKETS
-    cost = SOCKETS.cost(CONFIG)
-    assert Cost.from_json(cost.to_json()) == cost
+    memory = {name: Machine.known(name).memory_bytes >> 20 for name in ("h200", "H100", "a100-40")}
+    assert memory == {"h200": 143771, "H100": 80 << 10, "a100-40": 40 << 10}
 
 
 @pytest.mark.parametrize(
@@ -307,6 +306,7 @@ def test_a_file_gives_the_machine_back() -> None:
         ({"machine": 1}, "the machine's file has version 1, and this longspan reads 2; measure again"),
         ({"device": None, "surplus": 1}, "missing or unknown: surplus"),
         ({"memory_bytes_per_second": 0.0}, "memory_bytes_per_second of a machine is 0.0; give a finite number above 0"),
+        ({"memory_bytes": -1}, "memory_bytes of a machine is -1"),
         ({"half_speed_rows": -1.0}, "half_speed_rows of a machine is -1.0; give a finite number of at least 0"),
         ({"inside": {"exchange": []}}, "a link is an object with seconds of a message and bytes a second for each of"),
         ({"inside": {kind: [0.0, 0.0] for kind in KINDS}}, "a wire of 0.0 s a message and 0.0 bytes/s; give"),
@@ -343,18 +343,15 @@ def test_products_in_float8_take_less_but_for_gradients_of_weights() -> None:
     ],
 )
 def test_compiled_layers_make_fewer_passes_over_memory(settings: dict[str, Any], less: bool) -> None:
-    shape, plain = ModelShape.of(CONFIG), {name: value for name, value in settings.items() if name != "compiled"}
-    before, after = (H200.cost(CONFIG, CostSettings(**values)) for values in (plain, settings))
+    shape, bare = ModelShape.of(CONFIG), {name: value for name, value in settings.items() if name != "compiled"}
+    before, after = (H200.cost(CONFIG, CostSettings(**values)) for values in (bare, settings))
     saved = (1 - machines.COMPILED_SHARE) * shape.layers * shape.hidden * machines.LAYER_BYTES / 4e12
     assert before.linear_seconds - after.linear_seconds == pytest.approx(saved if less else 0.0)
     assert before.forward is not None and after.forward is not None
     assert (after.forward.linear_seconds < before.forward.linear_seconds) == less
-
-
-def test_a_narrow_models_layers_are_compiled_by_name_only() -> None:
     narrow = CONFIG | {"hidden_size": 512}
     plain, chosen, named = (H200.cost(narrow, CostSettings(compiled=word)) for word in ("none", "auto", "layers"))
-    assert chosen == plain and named.linear_seconds < plain.linear_seconds
+    assert chosen == plain and named.linear_seconds < plain.linear_seconds  # by name only
 
 
 def test_the_host_launches_layers_groups_and_documents() -> None:
@@ -369,3 +366,160 @@ def test_the_host_launches_layers_groups_and_documents() -> None:
     assert seconds == pytest.approx(launches)
     long = [MicroBatch((Group((0,), (0,), (65536,)), Group((1,), (1,), (8,))))]
     assert timeline(long, 2, cost).step_seconds == timeline(long, 2, replace(cost, launch_seconds=0.0)).step_seconds
+
+
+LENGTHS = [775, 1578, 24421, 5467, 177, 21417, 24576, 118]
+
+
+def real_rows(of: Group) -> list[int]:
+    real = np.concatenate([np.arange(pad) < n for n, pad in zip(of.lengths, of.laid_out, strict=True)])
+    return [int(real[of.shares.rows(member)].sum()) for member in range(of.degree)]
+
+
+def without_real_rows(cost: Cost) -> Cost:
+    values = {name: value for name, value in cost.to_json().items() if name not in ("real_row_seconds", "forward")}
+    return Cost.from_json(json.loads(json.dumps(values)))
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("degree", [1, 3, 8])
+@pytest.mark.parametrize("lengths", [(100, 300), (1,), (400, 400), (399, 7, 250)])
+def test_the_busiest_slot_computes_its_real_rows(
+    partition: PartitionKind, degree: int, lengths: tuple[int, ...]
+) -> None:
+    group = Group(tuple(range(degree)), tuple(range(len(lengths))), lengths, partition=partition, pad_to=400)
+    (skipped,) = GroupTable.of([MicroBatch((group,))]).skipped
+    busiest = 400 * len(lengths) / degree - skipped
+    assert busiest == pytest.approx(max(real_rows(group)), abs=len(lengths))  # shares are not rounded to whole rows
+    assert sum(lengths) / degree <= busiest * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("config", "least"), [(MIXTURE, 0.1), (CONFIG, 0.03)], ids=["mixture", "dense"])
+def test_a_padded_plan_costs_what_its_real_rows_make_experts_and_the_head_do(
+    config: dict[str, Any], least: float
+) -> None:
+    cost = replace(H200.cost(config), launch_seconds=0.0)  # the host takes as long for padding
+    options = PlanOptions(max_tokens_per_slot=6144, heads=32, cost=cost)
+    plan = plan_padded(LENGTHS, Layout(4), 4, options=options)
+    padding = sum(
+        max(group.laid_out) / group.degree - max(real_rows(group)) for b in plan.micro_batches for group in b.groups
+    )
+    all_rows = plan_padded(LENGTHS, Layout(4), 4, options=replace(options, cost=without_real_rows(cost)))
+    saved = all_rows.predicted_seconds - plan.predicted_seconds
+    assert saved == pytest.approx(cost.real_row_seconds * padding, rel=1e-3)
+    assert all_rows.micro_batches == plan.micro_batches and saved > least * plan.predicted_seconds
+    assert plan.predicted_seconds > plan.lower_bound_seconds
+
+
+def test_plans_without_padding_and_by_a_cost_of_no_machine_cost_the_same() -> None:
+    mixture, dense = H200.cost(MIXTURE), H200.cost(CONFIG)
+    assert mixture.real_row_seconds > 0 < dense.real_row_seconds and Cost().real_row_seconds == 0.0
+    options, home = PlanOptions(max_tokens_per_slot=8192, heads=32), Layout(4)
+
+    def packed_seconds(cost: Cost, mode: Mode) -> list[float]:
+        of_mode = replace(options, cost=cost, mode=mode)
+        plans = plan_fixed(LENGTHS, home, 4, options=of_mode), plan_dynamic(LENGTHS, home, options=of_mode)
+        return [plan.predicted_seconds for plan in (*plans, plan_padded([8192] * 4, home, 2, options=of_mode))]
+
+    for mode in ("lockstep", "free"):
+        for cost in (mixture, dense):
+            assert packed_seconds(cost, mode) == packed_seconds(without_real_rows(cost), mode)
+    now, before = (
+        plan_padded(LENGTHS, home, 4, options=replace(options, cost=c)) for c in (Cost(), without_real_rows(Cost()))
+    )
+    assert now.predicted_seconds == before.predicted_seconds
+
+
+def test_what_real_rows_take_alone_follows_the_rows() -> None:
+    shape, plain = ModelShape.of(MIXTURE), H200.cost(MIXTURE)
+    weights, passes = shape.expert_weights, shape.logits * LOGIT_BYTES / H200.memory_bytes_per_second
+    products = 6 * shape.hidden * shape.logits / H200.product_flops_per_second
+    experts = 6 * weights / H200.expert_flops_per_second
+
+    def share(**settings: Any) -> float:
+        return H200.cost(MIXTURE, CostSettings(**settings)).real_row_seconds
+
+    assert plain.real_row_seconds == pytest.approx(experts + products + passes)
+    assert share(target_share=0.25) == pytest.approx(experts + (products + passes) / 4)
+    assert share(forward=True) == pytest.approx(plain.real_row_seconds / 3) == plain.forward_only().real_row_seconds
+    assert share(frozen=True) == pytest.approx((experts + products) * 4 / 6 + passes)
+    assert share(tp=2) == pytest.approx(plain.real_row_seconds / 2)
+    assert plain.real_row_seconds < share(recomputation="full") < plain.real_row_seconds * 4 / 3
+    assert 0 < share(float8=True) < plain.real_row_seconds
+    travel = H200.cost(MIXTURE, CostSettings(ep=4)).linear_seconds - plain.linear_seconds
+    assert share(ep=4) - plain.real_row_seconds == pytest.approx(travel)
+    assert Cost.from_json(plain.to_json()) == plain and without_real_rows(plain).real_row_seconds == 0.0
+    by_flops = Cost.for_model(MIXTURE, tflops=400)
+    assert by_flops.real_row_seconds == pytest.approx(6 * weights / 4e14)
+    assert all(c.real_row_seconds < c.linear_seconds for c in (plain, plain.forward_only(), by_flops))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "holds no machine: No such file or directory"),
+        ("folder", "is a folder"),
+        ("{", "holds no machine: Expecting property name"),
+        (b"\xff", "holds no machine: 'utf-8' codec"),
+        ('{"ring_bytes": 7}', "holds no machine: a machine is an object with across, assumed"),  # the cost of one model
+        ("[]", "holds no machine: a machine is an object"),
+    ],
+)
+def test_a_file_without_a_machine_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes | None, complaint: str
+) -> None:
+    path = tmp_path / "cost.json"
+    if text == "folder":
+        path.mkdir()
+    elif text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    advice = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
+    with pytest.raises(ConfigError, match=rf"run\.machine {path} {re.escape(complaint)}.*{advice}$"):
+        read_cost(RunConfig(run=RunSection(machine=str(path))))
+    for verb in (["plan"], ["plan", "--compare"], ["bench", "step", "--world", "2"]):
+        slots, key = ([], "run.machine") if verb[0] == "bench" else (["--slots", "2"], "--machine")
+        assert main([*verb, *slots, "--same", "2x8", f"--{key.removeprefix('--')}", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {key} {path} {complaint}") and said.endswith(f"{advice}\n")
+
+
+def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
+    assert Machine.from_json(SOCKETS.to_json()) == SOCKETS
+    assert Cost.from_json(SOCKETS.cost(CONFIG).to_json()) == SOCKETS.cost(CONFIG)
+    path = tmp_path / "machine.json"
+    machine = Machine(inside=Link.of(2e-5, 1e11), assumed_parts=("across",), world=4, date="2026-01-01")
+    path.write_text(json.dumps(machine.to_json()))
+    assert machines.read_machine(str(path), "--machine") == replace(machine, source=str(path))
+    assert machines.read_machine("A100-80", "--machine") == Machine.known("a100-80")
+    values = machine.to_json()
+    del values["inside"]["gather"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(
+        ConfigError, match=r"--machine \S+ holds no machine: a link is an object with seconds of a message and"
+    ):
+        machines.read_machine(str(path), "--machine")
+    path.write_text(json.dumps(machine.to_json() | {"machine": 1}))
+    with pytest.raises(ConfigError, match=r"the machine's file has version 1, and this longspan reads 2; measure"):
+        machines.read_machine(str(path), "--machine")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "hosts", "answer"),
+    [
+        ("NVIDIA H200", 4, 1, ""),
+        ("NVIDIA H200", 4, 3, "m.json was measured on 1 host, and this run has 3: the links between hosts are assumed"),
+        ("NVIDIA A100", 4, 1, "m.json was measured on NVIDIA H200, and this run is on NVIDIA A100; measure again"),
+        ("NVIDIA H200", 8, 1, "m.json was measured with 4 ranks on a host, and this run has 8; measure again"),
+    ],
+)
+def test_a_machine_is_of_its_device_and_hosts(device: str, ranks: int, hosts: int, answer: str) -> None:
+    machine = Machine(device="NVIDIA H200", world=4, node_size=4, assumed_parts=("across",), source="m.json")
+    check = partial(machines.check_measured_machine, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts)
+    if "measure again" in answer:
+        with pytest.raises(ConfigError, match=f"^run.machine {answer} with longspan bench calibrate$"):
+            check(machine)
+        assert check(replace(machine, world=0)) == ""  # a known one, by name
+    else:
+        assert check(machine).removeprefix("run.machine ").startswith(answer)
+        assert check(replace(machine, world=8, assumed_parts=())) == ""  # two hosts were measured, which is enough
+    assert check(replace(machine, world=0)) == ""

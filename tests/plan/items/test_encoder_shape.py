@@ -28,7 +28,6 @@ PRICED = ("llava-clip", "llava-siglip", "gemma3", "paligemma", "qwen2-vl", "qwen
 
 
 def counted_flops(name: str, trained: Any) -> int:
-    """FLOPs of the matrix products of a step of the encoder alone, as torch counts them."""
     model = tiny(name)
     model.config.vision_config._attn_implementation = "eager"
     freeze_images(model, trained)
@@ -45,7 +44,6 @@ def counted_flops(name: str, trained: Any) -> int:
 
 
 def cases() -> Iterator[Any]:
-    """Every model and what of it is trained; most run with make test-all."""
     for name, trained in product((name for name in PRICED if name in here()), ("all", "projector", "none")):
         often = (name, trained) in (("qwen2.5-vl", "all"), ("qwen3-vl", "projector"), ("llava-clip", "projector"))
         yield pytest.param(name, trained, marks=() if often else pytest.mark.whole)
@@ -64,14 +62,12 @@ def test_as_torch_counts(name: str, trained: Any) -> None:
 
 
 def pairs_beyond_edges(grid: Any, window: int) -> int:
-    """Pairs of patches that windows which an edge of an image cuts would have more as whole ones."""
     frames, *sides = grid
     cut = [side // window * window**2 + (side % window) ** 2 for side in sides]
     return frames * (sides[0] * sides[1] * window**2 - cut[0] * cut[1])
 
 
 def unread_layers(name: str, config: Any, images: int) -> int:
-    """Forward FLOPs of a layer that LLaVA's CLIP runs and does not read."""
     if name != "llava-clip":
         return 0
     vision, rows = config.vision_config, images * 5
@@ -85,6 +81,8 @@ def test_images_of_gemma_3_have_as_many_rows_as_its_configuration_says() -> None
     config: dict[str, Any] = {"model_type": "gemma3", "text_config": {"hidden_size": 16}, "vision_config": tower}
     assert EncoderShape.of(config | {"mm_tokens_per_image": 64}).rows == 64
     assert EncoderShape.of(config).rows == 256  # as Gemma3Config has it
+    with pytest.raises(PlanError, match=r"dict \(qwen3\) has no tower that its configuration prices; those of qwen2_v"):
+        EncoderShape.of({"model_type": "qwen3", "hidden_size": 8})
 
 
 def test_a_published_size() -> None:
@@ -94,34 +92,20 @@ def test_a_published_size() -> None:
     weights = 6 * (per_patch * 1024 + merged * 256) - 2 * 1152 * 1536 * 1024
     assert shape.flops([256]) == weights + 12 * 27 * 1152 * 1024**2
     cost = shape.cost()
+    frozen, none = (shape.cost(trained=trained) for trained in ("projector", "none"))  # the tower: a forward pass
+    assert cost.attention_seconds == pytest.approx(3.5 * frozen.attention_seconds, rel=1e-12)
+    assert frozen.attention_seconds == none.attention_seconds
+    assert cost.linear_seconds > frozen.linear_seconds > none.linear_seconds
+    plan = plan_dynamic((4096, *[1024] * 8), Layout(2), max_cp=1, cost=cost)
+    rows = [sum(g.tokens for g in plan.micro_batches[0].groups if slot in g.slots) for slot in (0, 1)]
+    assert sorted(rows) == [4096, 8192]  # the large image takes as long as twice its rows in small ones
     seconds = cost.linear_seconds * 256 + cost.attention_seconds * 256**2
     assert seconds == pytest.approx(weights / 2.4e14 + 14 * 27 * 1152 * 1024**2 / (6.18e14 * 72 / 96))
 
 
 def test_an_encoder_by_its_numbers() -> None:
-    """Windows of 4 x 4 patches, 2 x 2 patches of a row."""
+    # windows of 4 x 4 patches, 2 x 2 patches of a row
     cost = EncoderShape(width=8, full_layers=2, block_weights=100, window_layers=3, window=4, merge=2).cost()
     pair = 14 * 8 / 6.18e14
     assert cost.linear_seconds == pytest.approx(4 * 6 * 100 / 2.4e14 + 4 * 3 * 16 * pair)
     assert cost.attention_seconds == pytest.approx(2 * 16 * pair)  # all patches of a row with all of another: 4 x 4
-
-
-def test_a_frozen_tower_costs_its_forward_pass() -> None:
-    costs = [EncoderShape.of(QWEN3_VL_8B).cost(trained=trained) for trained in ("all", "projector", "none")]
-    assert costs[0].attention_seconds == pytest.approx(3.5 * costs[1].attention_seconds, rel=1e-12)
-    assert costs[1].attention_seconds == costs[2].attention_seconds
-    assert costs[0].linear_seconds > costs[1].linear_seconds > costs[2].linear_seconds
-
-
-def test_an_image_is_dealt_by_its_square() -> None:
-    cost, counts = EncoderShape.of(QWEN3_VL_8B).cost(), (4096, *[1024] * 8)
-    plan = plan_dynamic(counts, Layout(2), max_cp=1, cost=cost)
-    rows = [sum(g.tokens for g in plan.micro_batches[0].groups if slot in g.slots) for slot in (0, 1)]
-    assert sorted(rows) == [4096, 8192]  # the large image takes as long as twice its rows in small ones
-
-
-def test_others_are_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"dict \(qwen3\) has no tower that its configuration prices; those of qwen2_vl"
-    ):
-        EncoderShape.of({"model_type": "qwen3", "hidden_size": 8})

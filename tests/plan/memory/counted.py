@@ -1,6 +1,5 @@
 """Bytes that a real model's step holds, counted layer by layer by what operators make, on a CPU."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,17 @@ from bench.training.live_bytes import LiveBytes
 from torch import Tensor
 from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import silu
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 from longspan import MtpLoss, add_mtp
 from longspan.comm import World
@@ -21,6 +30,34 @@ from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
 from longspan.plan import Plan
 from longspan.train import run_step
+
+_DENSE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
+_DENSE |= {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 768, "max_position_embeddings": 8192}
+_DENSE |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+_HYBRID: dict[str, Any] = _DENSE | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 192}
+_GPT_OSS: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 8, "intermediate_size": 192}
+_DELTA_NET: dict[str, Any] = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32}
+_DELTA_NET |= {"linear_value_head_dim": 32, "shared_expert_intermediate_size": 192}
+_DELTA_NET |= {"layer_types": ["linear_attention", "full_attention"]}
+_MAMBA2: dict[str, Any] = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1}
+_MAMBA2 |= {"mamba_expand": 2, "attn_layer_indices": [1]}
+_KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3": (Qwen3Config, _DENSE),
+    "llama": (LlamaConfig, _DENSE),
+    "gemma3": (Gemma3TextConfig, _DENSE | {"sliding_window": 64}),
+    "qwen3-moe": (Qwen3MoeConfig, _DENSE | _EXPERTS),
+    "gpt-oss": (GptOssConfig, _HYBRID | _GPT_OSS | {"sliding_window": 64}),
+    "bamba": (BambaConfig, _HYBRID | _MAMBA2),
+    "qwen3-next": (Qwen3NextConfig, _HYBRID | _EXPERTS | _DELTA_NET),
+}
+DENSE, EXPERTS, HYBRIDS = ("qwen3", "llama", "gemma3"), ("qwen3-moe", "gpt-oss"), ("bamba", "qwen3-next")
+
+
+def config_of(family: str) -> PreTrainedConfig:
+    """Two small layers, with the ratios of large ones: widths of MLPs, experts and heads."""
+    kind, sizes = _KINDS[family]
+    return kind(**sizes)
 
 
 @dataclass
@@ -39,7 +76,6 @@ class Counted:
 
     @property
     def kept(self) -> list[int]:
-        """What each layer keeps."""
         return [after - before for before, after in zip(self.alive, self.alive[1:], strict=False)]
 
 
@@ -56,17 +92,13 @@ class _Marks:
             layer.register_forward_hook(self._after(index, last=index == len(layers) - 1))
 
     def _read_peak(self) -> int:
-        """The most since this was called last."""
         peak = self.live.peak
         self.counted.most, self.live.peak = max(self.counted.most, peak), self.live.now
         return peak
 
-    def _is_again(self) -> bool:
-        return self.now >= 0
-
     def _before(self, index: int) -> Any:
         def hook(*_: Any) -> None:
-            if not self._is_again():
+            if self.now < 0:
                 self.counted.alive.append(self.live.now)
                 self._read_peak()
 
@@ -74,7 +106,7 @@ class _Marks:
 
     def _after(self, index: int, *, last: bool) -> Any:
         def hook(_: Any, __: Any, output: Any) -> Any:
-            if self._is_again():
+            if self.now >= 0:
                 return
             self.counted.forward.append(self._read_peak())
             if last:
@@ -86,7 +118,6 @@ class _Marks:
         return hook
 
     def _turn(self, index: int) -> None:
-        """Layer `index` is about to run backward, and the one behind it has."""
         self.end()
         self.now = index
 
@@ -128,27 +159,27 @@ def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norms, name, run)
 
 
-def count_step(
-    config: PreTrainedConfig,
-    plan: Plan,
-    world: World,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    lora: Any = None,
-    depths: int = 0,
-    **how: Any,
-) -> Counted:
-    """One step of a model of this configuration, with an adapter or depths of multi-token prediction, prepared so."""
+def prepared_model(
+    config: PreTrainedConfig, plan: Plan, world: World, lora: Any, depths: int, how: dict[str, Any]
+) -> tuple[Any, list[np.ndarray]]:
+    """A model of bfloat16, and documents of random tokens."""
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).to(dtype)
+    model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     if lora is not None:
-        model = add_lora(model, NewAdapter(**lora)).to(dtype)
+        model = add_lora(model, NewAdapter(**lora)).to(torch.bfloat16)
     if depths:
         added: Any = add_mtp(model, depths=depths)
-        model = added.to(dtype)
+        model = added.to(torch.bfloat16)
     options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on", "probe": False} | how
-    prepared: Any = prepare(model, world, **options)
-    documents = documents_of(plan.lengths, config.get_text_config().vocab_size)
+    generator, vocabulary = np.random.default_rng(0), config.get_text_config().vocab_size
+    return prepare(model, world, **options), [generator.integers(0, vocabulary, size=length) for length in plan.lengths]
+
+
+def count_step(
+    config: PreTrainedConfig, plan: Plan, world: World, *, lora: Any = None, depths: int = 0, **how: Any
+) -> Counted:
+    """One step of a model of this configuration, with an adapter or depths of multi-token prediction, prepared so."""
+    prepared, documents = prepared_model(config, plan, world, lora, depths, how)
     run_step(prepared, plan, documents, world, mtp=MtpLoss() if depths else None)
     prepared.zero_grad(set_to_none=True)
     marks = _Marks(prepared)
@@ -158,14 +189,7 @@ def count_step(
     return marks.counted
 
 
-def documents_of(lengths: Sequence[int], vocabulary: int) -> list[np.ndarray]:
-    """Documents of random token ids."""
-    generator = np.random.default_rng(0)
-    return [generator.integers(0, vocabulary, size=length) for length in lengths]
-
-
 def _compile_to_graphs(graph: Any, inputs: Any, **options: Any) -> Any:
-    """Split a graph in forward and backward as torch.compile does for GPUs, and run both operation by operation."""
     return compile_fx(graph, inputs, inner_compile=lambda module, _, **others: module.forward)
 
 
@@ -177,11 +201,7 @@ def count_saved(
     Counted by torch's hooks, not by what operators make: torch.compile steps aside where operators are watched.
     """
     monkeypatch.setattr(compiled_layers, "BACKEND", _compile_to_graphs)
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    if lora is not None:
-        model = add_lora(model, NewAdapter(**lora)).to(torch.bfloat16)
-    model = prepare(model, world, **({"shard_parameters": False, "fused_norms": "on", "probe": False} | how))
+    model, documents = prepared_model(config, plan, world, lora, 0, how)
     left = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     layers, saved = decoder_layers(model).values(), list[dict[int, Tensor]]()
     inside = list[dict[int, Tensor]]()
@@ -200,5 +220,5 @@ def count_saved(
         layer.register_forward_pre_hook(begin, with_kwargs=True)
         layer.register_forward_hook(lambda *_: inside.clear())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run_step(model, plan, documents_of(plan.lengths, config.get_text_config().vocab_size), world)
+        run_step(model, plan, documents, world)
     return [sum(x.untyped_storage().nbytes() for x in one.values()) for one in saved[-len(layers) :]]

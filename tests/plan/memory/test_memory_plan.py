@@ -26,24 +26,15 @@ from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 GIB = 2**30
+
+
 MOE = QWEN3_8B | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-VISION = {
-    "model_type": "qwen2_5_vl",
-    "text_config": QWEN3_8B | {"num_hidden_layers": 4},
-    "vision_config": {
-        "depth": 4,
-        "hidden_size": 1280,
-        "num_heads": 16,
-        "intermediate_size": 3420,
-        "spatial_merge_size": 2,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-    },
-}
+TOWER = {"depth": 4, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "spatial_merge_size": 2}
+VISION = {"model_type": "qwen2_5_vl", "text_config": QWEN3_8B | {"num_hidden_layers": 4}}
+VISION |= {"vision_config": TOWER | {"patch_size": 14, "temporal_patch_size": 2}}
 
 
 def planned(measures: Any = "selective", *, rows: int = 8192, config: Any = QWEN3_8B, **changes: Any) -> MemoryPlan:
-    """One document over all slots of a home."""
     home = changes.pop("home", Layout(4))
     plan = changes.pop("plan", None) or plan_fixed(
         [rows * home.slots], home, cp=home.slots, cp_comm_type=changes.pop("cp_comm_type", "a2a")
@@ -51,21 +42,19 @@ def planned(measures: Any = "selective", *, rows: int = 8192, config: Any = QWEN
     return MemoryPlan.of(config, home, plan, MemorySettings(**changes), measures)
 
 
-def test_bytes_add_up() -> None:
-    values = Bytes(weights=1, gradients=2, states=3, gathered=4, kept=5, work=6, logits=7, communicators=8)
-    assert values.to_json() == {**vars(values), "total": 36} and values.total == 36
-
-
 def test_shards_of_float32_masters() -> None:
     device = planned().device
     weights = 8.19e9 * 4 / 4
     assert device.weights == pytest.approx(weights, rel=1e-3) and device.states == pytest.approx(2 * weights, rel=1e-3)
     assert planned(state_numbers=0).device.states == 0
+    assert planned(gpu=False).device.communicators == 0 < device.communicators  # no context
+    there = planned(offload_states=True)
+    assert there.host.states == device.states and there.device.states == 0
+    assert there.offload_states and "states on the host" in there.summary_line()
     assert planned(parameter_bytes=2).device.weights == pytest.approx(weights / 2, rel=1e-3)
 
 
 def test_measures_keep_less_in_their_order() -> None:
-    """On the device; what waits on the host is what the same measure keeps on the device."""
     plans = {word: planned(word, rows=65536) for word in MEASURES}
     totals = [plans[word].device.total for word in ("none", "exchanged", "selective", "full", "full+host")]
     assert totals == sorted(totals, reverse=True) and len(set(totals)) == 5
@@ -85,7 +74,6 @@ def test_a_word_for_each_layer() -> None:
 
 
 def test_worst_slot_of_every_micro_batch() -> None:
-    """A dynamic plan: the fullest slot of any micro-batch, and gradients are there from the second one on."""
     small = MicroBatch((Group((0, 1), (0,), (2048,)), Group((2,), (1,), (512,))))
     large = MicroBatch((Group((3,), (2,), (90000,)),))
 
@@ -153,12 +141,6 @@ def test_float8_weights_stay_where_passes_follow_each_other_without_a_gather() -
     assert planned(float8=True).device == planned().device
 
 
-def test_states_on_the_host() -> None:
-    here, there = planned(), planned(offload_states=True)
-    assert there.host.states == here.device.states and there.device.states == 0
-    assert there.offload_states and "states on the host" in there.summary_line()
-
-
 def test_an_update_has_two_buckets_of_the_states() -> None:
     """Where the update is the moment at which most is held: of few rows, and gradients as large as weights."""
     small = QWEN3_8B | {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "hidden_size": 256}
@@ -181,12 +163,10 @@ def test_printed() -> None:
     assert "of 100.0 GiB used, and 0.0 GiB of host memory" in line
     two_layers = planned("full", config=QWEN3_8B | {"num_hidden_layers": 2}, segment_layers=4)
     assert ", segments of 2 layers; " in two_layers.summary_line()
+    held = Bytes(weights=1, gradients=2, states=3, gathered=4, kept=5, work=6, logits=7, communicators=8)
+    assert held.to_json() == {**vars(held), "total": 36} and held.total == 36
     values = json.loads(json.dumps(memory.to_json()))
     assert values["device"]["total"] == memory.device.total and set(values["host"]) == set(values["device"])
-
-
-def test_without_a_gpu_there_is_no_context() -> None:
-    assert planned(gpu=False).device.communicators == 0 < planned().device.communicators
 
 
 @pytest.mark.parametrize(
@@ -200,15 +180,6 @@ def test_without_a_gpu_there_is_no_context() -> None:
 def test_refuses_what_is_not_counted(config: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         planned(config=config, rows=16)
-
-
-def test_machines_know_their_memory() -> None:
-    assert Machine.known("h200").memory_bytes == 143771 << 20
-    assert Machine.known("H100").memory_bytes == 80 * GIB and Machine.known("a100-40").memory_bytes == 40 * GIB
-    values = Machine().to_json()
-    assert Machine.from_json(values) == Machine()
-    with pytest.raises(PlanError, match="memory_bytes of a machine"):
-        Machine(memory_bytes=-1)
 
 
 def test_segments_under_a2a_are_planned_as_measured() -> None:
@@ -236,7 +207,6 @@ def test_more_slices_of_heads_take_less(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_loads_have_the_slices_that_attention_chooses() -> None:
-    """Of the longest group that exchanges heads."""
     for rows, degree, slices in ((4096, 2, 1), (65536, 2, 2), (360448, 2, 4), (360448, 8, 2)):
         plan = plan_fixed([rows * degree], Layout(degree), cp=degree, cp_comm_type="a2a")
         (load,) = slot_loads([plan], ConfigReader.of(QWEN3_8B), MemorySettings(), Machine())

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -42,7 +42,6 @@ FAMILIES = {
 
 
 def products(model: Any) -> tuple[int, int]:
-    """FLOPs of a row in matrices of weights, and of all rows in attention, forward, as torch counts them."""
     model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
     for mixer in find_mixers(model).values():
@@ -82,18 +81,14 @@ def test_weights_are_those_that_multiply_a_row(family: str) -> None:
 
 
 def by_rows(mixer: MixerShape) -> int:
-    """FLOPs of one row in the recurrence of one layer, its products written out."""
     heads, key, value = mixer.heads, mixer.key_size, mixer.value_size
     if not heads:
         return 0
     state, k, q, v = (torch.zeros(heads, *shape) for shape in ((key, value), (1, key), (1, key), (1, value)))
 
-    def product(a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a, b)
-
     with FlopCounterMode(display=False) as counted:
-        new = v - product(k, state) if mixer.delta else v
-        product(q, state + product(k.mT, new))
+        new = v - torch.bmm(k, state) if mixer.delta else v
+        torch.bmm(q, state + torch.bmm(k.mT, new))
     return counted.get_total_flops()
 
 
@@ -102,9 +97,8 @@ LFM2 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size"
 
 
 def presets() -> dict[str, PreTrainedConfig]:
-    tiny = {
-        name: preset_config(name, vocab_size=61) for name in ("qwen3-next-tiny", "bamba-tiny", "granite-hybrid-tiny")
-    }
+    names = ("qwen3-next-tiny", "bamba-tiny", "granite-hybrid-tiny")
+    tiny = {name: preset_config(name, vocab_size=61) for name in names}
     return tiny | {"lfm2": CONFIG_MAPPING["lfm2"](**LFM2, bos_token_id=1, eos_token_id=2, pad_token_id=0)}
 
 
@@ -131,14 +125,11 @@ def test_a_depth_costs_a_layer_a_projection_and_a_head() -> None:
     assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 2, plain.decoder_layers + 2)
     of_layer = plain.recomputed_weights // plain.decoder_layers
     assert deeper.recomputed_weights == plain.recomputed_weights + 2 * of_layer
-    assert (
-        Cost.for_model(model.config, tflops=1.0, depths=2).ring_bytes
-        > Cost.for_model(model.config, tflops=1).ring_bytes
-    )
+    deep, flat = (Cost.for_model(model.config, tflops=1.0, depths=depths).ring_bytes for depths in (2, 0))
+    assert deep > flat
 
 
 def test_a_depth_of_several_layers_costs_them_all() -> None:
-    """Nemotron-H's: attention and experts, of which a row visits some."""
     config: Any = shrink_configuration(CONFIG_MAPPING["nemotron_h"](n_routed_experts=4))
     plain, deeper = ModelShape.of(config), ModelShape.of(config, depths=1)
     assert (deeper.layers, deeper.decoder_layers) == (plain.layers + 1, plain.decoder_layers + 2)
@@ -150,7 +141,6 @@ def test_a_depth_of_several_layers_costs_them_all() -> None:
 
 
 def test_what_a_layer_of_attention_alone_computes_again() -> None:
-    """All but its last product, by which its attention ends the layer."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 48}
     values = CONFIG_MAPPING["nemotron_h"](**sizes).to_dict()
     types = [["mlp", *["attention"] * count] for count in (1, 2)]
@@ -184,24 +174,20 @@ def test_types_of_layers_in_every_spelling(values: dict[str, Any], types: list[s
     assert layer_types(ConfigReader.of(values)) == types
 
 
+NO_PRICE = "has .*layers of .*, which no configuration prices; give a Cost"
 REFUSED = {
     "zamba": "state-space layers of zamba, Mamba 1",
     "jamba": "of jamba",
     "mamba": "of mamba",
     "minimax": "layers of type",
+    **dict.fromkeys(("falcon_mamba", "recurrent_gemma"), NO_PRICE),
 }
 
 
-@pytest.mark.parametrize("family", [*REFUSED, "falcon_mamba", "recurrent_gemma"])
-def test_what_has_no_price_is_named(family: str) -> None:
-    with pytest.raises(
-        PlanError, match=REFUSED.get(family, "has .*layers of .*, which no configuration prices; give a Cost")
-    ):
-        ModelShape.of(CONFIG_MAPPING[family]())
-
-
-def test_a_mixer_without_its_sizes_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match="has no linear_num_key_heads, no linear_key_head_dim, no linear_value_head_dim"
-    ):
+def test_what_has_no_price_is_named() -> None:
+    for family, message in REFUSED.items():
+        with pytest.raises(PlanError, match=message):
+            ModelShape.of(CONFIG_MAPPING[family]())
+    sizes = "has no linear_num_key_heads, no linear_key_head_dim, no linear_value_head_dim"
+    with pytest.raises(PlanError, match=sizes):
         ModelShape.of({"hidden_size": 8, "linear_num_value_heads": 2, "vocab_size": 9, "num_hidden_layers": 2})
