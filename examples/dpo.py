@@ -2,7 +2,7 @@
 
 The preferred answer counts upwards from the last token of its prompt, the other one is drawn at random. `python
 examples/dpo.py --world 2` starts two local CPU processes, `torchrun --nproc_per_node=4 examples/dpo.py` runs on four
-GPUs. A test compares one step with a stock model in float64 (tests/train/own_loss/test_examples.py).
+GPUs. A test compares one step with a stock model in float64 (tests/train/test_examples.py).
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 An answer of four tokens is rewarded for each of them that repeats the last token of its prompt. `python
 examples/grpo.py --world 2` starts two local CPU processes, `torchrun --nproc_per_node=4 examples/grpo.py` runs on four
-GPUs. A test compares one step with a stock model in float64 (tests/train/own_loss/test_examples.py).
+GPUs. A test compares one step with a stock model in float64 (tests/train/test_examples.py).
 """
 
 import argparse

@@ -26,8 +26,8 @@ from tests.mutation import mutate, restore
 from tests.ssm.test_parity import MUTANTS as OF_STATES
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
 from tests.train.own_loss.test_mutations import MUTATIONS as OF_LOSSES
-from tests.train.steps.shared_stages.test_parity import MUTANTS as OF_SHARED_STAGES
 from tests.train.steps.test_matrix import MUTATIONS as OF_STEPS
+from tests.train.steps.test_shared_stages import MUTANTS as OF_SHARED_STAGES
 from tests.zoo.known_errors import KNOWN_ERRORS
 
 CHANGES = [

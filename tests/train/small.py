@@ -16,22 +16,8 @@ from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend
 
-WORDS = (
-    "def",
-    "class",
-    "return",
-    "import",
-    "self",
-    "value",
-    "for",
-    "while",
-    "yield",
-    "None",
-    "rank",
-    "slot",
-    "plan",
-    "ring",
-)
+WORDS = ("def", "class", "return", "import", "self", "value", "for", "while", "yield", "None")
+WORDS += ("rank", "slot", "plan", "ring")
 
 SMALL = {
     "data.vocab_size": 300,
@@ -69,7 +55,6 @@ def small_config(folder: Path, **changes: object) -> RunConfig:
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
-    """Train on this rank, without a display."""
     home = check_config(config, ranks)
     with (
         World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,

@@ -1,16 +1,13 @@
 """Documents that ranks load themselves: which rows go where, and steps of them against one dense float64 model."""
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from longspan import (
     Document,
@@ -35,46 +32,41 @@ from longspan.train.read_rows import count_prefix_rows, read_rows
 from longspan.train.step_inputs import count_pack_targets
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, tiny, worst
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_rows.py"
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
 
 
-def document(number: int, length: int, *, values: bool = True) -> Any:
+def document(number: int, length: int) -> Document:
     """A document with labels of other tokens, with a mask, or plain; every other one has weights."""
     draw = np.random.default_rng(number)
     ids = draw.integers(0, VOCABULARY, length)
     labels = np.where(draw.random(length) < 0.6, draw.integers(0, VOCABULARY, length), -100)
     weights = draw.random(length) if number % 2 else None
-    numbers: dict[str, Any] = {"advantage": draw.standard_normal(length), "reward": draw.random()} if values else {}
+    numbers: dict[str, Any] = {"advantage": draw.standard_normal(length), "reward": draw.random(), "weights": weights}
     if number % 3 == 0:
-        return Document(ids, labels=labels, weights=weights, **numbers)
+        return Document(ids, labels=labels, **numbers)
     if number % 3 == 1:
-        return Document(ids, loss_mask=draw.random(length) < 0.5, weights=weights, **numbers)
-    return Document(ids, weights=weights, **numbers) if values else ids.tolist()
+        return Document(ids, loss_mask=draw.random(length) < 0.5, **numbers)
+    return Document(ids, **numbers)
 
 
-def batch(*, values: bool = True) -> list[Any]:
-    return [document(number, length, values=values) for number, length in enumerate(LENGTHS)]
+def batch() -> list[Document]:
+    return [document(number, length) for number, length in enumerate(LENGTHS)]
 
 
 def dealt(documents: Sequence[Any], ranks: Sequence[int], of: Sequence[int]) -> dict[int, list[Any]]:
     """Documents for each rank, in the order of the home's ranks; `of` are how many each gets, the last the rest."""
-    ends = [*np.cumsum(of).tolist(), len(documents)]
-    return {
-        rank: list(documents[end - n : end])
-        for rank, n, end in zip(ranks, [*of, ends[-1] - ends[-2]], ends, strict=True)
-    }
+    ends = [0, *np.cumsum(of).tolist(), len(documents)]
+    return {rank: list(documents[ends[i] : ends[i + 1]]) for i, rank in enumerate(ranks)}
 
 
 # ---- who gets what
 
 
 def plans_of(home: Layout, targets: int) -> list[Plan]:
+    mode = "lockstep" if home.pp > 1 else "free"
     return [
         plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, targets=targets, micro_batch_multiple=home.pp),
-        plan_dynamic(
-            LENGTHS, home, max_tokens_per_slot=16, targets=targets, mode="lockstep" if home.pp > 1 else "free"
-        ),
+        plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, targets=targets, mode=mode),
         plan_fixed(LENGTHS, home, cp=home.slots, targets=targets, partition="contiguous"),
         plan_padded(LENGTHS, home, cp=home.slots, max_tokens_per_slot=32, targets=targets),
     ]
@@ -139,78 +131,41 @@ def own_loss(log_probs: Tensor, at: Any) -> Tensor:
     return -(log_probs * at["advantage"] + at["reward"] * log_probs.exp()) * at["weights"]
 
 
-def dense(documents: Sequence[Any], *, own: bool) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a stock model that sees documents one by one, divided by the number of targets, and gradients."""
-    model, total, count = tiny("qwen3", torch.float64), torch.zeros((), dtype=torch.float64), 0
-    for one in documents:
-        ids, labels, values = one.ids, one.labels(), one.token_values(np.arange(len(one)))
-        log_probs = F.log_softmax(model(input_ids=torch.from_numpy(ids)[None]).logits[0, :-1], -1)
-        rows = torch.from_numpy(np.flatnonzero(labels[1:] != -100))
-        log_probs = log_probs[rows, torch.from_numpy(labels[1:])[rows]]
-        values = {name: torch.from_numpy(value[1:])[rows] for name, value in values.items()}
-        at = {"weights": torch.ones(len(rows), dtype=torch.float64), **values}
-        total = total + (own_loss(log_probs, at) if own else -log_probs * at["weights"]).sum()
-        count += len(rows)
-    (total / count).backward()
-    return (total / count).item(), gradients_of(model)
+def train(rank: int, home: Layout, of: Sequence[int]) -> None:
+    """Steps until all ranks have run out, beside those of the whole list: of all documents, then of the first rank's.
 
-
-def train(rank: int, home: Layout, of: Sequence[int]) -> list[tuple[float, dict[str, Tensor]]]:
-    """Steps until all ranks have run out: of all documents, then of those of the first rank only."""
-    shares = [dealt(batch(), home.ranks, of)[rank], batch()[3:6] if rank == home.ranks[0] else [], []]
-    answers, steps = list[tuple[float, dict[str, Tensor]]](), iter(shares)
+    That steps of a list are those of one process is shown elsewhere.
+    """
+    wholes = [batch(), batch()[3:6]]
+    shares = iter([dealt(batch(), home.ranks, of)[rank], wholes[1] if rank == home.ranks[0] else [], []])
     with World(home, backend=backend(), timeout=60) as world:
         model = prepare_untried(tiny("qwen3", torch.float64), world)
-        while documents := gather_documents(next(steps), world):
-            plan = plan_dynamic(
-                documents.lengths,
-                home,
-                max_tokens_per_slot=32,
-                targets=documents.targets,
-                micro_batch_multiple=home.pp,
-            )
+        while documents := gather_documents(next(shares), world):
+            whole, targets = wholes.pop(0), documents.targets
+            options = {"max_tokens_per_slot": 32, "targets": targets, "micro_batch_multiple": home.pp}
+            plan = plan_dynamic(documents.lengths, home, **options)
             for loss in (None, own_loss):
-                answers.append((run_step(model, plan, documents, world, loss=loss).loss, gradients_of(model)))
-                model.zero_grad()
+                answers = list[tuple[float, dict[str, Tensor]]]()
+                for of_step in (documents, whole):
+                    answers.append((run_step(model, plan, of_step, world, loss=loss).loss, gradients_of(model)))
+                    model.zero_grad()
+                assert answers[0][0] == answers[1][0] and worst(answers[0][1], answers[1][1]) == 0
             if home.pp == 1:
-                log_probs = token_log_probs(model, plan, documents, world)
-                report = evaluate(model, documents, PlanChoice.fixed(home.slots), world)
-                assert report.targets == documents.targets and len(log_probs.of(0)) == documents.lengths[0]
-    return answers
+                log_probs, expected = (token_log_probs(model, plan, x, world) for x in (documents, whole))
+                assert np.array_equal(log_probs.of(0), expected.of(0)) and len(log_probs.of(0)) == plan.lengths[0]
+                assert evaluate(model, documents, PlanChoice.fixed(home.slots), world).targets == targets
+    assert not wholes
 
 
-@pytest.mark.parametrize(
-    ("home", "of"),
-    [(Layout(ranks=2), (3,)), (Layout(ranks=2, tp=2), (5,)), (Layout(ranks=2, pp=2), (0,))],
-    ids=["dynamic", "tp 2", "pp 2"],
-)
-def test_steps_of_gathered_documents_are_those_of_one_process(home: Layout, of: Sequence[int]) -> None:
-    expected = [dense(documents, own=own) for documents in (batch(), batch()[3:6]) for own in (False, True)]
-    for answers in run_ranks(train, 2, home, of):
-        for (loss, gradients), (dense_loss, dense_gradients) in zip(answers, expected, strict=True):
-            assert loss == pytest.approx(dense_loss, rel=1e-12)
-            assert worst(gradients, {name: dense_gradients[name] for name in gradients}) < 1e-12
-
-
-def learn_by_example(rank: int) -> list[float]:
-    spec = importlib.util.spec_from_file_location("own_rows", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
-    return program.main(rank)
-
-
-def test_the_example_learns_the_same_on_other_ranks() -> None:
-    alone, three = (run_ranks(learn_by_example, ranks)[0] for ranks in (1, 3))
-    assert len(alone) == 4 and three == pytest.approx(alone, rel=1e-5)
-    assert alone[-1] < alone[0] - 1
+@pytest.mark.parametrize(("home", "of"), [(Layout(2), (3,)), (Layout(2, pp=2), (0,))], ids=["dynamic", "pp 2"])
+def test_steps_of_gathered_documents_are_those_of_the_list(home: Layout, of: Sequence[int]) -> None:
+    run_ranks(train, 2, home, of)
 
 
 # ---- what is refused
 
 
 def refusals(rank: int) -> dict[str, str]:
-    """The message of each mistake, on this rank."""
     first, plain = rank == 0, [[1, 2, 3], [4, 5]]
     items = ItemDocuments([np.zeros(4, dtype=np.int64)], [Item(0, ((1, 2),))], lambda item: None)
     pack = LabelledPack((Piece(Document([1, 2]), 0, 2), Piece(Document([3, 4]), 0, 2)))

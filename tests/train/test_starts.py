@@ -1,7 +1,6 @@
 """The seconds of a start by part; attention's kernels compiled ahead: by whom, when not, and where they are noted."""
 
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ class WorkerRecord:
 
 @pytest.fixture
 def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[WorkerRecord]]:
-    """The workers that are started, with a cache in a folder and FlashAttention-4 installed."""
     started = list[WorkerRecord]()
 
     def start(*args: Any, **kwargs: Any) -> WorkerRecord:
@@ -95,21 +93,13 @@ def test_each_kind_has_a_worker_without_a_gpu(
     assert requests[0][2].parent == tmp_path
 
 
-@pytest.mark.parametrize(
-    ("config", "capability", "cache"),
-    [
-        (CONFIG, (10, 0), True),
-        (replace(CONFIG, context=replace(CONFIG.context, attention_kernel="cudnn")), HOPPER, True),
-        (CONFIG, HOPPER, False),
-    ],
-)
-def test_nothing_is_compiled_ahead_elsewhere(
-    config: RunConfig, capability: tuple[int, int], cache: bool, workers: list[WorkerRecord]
-) -> None:
-    if not cache:
-        del os.environ[CACHE]
-    with compile_ahead(config, 2, capability, 132, backward=True):
-        assert not workers
+def test_nothing_is_compiled_ahead_elsewhere(workers: list[WorkerRecord], monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn = replace(CONFIG, context=replace(CONFIG.context, attention_kernel="cudnn"))
+    for config, capability, cache in ((CONFIG, (10, 0), True), (cudnn, HOPPER, True), (CONFIG, HOPPER, False)):
+        if not cache:
+            monkeypatch.delenv(CACHE)
+        with compile_ahead(config, 2, capability, 132, backward=True):
+            assert not workers
 
 
 def test_kernels_are_noted_by_the_model_and_the_versions(

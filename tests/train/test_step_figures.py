@@ -1,27 +1,29 @@
-"""What the seconds of a step with images are compared with."""
+"""What the seconds of a step are compared with: flops, predictions, images; and how fast a slot works over others."""
 
+import time
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from longspan.data.document import NO_TARGET
 from longspan.layout import Layout
 from longspan.plan import Cost, plan_fixed
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.shape.model_shape import ModelShape, model_flops
+from longspan.train import step
+from longspan.train.passes import Passes
+from longspan.train.step import SlotPaceTerm
 from longspan.train.step_figures import StepFigures, waiting_text
 from longspan.train.terms.encoders import EncoderTimes, PartClock
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
-TOWER = EncoderShape(
-    width=16,
-    head_size=8,
-    full_layers=3,
-    block_weights=10**6,
-    embed_weights=10**4,
-    projector_weights=10**5,
-    merge=2,
-)
+SIZES = {"width": 16, "head_size": 8, "full_layers": 3, "merge": 2}
+TOWER = EncoderShape(**SIZES, block_weights=10**6, embed_weights=10**4, projector_weights=10**5)
 COST = Cost(linear_seconds=0.01, attention_seconds=0.0, micro_batch_seconds=0.0)
 
 
@@ -35,21 +37,17 @@ def test_images_count() -> None:
     assert found["encoder_share"] == 0.25 and found["encoder_balance"] == 1.25
     assert found["predicted_encoder_share"] == round(0.1 / 0.5, 4) and found["predicted_encoder_balance"] == 1.1
     assert found["predicted_seconds"] == 0.5 and found["bound_share"] == round((plan.lower_bound_seconds + 0.1) / 2, 6)
+    # without a price they leave no share of the peak
+    assert "tflops" not in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0, [4])
+    assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
 
 
 def test_stages_of_a_pipeline_share_a_step() -> None:
     plan = plan_fixed([32] * 8, Layout(2, pp=2), cp=1, max_tokens_per_slot=32, cost=COST)
     figures = StepFigures(shape=TEXT, devices=2, priced_here=True).step_figures(plan, 2.0)
-    assert (
-        figures["predicted_seconds"] == plan.predicted_seconds == pytest.approx(9 * 0.16)
-    )  # eight micro-batches, and one to fill the stages
+    # eight micro-batches, and one to fill the stages
+    assert figures["predicted_seconds"] == plan.predicted_seconds == pytest.approx(9 * 0.16)
     assert figures["bound_share"] == pytest.approx(8 * 0.16 / 2.0, rel=0.15)
-
-
-def test_images_without_a_price_leave_no_share_of_the_peak() -> None:
-    plan = plan_fixed([40, 24], Layout(2), cp=1, cost=COST)
-    assert "tflops" not in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0, [4])
-    assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
 
 
 def test_parts_add_up() -> None:
@@ -69,3 +67,32 @@ def test_waits_for_sharded_weights_are_said() -> None:
         assert len(plan.micro_batches) == 2 and (waited in text if waited else not text), text
     assert "each of 2 micro-batches: parallel.dp_replicate" in text and "of the 1.0 s that a step" in text
     assert not waiting_text(plan_fixed(lengths, Layout(2), cp=1, cost=cost, mode="free", max_tokens_per_slot=30))
+
+
+def pace(tp: int = 0, vocabulary: int = step.LEAST_LOGITS // 4) -> SlotPaceTerm:
+    """A term after the loss of a micro-batch of four targets, which took 20 ms."""
+
+    def measure(batch: Any, hidden: Tensor, head: Any, *deeper: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return hidden.sum() + len(deeper)
+
+    world: Any = SimpleNamespace(coordinates=SimpleNamespace(tp=tp))
+    model: Any = None
+    term = SlotPaceTerm(world)
+    passes = term.extend_passes(Passes(model=model, plan=model, world=world, backward=True, measure=measure))
+    batch: Any = SimpleNamespace(labels=np.array([1, 2, NO_TARGET, 3, 4]))
+    assert passes.measure(batch, torch.ones(3), SimpleNamespace(vocabulary=vocabulary), torch.ones(1)).item() == 4.0
+    return term
+
+
+def test_the_pace_of_a_slot_is_that_of_as_many_rows() -> None:
+    term = pace()
+    seconds, rows = term.sums()
+    assert rows == 4.0 and 0.02 <= seconds < 2.0
+    ratio = term.results([seconds + 2 * seconds, rows + 10])["slot_ratio"]
+    assert ratio == pytest.approx(seconds / 4 / (2 * seconds / 10))
+    small, single, second = pace(vocabulary=step.LEAST_LOGITS // 4 - 1), pace(), pace(tp=1)  # what has no ratio
+    assert small.sums() == [0.0, 0.0] and small.results([1.0, 8.0]) == {"slot_ratio": None}
+    assert single.results(single.sums()) == {"slot_ratio": None}, "there is no other slot"
+    second.sums()
+    assert second.results([1.0, 8.0]) == {"slot_ratio": None}

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -49,6 +48,8 @@ HOMES = {
     "2·1→1·2·1": Homes(Layout(2, tp=2), Layout(2), 2),
     "1·2→2·1·1": Homes(Layout(2), Layout(2, tp=2), 1),
     "1·2→1·2·1": Homes(Layout(2), Layout(2), 2),
+    "1·4→1·2·1, pp 2": Homes(Layout(4), Layout(4, pp=2), 2),
+    "1·2→1·1·1, pp 2": Homes(Layout(2), Layout(2, pp=2), 1),
 }
 OWNERS = ("zigzag", "contiguous", "random")
 PLANNERS = ("fixed", "dynamic", "free")
@@ -63,8 +64,6 @@ MODEL = ("sharded", "copies", "recomputed", "sequence parallel")  # all but the 
 
 @dataclass(frozen=True)
 class Case:
-    """One entry of the table; prints as what makes it again."""
-
     homes: str
     owners: str = "zigzag"
     planner: str = "fixed"
@@ -94,8 +93,11 @@ class Case:
         return not (tied_head or one_rank or free_pipeline or one_slot)
 
     @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
     def answer_key(self) -> tuple[str, str, str]:
-        """What the dense model's answer depends on."""
         return self.family, self.frozen, self.documents
 
     @property
@@ -103,7 +105,6 @@ class Case:
         return self.home.tp if self.model == "sequence parallel" else 1
 
     def language_model_options(self) -> dict[str, Any]:
-        """Keyword arguments of `prepare`."""
         options = {
             "copies": {"shard_parameters": False},
             "recomputed": {"activation_checkpointing": True},
@@ -156,48 +157,25 @@ def _with_random_owners(plan: Plan) -> Plan:
     return replace(plan, micro_batches=tuple(batches)).check()
 
 
-def dtype_of(case: Case) -> torch.dtype:
-    return getattr(torch, case.dtype)
-
-
-def by_homes(cases: Sequence[Case]) -> dict[tuple[Layout, Layout], list[Case]]:
-    """The cases of each pair of homes, which run in the same worlds one after the other."""
-    grouped: dict[tuple[Layout, Layout], list[Case]] = {}
-    for case in cases:
-        grouped.setdefault((case.home, case.encoder_home), []).append(case)
-    return grouped
-
-
-def _on(ranks: int) -> tuple[str, ...]:
-    return tuple(name for name, homes in HOMES.items() if len(homes.encoder.ranks) == ranks)
-
-
-ON = {4: _on(4), 6: _on(6), 8: _on(8)}
+ON = {n: tuple(name for name, homes in HOMES.items() if len(homes.encoder.ranks) == n) for n in (4, 6, 8, 2)}
 AXES = (OWNERS, PLANNERS, DOCUMENTS, FROZEN, FAMILIES, DTYPES, WAVES, ENCODER, MODEL)
 
 
 def fits(values: tuple[Any, ...]) -> bool:
-    """Whether there is such a case."""
     return Case(*values).fits
 
 
 def pairs(ranks: int) -> list[Case]:
-    """Cases in which every two values of two axes meet."""
     return [Case(*values) for values in every_pair((ON[ranks], *AXES), 0, fits)]
 
 
 def few_pairs() -> list[Case]:
-    """Such cases on two ranks, of the values that need most."""
     ways = (FROZEN[:3], FAMILIES[:1], DTYPES, WAVES[1:], ENCODER, ("sharded", "copies", "sequence parallel"))
-    return [Case(*values) for values in every_pair((_on(2), OWNERS, PLANNERS, DOCUMENTS[:2], *ways), 0, fits)]
+    return [Case(*values) for values in every_pair((ON[2], OWNERS, PLANNERS, DOCUMENTS[:2], *ways), 0, fits)]
 
 
 def product(ranks: int) -> list[Case]:
     """Every layout under every owner and planner with every set of documents, in ways to train that are drawn."""
     draw, axes = random.Random(0), (ON[ranks], *AXES)
-    layouts = itertools.product(*axes[:4])
-    return [Case(*drawn_row(draw, axes, dict(enumerate(values)), fits)) for values in layouts if _possible(*values)]
-
-
-def _possible(homes: str, owners: str, planner: str, documents: str) -> bool:
-    return Case(homes, owners, planner, documents).fits
+    layouts = (values for values in itertools.product(*axes[:4]) if fits(values))
+    return [Case(*drawn_row(draw, axes, dict(enumerate(values)), fits)) for values in layouts]

@@ -45,15 +45,16 @@ def documents_of(name: str, seed: int = 0) -> ItemDocuments:
     """One of the sets with random tokens and inputs; its items are not in the order of their documents."""
     draw = np.random.default_rng(seed)
     tokens: list[Any] = [draw.integers(0, VOCABULARY, size=length) for length, _ in SETS[name]]
-    if name == "labelled":  # every other token, placeholders among them
-        tokens = [Document(ids, loss_mask=np.arange(len(ids)) % 2) for ids in tokens]
+    if name == "labelled":  # every other token, placeholders among them; labels of other tokens; none; and without
+        tokens[0] = Document(tokens[0], loss_mask=np.arange(len(tokens[0])) % 2)
+        tokens[1] = Document(tokens[1], labels=np.where(draw.random(len(tokens[1])) < 0.5, tokens[1][::-1], -100))
+        tokens[2] = Document(tokens[2], loss_mask=np.zeros(len(tokens[2])))
     items = [Item(d, spans, kind) for d, (_, described) in enumerate(SETS[name]) for kind, spans in described]
     items = [items[i] for i in draw.permutation(len(items))]
     return ItemDocuments(tokens, items, [input_of(item, draw) for item in items])
 
 
 def input_of(item: Item, draw: np.random.Generator) -> Tensor:
-    """What the item's encoder is given: patches (rows, PATCH), or pixels of one image."""
     if item.modality == "video":
         assert item.rows == CLIP_ROWS
         return torch.from_numpy(draw.normal(size=(3, CLIP_SIDE, CLIP_SIDE)))

@@ -17,8 +17,6 @@ CLIP_ROWS, CLIP_SIDE = 4, 6  # an image of 6 x 6 pixels is 4 patches of 3 x 3
 
 
 class Attention(nn.Module):
-    """Attention inside each item."""
-
     def __init__(self) -> None:
         super().__init__()
         self.num_heads = HEADS
@@ -78,7 +76,6 @@ class TinyViT(nn.Module):
 
 
 def _local_rows(lengths: Sequence[int], shard: SequenceShard) -> Tensor:
-    """Which of the rows of this slot's items, end to end, are on this rank."""
     starts, rows, first = np.cumsum([0, *lengths]), list[np.ndarray](), 0
     for part in shard.parts:
         segments = part.segments()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from longspan import World
+from longspan import Layout, World
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
@@ -20,7 +20,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
 from longspan.train import build_optimizer, evaluate, run_step
 from tests.model.stock import error, gradients_of
-from tests.train.multimodal.cases import Case, by_homes, dtype_of
+from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.encoders import encoder_of
 from tests.train.multimodal.reference import HIDDEN, MODALITIES, RATE, ROUTER, Answer, answer, freeze, language_model_of
@@ -43,35 +43,34 @@ class Errors(NamedTuple):
 
 
 def answers_of(cases: Iterable[Case]) -> Answers:
-    """The dense model's answers that these cases need, in float64, computed in this process."""
     keys = sorted({case.answer_key for case in cases})
     return {(f, z, d): answer(f, torch.float64, z, documents_of(d)) for f, z, d in keys}
 
 
 def model_of(case: Case, world: World, encoder_world: World) -> MultimodalModel:
-    """The two-module model of a case, with the dense model's weights."""
     encoders = {}
     for modality in MODALITIES:
-        module = encoder_of(modality, HIDDEN, dtype_of(case))
+        module = encoder_of(modality, HIDDEN, case.torch_dtype)
         freeze(module, "encoder", case.frozen)
         module = prepare_encoder(module, encoder_world, shard_parameters=case.encoder != "copies")
         encoders[modality] = Encoder(module=module, world=encoder_world, **case.encoder_options(modality))
-    language_model = language_model_of(case.family, dtype_of(case))
+    language_model = language_model_of(case.family, case.torch_dtype)
     freeze(language_model, "language model", case.frozen)
     return MultimodalModel(encoders, prepare(language_model, world, **case.language_model_options()), world)
 
 
 def in_worlds(cases: Sequence[Case], look: Callable[[Case, World, World], Any]) -> list[Any]:
     """What `look` returns for each case, those of the same homes after each other in the same two worlds."""
-    results = dict[Case, Any]()
-    for (home, encoder_home), alike in by_homes(cases).items():
+    results, grouped = dict[Case, Any](), dict[tuple[Layout, Layout], list[Case]]()
+    for case in cases:
+        grouped.setdefault((case.home, case.encoder_home), []).append(case)
+    for (home, encoder_home), alike in grouped.items():
         with World(home, backend=backend(), timeout=60) as world, World(encoder_home, backend=backend()) as other:
             results |= {case: look(case, world, other) for case in alike}
     return [results[case] for case in cases]
 
 
 def run(rank: int, cases: Sequence[Case], answers: Answers) -> list[Errors]:
-    """This rank's errors of each case."""
     torch.backends.cudnn.allow_tf32 = False  # patches of CLIP are embedded by a convolution
     return in_worlds(cases, lambda case, *worlds: errors_of(case, answers[case.answer_key], *worlds))
 
@@ -90,7 +89,7 @@ def errors_of(case: Case, exact: Answer, world: World, encoder_world: World) -> 
     losses = zip(evaluation.document_losses, exact.losses_after, strict=True)
     return Errors(
         loss=max(abs(result.loss / exact.loss - 1), abs(result.grad_norm - exact.norm) / (exact.norm or 1)),
-        gradients=_worst_gradient(model, exact.gradients),
+        gradients=worst_gradient(model, exact.gradients),
         weights=max(map(_update_error, weights, after[::2], after[1::2])),
         evaluation=max(abs(loss.sum - wanted) / max(wanted, 1) for loss, wanted in losses),
     )
@@ -105,7 +104,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other is None or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _worst_gradient(model: nn.Module, exact: Mapping[str, Tensor]) -> float:
+def worst_gradient(model: nn.Module, exact: Mapping[str, Tensor]) -> float:
     """Infinite where a gradient is missing that is not zero, or where one is that the dense model does not have."""
     gradients, worst = gradients_of(model), 0.0
     scale = {
@@ -132,10 +131,8 @@ def _update_error(before: Tensor | None, after: Tensor | None, gradient: Tensor 
 
 
 def module_of(name: str) -> str:
-    """encoders.MODALITY or language_model."""
     return ".".join(name.split(".")[: 2 if name.startswith("encoders.") else 1])
 
 
 def worst_of_ranks(answers: Sequence[Sequence[Errors]]) -> list[Errors]:
-    """The largest errors that any rank saw, by case."""
     return [Errors(*map(max, zip(*of_case, strict=True))) for of_case in zip(*answers, strict=True)]

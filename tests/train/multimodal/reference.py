@@ -54,8 +54,6 @@ def language_model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 class Dense(nn.Module):
-    """Encoders and language model under the names that a MultimodalModel gives their parameters."""
-
     def __init__(self, family: str, dtype: torch.dtype, frozen: str = "nothing") -> None:
         super().__init__()
         self.encoders = nn.ModuleDict({name: encoder_of(name, HIDDEN, dtype) for name in MODALITIES})
@@ -65,10 +63,11 @@ class Dense(nn.Module):
         freeze(self.language_model, "language model", frozen)
 
     def losses(self, documents: ItemDocuments) -> list[Tensor]:
-        """The sum of the cross entropy of each document's targets, in float64."""
-        return [self._loss(documents, d) for d in range(len(documents.lengths))]
+        predictions = [self.predictions(documents, d) for d in range(len(documents.lengths))]
+        return [F.cross_entropy(*of, reduction="none").sum(dtype=torch.float64) for of in predictions]
 
-    def _loss(self, documents: ItemDocuments, d: int) -> Tensor:
+    def predictions(self, documents: ItemDocuments, d: int) -> tuple[Tensor, Tensor]:
+        """The logits of a document's rows but the last, and the labels that they predict: in no place of an item."""
         length, device = documents.lengths[d], self.language_model.device
         tokens, positions = documents[d], np.arange(length)
         ids = torch.from_numpy(tokens[positions]).to(device)
@@ -81,8 +80,7 @@ class Dense(nn.Module):
             where = np.concatenate([np.arange(*span) for span in documents.items[i].spans])
             embeddings = embeddings.index_put((torch.from_numpy(where).to(device),), rows)
         logits = self.language_model(inputs_embeds=embeddings[None], use_cache=False).logits[0]
-        wanted = labels[1:].masked_fill(torch.from_numpy(covered[1:]).to(device), -100)
-        return F.cross_entropy(logits[:-1], wanted, reduction="none").sum(dtype=torch.float64)
+        return logits[:-1], labels[1:].masked_fill(torch.from_numpy(covered[1:]).to(device), -100)
 
 
 def freeze(module: nn.Module, part: str, frozen: str) -> None:
@@ -107,7 +105,6 @@ class Answer:
 
 
 def answer(family: str, dtype: torch.dtype, frozen: str, documents: ItemDocuments, device: str = "cpu") -> Answer:
-    """What one process says of a step."""
     model = Dense(family, dtype, frozen).to(device)
     routed = list[list[Tensor]]()
     routers = router_modules(model.language_model)

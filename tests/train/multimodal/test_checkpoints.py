@@ -19,61 +19,22 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, grad_norm, load_checkpoint, save_checkpoint
-from tests.model.stock import _norms_in_float64, gradients_of, weights_of, worst
-from tests.train.multimodal.test_step import PIXELS, WIDTH, dense, documents, language_model
+from tests.model.stock import gradients_of, weights_of, worst
+from tests.train.multimodal.documents import documents_of
+from tests.train.multimodal.encoders import encoder_of
+from tests.train.multimodal.reference import HIDDEN, answer, language_model_of
 
 BOUND = 1e-12 if backend() == "gloo" else 1e-5
-LR = {"encoders": 1e-2, "language_model": 3e-3}
+LR = {"encoders": 1e-3, "language_model": 3e-3}
 
 
-class Attention(nn.Module):
-    """Attention inside each image, with one linear of queries, keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.qkv, self.proj = 2, nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
-        qkv = self.qkv(x).view(len(x), 3, self.num_heads, -1).permute(1, 2, 0, 3)
-        out = [nn.functional.scaled_dot_product_attention(*image) for image in qkv.split(lengths, 2)]
-        return self.proj(torch.cat(out, 1).transpose(0, 1).flatten(1))
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(16, 24), nn.Linear(24, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(torch.tanh(self.fc1(x)))
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(16), Attention(), Mlp()
-
-    def forward(self, x: Tensor, lengths: list[int]) -> Tensor:
-        x = x + self.attn(self.norm(x), lengths)
-        return x + self.mlp(x)
-
-
-class Tower(nn.Module):
-    """A small ViT; nothing ever goes through `unused`, as through the last layer of a tower in LLaVA."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patch, self.blocks, self.projector = nn.Linear(PIXELS, 16), nn.ModuleList([Block()]), nn.Linear(16, WIDTH)
-        self.unused = nn.Linear(4, 4)
-
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        x = self.patch(torch.cat(inputs).to(self.patch.weight))
-        return self.projector(self.blocks[0](x, [len(image) for image in inputs]))
-
-
-def tower() -> Tower:
-    torch.manual_seed(2)
-    return Tower().double()
+def tower() -> nn.Module:
+    """The encoder of images; nothing ever goes through `unused`, as through the last layer of a tower in LLaVA."""
+    module = encoder_of("image", HIDDEN, torch.float64)
+    module.add_module("unused", nn.Linear(4, 4, dtype=torch.float64).requires_grad_())
+    nn.init.ones_(module.get_parameter("unused.weight"))
+    nn.init.zeros_(module.get_parameter("unused.bias"))
+    return module
 
 
 @dataclass(frozen=True)
@@ -96,8 +57,6 @@ LEGS = [  # after a first one on two ranks
 
 @dataclass(frozen=True)
 class Found:
-    """What a step came to: its loss and gradient norm, and all weights and moments after it."""
-
     numbers: tuple[float, float]
     tensors: dict[str, Tensor]
 
@@ -108,16 +67,14 @@ def _opened(homes: Homes, stack: ExitStack) -> tuple[MultimodalModel, Optimizer,
         stack.enter_context(World(h, backend=backend(), timeout=60)) for h in (homes.language_model, homes.encoder)
     )
     encoder = Encoder(module=prepare_encoder(tower(), beside, shard_parameters=of_encoder), world=beside)
-    inner = language_model()
-    if backend() == "nccl":
-        _norms_in_float64(inner)
-    model = MultimodalModel({"image": encoder}, prepare(inner, world, shard_parameters=of_model), world)
+    language_model = prepare(language_model_of("qwen3", torch.float64), world, probe=False, shard_parameters=of_model)
+    model = MultimodalModel({"image": encoder}, language_model, world)
     return model, build_optimizer(model, lr=LR, weight_decay=0.1), world
 
 
 def _train(homes: Homes, folder: Path, first: int, last: int) -> list[Found]:
     """Steps from `first`, whose checkpoint is loaded unless it is 0, to `last`; each is saved."""
-    found, docs = list[Found](), documents()
+    found, docs = list[Found](), documents_of("packed")
     with ExitStack() as stack:
         model, optimizer, world = _opened(homes, stack)
         if first:
@@ -146,7 +103,6 @@ def _all_ranks(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def _language_model_alone(homes: Homes, folder: Path) -> None:
-    """The language model of a checkpoint as a folder that stock transformers loads."""
     with ExitStack() as stack:
         model, _, world = _opened(homes, stack)
         load_checkpoint(folder, model, None, world)
@@ -156,7 +112,7 @@ def _language_model_alone(homes: Homes, folder: Path) -> None:
 def _norms(homes: Homes, expected: dict[str, Tensor]) -> float:
     """How far the gradient norm and clipped gradients are from those of the dense process."""
     wanted = torch.cat([gradient.flatten() for gradient in expected.values()]).norm().item()
-    docs = documents()
+    docs = documents_of("packed")
     with ExitStack() as stack:
         model, _, world = _opened(homes, stack)
         run_step(
@@ -201,7 +157,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[All]:
     first = run_ranks(_on_two, 2, folder)
-    every = run_ranks(_on_four, 4, folder, dense(documents(), tower())[2])
+    exact = answer("qwen3", torch.float64, "nothing", documents_of("packed"))
+    every = run_ranks(_on_four, 4, folder, exact.gradients)
     return [replace(of_rank, legs=[*first[0], *of_rank.legs]) for of_rank in every]
 
 

@@ -28,18 +28,17 @@ CASE = Case("1·4→2·1·2", documents="packed", waves="several")
 DOCUMENTS = documents_of(CASE.documents)
 
 
+class AnyDocuments(SimpleNamespace):
+    def __getitem__(self, document: int) -> Any:
+        return DOCUMENTS[document]
+
+    def __len__(self) -> int:
+        return len(DOCUMENTS)
+
+
 def documents(items: list[Item] | None = None, read: Callable[[int], Any] = DOCUMENTS.read) -> Any:
-    """The documents as any object with `items`, which are not checked before the step."""
-    other = {"items": DOCUMENTS.items if items is None else tuple(items), "read": read, "lengths": DOCUMENTS.lengths}
-
-    class AnyDocuments(SimpleNamespace):
-        def __getitem__(self, document: int) -> Any:
-            return DOCUMENTS[document]
-
-        def __len__(self) -> int:
-            return len(DOCUMENTS)
-
-    return AnyDocuments(**other)
+    chosen = DOCUMENTS.items if items is None else tuple(items)
+    return AnyDocuments(items=chosen, read=read, lengths=DOCUMENTS.lengths)
 
 
 def _fails_on_rank_2(rank: int) -> Callable[[int], Any]:
@@ -82,7 +81,6 @@ Call = Callable[[MultimodalModel, World], Any]
 
 
 def calls(rank: int) -> dict[str, Call]:
-    """Wrong calls by name."""
     plan, items = CASE.plan(), list(DOCUMENTS.items)
 
     def step(model: MultimodalModel, world: World, **changes: Any) -> Any:
@@ -143,10 +141,7 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
     ),
     "not finite": (NonFiniteError, r"what was read for item 2 \(\w+ of document \d+\) is not: mend it or leave it out"),
     "encoder": (ModelError, r"no such size; encoding item \d+ \(image of document \d+\).* on rank \d"),
-    "targets": (
-        PlanError,
-        r"divides the loss by \d+ targets, its 13 documents predict \d+ .* plan with targets=\d+",
-    ),
+    "targets": (PlanError, r"divides the loss by \d+ targets, its 13 documents predict \d+ .* plan with targets=\d+"),
     "other items": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
     "items of an evaluation": (CommError, r"hold 2 different lists of items for step \d+: ranks \(0\) hold"),
     "unprepared": (ModelError, r"Qwen3ForCausalLM was not prepared"),
@@ -167,7 +162,6 @@ SAID: dict[str, tuple[type[LongspanError], str]] = {
 
 
 def _say(rank: int) -> dict[str, tuple[str, str]]:
-    """The type and words of each error on this rank; steps before and after them make the same loss and gradients."""
     said = dict[str, tuple[str, str]]()
     with World(CASE.home, backend=backend(), timeout=30) as world, World(CASE.encoder_home, backend=backend()) as other:
         model = model_of(CASE, world, other)
@@ -185,15 +179,11 @@ def _say(rank: int) -> dict[str, tuple[str, str]]:
     return said
 
 
-def _is(said: tuple[str, str], kind: type[LongspanError], words: str) -> bool:
-    return said[0] == kind.__name__ and re.search(words, said[1]) is not None
-
-
 def test_every_mistake_is_an_error_on_every_rank() -> None:
     for said in run_ranks(_say, 4):
         assert said.keys() == SAID.keys()
-        wrong = {n: said[n] for n, (kind, words) in SAID.items() if not _is(said[n], kind, words)}
-        assert not wrong
+        for name, (kind, words) in SAID.items():
+            assert said[name][0] == kind.__name__ and re.search(words, said[name][1]), (name, said[name])
 
 
 def test_documents_are_checked_where_they_are_made() -> None:

@@ -35,7 +35,6 @@ BESIDE = {"none": 0, "projector": 5, "all": 42, ADAPTED: 0}  # tensors of tower 
 
 
 def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfig:
-    """A run of adapters; `trained` of the encoder, or adapters of it too."""
     keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, "encoder__lr": 2e-3 * (trained != "none")}
     keys |= {"lora__parts": list(PARTS)} if trained == ADAPTED else {"encoder__train": trained}
     return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys, **degrees)
@@ -43,7 +42,6 @@ def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfi
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder and rows with images."""
     folder = tmp_path_factory.mktemp("lora")
     model_folder(folder / "model")
     rows_with_images(folder / "rows")
@@ -88,17 +86,11 @@ def _stock(folder: Path) -> Any:
 def _image() -> dict[str, torch.Tensor]:
     ids = torch.tensor([[65, 66, *[260] * 4, 70, 71]])
     pixels = torch.randn(16, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    kinds = (ids == 260).int()
-    return {
-        "input_ids": ids,
-        "pixel_values": pixels,
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-        "mm_token_type_ids": kinds,
-    }
+    grid, kinds = torch.tensor([[1, 4, 4]]), (ids == 260).int()
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
 def _losses_forgetting(rank: int, config: RunConfig, undone: bool) -> None:
-    """Train on this rank where checkpoints leave out what is trained beside the adapter."""
     with mutated(None if undone else ("model.adapters", " or name in trained", "")):
         train_rank(rank, config, 1)
 
@@ -116,62 +108,43 @@ def test_a_projector_that_no_checkpoint_holds_is_noticed(folder: Path) -> None:
 
 
 def losses_in(config: RunConfig) -> list[float]:
-    """The losses that a run has written."""
     rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
 
 
-WRONG = {
-    "a part of no model": (
-        {"lora.parts": ["tower", "head"]},
-        r"lora.parts is \['tower', 'head'\]; name some of",
-    ),
-    "a part twice": ({"lora.parts": ["tower", "tower"]}, "each once"),
-    "a part that is trained whole": (
+MODEL = {"lora.rank": 8, "model.path": "x"}
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"lora.parts": ["tower", "head"]}, r"lora.parts is \['tower', 'head'\]; name some of"),
+    ({"lora.parts": ["tower", "tower"]}, "each once"),
+    (
         {"lora.parts": ["projector"], "encoder.train": "projector"},
         "lora.parts has 'projector', and encoder.train is 'projector', which trains its weights whole",
     ),
-    "dropout under tp": (
-        {"lora.parts": ["tower"], "lora.dropout": 0.1, "encoder.tp": 2},
-        "encoder.tp is 2: tensor-par",
-    ),
-}
+    ({"lora.parts": ["tower"], "lora.dropout": 0.1, "encoder.tp": 2}, "encoder.tp is 2: tensor-par"),
+)
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_parts_that_do_not_fit(what: str) -> None:
-    keys, message = WRONG[what]
-    with pytest.raises(ConfigError, match=message):
-        check_lora(load_config(None, {"lora.rank": 8, "model.path": "x"} | keys))
-
-
-def test_parts_of_a_tower_need_images() -> None:
-    config = load_config(None, {"lora.rank": 8, "model.path": "x", "lora.parts": ["tower"]})
+def test_keys_that_do_not_fit() -> None:
+    for keys, message in WRONG:
+        with pytest.raises(ConfigError, match=message):
+            check_lora(load_config(None, MODEL | keys))
     with pytest.raises(ConfigError, match=r"lora\.parts has tower, and no row of the data has images"):
-        check_image_keys(config, 0)
+        check_image_keys(load_config(None, MODEL | {"lora.parts": ["tower"]}), 0)
 
 
-def test_towers_are_frozen_beside_adapters_by_default() -> None:
-    assert load_config(None, {"lora.rank": 8, "model.path": "x"}).encoder.train == "none"
-    assert load_config(None, {"model.path": "x"}).encoder.train == "all"
-
-
-def test_a_run_of_adapters_keeps_what_it_trains_of_an_encoder() -> None:
-    keys = {"lora.rank": 8, "model.path": "x"}
-    config = load_config(None, keys)
+def test_towers_are_frozen_beside_adapters_by_default_and_a_run_keeps_what_it_trains() -> None:
+    config = load_config(None, MODEL)
+    assert config.encoder.train == "none" and load_config(None, {"model.path": "x"}).encoder.train == "all"
     before = replace(config, encoder=replace(config.encoder, train="projector"))
+    state = {"order": ORDER, "config": json.loads(json.dumps(before.tables()))}
     with pytest.raises(ConfigError, match=r"encoder\.train was 'projector' when .* and is 'none' now"):
-        _check_same_run(
-            config, {"order": ORDER, "config": json.loads(json.dumps(before.tables()))}, Path("step-000004")
-        )
+        _check_same_run(config, state, Path("step-000004"))
 
 
 def test_targets_in_the_tower_are_refused() -> None:
     message = r"'qkv', which stands in the tower of Qwen2_5_VLFor.* lora.parts.* encoder\.train"
     with pytest.raises(ModelError, match=message):
         add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=4, targets=("q_proj", "qkv")))
-    adapted = add_lora(
-        tiny("qwen2.5-vl"), NewAdapter(rank=4)
-    ).get_base_model()  # the tower has linears of these names too
+    adapted = add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=4)).get_base_model()
     names = [name for name, _ in adapted.named_parameters() if "lora_" in name]
-    assert names and not any(".visual." in name for name in names)
+    assert names and not any(".visual." in name for name in names)  # the tower has linears of these names too

@@ -24,7 +24,6 @@ LORA = {"lora__rank": 4, "train__lr": 0.02, "encoder__train": "projector", "mtp_
 
 
 def losses(config: RunConfig, ranks: int) -> list[float]:
-    """Trains; the losses of the next token and of the depth, and the norms of gradients."""
     run_ranks(train_rank, ranks, config, ranks, timeout=200)
     rows = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "grad_norm" in row]
     return [float(row[key]) for row in rows for key in ("loss", "mtp_loss_1", "grad_norm")]

@@ -86,7 +86,6 @@ MUTATIONS = {
 
 
 def _mutated(rank: int, names: Sequence[str], answers: Answers) -> dict[str, Errors | str]:
-    """By mutation, the errors of its case on this rank, or the name of what was raised."""
     seen = dict[str, Errors | str]()
     for name in names:
         encoding_plan._plan_modality.cache_clear()  # pyright: ignore[reportPrivateUsage]

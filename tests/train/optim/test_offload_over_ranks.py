@@ -61,7 +61,6 @@ CASES = {
 
 
 def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
-    """A model and its optimizer, the same each time but for where moments are."""
     model: Any = load_model(None, case.preset, dtype=case.dtype, vocab_size=64, seed=1)
     model = prepare(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world, probe=False)
     world.seed = 7
@@ -81,22 +80,19 @@ def _step(model: Any, optimizer: Any, world: World, step: int) -> None:
 
 
 def _contents(model: Any, optimizer: Any) -> dict[str, Any]:
-    """Weights and states that are here by name, with how they are sharded."""
     values = dict[str, Any]()
     for name, parameter in model.named_parameters():
         states = {f"{name}.{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
         for key, value in {name: parameter.detach(), **states}.items():
+            local_bytes = local_tensor(value).cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             sharding = (value.device_mesh, value.placements, value.stride()) if isinstance(value, DTensor) else None
-            values[key] = (value.dtype, value.shape, sharding, _digest(local_tensor(value)))
+            values[key] = (value.dtype, value.shape, sharding, hashlib.sha256(local_bytes).hexdigest())
     return values
 
 
-def _digest(x: torch.Tensor) -> str:
-    return hashlib.sha256(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
-    for name, case in ((name, CASES[name]) for name in names):
+    for name in names:
+        case = CASES[name]
         with World(case.home, backend=backend(), timeout=60) as world:
             pairs = {place: _open(case, world, on_host=place == "host") for place in ("device", "host")}
             for step in (1, 2):
@@ -104,7 +100,8 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
                     _step(*pair, world, step)
             for place, pair in pairs.items():
                 save_checkpoint(root / name / place, *pair, world, step=2)
-            device, host = (_files(root / name / place / "step-000002") for place in pairs)
+            manifests = [root / name / place / "step-000002" / "manifest.json" for place in pairs]
+            device, host = (json.loads(manifest.read_text())["files"] for manifest in manifests)
             assert device == host and len(device) == 2 + 2, name
             for place, other in (("device", "host"), ("host", "device")) if case.resumed else ():
                 pairs[f"{place}, resumed"] = _open(case, world, on_host=place == "host")
@@ -118,10 +115,6 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
             assert any(".exp_avg" in key or ".momentum" in key for key in expected)
             for other in others:
                 assert [*other] == [*expected] and other == expected, name
-
-
-def _files(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / "manifest.json").read_text())["files"]
 
 
 @pytest.mark.parametrize(
@@ -149,12 +142,12 @@ def _train(config: RunConfig, steps: int, *, on_host: bool) -> list[dict[str, ob
 def _switched_runs(rank: int, root: Path) -> None:
     keys = {"train__eval_every": 0, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
     keys |= {"train__schedule": "constant"}
-    straight = _train(small_config(root / "straight", **keys), 4, on_host=False)
+    straight = _train(small_config(root / "straight", **keys), 3, on_host=False)
     switched = small_config(root / "switched", **keys)
-    for steps, on_host in ((1, True), (2, False), (4, True)):
+    for steps, on_host in ((1, True), (2, False), (3, True)):
         rows = _train(switched, steps, on_host=on_host)
     losses, others = ([(row["loss"], row["grad_norm"]) for row in r if "loss" in row] for r in (straight, rows))
-    assert losses == others and len(losses) == 4
+    assert losses == others and len(losses) == 3
     assert any(norm > 1 for _, norm in losses), "some gradients are clipped"
 
 

@@ -1,12 +1,32 @@
-"""Optimizers by name, their arguments, and what weight decay applies to."""
+"""Optimizers by name, their arguments and learning rates, what weight decay applies to, and trials on shards."""
+
+import math
+import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from longspan.checkpoint.checkpoint import settings_by_parameter
+from longspan.comm import World
+from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
-from longspan.train.optim.optimizer import build_optimizer, has_weight_decay
+from longspan.layout import Layout
+from longspan.model import load_model, prepare
+from longspan.testing import backend, run_ranks
+from longspan.train.optim.optimizer import (
+    OptimizerChoice,
+    build_optimizer,
+    check_sharded_update,
+    has_weight_decay,
+    optimizer_class,
+    parameter_groups,
+    parse_arguments,
+)
+from longspan.train.optim.schedule import Schedule
 from tests.model.deep import deep
 
 
@@ -21,6 +41,27 @@ def test_decay_is_for_matrices_alone() -> None:
     decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decayed == {id(p): 0.5 if p.ndim == 2 else 0.0 for p in model.parameters()}
     assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in optimizer.param_groups)
+    experts = deep("gpt-oss", torch.float32, layers=1)
+    optimizer = build_optimizer(experts, "adamw", weight_decay=0.5)
+    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    spared = {name.removeprefix("model.") for name, p in experts.named_parameters() if decayed[id(p)] == 0}
+    layer = {"self_attn.sinks", "input_layernorm.weight", "post_attention_layernorm.weight", "mlp.router.bias"}
+    layer |= {f"self_attn.{name}_proj.bias" for name in "qkvo"}
+    layer |= {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"}
+    assert spared == {f"layers.0.{name}" for name in layer} | {"norm.weight"}
+
+
+def test_decay_by_name_and_shape() -> None:
+    for name, shape, decayed in (
+        ("model.layers.3.self_attn.q_norm.weight", (32, 128), False),
+        ("transformer.h.3.ln_1.weight", (32, 128), False),
+        ("encoder.norm1.weight", (2, 128), False),
+        ("model.layers.3.norm.linear.weight", (256, 128), True),
+        ("model.layers.3.mamba.conv1d.weight", (64, 1, 4), True),
+        ("model.layers.3.mlp.experts.down_proj", (8, 64, 64), True),
+        ("model.layers.3.mlp.shared_expert_gate.weight", (1, 64), True),
+    ):
+        assert has_weight_decay(name, torch.zeros(shape)) == decayed, name
 
 
 def test_sgd_is_plain_and_frozen_parameters_stay_out() -> None:
@@ -31,48 +72,12 @@ def test_sgd_is_plain_and_frozen_parameters_stay_out() -> None:
     model(torch.tensor([1, 2])).square().sum().backward()
     gradients = [p.grad for p in model.parameters()]
     optimizer.step()
-    for parameter, old, gradient in zip(model.parameters(), before, gradients, strict=True):
+    after = [p.clone() for p in model.parameters()]
+    for parameter, old, gradient in zip(after, before, gradients, strict=True):
         torch.testing.assert_close(parameter, old if gradient is None else old - 0.5 * gradient)
-
-
-def test_unknown_optimizer() -> None:
-    with pytest.raises(ConfigError, match=r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"):
-        build_optimizer(small(), "adam")
-
-
-def test_decay_of_experts_is_for_their_matrices_alone() -> None:
-    model = deep("gpt-oss", torch.float32, layers=1)
-    optimizer = build_optimizer(model, "adamw", weight_decay=0.5)
-    decayed = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
-    spared = {name.removeprefix("model.") for name, p in model.named_parameters() if decayed[id(p)] == 0}
-    layer = {"self_attn.sinks", "input_layernorm.weight", "post_attention_layernorm.weight", "mlp.router.bias"}
-    layer |= {f"self_attn.{name}_proj.bias" for name in "qkvo"}
-    layer |= {"mlp.experts.gate_up_proj_bias", "mlp.experts.down_proj_bias"}
-    assert spared == {f"layers.0.{name}" for name in layer} | {"norm.weight"}
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "decayed"),
-    [
-        ("model.layers.3.self_attn.q_norm.weight", (32, 128), False),
-        ("transformer.h.3.ln_1.weight", (32, 128), False),
-        ("encoder.norm1.weight", (2, 128), False),
-        ("model.layers.3.norm.linear.weight", (256, 128), True),
-        ("model.layers.3.mamba.conv1d.weight", (64, 1, 4), True),
-        ("model.layers.3.mlp.experts.down_proj", (8, 64, 64), True),
-        ("model.layers.3.mlp.shared_expert_gate.weight", (1, 64), True),
-    ],
-)
-def test_decay_by_name_and_shape(name: str, shape: tuple[int, ...], decayed: bool) -> None:
-    assert has_weight_decay(name, torch.zeros(shape)) == decayed
-
-
-def test_a_model_with_nothing_to_train_has_an_optimizer() -> None:
-    model = small().requires_grad_(False)
-    before = [p.clone() for p in model.parameters()]
-    for name in ("adamw", "sgd"):
-        build_optimizer(model, name).step()
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    for name in ("adamw", "sgd"):  # a model with nothing to train
+        build_optimizer(model.requires_grad_(False), name).step()
+    assert all(map(torch.equal, model.parameters(), after))
 
 
 def test_modules_have_rates_of_their_own() -> None:
@@ -83,25 +88,184 @@ def test_modules_have_rates_of_their_own() -> None:
         rate = 0.3 if name.startswith("head") else 0.2 if name.startswith("encoder.2") else 0.1
         assert settings.pop(id(parameter)) == (rate, 0.5 if parameter.ndim == 2 else 0.0), name
     assert not settings and len(optimizer.param_groups) == 6
+    for rates, message in (
+        (
+            {"encodr": 0.1},
+            "lr has a rate for 'encodr', which is no module of this ModuleDict; it has encoder, head, and",
+        ),
+        ({"encoder": 0.1}, "lr has rates for encoder, but head.weight is in none of them; name its module too, freeze"),
+        ({}, "lr has rates for no module, but encoder.0.weight is in none"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_optimizer(model, lr=rates)
+    model["head"].requires_grad_(False)
+    assert build_optimizer(model, lr={"encoder": 0.1}).param_groups[0]["lr"] == 0.1
+    # what a scheduler adds is no setting of an optimizer
+    names = ("param_groups.head.weight.lr", "param_groups.head.weight.initial_lr", "param_groups.head.weight.eps")
+    assert settings_by_parameter(names) == {"head.weight": ["eps", "lr"]}
 
 
-REFUSED_RATES = [
-    ({"encodr": 0.1}, r"lr has a rate for 'encodr', which is no module of this ModuleDict; it has encoder, head, and"),
-    ({"encoder": 0.1}, r"lr has rates for encoder, but head.weight is in none of them; name its module too, freeze it"),
-    ({}, r"lr has rates for no module, but encoder.0.weight is in none"),
+# ---- learning rates
+
+HALF = math.sqrt(2) / 4
+RATES: list[tuple[dict[str, Any], list[float]]] = [
+    ({"steps": 10, "warmup": 4, "min_ratio": 0.1}, [0.25, 0.5, 0.75, 1.0, 0.55 + 0.45 * math.cos(math.pi / 6)]),
+    ({"steps": 6, "warmup": 2, "min_ratio": 0.0, "shape": "cosine"}, [0.5, 1.0, 0.5 + HALF, 0.5, 0.5 - HALF, 0.0]),
+    ({"steps": 6, "warmup": 2, "min_ratio": 0.0, "shape": "linear"}, [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+    ({"steps": 6, "warmup": 2, "min_ratio": 0.0, "shape": "constant"}, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ({"steps": 6, "warmup": 2, "min_ratio": 0.0, "shape": "wsd", "decay": 2}, [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]),
+    ({"steps": 1, "min_ratio": 0.5}, [0.5]),
+    ({"steps": 1, "warmup": 1}, [1.0]),
 ]
 
 
-@pytest.mark.parametrize(("rates", "message"), REFUSED_RATES)
-def test_rates_that_do_not_fit_the_model(rates: dict[str, float], message: str) -> None:
-    model = nn.ModuleDict({"encoder": small(), "head": nn.Linear(4, 2)})
+@pytest.mark.parametrize(("keys", "rates"), RATES, ids=str)
+def test_rates_of_every_shape(keys: dict[str, Any], rates: list[float]) -> None:
+    schedule = Schedule(lr=1.0, **keys)
+    assert [schedule.lr_at(step) for step in range(len(rates))] == pytest.approx(rates, abs=1e-12)
+
+
+def test_schedule_falls_after_the_warm_up_and_is_never_zero() -> None:
+    rates = [Schedule(steps=300, warmup=20, lr=6e-3).lr_at(step) for step in range(300)]
+    assert rates[:20] == sorted(rates[:20]) and rates[19:] == sorted(rates[19:], reverse=True)
+    assert min(rates) > 0 and max(rates) == 6e-3
+    ended = Schedule(steps=10, warmup=4, lr=1.0, min_ratio=0.1)
+    assert [ended.lr_at(step) for step in (9, 20)] == pytest.approx([0.1, 0.1], rel=1e-12)
+
+
+def test_the_decay_of_wsd_is_a_tenth_unless_given_and_longer_runs_share_what_comes_before() -> None:
+    short, long = (Schedule(steps=steps, lr=2.0, warmup=3, min_ratio=0.1, shape="wsd") for steps in (40, 400))
+    assert (short.decay_steps, long.decay_steps) == (4, 40)
+    assert [short.lr_at(step) for step in range(36)] == [long.lr_at(step) for step in range(36)]
+    assert short.lr_at(39) == pytest.approx(0.2)
+
+
+WSD: dict[str, Any] = {"schedule": "wsd", "steps": 20}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"schedule": "cosine", "decay_steps": 5}, 'decay_steps is 5 and train.schedule is "cosine"'),
+        (WSD | {"warmup_steps": 15, "decay_steps": 6}, "15 and 6 steps of decay .* than the 20"),
+        (WSD | {"warmup_steps": 19}, "19 and 2 steps of decay"),
+    ],
+)
+def test_decays_that_have_no_place(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_optimizer(model, lr=rates)
-    model["head"].requires_grad_(False)
-    if rates == {"encoder": 0.1}:
-        assert build_optimizer(model, lr=rates).param_groups[0]["lr"] == 0.1
+        Schedule.of(TrainConfig(**keys))
 
 
-def test_what_a_scheduler_adds_is_no_setting_of_an_optimizer() -> None:
-    names = ("param_groups.head.weight.lr", "param_groups.head.weight.initial_lr", "param_groups.head.weight.eps")
-    assert settings_by_parameter(names) == {"head.weight": ["eps", "lr"]}
+# ---- names and arguments
+
+NAMES = [
+    ("adam", r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name of a class, such as torch.optim"),
+    ("torch.optim.Lion", r"'torch.optim.Lion' cannot be imported: .*install its package, or correct the name"),
+    ("lion.Lion", r"'lion.Lion' cannot be imported: ModuleNotFoundError: No module named 'lion'"),
+    ("..x", r"'..x' cannot be imported: TypeError"),
+    ("..torch.optim.Adam", r"'..torch.optim.Adam' cannot be imported: TypeError"),
+    ("torch.nn.Linear", r"no class of torch.optim.Optimizer"),
+    ("torch.optim.LBFGS", r"'torch.optim.LBFGS' cannot train here: it evaluates the loss several times in a step"),
+    ("torch.optim.SparseAdam", r"it updates sparse gradients"),
+]
+ARGUMENTS = [
+    ("sgd", "momentum", r"has 'momentum'; write name=value"),
+    ("sgd", "momentom=0.9", r"'sgd' has no argument 'momentom'; known: momentum, dampening, nesterov, "),
+    ("sgd", "lr=1", r"has lr, which is train.lr"),
+    ("adamw", "betas=[0.8, 0.9]", r"has betas, which is train.betas"),
+    ("adamw", "amsgrad=maybe", r"'adamw' is given amsgrad='maybe', which is true or false"),
+    ("adamw", "foreach=1", r"'adamw' is given foreach=1, which is true or false"),
+    ("sgd", "params=1", r"'sgd' has no argument 'params'; known: momentum"),
+]
+
+
+def test_names_and_arguments_that_are_refused() -> None:
+    for name, message in NAMES:
+        with pytest.raises(ConfigError, match=message):
+            optimizer_class(name)
+    for name, text, message in ARGUMENTS:
+        with pytest.raises(ConfigError, match=message):
+            parse_arguments(name, [text])
+    with pytest.raises(ConfigError, match=r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"):
+        build_optimizer(small(), "adam")
+
+
+def test_arguments_are_read_as_json_and_reach_the_class() -> None:
+    texts = ["momentum=0.9", "nesterov=true"]
+    assert parse_arguments("sgd", texts) == {"momentum": 0.9, "nesterov": True}
+    assert parse_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
+    model = torch.nn.Linear(2, 2)
+    choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parse_arguments("sgd", texts).items()))
+    (group,) = choice.build(model.parameters()).param_groups
+    assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.1)
+    with pytest.raises(ConfigError, match=r"'sgd' refuses its parameters or arguments .*Nesterov momentum requires"):
+        OptimizerChoice("sgd", 0.1, 0.0, (("nesterov", True),)).build(model.parameters())
+    with pytest.raises(ConfigError, match=r"knows no weight decay; set train.weight_decay to 0"):
+        parameter_groups(model, "torch.optim.Rprop", 0.1)
+
+
+# ---- optimizers of any class are tried on sharded parameters before a run begins
+
+
+class _PerParameter(Optimizer):
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = [x.to_local() if isinstance(x, DTensor) else x for x in (parameter, parameter.grad)]
+                self.update(parameter, *local, group["lr"])
+
+    def update(self, parameter: Any, weights: Any, gradient: Any, lr: float) -> None:
+        raise NotImplementedError
+
+
+class NormOfShard(_PerParameter):
+    """Takes a shard for the whole: a wrong update without an error."""
+
+    def update(self, parameter: Any, weights: Any, gradient: Any, lr: float) -> None:
+        weights.sub_(lr * gradient / gradient.norm())
+
+
+class StateOfShard(_PerParameter):
+    """Right updates, with a state that a checkpoint would take for a whole one."""
+
+    def update(self, parameter: Any, weights: Any, gradient: Any, lr: float) -> None:
+        state = self.state[parameter].setdefault("sum", torch.zeros_like(weights))
+        weights.sub_(lr * state.add_(gradient))
+
+
+HERE = "tests.train.optim.test_optimizer"
+FITTING = ("torch.optim.NAdam", "torch.optim.Adagrad", "torch.optim.Adam foreach=true")
+REFUSED = {
+    f"{HERE}.NormOfShard": r"updates of [\d.e-]+ differ by [\d.e-]+ from those of whole parameters",
+    f"{HERE}.StateOfShard": r"a state \(\d+, \d+\) is this rank's alone \(no DTensor\)",
+    "torch.optim.Adafactor": "on rank 0: RuntimeError: ",
+    "torch.optim.Muon": "Muon only supports 2D parameters",
+}
+
+
+def _tried(rank: int, home: Layout) -> dict[str, str]:
+    said = {}
+    with World(home, backend=backend(), timeout=60) as world:
+        model = prepare(load_model(None, "qwen3-tiny", vocab_size=300), world, probe=False)
+        before = [p.detach().clone() for p in model.parameters()]
+        for text in (*FITTING, *REFUSED):
+            name, *arguments = text.split()
+            choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parse_arguments(name, arguments).items()))
+            try:
+                check_sharded_update(choice, model, world)
+            except ConfigError as error:
+                said[text] = str(error)
+        assert all(map(torch.equal, before, (p.detach() for p in model.parameters())))
+    return said
+
+
+@pytest.mark.parametrize("home", [Layout(2), pytest.param(Layout(4, tp=2), marks=pytest.mark.whole)])
+def test_a_class_is_tried_on_every_way_of_sharding(home: Layout) -> None:
+    for said in run_ranks(_tried, len(home.ranks), home):
+        assert said.keys() == REFUSED.keys(), said
+        for name, message in REFUSED.items():
+            assert re.search(message, said[name]), (name, said[name])

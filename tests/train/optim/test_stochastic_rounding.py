@@ -32,10 +32,6 @@ from tests.train.multimodal.reference import HIDDEN, language_model_of
 DRAWS = 21_000
 
 
-def _draws(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _rounded(x: Tensor, seed: int) -> Tensor:
     """Rounded by the bits of as many places in a row."""
     words = random_words(Key(seed, 2**32 - 1 - seed), torch.arange(x.numel()).view(x.shape))
@@ -43,7 +39,9 @@ def _rounded(x: Tensor, seed: int) -> Tensor:
 
 
 def test_the_mean_of_many_draws_is_the_number() -> None:
-    exact = torch.cat([torch.randn(40, generator=_draws()) * 10.0**power for power in (-30, -3, 0, 5)])
+    exact = torch.cat(
+        [torch.randn(40, generator=torch.Generator().manual_seed(0)) * 10.0**power for power in (-30, -3, 0, 5)]
+    )
     drawn = _rounded(exact.expand(DRAWS // STREAMS, -1).contiguous(), 1).flatten(0, 1)
     assert drawn.dtype == torch.bfloat16
     below = (exact.view(torch.int32) & -(1 << 16)).view(torch.float32).double()  # toward zero
@@ -110,13 +108,11 @@ def test_bits_follow_seed_step_and_name_and_differ_between_updates_of_one_step(c
             optimizer.step()
         return model.weight.detach()
 
-    one = after({"seed": 1, "step": 5}, 1)
-    assert torch.equal(one, after({"seed": 1, "step": 5}, 1))
-    assert not torch.equal(one, after({"seed": 1, "step": 6}, 1))
-    assert not torch.equal(one, after({"seed": 2, "step": 5}, 1))
-    start = after({"seed": 1, "step": 5}, 0)
-    moved = [after({"seed": 1, "step": 5}, updates) != start for updates in (1, 2)]
-    assert not torch.equal(*moved)  # the second update rounds others up
+    at = {"seed": 1, "step": 5}
+    start, one, two = (after(at, updates) for updates in (0, 1, 2))
+    assert torch.equal(one, after(at, 1))
+    assert not any(torch.equal(one, after(at | other, 1)) for other in ({"step": 6}, {"seed": 2}))
+    assert not torch.equal(one != start, two != start)  # the second update rounds others up
 
 
 # ---- over ranks
@@ -135,7 +131,6 @@ def _step(model: Any, optimizer: Optimizer, world: World, step: int) -> None:
 
 
 def _contents(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Weights and moments that are here, by name."""
     tensors = dict[str, Tensor]()
     for name, parameter in model.named_parameters():
         tensors[name] = local_tensor(parameter.detach()).clone()

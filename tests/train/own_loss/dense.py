@@ -19,7 +19,6 @@ MASKED, WHOLE = 6, 2  # every token of the one is masked, none of the other
 
 
 def documents_of(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Document]:
-    """Documents with masks, weights, an advantage each, and a number of each token."""
     random, documents = np.random.default_rng(seed), list[Document]()
     for number, ids in enumerate(texts(lengths, seed)):
         share = {MASKED: 0.0, WHOLE: 1.0}.get(number, 0.6)
@@ -54,14 +53,11 @@ def pair_loss(sums: Tensor, documents: tuple[int, ...]) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """The targets of one document, in one process."""
-
     log_probs: Tensor
     at: LossRows
 
 
 def rows_of(model: nn.Module, documents: Sequence[Document], temperature: float = 1.0) -> list[Rows]:
-    """The targets of each document, with a graph."""
     return [_rows(model, document, number, temperature) for number, document in enumerate(documents)]
 
 
@@ -72,7 +68,8 @@ def _rows(model: nn.Module, document: Document, number: int, temperature: float)
     out = logits.log_softmax(-1)
     predicting = torch.nonzero(labels[1:] != -100).squeeze(1)
     targets = labels[predicting + 1]
-    values = {n: torch.from_numpy(x).to(device)[predicting + 1] for n, x in document.token_values(positions).items()}
+    values = {"weights": np.ones(len(document)), **document.token_values(positions)}
+    values = {n: torch.from_numpy(x).to(device)[predicting + 1] for n, x in values.items()}
     of_rows: Any = Statistics(logits.detach()[predicting], targets)
     at = LossRows(torch.full_like(targets, number), predicting, targets, values, of_rows)
     return Rows(out[predicting].gather(1, targets[:, None]).squeeze(1), at)
@@ -95,17 +92,14 @@ class Statistics(NamedTuple):
 
 
 def weighted(rows: Sequence[Rows]) -> Tensor:
-    """The sum of the weighted cross entropy."""
     return -torch.stack([(row.log_probs * row.at["weights"]).sum() for row in rows]).sum()
 
 
 def own(rows: Sequence[Rows]) -> Tensor:
-    """The sum of `policy_loss`."""
     return torch.stack([policy_loss(*row).sum() for row in rows]).sum()
 
 
 def of_sets(sets: Sequence[Sequence[int]]) -> Callable[[Sequence[Rows]], Tensor]:
-    """The sum of `pair_loss` over sets."""
 
     def loss(rows: Sequence[Rows]) -> Tensor:
         sums = torch.stack([(row.log_probs * row.at["weights"]).sum() for row in rows])
@@ -115,14 +109,11 @@ def of_sets(sets: Sequence[Sequence[int]]) -> Callable[[Sequence[Rows]], Tensor]
 
 
 class Answer(NamedTuple):
-    """A loss and every gradient."""
-
     loss: float
     gradients: dict[str, Tensor]
 
 
 def answer(model: nn.Module, rows: Sequence[Rows], loss: Callable[[Sequence[Rows]], Tensor], divisor: float) -> Answer:
-    """What one process says of a loss, from the rows of its model."""
     model.zero_grad()
     value = loss(rows) / divisor
     value.backward(retain_graph=True)

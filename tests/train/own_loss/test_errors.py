@@ -1,19 +1,33 @@
-"""What a loss of one's own may get wrong: one clear error on every rank, weights as before, and nothing hangs."""
+"""What a loss of one's own is given, and may get wrong: one error on every rank, weights as before, nothing hangs."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
-from longspan import Document, DocumentLoss, Layout, LongspanError, World, plan_fixed, prepare, run_step
+from longspan import (
+    Document,
+    DocumentLoss,
+    Layout,
+    LongspanError,
+    World,
+    plan_fixed,
+    prepare,
+    run_step,
+    token_log_probs,
+)
 from longspan.errors import CommError, DataError, LossError, ModelError
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
+from longspan.train.terms.token_loss import DISTRIBUTION_VALUES, distribution_values
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import VOCABULARY, tiny, weights_of
+from tests.model.stock import SIZES, VOCABULARY, texts, tiny, weights_of
 from tests.train.own_loss.dense import LENGTHS, documents_of, pair_loss, policy_loss, targets_of
 
 Makes = Callable[[int], dict[str, Any]]
@@ -42,12 +56,30 @@ def _unlike(rank: int) -> Callable[..., Any]:
     return lambda sums, documents: (1 + 0.01 * rank) * sums.sum()
 
 
+OF_SETS: list[tuple[Any, str]] = [  # sets of documents, and what all ranks say of them
+    ([0, 1], "set 0 of a DocumentLoss is 0; give"),
+    (4, "the sets of a DocumentLoss are 4; give"),
+    ([("a", 1)], r"set 0 of .* is \('a', 1\); give"),
+    ([(True, 2)], r"set 0 of .* is \(True, 2\); give"),
+    ([(0.9, 1)], r"set 0 of .* is \(0.9, 1\); give"),
+    ([(0, 8)], r"\(0, 8\), the plan has documents 0 to 7"),
+    ([()], r"set 0 of .* is \(\)"),
+    ([(1, 1)], "document of a set once"),
+]
+OF_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"loss": 3}, r"loss is 3; give a function of \(log_probs, at\)"),
+    ({"loss": DocumentLoss(3)}, "the function of a DocumentLoss is 3"),  # type: ignore[arg-type]
+    ({"divisor": 0}, "divisor is 0; give a positive number"),
+    ({"divisor": float("inf")}, "divisor is inf; give a positive number"),
+    ({"divisor": True}, "divisor is True"),
+    ({"loss": lambda x, at: x.sum()}, r"float64 of shape \(\) for \d+ log-probabilities"),
+    ({"loss": lambda x, at: 0.5}, r"the loss gave float for \d+ log-"),
+    ({"loss": lambda x, at: at.target}, "the loss gave torch.int64 of shape"),
+    ({"loss": DocumentLoss(lambda sums, _: sums)}, r"float64 of shape \(8,\) for documents"),
+]
 REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed on a rank, and what all of them say
-    "no function": (lambda rank: {"loss": 3}, LossError, r"loss is 3; give a function of \(log_probs, at\)"),
-    "no function of sets": (lambda rank: {"loss": DocumentLoss(3)}, LossError, "the function of a DocumentLoss is 3"),  # type: ignore[arg-type]
-    "no divisor": (lambda rank: {"divisor": 0}, LossError, "divisor is 0; give a positive number"),
-    "infinite divisor": (lambda rank: {"divisor": float("inf")}, LossError, "divisor is inf; give a positive number"),
-    "true divisor": (lambda rank: {"divisor": True}, LossError, "divisor is True"),
+    **{f"{sets}": (lambda rank, of=sets: {"loss": DocumentLoss(pair_loss, of)}, LossError, x) for sets, x in OF_SETS},
+    **{words: (lambda rank, of=values: of, LossError, words) for values, words in OF_VALUES},
     "divisors of ranks": (lambda rank: {"divisor": 1 + rank}, CommError, "2 different losses, sets or divisors"),
     "temperatures of ranks": (
         lambda rank: {"temperature": 0.7 if rank else 1.0}, CommError, "hold 2 different plans .* temperature= be the"
@@ -66,35 +98,12 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
     "sets of one rank that are none": (
         lambda rank: {"loss": DocumentLoss(pair_loss, [(0, 8 if rank else 1)])}, LossError, r"\(0, 8\), the plan has"
     ),
-    "documents in place of sets": (
-        lambda rank: {"loss": DocumentLoss(pair_loss, [0, 1])}, LossError, "set 0 of a DocumentLoss is 0; give"  # type: ignore[list-item]
-    ),
-    "no sets": (lambda rank: {"loss": DocumentLoss(pair_loss, 4)}, LossError, "the sets of a DocumentLoss are 4; give"),  # type: ignore[arg-type]
-    "words in a set": (
-        lambda rank: {"loss": DocumentLoss(pair_loss, [("a", 1)])}, LossError, r"set 0 of .* is \('a', 1\); give"  # type: ignore[list-item]
-    ),
-    "truths in a set": (
-        lambda rank: {"loss": DocumentLoss(pair_loss, [(True, 2)])}, LossError, r"set 0 of .* is \(True, 2\); give"
-    ),
-    "parts of numbers": (
-        lambda rank: {"loss": DocumentLoss(pair_loss, [(0.9, 1)])}, LossError, r"set 0 of .* is \(0.9, 1\); give"  # type: ignore[list-item]
-    ),
     "another function of sets on one rank, inside a micro-batch": (
         lambda rank: {"loss": DocumentLoss(_unlike(rank), [(0,)])}, LossError, "gave other losses or derivatives"
     ),
     "another function of sets on one rank": (
         lambda rank: {"loss": DocumentLoss(_unlike(rank))}, LossError, "gave other losses or derivatives on some ranks"
     ),
-    "no such document": (
-        lambda rank: {"loss": DocumentLoss(pair_loss, [(0, 8)])}, LossError, r"\(0, 8\), the plan has documents 0 to 7"
-    ),
-    "an empty set": (lambda rank: {"loss": DocumentLoss(pair_loss, [()])}, LossError, r"set 0 of .* is \(\)"),
-    "a document twice": (lambda rank: {"loss": DocumentLoss(pair_loss, [(1, 1)])}, LossError, "document of a set once"),
-    "a scalar": (
-        lambda rank: {"loss": lambda x, at: x.sum()}, LossError, r"float64 of shape \(\) for \d+ log-probabilities"
-    ),
-    "no tensor": (lambda rank: {"loss": lambda x, at: 0.5}, LossError, r"the loss gave float for \d+ log-"),
-    "integers": (lambda rank: {"loss": lambda x, at: at.target}, LossError, "the loss gave torch.int64 of shape"),
     "no such name": (
         lambda rank: {"loss": lambda x, at: x * at["reward"]},
         DataError,
@@ -109,14 +118,10 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
     "an exception of sets in several micro-batches": (
         lambda rank: {"loss": DocumentLoss(_sets_that_raise(rank))}, LossError, "rank 1: KeyError: 'reference'"
     ),
-    "a loss for each document": (
-        lambda rank: {"loss": DocumentLoss(lambda sums, _: sums)}, LossError, r"float64 of shape \(8,\) for documents"
-    ),
 }  # fmt: skip
 
 
 def _refusals(rank: int, home: Layout) -> dict[str, tuple[str, str]]:
-    """What this rank is told, by case; afterwards a step must go on from the weights that were there."""
     documents, told = documents_of(), dict[str, tuple[str, str]]()
     with World(home, backend=backend(), timeout=60) as world:
         model = prepare(deep("qwen3", torch.float64, 2), world, probe=False)
@@ -150,32 +155,25 @@ def test_mistakes_are_told_on_every_rank(home: Layout) -> None:
                 raise kind(told[name][1])
 
 
-def _dropout(rank: int) -> str:
-    """A set in one micro-batch may drop attention weights, sets in several may not."""
-    documents = documents_of()
-    with World(Layout(2), backend=backend(), timeout=60) as world:
-        model = prepare(deep("qwen3", torch.float64, 2, attention_dropout=0.25), world, probe=False).train()
-        plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=16, targets=targets_of(documents))
-        run_step(model, plan, documents, world, loss=policy_loss)
-        inside = plan.micro_batches[0].groups[0].documents
-        assert run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss, [inside])).forward_twice == 0
-        run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss), backward=False)
-        with pytest.raises(ModelError) as error:
-            run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss))
-        return str(error.value)
+def _dropout(rank: int, home: Layout) -> tuple[str, list[str]]:
+    """A set in one micro-batch may drop attention weights, sets in several may not; nor may an adapter of the head.
 
-
-def test_dropout_is_refused_where_two_passes_must_agree() -> None:
-    for message in run_ranks(_dropout, 2):
-        assert "1 set of documents in several micro-batches" in message
-        assert "set attention_dropout (0.25) to 0.0" in message
-
-
-def _dropout_of_an_adapter(rank: int, home: Layout) -> list[str]:
-    """A set in one micro-batch makes its logits twice, with dropout of the head's adapter where there is one."""
-    documents, told = documents_of(), list[str]()
+    Its logits are made twice, with dropout of the head's adapter where there is one.
+    """
+    documents, refused, told = documents_of(), "", list[str]()
     with World(home, backend=backend(), timeout=60) as world:
-        plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=100, targets=targets_of(documents))
+        targets = targets_of(documents)
+        if home.pp == 1:
+            model = prepare(deep("qwen3", torch.float64, 2, attention_dropout=0.25), world, probe=False).train()
+            plan = plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=16, targets=targets)
+            run_step(model, plan, documents, world, loss=policy_loss)
+            inside = plan.micro_batches[0].groups[0].documents
+            assert run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss, [inside])).forward_twice == 0
+            run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss), backward=False)
+            with pytest.raises(ModelError) as error:
+                run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss))
+            refused = str(error.value)
+        plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=100, targets=targets)
         for adapter in ("embedding and head", "attention"):
             model = prepare(adapted("llama", adapter, lora_dropout=0.1), world, probe=False).train()
             run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss), backward=False)
@@ -183,21 +181,21 @@ def _dropout_of_an_adapter(rank: int, home: Layout) -> list[str]:
                 told.append(str(run_step(model, plan, documents, world, loss=DocumentLoss(pair_loss)).forward_twice))
             except ModelError as error:
                 told.append(str(error))
-    return told
+    return refused, told
 
 
-@pytest.mark.parametrize("home", [Layout(2), Layout(2, pp=2)], ids=["cp 1", "pp 2"])
-def test_dropout_of_an_adapted_head_is_refused(home: Layout) -> None:
-    for message, steps in run_ranks(_dropout_of_an_adapter, 2, home):
-        assert "set lora_dropout (0.1) to 0.0, or leave the head out of the adapter" in message and steps == "0"
+@pytest.mark.parametrize("home", [Layout(2), Layout(2, pp=2)], ids=["cp", "pp 2"])
+def test_dropout_is_refused_where_two_passes_must_agree(home: Layout) -> None:
+    for refused, (of_head, steps) in run_ranks(_dropout, 2, home):
+        assert "set lora_dropout (0.1) to 0.0, or leave the head out of the adapter" in of_head and steps == "0"
+        assert home.pp > 1 or "1 set of documents in several micro-batches" in refused
+        assert home.pp > 1 or "set attention_dropout (0.25) to 0.0" in refused
 
 
 # ---- one process: what a loss is given
 
 
 class Table(torch.nn.Module):
-    """A model of the caller's own, which returns logits."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -209,16 +207,15 @@ class Table(torch.nn.Module):
 
 def test_a_model_of_ones_own() -> None:
     documents = documents_of()
-    ids = [torch.from_numpy(document[torch.arange(len(document)).numpy()]) for document in documents]
     with World(Layout(1), backend="gloo") as world:
         model, exact = Table(), Table()
         plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40, targets=targets_of(documents))
         result = run_step(model, plan, documents, world, loss=lambda x, at: at["weights"] * x.exp(), loss_chunk_rows=4)
     total = torch.zeros((), dtype=torch.float64)
-    for document, tokens in zip(documents, ids, strict=True):
+    for document in documents:
+        tokens, positions = torch.from_numpy(document.ids), np.arange(len(document))
         probabilities = exact.table(tokens[:-1]).softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
-        positions = torch.arange(len(document)).numpy()
-        counted = torch.from_numpy((document.labels(positions) != -100) * document.token_values(positions)["weights"])
+        counted = torch.from_numpy((document.labels() != -100) * document.token_values(positions)["weights"])
         total = total + (probabilities * counted[1:]).sum()
     (total / plan.targets).backward()
     assert result.loss == pytest.approx(total.item() / plan.targets, rel=1e-13)
@@ -226,7 +223,6 @@ def test_a_model_of_ones_own() -> None:
 
 
 def test_what_a_loss_is_given() -> None:
-    """Rows with a label alone, once each, never none; float32 of a half-precision model; a constant is no error."""
     documents, seen = documents_of(), list[tuple[int, int, int]]()
     dtypes = set[torch.dtype]()
 
@@ -248,20 +244,18 @@ def test_what_a_loss_is_given() -> None:
     wanted = [
         (number, position - 1, label)
         for number, document in enumerate(documents)
-        for position, label in enumerate(document.labels(torch.arange(len(document)).numpy()).tolist())
+        for position, label in enumerate(document.labels().tolist())
         if position and label != -100
     ]
     assert sorted(seen) == wanted and dtypes == {torch.float32}
 
 
 def test_sets_a_micro_batch_at_a_time_sum_the_same_gradient() -> None:
-    """Without an optimizer, by the divisor of all: no micro-batch runs forward twice."""
     documents = documents_of()
     loss = DocumentLoss(lambda sums, _: torch.nn.functional.softplus(0.1 * (sums[1] - sums[0])), [(0, 1), (2, 3)])
     with World(Layout(1), backend="gloo") as world:
-        models = [
-            prepare(deep("qwen3", torch.float64, 1), world, probe=False, shard_parameters=False) for _ in range(2)
-        ]
+        source = deep("qwen3", torch.float64, 1)
+        models = [prepare(deepcopy(source), world, probe=False, shard_parameters=False) for _ in range(2)]
         values = list[float]()
         for part in (documents[:4], documents[4:]):
             plan = plan_fixed([len(document) for document in part], world.home, cp=1, targets=targets_of(part))
@@ -274,3 +268,84 @@ def test_sets_a_micro_batch_at_a_time_sum_the_same_gradient() -> None:
         assert whole.forward_twice > 1 and sum(values) == pytest.approx(whole.loss, rel=1e-13)
         for a, b in zip(*(model.parameters() for model in models), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-15)
+
+
+# ---- entropy and other numbers of distributions
+
+TEXTS = [Document(ids, loss_mask=np.arange(len(ids)) % 3 > 0) for ids in texts((17, 5, 9))]
+TEXT_LENGTHS, TARGETS = [len(d) for d in TEXTS], sum(d.targets for d in TEXTS)
+
+
+def test_by_definition_with_tokens_that_cannot_come_and_equal_logits() -> None:
+    logits = torch.tensor([[1.0, 1.0, -torch.inf], [0.0, 2.0, 1.0]], dtype=torch.bfloat16)
+    names = ("entropy", "top1", "log_sum_sq_probs")
+    values = distribution_values(logits, torch.tensor([1, 1]), names)
+    p = torch.tensor([[0.5, 0.5, 0.0], *logits[1:].double().softmax(-1).tolist()])
+    assert values.dtype == torch.float32 and values.shape == (3, 2)
+    assert torch.allclose(values[0], torch.special.entr(p).sum(-1))
+    assert values[1].tolist() == [0, 1]  # of two equal tokens the first is the likeliest
+    assert torch.allclose(values[2], (p**2).sum(-1).log())
+    assert distribution_values(logits[:0], torch.zeros(0, dtype=torch.long), names).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SIZES, final_logit_softcapping=0.5, sliding_window=4, hidden_activation="gelu"),
+        GraniteConfig(**SIZES, logits_scaling=16.0),
+    ],
+    ids=["a soft cap", "a scale"],
+)
+def test_as_trl_defines_them(config: Any) -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.get_output_embeddings().weight.data *= 30  # else a cap changes nothing
+    with World(Layout(1), backend="gloo") as world:
+        prepared = prepare(deepcopy(model), world, probe=False)
+        plan = plan_fixed(TEXT_LENGTHS, world.home, cp=1, targets=TARGETS)
+        values = token_log_probs(prepared, plan, TEXTS, world, also=DISTRIBUTION_VALUES)
+    names = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")
+    utils.add_fused_lm_head(model, outputs=names)
+    for d, document in enumerate(TEXTS):
+        ids, labels = (torch.from_numpy(x)[None] for x in (document.ids, document.labels()))
+        with torch.no_grad():
+            stock = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        ours = [values.of(d), *(values.value(name, d) for name in DISTRIBUTION_VALUES)]
+        for name, own in zip(names, ours, strict=True):
+            assert np.allclose(own[1:], getattr(stock, name)[0].double().numpy(), rtol=1e-5, atol=1e-5), name
+    assert values.of(0).std() > 0.1  # the rows differ
+
+
+def _numbers_refused(rank: int) -> list[str]:
+    said, kept = list[str](), list[Any]()
+
+    def keep(log_probs: torch.Tensor, at: Any) -> torch.Tensor:
+        assert not at.entropy.requires_grad and at.entropy is at.entropy
+        kept.append(at)
+        return -log_probs
+
+    with World(Layout(2), backend="gloo") as world:
+        model = prepare(deep("qwen3", torch.float64, 1), world, probe=False)
+        plan = plan_fixed(TEXT_LENGTHS, world.home, cp=2, targets=TARGETS)
+        for names in (["entropy"] if rank else [], ["entropy", "kl"], "entropy"):
+            with pytest.raises((CommError, LossError)) as error:
+                token_log_probs(model, plan, TEXTS, world, also=names)
+            said.append(str(error.value))
+        run_step(model, plan, TEXTS, world, loss=keep)
+        assert kept[0].entropy.shape == kept[0].position.shape
+        for number in (lambda: kept[0].top1, lambda: token_log_probs(model, plan, TEXTS, world).value("top1", 0)):
+            with pytest.raises(LossError) as error:
+                number()
+            said.append(str(error.value))
+    return said
+
+
+def test_numbers_that_are_refused() -> None:
+    first, second = run_ranks(_numbers_refused, 2)
+    assert first == second
+    for said, words in zip(first, (
+        "different lists also= for step", "also has 'kl'; give a list of some of entropy", "also has 'entropy'; give a",
+        "at.top1 is read after the loss has returned", "'top1' of tokens was not asked for (these were: none)",
+    ), strict=True):  # fmt: skip
+        assert words in said

@@ -44,8 +44,6 @@ def dynamic(rows: int, mode: Any = "lockstep") -> Callable[[Layout], Plan]:
 
 @dataclass(frozen=True)
 class Case:
-    """A home, a plan, and how the model is prepared."""
-
     name: str
     home: Layout
     plan: Callable[[Layout], Plan] = field(compare=False)
@@ -96,7 +94,6 @@ def cases_of(ranks: int, whole: bool) -> list[Case]:
 
 
 def model_of(family: str, layers: int) -> Any:
-    """A model of transformers, or one with an adapter of peft."""
     if family == "adapter":
         return adapted("llama", "every linear")
     return deep(family, torch.float64, layers, VOCABULARY)
@@ -167,18 +164,3 @@ ROWS = [pytest.param(case, id=case.name, marks=[pytest.mark.whole] * case.whole)
 def test_equals_one_process(case: Case) -> None:
     for found in results(len(case.home.ranks), case.whole):
         assert max(found[case.name].values()) < 1e-12, found[case.name]
-
-
-def test_sets_lie_in_one_micro_batch_and_in_several() -> None:
-    """The cases would not show what they are for if all sets lay alike."""
-    inside, across = set[str](), set[str]()
-    for case in CASES:
-        of = {
-            d: i
-            for i, batch in enumerate(case.plan(case.home).micro_batches)
-            for g in batch.groups
-            for d in g.documents
-        }
-        for documents in GROUPS:
-            (inside if len({of[d] for d in documents}) == 1 else across).add(case.name)
-    assert len(inside & across) >= 5

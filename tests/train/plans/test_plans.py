@@ -1,36 +1,59 @@
-"""Plans of training steps: from the step alone, the same whether another process makes them ahead or not."""
+"""Plans of training steps and evaluations: their costs, degrees "auto", planners and costs of one's own, made ahead."""
 
 import json
 import pickle
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pytest
 
+from longspan.comm import World
 from longspan.config.defaults import resolve_defaults
-from longspan.config.sections import ContextConfig, ParallelConfig, RunConfig, RunSection, TrainConfig
+from longspan.config.file import load_config
+from longspan.config.sections import ContextConfig, RunConfig
 from longspan.data.step_order import StepOrder
+from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
-from longspan.plan import Cost, Link, Machine
+from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
+from longspan.plan.ways import which_degree
+from longspan.run.checks import check_config
+from longspan.run.loggers import read_metrics
+from longspan.run.loop import train
+from longspan.run.progress import ProgressDisplay
+from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
+from longspan.train.plans.resolve import choose_degree, use_machine
+from longspan.train.plans.run_cost import call_planner
+from tests.train.plans.own_things import Slow, slow
+from tests.train.small import small_config, train_rank, write_texts
 
 LENGTHS = np.random.default_rng(0).integers(2, 400, 80)
 HOME = Layout(ranks=6)
-DYNAMIC = ContextConfig(planner="dynamic", max_tokens_per_slot=256)
+DYNAMIC: dict[str, object] = {"context__planner": "dynamic", "context__max_tokens_per_slot": 256}
+MODEL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+MODEL["vocab_size"] = 1000
+MEASURED = replace(Machine.cpus(), world=2, node_size=2, assumed=False, inside=Link.of(1e-3, 1e8))
 
 
-def run_of(context: ContextConfig) -> RunConfig:
-    return resolve_defaults(RunConfig(context=context))
+def config_of(**keys: Any) -> RunConfig:
+    return load_config(None, {key.replace("__", "."): value for key, value in keys.items()})
 
 
 def order() -> StepOrder:
     return StepOrder(LENGTHS, tokens_per_step=2000, seed=3, eval_documents=4)
 
 
+def _write(path: Path, machine: Machine) -> str:
+    path.write_text(json.dumps(machine.to_json()))
+    return str(path)
+
+
 def test_a_planner_that_has_travelled_makes_the_same_plans() -> None:
-    planner = StepPlanner(PlanChoice.training(run_of(DYNAMIC)), order(), HOME)
+    planner = StepPlanner(PlanChoice.training(config_of(**DYNAMIC)), order(), HOME)
     travelled = pickle.loads(pickle.dumps(planner))
     for step in (5, 0, 19):
         plan = planner(step)
@@ -38,56 +61,84 @@ def test_a_planner_that_has_travelled_makes_the_same_plans() -> None:
         assert list(plan.lengths) == LENGTHS[list(order().documents_of_step(step))].tolist()
 
 
+def test_plans_made_ahead_are_those_made_inline() -> None:
+    fixed = config_of(context__max_tokens_per_slot=256, context__context_parallel_size=2)
+    own = PlanChoice.training(config_of(**DYNAMIC | {"context__planner": f"{OWN}one_by_one"}), cost=slow)
+    for choice, count in ((PlanChoice.training(config_of(**DYNAMIC)), 2), (PlanChoice.training(fixed), 0), (own, 2)):
+        with (
+            plan_steps(choice, order(), HOME, ahead=2) as ahead,
+            plan_steps(choice, order(), HOME, ahead=0) as inline,
+        ):
+            assert ahead.ahead == count
+            for step in (4, 5, 63, 64, 4):
+                assert ahead.plan(step) == inline.plan(step)
+            assert isinstance(ahead.plan(4).cost, Slow) == (choice is own)
+    with (
+        plan_steps(replace(own, planner=f"{OWN}fails"), order(), HOME, ahead=1) as ahead,
+        pytest.raises(PlanError, match="KeyError: 'slots'"),
+    ):
+        ahead.plan(0)
+
+
+# ---- costs
+
+
 def test_a_measured_cost_decides_about_plans(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    slow = Machine(micro_batch_seconds=5.0, inside=Link.of(0.0, 1e6))
-    path.write_text(json.dumps(slow.to_json()))
-    machine = RunSection(machine=str(path))
-    plan = StepPlanner(PlanChoice.training(replace(run_of(DYNAMIC), run=machine)), order(), HOME)(0)
-    assert plan != StepPlanner(PlanChoice.training(run_of(DYNAMIC)), order(), HOME)(0)
+    path, config = tmp_path / "machine.json", config_of(**DYNAMIC)
+    measured = config_of(**DYNAMIC, run__machine=str(path), context__eval_context_parallel_size=2)
+    _write(path, Machine(micro_batch_seconds=5.0, inside=Link.of(0.0, 1e6)))
+    plan = StepPlanner(PlanChoice.training(measured), order(), HOME)(0)
+    assert plan != StepPlanner(PlanChoice.training(config), order(), HOME)(0)
     assert plan.predicted_seconds >= 5.0 * len(plan.micro_batches)
     path.unlink()  # a run keeps its cost
-    assert (
-        PlanChoice.evaluation(replace(run_of(DYNAMIC.set_evaluation(context_parallel_size=2)), run=machine))
-        .plan((9, 9), HOME)
-        .predicted_seconds
-        >= 5.0 / 3
-    )
+    assert PlanChoice.evaluation(measured).plan((9, 9), HOME).predicted_seconds >= 5.0 / 3
 
 
 def test_without_a_cost_plans_on_gpus_are_priced_for_the_model(tmp_path: Path) -> None:
-    path, said, config = tmp_path / "machine.json", list[str](), run_of(DYNAMIC)
-    path.write_text(json.dumps(Machine(micro_batch_seconds=5.0).to_json()))
-    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    model["vocab_size"] = 1000
-    on_cpus = find_run_cost(config, model, said.append, gpu=False)
-    assert on_cpus == Machine.cpus().cost(model) and on_cpus.source == "" and not said
-    measured = replace(config, run=RunSection(machine=str(path)))
-    assert find_run_cost(measured, model, said.append, gpu=True).micro_batch_seconds == 5.0
-    found = find_run_cost(config, model, said.append, gpu=True)
-    assert found == Machine.known("H200").cost(model) != Cost() and not said
+    said, config = list[str](), config_of(**DYNAMIC)
+    on_cpus = find_run_cost(config, MODEL, said.append, gpu=False)
+    assert on_cpus == Machine.cpus().cost(MODEL) and on_cpus.source == "" and not said
+    measured = config_of(**DYNAMIC, run__machine=_write(tmp_path / "m.json", Machine(micro_batch_seconds=5.0)))
+    assert find_run_cost(measured, MODEL, said.append, gpu=True).micro_batch_seconds == 5.0
+    found = find_run_cost(config, MODEL, said.append, gpu=True)
+    assert found == Machine.known("H200").cost(MODEL) != Cost() and not said
     assert PlanChoice.training(config, cost=found).options.cost == found
     assert PlanChoice.evaluation(config, cost=found).options.cost == found.forward_only()
-    with plan_steps(PlanChoice.training(run_of(DYNAMIC), cost=found), order(), HOME, ahead=2) as plans:
-        assert plans.plan(0).cost == found
-    full = replace(config, train=TrainConfig(activation_checkpointing="full"))
-    assert found.attention_seconds < find_run_cost(full, model, said.append, gpu=True).attention_seconds
-    assert find_run_cost(config, model | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
+    full = config_of(**DYNAMIC, train__activation_checkpointing="full")
+    assert found.attention_seconds < find_run_cost(full, MODEL, said.append, gpu=True).attention_seconds
+    assert find_run_cost(config, MODEL | {"kv_lora_rank": 8}, said.append, gpu=True) == Cost()
     assert "priced as for a Qwen3-8B: dict has latent attention" in said[0]
 
 
+def test_what_a_run_does_changes_the_cost_of_its_model_on_a_machine(tmp_path: Path) -> None:
+    file = _write(tmp_path / "machine.json", MEASURED)
+    keys = {"run__machine": file, "model__preset": "qwen3-tiny", "model__dtype": "float32", "train__lr": 1e-3}
+    full = {"train__activation_checkpointing": "full"}
+    for changes, settings in (
+        ({}, CostSettings(bytes_per_number=4)),
+        ({"train__float8": "rows"}, CostSettings(bytes_per_number=4, float8=True)),
+        (full, CostSettings(bytes_per_number=4, recomputation="full")),
+        (full | {"lora__rank": 4}, CostSettings(bytes_per_number=4, recomputation="full", frozen=True)),
+        ({"mtp__depths": 1}, CostSettings(bytes_per_number=4, depths=1)),
+    ):
+        cost = find_run_cost(config_of(**keys, **changes), MODEL, print, gpu=False)
+        assert cost == replace(MEASURED, source=file).cost(MODEL, settings), changes
+        assert (cost.source, cost.inside_bytes_per_second) == (file, pytest.approx(1e8))
+    on_gpus = find_run_cost(config_of(**keys), MODEL, print, gpu=True)  # computed in bfloat16
+    assert on_gpus.ring_bytes < find_run_cost(config_of(**keys), MODEL, print, gpu=False).ring_bytes
+
+
 def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
-    context = replace(DYNAMIC, node_size=4)
-    cost, evaluated = Cost().shared_by(2), run_of(context.set_evaluation(context_parallel_size=2))
+    config = config_of(**DYNAMIC, context__node_size=4, context__eval_context_parallel_size=2)
     for choice, expected in (
-        (PlanChoice.training(run_of(context)), cost),
-        (PlanChoice.evaluation(evaluated), cost.forward_only()),
+        (PlanChoice.training(config), Cost().shared_by(2)),
+        (PlanChoice.evaluation(config), Cost().shared_by(2).forward_only()),
     ):
         assert choice.plan((300, 200, 9), Layout(8, tp=2)).cost == expected
 
 
 def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
-    free = PlanChoice.training(run_of(replace(DYNAMIC, mode="free")))
+    free = PlanChoice.training(config_of(**DYNAMIC, context__mode="free"))
     seconds = [
         replace(free, weights=weights, weight_bytes=each)
         .plan((300, 200, 9), Layout(6, dp_replicate=copies))
@@ -99,32 +150,209 @@ def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
     assert [each - seconds[0] for each in seconds[1:]] == pytest.approx(added, rel=1e-9)
 
 
+def _use(rank: int, files: Sequence[str]) -> list[tuple[str, Machine, list[str]]]:
+    answers = []
+    for file in files:
+        lines, refusal = list[str](), ""
+        with World(Layout(2), backend="gloo", timeout=60) as world:
+            try:
+                use_machine(config_of(run__machine=file), world, lines.append)
+            except ConfigError as error:
+                refusal = str(error)
+            answers.append((refusal, world.machine, lines))
+    return answers
+
+
+def test_a_world_has_the_machine_of_the_run_and_all_ranks_refuse_one_of_others(tmp_path: Path) -> None:
+    others = replace(MEASURED, device="NVIDIA H200"), replace(MEASURED, world=8, node_size=4)
+    files = [_write(tmp_path / f"{i}.json", machine) for i, machine in enumerate((MEASURED, *others))]
+    for own, *refused in run_ranks(_use, 2, files):
+        assert own == ("", replace(MEASURED, source=files[0]), [])
+        messages = (
+            "was measured on NVIDIA H200, and this run is on cpu",
+            "was measured with 4 ranks on a host, and this",
+        )
+        for (error, machine, _), file, message in zip(refused, files[1:], messages, strict=True):
+            assert error.startswith(f"run.machine {file} {message}") and machine == Machine.cpus()
+
+
+# ---- evaluation
+
+
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
-def test_evaluation_deals_out_rows_as_training_does(planner: Literal["fixed", "padded", "dynamic"]) -> None:
-    context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256).set_evaluation(
-        planner=planner
-    )
-    training, evaluation = PlanChoice.training(run_of(context)), PlanChoice.evaluation(run_of(context))
+def test_evaluation_deals_out_rows_as_training_does(planner: Any) -> None:
+    context = ContextConfig(planner=planner, partition="contiguous", max_tokens_per_slot=256)
+    config = resolve_defaults(RunConfig(context=context.set_evaluation(planner=planner)))
+    training, evaluation = PlanChoice.training(config), PlanChoice.evaluation(config)
     for choice in (replace(training, degree=4), replace(evaluation, degree=4)):
         batches = choice.plan((1000, 30), Layout(4)).micro_batches
         assert {group.partition for batch in batches for group in batch.groups if group.degree > 1} == {"contiguous"}
-    (group,) = evaluation.at_degree(2, longest=1000).plan((1000,), Layout(4)).micro_batches[0].groups
-    assert group.shares.rows(1).tolist() == list(range(500, 1000))
+    (group,) = evaluation.at_degree(2, longest=1001).plan((1001,), Layout(4)).micro_batches[0].groups
+    assert group.shares.rows(1).tolist() == list(range(501, 1001))
+    for split, multiple in ((False, 1), (True, 2)):
+        config = config_of(parallel__tp=2, parallel__sequence_parallel=split)
+        assert PlanChoice.evaluation(config, cost=Cost(), heads=8).options.row_multiple == multiple
 
 
-@pytest.mark.parametrize("context", [DYNAMIC, replace(DYNAMIC, planner="fixed", context_parallel_size=2)], ids=str)
-def test_plans_made_ahead_are_those_made_inline(context: ContextConfig) -> None:
-    choice = PlanChoice.training(run_of(context))
-    with (
-        plan_steps(choice, order(), HOME, ahead=2) as ahead,
-        plan_steps(choice, order(), HOME, ahead=0) as inline,
+DEGREE, ROWS = "context__eval_context_parallel_size", "context__eval_max_tokens_per_slot"
+
+
+def test_the_choice_is_that_of_which_degree() -> None:
+    home, lengths = Layout(16, tp=2), [30000, 900, 800, 700, 20]
+    config = config_of(**{DEGREE: "auto", ROWS: 8192, "parallel__tp": 2})
+    choice = PlanChoice.evaluation(config, cost=Cost(), heads=16)
+    assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
+    comparison = which_degree(lengths, home, options=choice.home_options(home))
+    found, reason = choose_degree(choice, lengths, home)
+    assert found.degree == comparison.best.cp >= 4 and reason == comparison.reason()
+    assert found.options.cp_comm_type == comparison.best.options.cp_comm_type != "auto"
+    plan = found.plan(lengths, home)
+    assert plan.predicted_seconds <= comparison.best.planned.predicted_seconds * (1 + 1e-9)
+    assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {found.degree}
+    assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
+    with pytest.raises(ConfigError, match=r'eval_context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
+        choose_degree(choice, [10**6], home)
+
+
+def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:
+    config = config_of(**{DEGREE: "auto", ROWS: 100})
+    levels = config.context.set_evaluation(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2))
+    choice, home = PlanChoice.evaluation(replace(config, context=levels)), Layout(8)
+    (group,) = choice.plan([390], home).micro_batches[0].groups
+    assert (group.degree, group.hierarchical_context_parallel_sizes) == (4, (2, 2))
+    with pytest.raises(ConfigError, match=r"eval_context_parallel_size auto and context.eval_max_tokens_per_slot 100"):
+        choice.check_longest_document(801, home, "a document")
+
+
+def test_what_auto_makes_of_the_other_keys() -> None:
+    keys = {"model__config": "somewhere", "context__planner": "dynamic", "context__cp_comm_type": "a2a", DEGREE: "auto"}
+    evaluation = config_of(**keys).context.evaluation
+    assert (evaluation.planner, evaluation.cp_comm_type) == ("fixed", "auto")
+    evaluation = config_of(**keys, context__eval_cp_comm_type="p2p").context.evaluation
+    assert (evaluation.context_parallel_size, evaluation.cp_comm_type) == ("auto", "p2p")
+    assert config_of(**{DEGREE: "auto"}).context.evaluation.cp_comm_type == "auto"
+    name, planner = DEGREE.replace("__", "."), "context__eval_planner"
+    for more, message in (
+        ({DEGREE: "most"}, f"{name} is 'most'; give a number, or \"auto\""),
+        ({planner: "dynamic"}, 'eval_planner is "dynamic"; use context.eval_planner = "f'),
+        ({planner: "padded"}, 'context.eval_planner is "padded"'),
+        ({ROWS: 9}, f"{name} auto and context.eval_max_tokens_per_slot 9"),
     ):
-        assert ahead.ahead == (2 if context.planner == "dynamic" else 0)
-        for step in (4, 5, 6, 63, 64, 65, 4):
-            assert ahead.plan(step) == inline.plan(step)
+        with pytest.raises(ConfigError, match=message):
+            check_config(config_of(**{DEGREE: "auto"} | more), 4)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_evaluations_lay_out_rows_as_training_does(sequence_parallel: bool) -> None:
-    config = resolve_defaults(RunConfig(parallel=ParallelConfig(tp=2, sequence_parallel=sequence_parallel)))
-    assert PlanChoice.evaluation(config, cost=Cost(), heads=8).options.row_multiple == (2 if sequence_parallel else 1)
+# ---- planners of one's own, taken by their dotted names, and costs
+
+OWN = "tests.train.plans.own_things."
+FEW = (90, 7, 40, 12)
+
+
+def test_a_planner_decides_groups_and_the_options_the_rest() -> None:
+    config = config_of(context__planner=f"{OWN}one_by_one", context__cp_comm_type="all_gather", parallel__pp=2)
+    plan = PlanChoice.training(config, heads=4).plan(FEW, Layout(8, pp=2), targets=77)
+    assert [group.slots for batch in plan.micro_batches for group in batch.groups] == [(0, 1, 2, 3)] * 4
+    named = (plan.planner, plan.targets, plan.max_tokens_per_slot, len(plan.micro_batches))
+    assert named == (f"{OWN}one_by_one", 77, 1024, 4)
+    assert plan.predicted_seconds >= plan.lower_bound_seconds > 0 and plan.check() == plan
+    three = PlanChoice.training(config).plan(FEW[:3], Layout(8, pp=2))
+    assert len(three.micro_batches) == 4 and not three.micro_batches[3].groups  # a multiple of the stages
+    empty = PlanChoice.training(config).plan((), Layout(8, pp=2))
+    assert not empty.lengths and len(empty.micro_batches) == 2
+    choice = PlanChoice.training(config_of(context__planner=f"{OWN}one_degree"))  # a function with an argument set
+    fixed = plan_fixed(FEW, Layout(4), 2, options=choice.options)
+    assert choice.plan(FEW, Layout(4)).micro_batches == fixed.micro_batches
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dynamc", r"context\.planner is 'dynamc'; did you mean 'dynamic'\?, or a function of your own with"),
+        (
+            "no_such_module.plan",
+            r"context\.planner is 'no_such_module\.plan', and no_such_module cannot be imported",
+        ),
+        (f"{OWN}nowhere", r"own_things\.nowhere' is no function; name one of lengths, home and options that"),
+        (f"{OWN}number", r"own_things\.number' is no function"),
+        (f"{OWN}nothing", r"own_things\.nothing' returned NoneType; it must return a longspan\.Plan"),
+        (f"{OWN}fails", r"own_things\.fails' failed for 1 document on 4 slots: KeyError: 'slots'"),
+        (f"{OWN}fewer_slots", r"must return a longspan\.Plan of 4 slots \(home\.slots\)"),
+        (f"{OWN}left_out", r"returned a plan that cannot run: document 0 \(2048 rows\) is in no micro-batch"),
+        (f"{OWN}all_on_one_slot", r"cannot run: slot 0 holds 2048 rows .*above context.\w*max_tokens_per_slot 1024"),
+    ],
+)
+def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(config_of(context__planner=name), 4)
+    of_evaluation = message.replace(r"context\.planner", r"context\.eval_planner")
+    with pytest.raises(ConfigError, match=of_evaluation):
+        check_config(config_of(**{"context__eval_planner": name, ROWS: 1024}), 4)
+
+
+def test_a_plan_of_a_step_is_checked() -> None:
+    options = PlanChoice.training(config_of(), heads=2).options
+    with pytest.raises(PlanError, match=r"must return .* of the 4 documents that it received, in their order"):
+        call_planner(f"{OWN}sorted_lengths", "context.planner", FEW, Layout(4), options=options)
+
+
+def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:
+    sets: list[dict[str, Any]] = [{"name": "a", "path": "x"}, {"name": "b", "path": "x", "context_parallel_size": 4}]
+    sets += [{"name": "c", "path": "x", "planner": f"{OWN}one_by_one"}]
+    config = config_of(context__planner=f"{OWN}one_degree", context__eval_planner="", eval=sets)
+    own = config_of(model__path="folder", context__planner=f"{OWN}one_degree", train__lr=1.0, eval=sets)
+    assert [entry.planner for entry in config.eval] == ["fixed", "fixed", f"{OWN}one_by_one"]  # the demo's is fixed
+    assert [entry.planner for entry in own.evaluations] == [*[f"{OWN}one_degree"] * 2, "fixed", f"{OWN}one_by_one"]
+    plan = PlanChoice.evaluation(own, own.eval[2]).plan(FEW, Layout(4))
+    assert plan.cost.passes == "forward" and len(plan.micro_batches) == 4
+
+
+def test_a_cost_of_ones_own_prices_plans() -> None:
+    config = config_of(context__planner="dynamic")
+    plan = PlanChoice.training(config, cost=slow).plan((1000, 900, 800, 700), Layout(4))
+    assert {group.degree for batch in plan.micro_batches for group in batch.groups} == {1}
+    shared = PlanChoice.training(config, cost=slow).plan((2000,), Layout(4))
+    assert shared.predicted_seconds > 5.0 and shared.cost.source == "a slow network"
+    forward = PlanChoice.evaluation(config, cost=slow).plan((3000,), Layout(4))
+    assert isinstance(forward.cost, Slow) and forward.predicted_seconds > 5.0  # its own seconds for both passes
+
+
+# ---- runs
+
+
+def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: Path) -> None:
+    sets: list[dict[str, Any]] = [{"name": "others", "planner": f"{OWN}one_degree", "context_parallel_size": 2}]
+    sets += [{"name": "books", "planner": "fixed", "context_parallel_size": "auto"}]
+    for of_set in sets:
+        of_set["path"] = str(write_texts(tmp_path / of_set["name"], count=5))
+    keys = {"context__planner": f"{OWN}one_by_one", DEGREE: "auto", "context__eval_planner": "fixed", "eval": sets}
+    config = small_config(tmp_path, **keys, train__steps=2, train__eval_every=1)
+    (result, _) = run_ranks(train_rank, 2, config, 2)
+    folder = Path(config.run.dir)
+    plans, rows = list(read_plans(folder / "plans.jsonl")), read_metrics(folder / "metrics.jsonl")
+    assert [(step, plan.planner) for step, plan in plans] == [(step, f"{OWN}one_by_one") for step in (1, 2)]
+    groups = [batch.groups for _, plan in plans for batch in plan.micro_batches]
+    assert all(len(of_batch) == 1 and of_batch[0].degree == 2 for of_batch in groups)
+    evaluated = {row.get("eval_name"): row for row in rows if "eval_loss" in row and row["step"] == 1}
+    assert evaluated["others"]["planner"] == f"{OWN}one_degree"
+    facts = json.loads((folder / "run.json").read_text())
+    for reason, name in zip(facts["evaluated"].splitlines(), (None, "books"), strict=True):
+        said = re.match(rf"evaluation{f' of {name}' if name else ''} at cp (\d+)[:,] ", reason)
+        assert said and evaluated[name]["cp"] == int(said.group(1)), reason
+        assert " documents; cp " in reason and " x as long; dynamic plan " in reason
+    assert 'eval_context_parallel_size = "auto"' in (folder / "config.toml").read_text()
+    usual = small_config(tmp_path / "usual", train__steps=2)
+    (other, _) = run_ranks(train_rank, 2, replace(usual, data=config.data), 2)
+    assert result.last_loss == pytest.approx(other.last_loss, rel=1e-5)
+
+
+def refusal(rank: int, config: RunConfig) -> str:
+    """What a rank raises before its first collective, in a world whose other ranks it could not reach."""
+    with World(Layout(2), backend="gloo", timeout=60) as world, ProgressDisplay(1, None) as display:
+        with pytest.raises(ConfigError) as error:
+            train(config, world, display)
+        return str(error.value)
+
+
+def test_every_rank_refuses_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(refusal, 2, small_config(tmp_path, context__planner=f"{OWN}fails"))
+    assert first == second and f"{OWN}fails" in first

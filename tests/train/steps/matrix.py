@@ -26,7 +26,7 @@ from longspan.train import build_optimizer, run_step
 from tests.model.deep import answer, deep
 from tests.model.stock import error, gradients_of, own_error, prepare_untried, texts, weights_of
 
-BATCHES = ((13, 1, 30, 7, 2, 18, 5, 9), (31, 2, 4, 1, 6, 3, 11), (5, 29, 8, 1, 1, 17, 3))
+BATCHES = ((13, 1, 30, 7, 2), (31, 4, 1, 6), (5, 29, 1, 3))
 DOCUMENTS = [texts(lengths, seed) for seed, lengths in enumerate(BATCHES)]
 RATE, ROUTER = 0.1, RouterCoefficients(balance=0.5, z=0.1)
 VOCABULARIES = {"qwen3": 62, "qwen3-moe": 62, "gpt-oss": 61}  # tp 2 splits embedding and head of even ones
@@ -48,8 +48,6 @@ AXES = (FAMILIES, PLANNERS, TP, STAGES, EP, RESHARD, DTYPES, RANKS)
 
 @dataclass(frozen=True)
 class Combination:
-    """One entry of the matrix; prints as what makes it again."""
-
     family: str
     planner: str
     tp: tuple[int, bool]
@@ -69,18 +67,21 @@ class Combination:
 
     @property
     def refusal(self) -> str | None:
-        """What says that there is no such combination."""
         if self.slots % self.ep:
             return f"ep {self.ep} does not divide {plural(self.slots, 'slot')}"
         return "has no experts to deal out" if self.ep > 1 and self.family == "qwen3" else None
 
     @property
-    def key(self) -> tuple[str, str]:
-        """What the stock model's answer depends on."""
-        return self.family, self.dtype
+    def layers(self) -> int:
+        """One for each stage at least."""
+        return max(2, self.stages[0] * self.stages[1])
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.family, self.dtype, self.layers
 
     def model(self) -> PreTrainedModel:
-        return deep(self.family, getattr(torch, self.dtype), vocabulary=VOCABULARIES[self.family])
+        return deep(self.family, getattr(torch, self.dtype), self.layers, VOCABULARIES[self.family])
 
     def plan(self, lengths: Sequence[int]) -> Plan:
         return _plan(self.planner, tuple(lengths), self.home, self.tp[0] if self.tp[1] else 1)
@@ -102,7 +103,6 @@ def every(ranks: int) -> list[Combination]:
 
 
 def fits(values: tuple[Any, ...]) -> bool:
-    """Whether there is such a combination."""
     return Combination(*values).refusal is None
 
 
@@ -119,6 +119,9 @@ class Wanted(NamedTuple):
     own_error: float = 0.0
 
 
+Answers = dict[tuple[str, str, int], Wanted]
+
+
 class Errors(NamedTuple):
     """The largest relative errors of losses, of gradients and their norms, and of weights."""
 
@@ -127,30 +130,27 @@ class Errors(NamedTuple):
     weights: float
 
     def over_limit(self, dtype: str, own_error: float) -> float:
-        """The worst of them over its limit, so that 1 is the most."""
         loss, gradients, weights = LIMITS[dtype]
         limits = (loss, max(gradients, 2 * own_error), weights)
         return max(x / limit for x, limit in zip(self, limits, strict=True))
 
 
-def wanted_of(combinations: Iterable[Combination]) -> dict[tuple[str, str], Wanted]:
-    """The answers of the stock models that these combinations need, computed in this process."""
-    return {c.key: _with_own_error(c, _stock(c)) for c in {c.key: c for c in combinations}.values()}
+def wanted_of(combinations: Iterable[Combination]) -> Answers:
+    answers = Answers()
+    for key, c in {c.key: c for c in combinations}.items():
+        answers[key] = _stock(c)
+        if c.dtype == "float32":
+            exact = _stock(replace(c, dtype="float64"), steps=1).gradients
+            answers[key] = answers[key]._replace(own_error=own_error(answers[key].gradients, exact))
+    return answers
 
 
-def _with_own_error(combination: Combination, wanted: Wanted) -> Wanted:
-    if combination.dtype == "float64":
-        return wanted
-    exact = _stock(replace(combination, dtype="float64")).gradients
-    return wanted._replace(own_error=own_error(wanted.gradients, exact))
-
-
-def _stock(combination: Combination) -> Wanted:
+def _stock(combination: Combination, steps: int = len(BATCHES)) -> Wanted:
     model, device = combination.model(), "cuda" if backend() == "nccl" else "cpu"
     losses = {} if combination.family == "qwen3" else {"balance": ROUTER.balance, "z": ROUTER.z}
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     answers = []
-    for documents in DOCUMENTS:
+    for documents in DOCUMENTS[:steps]:
         optimizer.zero_grad()
         answers.append(answer(model, documents, device, **losses))
         optimizer.step()
@@ -158,24 +158,23 @@ def _stock(combination: Combination) -> Wanted:
 
 
 def run(
-    rank: int, combinations: Sequence[Combination], wanted: dict[tuple[str, str], Wanted], steps: int = len(BATCHES)
+    rank: int, combinations: Sequence[Combination], wanted: Answers, steps: Sequence[int] | None = None
 ) -> list[Errors]:
-    """This rank's errors of each combination, those of one home after each other in one world."""
-    homes, found = dict[Layout, list[Combination]](), dict[Combination, Errors]()
-    for combination in combinations:
-        homes.setdefault(combination.home, []).append(combination)
+    """This rank's errors of each combination after its `steps`, those of one home after each other in one world."""
+    homes, found = dict[Layout, list[int]](), dict[int, Errors]()
+    for number, combination in enumerate(combinations):
+        homes.setdefault(combination.home, []).append(number)
     for home, chosen in homes.items():
         tried = set[str]()
         with World(home, backend=backend(), timeout=60) as world:
-            for combination in chosen:
-                rows_tried = combination.family in tried
-                found[combination] = _errors(combination, wanted[combination.key], world, steps, rows_tried)
-                tried.add(combination.family)
-    return [found[combination] for combination in combinations]
+            for number in chosen:
+                c, count = combinations[number], len(BATCHES) if steps is None else steps[number]
+                found[number] = _errors(c, wanted[c.key], world, count, c.family in tried)
+                tried.add(c.family)
+    return [found[number] for number in range(len(combinations))]
 
 
 def _errors(combination: Combination, wanted: Wanted, world: World, steps: int, rows_tried: bool) -> Errors:
-    """After one step of three, weights are not compared."""
     prepare_model = prepare_untried if rows_tried else partial(prepare, probe=False)  # probing: `tests/model`
     model = prepare_model(
         combination.model(),
@@ -208,5 +207,4 @@ def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor], model: torch.nn.
 
 
 def worst_of_ranks(answers: Sequence[Sequence[Errors]]) -> list[Errors]:
-    """The largest errors that any rank found, by combination."""
     return [Errors(*map(max, zip(*each, strict=True))) for each in zip(*answers, strict=True)]

@@ -10,26 +10,16 @@ from longspan.model.experts.moe import check_experts
 from longspan.testing import run_ranks
 from tests.mutation import mutated
 from tests.pairs import every_pair, pairs_of
-from tests.train.steps.matrix import (
-    AXES,
-    BATCHES,
-    RANKS,
-    Combination,
-    Errors,
-    every,
-    fits,
-    run,
-    wanted_of,
-    worst_of_ranks,
-)
+from tests.train.steps import matrix
+from tests.train.steps.matrix import AXES, BATCHES, RANKS, Combination, Errors, fits, worst_of_ranks
 
 PAIRS = [Combination(*values) for values in every_pair(AXES, 0, fits)]
 
 
-def check(combinations: list[Combination], *, steps: int = len(BATCHES), timeout: float = 280) -> list[Errors]:
-    ranks = combinations[0].ranks
-    wanted = wanted_of(combinations)
-    found = worst_of_ranks(run_ranks(run, ranks, combinations, wanted, steps, timeout=timeout))
+def check(combinations: list[Combination], steps: list[int] | None = None, timeout: float = 280) -> list[Errors]:
+    wanted = matrix.wanted_of(combinations)
+    of_ranks = run_ranks(matrix.run, combinations[0].ranks, combinations, wanted, steps, timeout=timeout)
+    found = worst_of_ranks(of_ranks)
     over = [e.over_limit(c.dtype, wanted[c.key].own_error) for c, e in zip(combinations, found, strict=True)]
     wrong = [(c, e) for c, e, most in zip(combinations, found, over, strict=True) if not most <= 1]
     assert not wrong, f"{len(wrong)} of {len(combinations)}:\n" + "\n".join(f"{error} {c}" for c, error in wrong)
@@ -44,17 +34,15 @@ def test_pairs_are_all_there() -> None:
 
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=[pytest.mark.whole] * (ranks > 4)) for ranks in RANKS])
 def test_every_pair_of_the_matrix(ranks: int) -> None:
-    """Losses and gradients of all, and what steps of SGD make of every third; the whole matrix has those of all."""
     combinations = [c for c in PAIRS if c.ranks == ranks]
-    check(combinations[::3])
-    check([c for i, c in enumerate(combinations) if i % 3], steps=1)
+    check(combinations, [1 if i % 3 else len(BATCHES) for i in range(len(combinations))])
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_whole_matrix(ranks: int) -> None:
-    found = check([c for c in every(ranks) if c.refusal is None], timeout=7000)
+    found = check([c for c in matrix.every(ranks) if c.refusal is None], timeout=7000)
     print(f"{ranks} processes: {len(found)} combinations, worst {worst_of_ranks([[e] for e in found])[0]}")
 
 
@@ -84,27 +72,21 @@ MUTATIONS: list[tuple[Dropped, Callable[[Combination], bool]]] = [
 NOTICED = [next(c for c in PAIRS if c.ranks == 4 and notices(c)) for _, notices in MUTATIONS]
 
 
-def _mutated(rank: int, dropped: list[Dropped], combinations: list[Combination], wanted: dict) -> list[Errors]:  # pyright: ignore
-    """The errors of the first step of each combination with its term dropped."""
+def _mutated(
+    rank: int, dropped: list[Dropped], combinations: list[Combination], wanted: matrix.Answers
+) -> list[Errors]:
     found = []
     for change, combination in zip(dropped, combinations, strict=True):
         with mutated(change):
-            found += run(rank, [combination], wanted, steps=1)
+            found += matrix.run(rank, [combination], wanted, [1])
     return found
 
 
-PARTS = [[0, 3], [1, 2, 4, 5]]  # of the mutations, by their numbers
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("chosen", PARTS)
+@pytest.mark.parametrize("chosen", [[0, 3], [1, 2, 4, 5]])  # of the mutations, by their numbers
 def test_every_dropped_term_is_noticed(chosen: list[int]) -> None:
     dropped, noticed = [MUTATIONS[i][0] for i in chosen], [NOTICED[i] for i in chosen]
-    wanted = wanted_of(noticed)
+    wanted = matrix.wanted_of(noticed)
     found = worst_of_ranks(run_ranks(_mutated, 4, dropped, noticed, wanted))
-    for change, combination, errors in zip(dropped, noticed, found, strict=True):
-        assert errors.over_limit(combination.dtype, wanted[combination.key].own_error) > 10, (
-            change,
-            combination,
-            errors,
-        )
+    for change, c, errors in zip(dropped, noticed, found, strict=True):
+        assert errors.over_limit(c.dtype, wanted[c.key].own_error) > 10, (change, c, errors)

@@ -24,29 +24,28 @@ from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
 from tests.model.stock import gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 
-DOCUMENTS, LENGTH = 8, 17  # of 16 targets each: dividing by targets is exact in every dtype
+LENGTH = 17  # 16 targets of each document: dividing by targets is exact in every dtype
 SUMMED, DENSE = 2e-6, 0.05  # bounds of errors, relative to a parameter's largest gradient
 NO_BALANCE = RouterCoefficients(balance=0.0, z=0.0)  # its gradient is no sum over documents
 
 
 @dataclass(frozen=True)
 class Case:
-    """A home, and how a model is prepared and planned for under it."""
-
     home: Layout
     prepared: dict[str, Any] = field(default_factory=dict[str, Any])
     mode: str = "lockstep"
     family: str = "qwen3"
+    documents: int = 8
 
 
 CASES = {
     "fsdp": Case(Layout(4)),
-    "copies of the parameters": Case(Layout(4, dp_replicate=2)),
-    "tp": Case(Layout(4, tp=2), {"sequence_parallel": True}),
+    "copies of the parameters": Case(Layout(4, dp_replicate=2), documents=4),
+    "tp": Case(Layout(4, tp=2), {"sequence_parallel": True}, documents=4),
     "pp": Case(Layout(4, pp=2)),
     "pp, zero bubble": Case(Layout(4, pp=2), {"pipeline_schedule": "zero_bubble"}),
-    "pp, folded": Case(Layout(4, pp=2), {"pipeline_schedule": "zbv", "virtual_stages": 2}, family="deep"),
-    "ep": Case(Layout(4, ep=2), family="qwen3-moe"),
+    "pp, folded": Case(Layout(4, pp=2), {"pipeline_schedule": "zbv", "virtual_stages": 2}, "lockstep", "deep", 4),
+    "ep": Case(Layout(4, ep=2), family="qwen3-moe", documents=4),
     # torch 2.15 adds the two gradients of a tied weight in bfloat16 or in float32, pass by pass: llama's is not tied
     "free": Case(Layout(4), mode="free", family="llama"),
     "recomputed": Case(Layout(4), {"activation_checkpointing": "full"}),
@@ -61,7 +60,6 @@ def _model(family: str) -> Any:
 
 
 def _gradients(case: Case, model: Any, world: World, documents: list[Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss and the gradients of documents, of which each slot has one in a micro-batch."""
     model.zero_grad()
     rows = world.home.tp if case.prepared.get("sequence_parallel") else 1
     cap = -(-LENGTH // rows) * rows
@@ -72,25 +70,25 @@ def _gradients(case: Case, model: Any, world: World, documents: list[Any]) -> tu
     return result.loss, gradients_of(model)
 
 
-def _errors(case: Case, world: World) -> tuple[float, float]:
+def _errors(rank: int, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
+    errors = {}
+    for name in names:
+        with World(CASES[name].home, backend=backend(), timeout=60) as world:
+            errors[name] = _of_case(CASES[name], world)
+    return errors
+
+
+def _of_case(case: Case, world: World) -> tuple[float, float]:
     """The largest error of gradients against the sum of those of single documents, and the loss's against float32's."""
-    documents = texts([LENGTH] * DOCUMENTS)
+    documents = texts([LENGTH] * case.documents)
     model = prepare_untried(_model(case.family), world, compute_dtype=torch.bfloat16, **case.prepared)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     loss, together = _gradients(case, model, world, documents)
     ep = case.home.ep  # slots whose documents' rows meet in one product of an expert
-    alone = [_gradients(case, model, world, documents[i : i + ep])[1] for i in range(0, DOCUMENTS, ep)]
+    alone = [_gradients(case, model, world, documents[i : i + ep])[1] for i in range(0, case.documents, ep)]
     sums = {name: sum(part[name].double() for part in alone).div(len(alone)).float() for name in together}
     dense = stock_answer("qwen3", torch.float32, documents, "cpu").loss if case.family == "qwen3" else loss
     return worst(together, sums), abs(loss / dense - 1)
-
-
-def _all_errors(rank: int, names: tuple[str, ...]) -> dict[str, tuple[float, float]]:
-    errors = {}
-    for name in names:
-        with World(CASES[name].home, backend=backend(), timeout=60) as world:
-            errors[name] = _errors(CASES[name], world)
-    return errors
 
 
 REST = ("fsdp", "pp", "pp, zero bubble", "recomputed", "attention kept")
@@ -100,7 +98,7 @@ REST = ("fsdp", "pp", "pp, zero bubble", "recomputed", "attention kept")
     "names", [tuple(name for name in CASES if name not in REST), pytest.param(REST, marks=pytest.mark.whole)]
 )
 def test_gradients_are_summed_in_float32_under_every_home(names: tuple[str, ...]) -> None:
-    of_ranks = run_ranks(_all_errors, 4, names, timeout=120)
+    of_ranks = run_ranks(_errors, 4, names)
     for name in names:
         summed, loss = (max(errors[name][i] for errors in of_ranks) for i in (0, 1))
         assert summed < SUMMED, (name, summed)

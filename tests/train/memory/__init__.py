@@ -1,1 +1,0 @@
-"""What fits into the memory of a rank."""

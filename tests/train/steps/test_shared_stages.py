@@ -1,0 +1,343 @@
+"""Zamba 2 through a pipeline equals one process: blocks that stages share, and the embedding that all layers read.
+
+Stages train, save and resume like one process; copies of a block and their moments stay equal bit by bit.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from longspan.comm import World
+from longspan.comm.channel import Channel
+from longspan.doctor.stock import whole_float64
+from longspan.layout import Layout
+from longspan.model import load_model, prepare, save_model
+from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.parts import find_parts
+from longspan.model.pipeline.pipeline import PipelineModel
+from longspan.model.pipeline.schedules import PipelineSettings
+from longspan.model.pipeline.stages import shared_parameters, stage_models
+from longspan.model.weights.local_tensors import local_tensor
+from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.plan.memory.stage_bytes import stage_layers
+from longspan.testing import backend, run_ranks
+from longspan.train import build_optimizer, run_step
+from tests.model.deep import Answer, answer, weights_after
+from tests.model.stock import at_random, error, gradients_of, prepare_untried, texts, weights_of, worst
+from tests.mutation import Change, mutated
+
+LENGTHS = (13, 1, 9, 2, 6)
+
+
+def zamba2() -> PreTrainedModel:
+    """A layer of Mamba 2, and seven that call two blocks in turn, each with adapters of its own.
+
+    Of four stages the first has neither block; where a rank has two of the others it has two copies of a block.
+    """
+    config = shrink_configuration(CONFIG_MAPPING["zamba2"](use_shared_attention_adapter=True, use_mem_rope=True))
+    config.num_hidden_layers, config.num_mem_blocks = 8, 2
+    config.layers_block_type, config.hybrid_layer_ids = ["linear_attention"] + ["hybrid"] * 7, [*range(1, 8)]
+    return at_random(config)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline of two or four ranks; `kind` is copies, sharded (FSDP2), or recomputed (both)."""
+
+    schedule: str
+    pp: int
+    vpp: int = 1
+    kind: str = "sharded"
+    planner: str = "fixed"
+    tp: int = 1
+    sequence_parallel: bool = False
+    ranks: int = 4
+
+    @property
+    def home(self) -> Layout:
+        return Layout(ranks=self.ranks, pp=self.pp, tp=self.tp)
+
+    @property
+    def row_multiple(self) -> int:
+        return self.tp if self.sequence_parallel else 1
+
+    def prepared(self, world: World) -> PipelineModel:
+        model = prepare_untried(
+            zamba2(),
+            world,
+            shard_parameters=self.kind != "copies",
+            activation_checkpointing=self.kind == "recomputed",
+            virtual_stages=self.vpp,
+            pipeline_schedule=self.schedule,
+            sequence_parallel=self.sequence_parallel,
+        )
+        assert isinstance(model, PipelineModel)
+        return model
+
+    def plan(self) -> Plan:
+        rows = {"row_multiple": self.row_multiple, "max_tokens_per_slot": 16 // self.home.slots}
+        if self.planner == "dynamic":
+            return plan_dynamic(LENGTHS, self.home, **rows)
+        return plan_fixed(LENGTHS, self.home, cp=self.home.slots, **rows)
+
+    def evaluation_plan(self) -> Plan:
+        """At another degree, where there is more than one slot."""
+        return plan_fixed(LENGTHS, self.home, cp=1, row_multiple=self.row_multiple, max_tokens_per_slot=20)
+
+
+@cache
+def wanted() -> Answer:
+    with whole_float64():
+        return answer(zamba2(), texts(LENGTHS), "cpu")
+
+
+IN_CI = Case("zbv", 2, 2, "recomputed", "dynamic", ranks=2)
+CASES = [
+    Case("1f1b", 2, 2, "recomputed"),
+    Case("zbv", 2, 2, "copies", "dynamic"),
+    Case("zbv", 2, 2, "recomputed", "dynamic"),
+    Case("1f1b", 2),
+    Case("1f1b", 2, 2, "copies", "dynamic"),
+    Case("gpipe", 2, 2, "recomputed", "dynamic"),
+    Case("zero_bubble", 2, 1, "sharded", "dynamic"),
+    Case("zero_bubble", 2, 2, "copies"),
+    Case("zbv", 2, 2),
+    Case("1f1b", 4),
+    Case("1f1b", 4, 2, "recomputed"),
+    Case("zero_bubble", 4, 1, "copies", "dynamic"),
+    Case("zbv", 4, 2),
+    Case("1f1b", 2, tp=2),
+    Case("1f1b", 2, 2, "copies", tp=2, sequence_parallel=True),
+    Case("zbv", 2, 2, "recomputed", tp=2, sequence_parallel=True),
+]
+
+
+def _errors(model: PipelineModel, case: Case, expected: Answer, world: World) -> dict[str, float]:
+    result = run_step(model, case.plan(), texts(LENGTHS), world)
+    found, names = gradients_of(model), {name for name, _ in model.named_parameters()}
+    model.zero_grad()
+    evaluated = run_step(model, case.evaluation_plan(), texts(LENGTHS), world, backward=False)
+    assert result.grad_norm is not None
+    return {
+        "loss": abs(result.loss / expected.loss - 1),
+        "norm": abs(result.grad_norm / expected.norm - 1),
+        "evaluation": abs(evaluated.loss / expected.loss - 1),
+        "gradients": max(error(found[n], expected.gradients[n]) for n in found) if found.keys() == names else np.inf,
+    }
+
+
+def _compare(rank: int, cases: Sequence[Case], expected: Answer) -> list[dict[str, float]]:
+    found = []
+    with whole_float64():
+        for case in cases:
+            with World(case.home, backend=backend(), timeout=60) as world:
+                found.append(_errors(case.prepared(world), case, expected, world))
+    return found
+
+
+def _check(cases: Sequence[Case]) -> None:
+    for found in run_ranks(_compare, cases[0].ranks, cases, wanted(), timeout=280):
+        for case, errors in zip(cases, found, strict=True):
+            assert max(errors.values()) < 1e-12, (case, errors)
+
+
+def test_equals_one_process() -> None:
+    _check([IN_CI])
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_schedule(tp: int) -> None:
+    _check([case for case in CASES if case.tp == tp])
+
+
+# ---- what is dropped is noticed
+
+STAGES = "model.pipeline.stages"
+MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
+    "the sum over stages": (
+        (STAGES, "local_slice.copy_(sum_parts([*parts.values()]))", "pass"),
+        lambda errors: errors["gradients"] > 1e-3,
+    ),
+    "the sum over stages of a rank": (
+        (STAGES, "add_gradient(trained_place.parameter, copied_place.parameter.grad)", "pass"),
+        lambda errors: errors["gradients"] > 1e-3,
+    ),
+    "the embedding on later stages": (
+        (STAGES, "arguments[argument] = embedding", "pass"),
+        lambda errors: errors["loss"] > 1e-6,
+    ),
+    "the embedding's gradient from later stages": (
+        (STAGES, "torch.cat([hidden, rows], dim=1)", "torch.cat([hidden, rows.detach()], dim=1)"),
+        lambda errors: errors["gradients"] > 1e-3,
+    ),
+    "that a parameter is counted once": (
+        ("train.step_end", "if parameter not in skipped", "if True"),
+        lambda errors: errors["norm"] > 1e-6,
+    ),
+}
+
+
+def _mutants(rank: int, expected: Answer) -> dict[str, dict[str, float]]:
+    found, case = {}, CASES[1]
+    with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
+        for name, (change, _) in MUTANTS.items():
+            with mutated(change):
+                found[name] = _errors(case.prepared(world), case, expected, world)
+    return found
+
+
+@pytest.mark.whole
+def test_what_is_dropped_is_noticed() -> None:
+    of_ranks = run_ranks(_mutants, 4, wanted(), timeout=280)
+    for name, (_, noticed) in MUTANTS.items():
+        assert any(noticed(found[name]) for found in of_ranks), (name, [found[name] for found in of_ranks])
+
+
+# ---- what stages send each other of the gradients that they share
+
+NAME = "sum of gradients that stages share"
+SENT = [Case("1f1b", 2, kind="copies", ranks=2), Case("1f1b", 4, kind="copies"), Case("zbv", 4, 2, kind="copies")]
+
+
+def _measured(rank: int, cases: Sequence[Case]) -> list[Counter[str]]:
+    found, exchange = list[Counter[str]](), Channel.exchange
+    for case in cases:
+        count = Counter[str]()
+
+        def counted(self: Channel, sent: Any, received: Any, what: str, *more: Any, count: Any = count) -> Any:
+            if what == NAME:
+                count["shared"] += sum(x.nbytes for _, x in sent)
+            return exchange(self, sent, received, what, *more)
+
+        Channel.exchange = counted
+        with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
+            model = case.prepared(world)
+            run_step(model, case.plan(), texts(LENGTHS), world, build_optimizer(model, "adamw", 1e-3))
+        found.append(count)
+        Channel.exchange = exchange
+    return found
+
+
+def _of_sums(case: Case) -> int:
+    """Bytes of gradients that all stages give each other: of each of k copies twice what the others add of it."""
+    with whole_float64():
+        model = zamba2()
+    layers = stage_layers(8, case.pp * case.vpp)
+    settings = PipelineSettings(case.schedule, case.pp, case.vpp)
+    shared = shared_parameters(model, stage_models(model, find_parts(model), layers))
+    sizes = {name: p.nbytes for name, p in model.named_parameters(remove_duplicate=False)}
+    ranks = [len({settings.positions[stage] for stage in entry.stages}) for entry in shared]
+    return sum(2 * (k - 1) * sizes[entry.names[0]] for k, entry in zip(ranks, shared, strict=True))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_of_copies_are_sent_once_to_each_other_stage(ranks: int) -> None:
+    cases = [case for case in SENT if case.ranks == ranks]
+    of_ranks = run_ranks(_measured, ranks, cases, timeout=280)
+    for case, counts in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        assert sum(count["shared"] for count in counts) == _of_sums(case) > 0, case
+
+
+# ---- training
+
+SAVED = [Case("1f1b", 2, 2), Case("zbv", 2, 2, "copies"), Case("1f1b", 4)]
+RESUMED = [Case("1f1b", 4), Case("1f1b", 2, 1, "sharded", tp=2), Case("zbv", 2, 2)]
+THREE_STEPS = [*CASES[:3], CASES[9]]
+
+
+def _train(model: Any, plan: Plan, optimizer: torch.optim.Optimizer, world: World, steps: range) -> None:
+    for step in steps:
+        run_step(model, plan, texts(LENGTHS, step), world, optimizer, max_grad_norm=0.5, step=step)
+
+
+def _copies_of_stages(model: PipelineModel, optimizer: torch.optim.Optimizer) -> dict[str, list[torch.Tensor]]:
+    shared, copies = {entry.names[0] for entry in model.stages[0].shared}, dict[str, list[torch.Tensor]]()
+    for name, parameter in model.named_parameters():
+        if name in shared:
+            state = optimizer.state[parameter]
+            values = parameter.detach(), state["exp_avg"], state["exp_avg_sq"]
+            copies[name] = [local_tensor(x).clone() for x in values]
+    return copies
+
+
+def _save_and_resume(rank: int, saved: Case, resumed: Case, folder: str) -> dict[str, Any]:
+    """Two steps, a checkpoint and a folder, and two more; the same after the checkpoint in another home, and in one
+    without stages."""
+    path, errors = Path(folder), list[float]()
+    with whole_float64():
+        with World(saved.home, backend=backend(), timeout=60) as world:
+            model = saved.prepared(world)
+            optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
+            _train(model, saved.plan(), optimizer, world, range(2))
+            checkpoint = save_checkpoint(path / "checkpoints", model, optimizer, world, step=2)
+            save_model(model, path / "saved", world)
+            weights = weights_of(model)
+            _train(model, saved.plan(), optimizer, world, range(2, 4))
+            copies = world.control.gather_objects((world.coordinates.slot, _copies_of_stages(model, optimizer)))
+            final = {name: x for part in world.control.gather_objects(weights_of(model)) for name, x in part.items()}
+        for home, case in ((resumed.home, resumed), (Layout(ranks=4), None)):
+            with World(home, backend=backend(), timeout=60) as world:
+                model: Any = case.prepared(world) if case else prepare(zamba2(), world)
+                optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)
+                load_checkpoint(checkpoint, model, optimizer, world)
+                plan = case.plan() if case else plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=20)
+                _train(model, plan, optimizer, world, range(2, 4))
+                errors += [error(x, final[name]) for name, x in weights_of(model).items()]
+        loaded = weights_of(load_model(path / "saved", dtype="float64"))
+    return {
+        "resumed": max(errors),
+        "folder": worst(weights, {name: loaded[name] for name in weights}),
+        "names": set(final) == set(loaded),
+        "copies": _alike(copies),
+    }
+
+
+def _alike(copies: Sequence[tuple[int, dict[str, list[torch.Tensor]]]]) -> bool:
+    """Whether copies of one parameter on several stages, and their moments, are equal bit by bit, slot by slot."""
+    first: dict[tuple[int, str], list[torch.Tensor]] = {}
+    several = False
+    for slot, parameters in copies:
+        for name, values in parameters.items():
+            several |= (slot, name) in first
+            if not all(map(torch.equal, values, first.setdefault((slot, name), values))):
+                return False
+    return several
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("saved", "resumed"), [*zip(SAVED, RESUMED, strict=True)])
+def test_what_is_saved_goes_on_in_another_home(saved: Case, resumed: Case, tmp_path: Path) -> None:
+    for found in run_ranks(_save_and_resume, 4, saved, resumed, str(tmp_path), timeout=280):
+        assert found["copies"] and found["names"] and found["folder"] == 0 and found["resumed"] < 1e-11, found
+
+
+def _sgd(rank: int, expected: dict[str, torch.Tensor]) -> list[float]:
+    found = []
+    with whole_float64():
+        for case in THREE_STEPS:
+            with World(case.home, backend=backend(), timeout=60) as world:
+                model = case.prepared(world)
+                _train(model, case.plan(), build_optimizer(model, "sgd", 0.5), world, range(3))
+                found.append(max(error(weight, expected[name]) for name, weight in weights_of(model).items()))
+    return found
+
+
+@pytest.mark.whole
+def test_three_clipped_steps() -> None:
+    batches = [texts(LENGTHS, i) for i in range(3)]
+    with whole_float64():
+        expected = weights_after(zamba2(), batches, torch.device("cpu"), lr=0.5, max_norm=0.5)
+    for found in run_ranks(_sgd, 4, expected, timeout=280):
+        assert max(found) < 1e-11, found
