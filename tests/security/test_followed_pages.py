@@ -23,7 +23,6 @@ def follower(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Follower]:
 
 
 def ask(follower: Follower, path: str, method: str = "GET", **headers: str) -> tuple[int, str, dict[str, str]]:
-    """The status, the body and the headers of an answer; `KEY` in a path is the key."""
     port = int(follower.address.split(":")[2].split("/")[0])
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request(method, path.replace("KEY", follower.key), headers={"Host": f"127.0.0.1:{port}"} | headers)
@@ -33,36 +32,31 @@ def ask(follower: Follower, path: str, method: str = "GET", **headers: str) -> t
     return answer.status, body, dict(answer.getheaders())
 
 
-WITHOUT_KEY = ["/", "/data", "/favicon.ico", "/KEYx/", "/x/KEY/", "/../KEY/", "/%00", "/?key=KEY", "/%C3%A9", "*"]
+OTHER_HOSTS = ("evil.example", "127.0.0.1.evil.example:80", "", "[::1]:1", "127.0.0.1@evil:1")
+WITHOUT_KEY = ("/", "/data", "/favicon.ico", "/KEYx/", "/x/KEY/", "/../KEY/", "/%00", "/?key=KEY", "/%C3%A9", "*")
+FILES = ("/KEY/metrics.jsonl", "/KEY/../metrics.jsonl", "/KEY//etc/passwd", "/KEY/%2e%2e/x")
+METHODS = ("POST", "PUT", "DELETE", "OPTIONS", "HEAD", "<script>")
+REFUSED: list[tuple[str, str, dict[str, str], int]] = [
+    *((path, "GET", {}, 403) for path in WITHOUT_KEY),
+    *(("/KEY/", "GET", {"Host": host}, 403) for host in OTHER_HOSTS),  # a page that binds its name to this host
+    *((path, "GET", {}, 404) for path in FILES),
+    *(("/KEY/", method, {}, 501) for method in METHODS),
+]
 
 
-@pytest.mark.parametrize("path", WITHOUT_KEY)
-def test_no_word_of_the_run_without_the_key(follower: Follower, path: str) -> None:
-    status, body, _ = ask(follower, path)
-    assert status == 403 and "qwen3" not in body and follower.key not in body
+@pytest.mark.parametrize(("path", "method", "headers", "status"), REFUSED)
+def test_no_word_of_the_run_is_told(
+    follower: Follower, path: str, method: str, headers: dict[str, str], status: int
+) -> None:
+    found, body, _ = ask(follower, path, method, **headers)
+    assert found == status and "qwen3" not in body and follower.key not in body and (status != 501 or not body)
 
 
 def test_keys_are_long_and_differ(follower: Follower, tmp_path: Path) -> None:
     with Follower(tmp_path) as other:
         assert other.key != follower.key and len(other.key) >= 43
         assert ask(other, f"/{follower.key}/")[0] == 403
-
-
-@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "", "[::1]:1", "127.0.0.1@evil:1"])
-def test_a_web_page_that_binds_its_name_to_this_host_is_refused(follower: Follower, host: str) -> None:
-    assert ask(follower, "/KEY/", Host=host)[0] == 403
     assert ask(follower, "/KEY/", Host="localhost:9000")[0] == 200  # a port that ssh forwards
-
-
-@pytest.mark.parametrize("path", ["/KEY/metrics.jsonl", "/KEY/../metrics.jsonl", "/KEY//etc/passwd", "/KEY/%2e%2e/x"])
-def test_no_file_is_served(follower: Follower, path: str) -> None:
-    assert ask(follower, path)[0] == 404
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "<script>"])
-def test_there_is_nothing_to_send(follower: Follower, method: str) -> None:
-    status, body, _ = ask(follower, "/KEY/", method)
-    assert status == 501 and not body
 
 
 def test_the_page_may_run_its_own_script_only_and_tells_nobody_its_address(follower: Follower) -> None:

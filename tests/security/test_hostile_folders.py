@@ -3,6 +3,7 @@
 import ast
 import json
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -25,7 +26,6 @@ ADVICE = ("trust_remote_code", "weights_only", "y/N")
 
 
 def test_every_read_of_transformers_trusts_no_code() -> None:
-    """Each call of from_pretrained and from_config says so itself, or takes the options that do."""
     calls = list[str]()
     texts = ((file, file.read_text(encoding="utf-8")) for file in SOURCE.rglob("*.py"))
     for file, text in (pair for pair in texts if "from_" in pair[1]):
@@ -42,7 +42,6 @@ def test_every_read_of_transformers_trusts_no_code() -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with model/, texts/ and run/, a run of one step of that model."""
     root = tmp_path_factory.mktemp("folders")
     texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
     load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
@@ -69,14 +68,12 @@ def edit_json(file: Path, **values: Any) -> None:
 
 
 def with_code(folder: Path) -> None:
-    """Give a model's folder code of its own, for its configuration and its tokenizer."""
     (folder / "own.py").write_text(CODE)
     edit_json(folder / "config.json", auto_map=AUTO_MAP, model_type="own_of_nobody")
     edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Own")
 
 
 def with_pickle(folder: Path) -> None:
-    """Put a pickle in place of a model's weights."""
     for file in folder.glob("*safetensors*"):
         file.unlink()
     torch.save({"model.norm.weight": Hostile(folder / "pickle.ran")}, folder / "pytorch_model.bin")
@@ -106,24 +103,20 @@ TRAIN += ["--run.dir", "new", "--train.lr", "1e-5", "--train.steps", "1"]
 
 
 def refused(words: list[str], place: Path, capfd: pytest.CaptureFixture[str], message: str) -> None:
-    """Whether a verb ends with status 2 and one error, without advice to trust, and nothing was run."""
     assert main(words) == 2
     error = capfd.readouterr().err
     assert message in error and not any(word in error for word in ADVICE), error
     assert not list(place.rglob("*.ran")) and not (place / "trap").exists()
 
 
-@pytest.mark.parametrize("change", [with_pickle, with_deep_index], ids=lambda change: change.__name__)
-def test_a_hostile_model_is_refused_by_eval(
-    place: Path, change: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
-) -> None:
-    change(place / "model")
-    refused(EVAL, place, capfd, HOSTILE[change])
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("words", [EVAL, TRAIN], ids=["eval", "train"])
-@pytest.mark.parametrize("change", HOSTILE, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        pytest.param(change, words, marks=[] if (change, words) == (with_deep_index, EVAL) else pytest.mark.whole)
+        for change in HOSTILE
+        for words in (EVAL, TRAIN)
+    ],
+)
 def test_a_hostile_model_is_refused_by_verbs(
     place: Path, words: list[str], change: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,27 +125,19 @@ def test_a_hostile_model_is_refused_by_verbs(
 
 
 def test_a_hostile_model_is_not_planned_for(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What looks at a configuration only."""
     with_code(place / "model")
     refused(["doctor", "--model", "model"], place, capfd, "no code of a folder is run")
     assert main(["plan", "--same", "2x64", "--slots", "2", "--model", "model"]) in (0, 2)
     assert not list(place.rglob("*.ran"))
 
 
-def hostile_names(run: Path) -> None:
-    """Dotted names of a module that ends the process, in the configuration of a run."""
-    (run.parent / "hostile_part.py").write_text("raise SystemExit('imported')")
-    text = (run / "config.toml").read_text()
-    for key, value in (("optimizer", '"hostile_part.Sgd"'), ("planner", '"hostile_part.plan"')):
-        text = "\n".join(f"{key} = {value}" if line.startswith(f"{key} =") else line for line in text.splitlines())
-    names = 'loggers = ["hostile_part.Log"]\n'
-    lines = [line for line in text.splitlines() if not line.startswith("loggers =")]
-    (run / "config.toml").write_text("\n".join(lines).replace("[run]\n", f"[run]\n{names}") + "\n")
-
-
 def test_export_and_report_import_nothing_that_a_run_names(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    hostile_names(place / "run")
-    text = (place / "run" / "config.toml").read_text()
+    (place / "hostile_part.py").write_text("raise SystemExit('imported')")
+    file = place / "run" / "config.toml"
+    names = {"optimizer": '"hostile_part.Sgd"', "planner": '"hostile_part.plan"', "loggers": '["hostile_part.Log"]'}
+    text = re.sub(r"^(loggers) = .*\n", "", file.read_text(), flags=re.M).replace("[run]\n", "[run]\nloggers = 0\n")
+    text = re.sub(r"^(optimizer|planner|loggers) = .*", lambda m: f"{m[1]} = {names[m[1]]}", text, flags=re.M)
+    file.write_text(text)
     assert text.count("hostile_part") >= 3
     assert main(["export", "run", "out"]) == 0 and (place / "out" / "model.safetensors").is_file()
     assert main(["report", "run"]) == 0 and "hostile_part.Log" in (place / "run" / "report.html").read_text()

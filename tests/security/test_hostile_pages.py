@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from longspan.cli.main import main
+from longspan.cli.report import main as report
 from longspan.errors import ConfigError, LongspanError
 from longspan.plan import Plan
 from longspan.plan.plan import plan_row
@@ -64,7 +65,6 @@ def hostile(value: Any, whole: bool) -> Any:
 
 
 def with_keys(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with more columns, whose names are hostile."""
     return row | {f"{name}{TAIL}": 1.5 for name in ("eval_", "mtp_loss_", "")}
 
 
@@ -72,9 +72,8 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
     """A run's folder with everything that the page shows, changed."""
     path = write_run(folder)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    rows += [
-        rows[-1] | {"eval_name": name, "planner": "my.planner", "step": step} for name in ("a", "b") for step in (1, 60)
-    ]
+    names = [(name, step) for name in ("a", "b") for step in (1, 60)]
+    rows += [rows[-1] | {"eval_name": name, "planner": "my.planner", "step": step} for name, step in names]
     buckets = [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]]
     rows += [rows[-1] | {"by_position": buckets, "by_length": buckets, "eval_own": 2.0} for n in (1, 60)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
@@ -97,7 +96,6 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
 
 
 def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str]:
-    """Every page and picture of hostile records."""
     run = run_in(folder / f"run{tail.replace('/', '!')}", change)
     yield write_report(run).read_text(encoding="utf-8")
     (run / "run.lock").write_text(tail)
@@ -114,7 +112,6 @@ def pages(folder: Path, change: Callable[[Any], Any], tail: str) -> Iterator[str
 
 
 def test_pages_hold_no_element_of_a_record(tmp_path: Path) -> None:
-    """The elements, attributes and scripts are those of the same pages without hostile texts."""
     plain = [Elements(page) for page in pages(tmp_path / "plain", lambda value: value, "")]
     for number, whole in enumerate((False, True)):
 
@@ -172,21 +169,11 @@ def test_hostile_metrics_make_a_report_or_a_named_error(tmp_path: Path, capsys: 
 def test_damaged_files_of_a_run_are_left_out_or_named(tmp_path: Path, file: str) -> None:
     run = run_in(tmp_path / "run", lambda value: value)
     text = (run / file).read_text()
-    words: list[Callable[[str], str]] = [
-        lambda _: "[" * 100_000,
-        lambda _: "a = " + "[" * 5000,
-        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "9" * 5000, text),
-        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "9" * 400, text),
-        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "-1e308", text),
-        lambda text: re.sub(r"(?<=[:=\[,] )[0-9][0-9.]*", "[]", text),
-        lambda text: re.sub(r'(?<=[:=\[,] )"[^"]*"', "{}", text),
-        lambda text: re.sub(r"(?<=[:=\[,] )[\[{].*", "null}", text),
-        lambda text: text[: len(text) // 2],
-        lambda _: "{}",
-        lambda _: "[]",
-    ]
-    for change in words:
-        (run / file).write_text(change(text))
+    number, begins = r"(?<=[:=\[,] )[0-9][0-9.]*", r"(?<=[:=\[,] )"
+    texts = [re.sub(number, value, text) for value in ("9" * 5000, "9" * 400, "-1e308", "[]")]
+    texts += [re.sub(begins + r'"[^"]*"', "{}", text), re.sub(begins + r"[\[{].*", "null}", text)]
+    for damaged in [*texts, text[: len(text) // 2], "[" * 100_000, "a = " + "[" * 5000, "{}", "[]"]:
+        (run / file).write_text(damaged)
         try:
             write_report(run)
         except ConfigError as error:
@@ -198,10 +185,4 @@ def test_a_hostile_plan_is_a_named_error(tmp_path: Path) -> None:
     for change in ("[" * 100_000, text[:99], text.replace("4", "9" * 5000), text.replace("4", "9" * 200), "null"):
         (tmp_path / "plan.json").write_text(change)
         with pytest.raises(LongspanError):
-            main_without_exit(["report", str(tmp_path / "plan.json")])
-
-
-def main_without_exit(words: list[str]) -> None:
-    from longspan.cli.report import main as report
-
-    report(words[1:])
+            report([str(tmp_path / "plan.json")])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.corpus.row_files import CHUNK_BYTES, chunk_rows, row_file
@@ -27,7 +27,6 @@ def nested(levels: int) -> str:
 
 
 def documents(folder: Path, path: Path, **keys: Any) -> int:
-    """How many documents a corpus has whose bad rows are left out."""
     return len(corpus_of(folder, path=str(path), on_bad="skip", max_document_tokens=0, **keys).lengths)
 
 
@@ -63,7 +62,6 @@ def test_texts_in_parts_of_a_table_count_and_images_do_not(tmp_path: Path) -> No
 
 
 def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
-    """Neither its bytes are kept nor its place lost; chunks without rows come meanwhile, for progress."""
     whole = json.dumps(GOOD[0]).encode()
     size = 18 << 20
     data = b"\n".join([whole, b" " * size, whole, b'{"text": "' + b"a" * LIMIT + b'"}', whole])
@@ -94,11 +92,8 @@ def test_a_row_beyond_a_limit_is_named(tmp_path: Path, line: str, message: str) 
     with pytest.raises(DataError, match=rf"a.jsonl, line 2.*({message})"):
         corpus_of(tmp_path, path=str(tmp_path / "a.jsonl"))
     assert documents(tmp_path, tmp_path / "a.jsonl") == 2
-
-
-def test_a_hundred_levels_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(nested(99).replace('"a"', json.dumps(LONG["text"])))
-    assert documents(tmp_path, tmp_path / "a.jsonl") == 1
+    assert documents(tmp_path, tmp_path / "a.jsonl") == 1  # a hundred levels are read
 
 
 def test_tables_with_damaged_texts_are_named(tmp_path: Path) -> None:
@@ -112,23 +107,21 @@ def test_tables_with_damaged_texts_are_named(tmp_path: Path) -> None:
     assert documents(tmp_path, tmp_path / "a.parquet") == 2
 
 
-@given(text=st.text("ab c", max_size=200), other=st.text("ab c", max_size=200), shared=st.integers(0, 200))
+@settings(max_examples=50)
+@given(text=st.text("ab c", max_size=100), other=st.text("ab c", max_size=100), shared=st.integers(0, 100))
 def test_overlaps_are_the_longest(text: str, other: str, shared: int) -> None:
-    """Of a question and an answer, however long: comparing every length took the square of it."""
     other = text[shared:] + other
     lengths = range(min(len(text), len(other)) + 1)
     assert longest_overlap(text, other) == max(n for n in lengths if text.endswith(other[:n]))
 
 
 def test_a_long_answer_is_found_in_time_that_grows_with_it() -> None:
-    """Without the bound this takes some hours."""
     words = "some words " * 400_000
     assert longest_overlap(f"user: {words}", f"{words}and more" * 2) == len(words)
     assert longest_overlap("a" * 300_000 + "b", "a" * 300_000) == 0
 
 
 def test_an_arrow_file_with_places_outside_of_it_is_named(tmp_path: Path) -> None:
-    """Arrow itself would read whatever memory is there."""
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table({"text": [GOOD[0]["text"], GOOD[1]["text"]]})
     with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:

@@ -37,7 +37,6 @@ def listening_addresses(pids: Iterable[int]) -> set[str]:
 
 
 def processes_of(pid: int) -> list[int]:
-    """A process and all that it and its children started."""
     children = [
         int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
     ]
@@ -45,7 +44,6 @@ def processes_of(pid: int) -> list[int]:
 
 
 def listen_as_rank(rank: int) -> set[str]:
-    """The addresses of a rank whose groups were used."""
     with World(Layout(2), backend="gloo", timeout=60) as world:
         world.control.gather_objects(rank)
         return listening_addresses([os.getpid()])
@@ -64,7 +62,6 @@ def test_local_ranks_listen_on_loopback_only() -> None:
 
 @pytest.mark.whole
 def test_no_process_of_a_run_listens_outside_of_its_host(tmp_path: Path) -> None:
-    """Its launcher, ranks, and the processes that plan and tokenize."""
     with started(tmp_path, LOCAL, context__planner="dynamic") as process:
         processes = processes_of(process.pid)
         assert len(processes) >= 5, "launcher, fork server, two ranks and a planner"

@@ -16,23 +16,20 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness import check_model, small_copies
-from longspan.model.exactness.check_model import needs_class_trial, refuse_class, try_class
+from longspan.model.exactness import small_copies
+from longspan.model.exactness.check_model import ClassTrial, needs_class_trial, refuse_class, try_class
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.experts import experts as gate
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
-from tests.model.experts.moe_families import FAMILIES, family_model
+from tests.model.experts.moe_models import FAMILIES, family_model
 from tests.model.stock import texts, tiny
 from tests.mutation import mutated
 from tests.versions import transformers_before
 
-PATH = "model.exactness.check_model"
-
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of the configuration's true sizes, without memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
@@ -51,7 +48,7 @@ TRUE_SIZES = ("qwen3_moe", "deepseek_v3", "minimax_m2", "afmoe")
 def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
     model = on_meta(CONFIG_MAPPING[family]())
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    assert try_class(model) == check_model.ClassTrial()
+    assert try_class(model) == ClassTrial()
     assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -59,7 +56,7 @@ def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TRUE_SIZES])
 def test_every_exact_family_passes(family: str) -> None:
-    assert try_class(family_model(family)) == check_model.ClassTrial()
+    assert try_class(family_model(family)) == ClassTrial()
 
 
 def test_models_without_experts_are_not_tried() -> None:
@@ -70,7 +67,8 @@ def test_models_without_experts_are_not_tried() -> None:
 
 
 Forward = Callable[[Any, Tensor], Tensor]
-_stock: Forward = qwen3_moe.Qwen3MoeSparseMoeBlock.forward
+Block = qwen3_moe.Qwen3MoeSparseMoeBlock
+_stock: Forward = Block.forward
 
 
 def _of_capacity(block: Any, x: Tensor) -> Tensor:
@@ -89,21 +87,11 @@ def _experts_choose(block: Any, x: Tensor) -> Tensor:
     return _stock(block, x) * mine.sum(1)[None, :, None]
 
 
-def _normalized_over_rows(block: Any, x: Tensor) -> Tensor:
-    return _stock(block, x - x.mean(1, keepdim=True))
-
-
-def _by_local_number(block: Any, x: Tensor) -> Tensor:
-    return _stock(block, x) * (1 + torch.arange(x.shape[1]) / 10)[None, :, None]
-
-
 def _with_noise(block: Any, x: Tensor) -> Tensor:
     return _stock(block, x * torch.empty_like(x).uniform_(0.9, 1.1) if block.training else x)
 
 
 def _counting(block: Any, x: Tensor) -> Tensor:
-    if not hasattr(block, "seen"):
-        block.register_buffer("seen", torch.zeros(()))
     block.seen += x.shape[1]
     return _stock(block, x)
 
@@ -128,61 +116,64 @@ def _with_a_loss(block: Any, x: Tensor) -> Tensor:
 
 def _of_visited_experts(block: Any, x: Tensor) -> Tensor:
     """An expert without rows is left out, and its weight is a parameter of its own."""
-    if not hasattr(block, "scales"):
-        block.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(block.gate.num_experts))
-    chosen = block.gate(x.flatten(0, 1))[2]
-    y = _stock(block, x)
+    chosen, y = block.gate(x.flatten(0, 1))[2], _stock(block, x)
     for expert in chosen.unique().tolist():
         y = y * torch.where((chosen == expert).any(-1), block.scales[expert], 1.0)[None, :, None]
     return y
 
 
+def _fail(block: Any, x: Tensor) -> Tensor:
+    raise ValueError("experts need a GPU")
+
+
+FIRST = r"rows influence each other outside attention, first in layers.0.mlp"
 NOT_EXACT: dict[str, tuple[Forward, str]] = {
-    "capacity": (_of_capacity, r"rows influence each other outside attention, first in layers.0.mlp.*: outputs differ"),
-    "experts that choose rows": (_experts_choose, "rows influence each other outside attention, first in layers.0.mlp"),
-    "sums over rows": (_normalized_over_rows, "rows influence each other outside attention, first in layers.0.mlp"),
-    "numbers of local rows": (_by_local_number, "rows influence each other outside attention, first in layers.0.mlp"),
+    "capacity": (_of_capacity, f"{FIRST}.*: outputs differ"),
+    "experts that choose rows": (_experts_choose, FIRST),
+    "sums over rows": (lambda block, x: _stock(block, x - x.mean(1, keepdim=True)), FIRST),
+    "numbers of local rows": (
+        lambda block, x: _stock(block, x) * (1 + torch.arange(x.shape[1]) / 10)[None, :, None],
+        FIRST,
+    ),
     "a loss in the gradient": (_with_a_loss, r"the gradient of \S+ is not the sum over rows: it differs by"),
+    "a state of the rows that passed": (
+        _counting,
+        r"its forward pass in training changes layers.0.mlp.seen by the rows",
+    ),
+    "parameters of visited experts alone": (
+        _of_visited_experts,
+        r"layers.\d.mlp.scales.\d has no gradient, not even zeros, where no row",
+    ),
+    "a class that cannot be tried": (
+        _fail,
+        r"it has experts, and a small Qwen3MoeModel that shows how they route cannot be run on the host .*need a GPU",
+    ),
 }
+
+
+def _model_with(monkeypatch: pytest.MonkeyPatch, case: str) -> PreTrainedModel:
+    init = Block.__init__
+
+    def init_with_more(block: Any, config: Any) -> None:
+        init(block, config)
+        if case == "a state of the rows that passed":
+            block.register_buffer("seen", torch.zeros(()))
+        if case == "parameters of visited experts alone":
+            block.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(block.gate.num_experts))
+
+    monkeypatch.setattr(Block, "__init__", init_with_more)
+    monkeypatch.setattr(Block, "forward", NOT_EXACT[case][0])
+    return on_meta(Qwen3MoeConfig(num_hidden_layers=2))
 
 
 @pytest.mark.parametrize("case", NOT_EXACT)
 def test_rows_that_are_not_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, says = NOT_EXACT[case]
-    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", forward)
-    model = on_meta(Qwen3MoeConfig(num_hidden_layers=2))
-    with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: {says}"):
+    model, says = _model_with(monkeypatch, case), NOT_EXACT[case][1]
+    with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: .*{says}"):
         refuse_class(model)
-    with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
-        prepare(model, world, shard_parameters=False)
-
-
-def _made_with(monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None], forward: Forward) -> PreTrainedModel:
-    """A model whose blocks of experts have something more."""
-    made = qwen3_moe.Qwen3MoeSparseMoeBlock.__init__
-
-    def init(block: Any, config: Any) -> None:
-        made(block, config)
-        add(block)
-
-    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "__init__", init)
-    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", forward)
-    return on_meta(Qwen3MoeConfig(num_hidden_layers=2))
-
-
-def test_a_state_of_the_rows_that_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = _made_with(monkeypatch, lambda block: block.register_buffer("seen", torch.zeros(())), _counting)
-    with pytest.raises(ModelError, match=r"its forward pass in training changes layers.0.mlp.seen by the rows"):
-        refuse_class(model)
-
-
-def test_parameters_of_visited_experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def add(block: Any) -> None:
-        block.scales = nn.ParameterList(nn.Parameter(torch.ones(())) for _ in range(block.gate.num_experts))
-
-    model = _made_with(monkeypatch, add, _of_visited_experts)
-    with pytest.raises(ModelError, match=r"layers.\d.mlp.scales.\d has no gradient, not even zeros, where no row"):
-        refuse_class(model)
+    if case == "capacity":
+        with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
+            prepare(model, world, shard_parameters=False)
 
 
 def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,65 +183,41 @@ def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -
         refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
 
 
-def test_a_class_that_cannot_be_tried_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(block: Any, x: Tensor) -> Tensor:
-        raise ValueError("experts need a GPU")
-
-    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", fail)
-    says = r"it has experts, and a small Qwen3MoeModel that shows how they route cannot be run on the host .*need a GPU"
-    with pytest.raises(ModelError, match=says):
-        refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
-
-
-# ---- families
-
-
 @pytest.mark.skipif(transformers_before("5.21"), reason="its mixture of experts does not run")
 def test_doge_mixes_the_logits_of_rows() -> None:
-    doge = CONFIG_MAPPING["doge"](is_moe=True)
-    with pytest.raises(ModelError, match=r"rows influence each other outside attention, first in layers\.0\.mlp"):
-        refuse_class(on_meta(doge))
+    with pytest.raises(ModelError, match=FIRST):
+        refuse_class(on_meta(CONFIG_MAPPING["doge"](is_moe=True)))
 
 
-def _trains(model: PreTrainedModel) -> None:
+def _train(model: PreTrainedModel) -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
         prepared = prepare(model, world, shard_parameters=False)
         run_step(prepared, plan_fixed((9, 5), world.home, cp=1), texts((9, 5)), world)
 
 
-def test_phimoe_is_evaluated_and_its_training_refused() -> None:
+def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model("phimoe")
     assert try_class(model).draws and not try_class(model).reasons
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
-        _trains(model)
-
-
-def test_noise_that_the_probe_does_not_see_is_still_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a forward pass does not run on the meta device."""
-    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", _with_noise)
+        _train(model)
+    monkeypatch.setattr(Block, "forward", _with_noise)
     monkeypatch.setattr("longspan.model.seams.meta_pass._training_draws", lambda *_: Counter())
     with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
-        _trains(family_model("qwen3_moe"))
+        _train(family_model("qwen3_moe"))
 
 
 MUTATIONS = {
-    "rows are not compared": (
-        "all_rows.rows[order])\n    if error > _TOLERANCE:",
-        "all_rows.rows[order])\n    if error > 1e9:",
-        "capacity",
-    ),
-    "gradients are not added up": ("gradient)) > _TOLERANCE:", "gradient)) > 1e9:", "a loss in the gradient"),
-    "rows stay whole": ("for piece in _PIECES]", "for piece in (slice(None),)]", "sums over rows"),
+    "capacity": ("all_rows.rows[order])\n    if error > _TOLERANCE:", "all_rows.rows[order])\n    if error > 1e9:"),
+    "a loss in the gradient": ("gradient)) > _TOLERANCE:", "gradient)) > 1e9:"),
+    "sums over rows": ("for piece in _PIECES]", "for piece in (slice(None),)]"),
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_without_its_comparisons_the_trial_lets_them_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, case = MUTATIONS[name]
-    monkeypatch.setattr(qwen3_moe.Qwen3MoeSparseMoeBlock, "forward", NOT_EXACT[case][0])
-    with mutated((PATH, old, new)):
-        reasons = try_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2))).reasons
-        assert not any(re.search(NOT_EXACT[case][1], reason) for reason in reasons)
+@pytest.mark.parametrize("case", MUTATIONS)
+def test_without_its_comparisons_the_trial_lets_them_pass(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model_with(monkeypatch, case)
+    with mutated(("model.exactness.check_model", *MUTATIONS[case])):
+        assert not any(re.search(NOT_EXACT[case][1], reason) for reason in try_class(model).reasons)
 
 
 class _Learnt(nn.Module):
@@ -263,7 +230,6 @@ class _Learnt(nn.Module):
 
 
 def test_gates_are_modules_or_functions() -> None:
-    """LFM2-MoE's experts have torch's function."""
     assert gate._is_silu(nn.SiLU()) and gate._is_silu(torch.nn.functional.silu)
     assert not any(map(gate._is_silu, (nn.GELU(), torch.nn.functional.gelu, _Learnt())))
     if "lfm2_moe" in CONFIG_MAPPING:

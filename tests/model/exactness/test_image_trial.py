@@ -17,7 +17,6 @@ WHOLE = [*FIELDS, "mistral3", "aya_vision", "cohere2_vision", "glm4v", "internvl
 
 
 def default(name: str) -> PreTrainedConfig:
-    """The class's own configuration; a small copy of it is tried."""
     if name not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {name}")
     return CONFIG_MAPPING[name]()

@@ -43,7 +43,6 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def training_draws(model: PreTrainedModel) -> tuple[str, ...]:
-    """What a pass in training draws, of a model that need not run on the meta device."""
     return record_model(model, probe=False).draws
 
 
@@ -85,7 +84,7 @@ def test_modules_are_counted_where_a_model_does_not_run_without_memory() -> None
 class Noisy(nn.Module):
     """A norm's place, with noise that is drawn by `draw` of the rows (1, T, D)."""
 
-    def __init__(self, draw: Callable[[Tensor], Any], always: bool = False) -> None:
+    def __init__(self, draw: Callable[[Tensor], Any], always: bool) -> None:
         super().__init__()
         self.draw, self.always = draw, always
 
@@ -124,15 +123,7 @@ IN_PLACE = ("random_", "geometric_", "cauchy_", "log_normal_", "exponential_", "
 DRAWS |= {name: lambda x, name=name: getattr(x.clone(), name)(*[0.5] * (name == "geometric_")) for name in IN_PLACE}
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_draws_of_more_than_a_number_are_seen(name: str) -> None:
-    model = noisy(DRAWS[name])
-    model.set_attn_implementation("longspan")
-    assert training_draws(model) == (f"{name.partition(' of rows')[0]} (1 call)",)
-    assert record_model(model, probe=False).draws_in_evaluation == ()
-
-
-QUIET: dict[str, Callable[[Tensor], Any]] = {
+QUIET: dict[str, Callable[[Tensor], Any]] = {  # draw nothing, or a number alone
     "a number": lambda x: torch.rand([]),
     "dropout of nothing": lambda x: F.dropout(x, 0.0),
     "dropout of evaluation": lambda x: F.dropout(x, 0.5, training=False),
@@ -141,19 +132,13 @@ QUIET: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", QUIET)
-def test_what_draws_nothing_is_not_counted(name: str) -> None:
-    model = noisy(QUIET[name])
+@pytest.mark.parametrize("name", [*DRAWS, *QUIET])
+def test_draws_of_more_than_a_number_are_seen(name: str) -> None:
+    model, before = noisy((DRAWS | QUIET)[name]), torch.get_rng_state()
     model.set_attn_implementation("longspan")
-    assert training_draws(model) == ()
-
-
-def test_a_probe_leaves_the_host_s_random_numbers_as_they_were() -> None:
-    model = noisy(DRAWS["randn"])
-    model.set_attn_implementation("longspan")
-    before = torch.get_rng_state()
-    assert training_draws(model)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert training_draws(model) == (() if name in QUIET else (f"{name.partition(' of rows')[0]} (1 call)",))
+    assert record_model(model, probe=False).draws_in_evaluation == ()
+    assert torch.equal(torch.get_rng_state(), before)  # of the host, as it was
 
 
 class NoiseOfTheHost(torch.nn.Module):
@@ -161,18 +146,12 @@ class NoiseOfTheHost(torch.nn.Module):
         return x + torch.randn(x.shape)
 
 
-def test_noise_that_is_made_on_a_device_of_its_own_is_named() -> None:
+def test_noise_of_a_device_of_its_own_is_named_and_noise_in_evaluation_refused_there_too() -> None:
     model = built(CASES["nothing"][0])
     model.biogpt.layer_norm = NoiseOfTheHost()
-    with (
-        World(Layout(ranks=1), backend=backend()) as world,
-        pytest.raises(ModelError, match=r"as torch.randn\(shape\)"),
-    ):
-        prepare(model, world, shard_parameters=False)
-
-
-def test_noise_in_evaluation_is_refused_there_too() -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
+        with pytest.raises(ModelError, match=r"as torch.randn\(shape\)"):
+            prepare(model, world, shard_parameters=False)
         model = prepare(noisy(DRAWS["rand"], always=True).eval(), world, shard_parameters=False)
         plan = plan_fixed((9, 5), world.home, cp=1)
         with pytest.raises(ModelError, match=r"in training and in evaluation: rand \(1 call\)"):
@@ -180,7 +159,6 @@ def test_noise_in_evaluation_is_refused_there_too() -> None:
 
 
 def test_layers_left_out_at_random_do_not_seem_to_bypass_attention() -> None:
-    """In training mode the pass that shows which layers attend would leave some out."""
     config, says = CASES["layers left out"]
     with World(Layout(ranks=1), backend=backend()) as world:
         for seed in range(4):

@@ -34,6 +34,11 @@ REFUSED = {
         "gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions",
     ),
     "tuples": ("LlamaConfig", {"return_dict": False}, r"return_dict is False, .*; set model.config.return_dict = True"),
+    "every reason": (
+        "LlamaConfig",
+        {"return_dict": False, "layer_types": ["conv", "full_attention"]},
+        r"return_dict is False.*; layers 0 are of type 'conv'",
+    ),
 }
 
 
@@ -44,20 +49,6 @@ def test_configurations_refused_by_name(case: str) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         refuse_unsupported(model)
     assert type(model).__name__ in str(caught.value)
-
-
-def test_phimoe_draws_its_experts_in_training_even_without_noise() -> None:
-    values = {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
-    model = build("PhimoeConfig", **values)
-    model.set_attn_implementation(IMPLEMENTATION)
-    use_experts(model)
-    assert any("exponential_" in draw for draw in record_model(model, probe=False).draws)
-
-
-def test_every_reason_is_told() -> None:
-    types = ["conv", "full_attention"]
-    with pytest.raises(ModelError, match=r"return_dict is False.*; layers 0 are of type 'conv'"):
-        refuse_unsupported(build("LlamaConfig", return_dict=False, layer_types=types))
 
 
 def test_other_kinds_of_model() -> None:
@@ -146,7 +137,13 @@ PROBED = {
         "cannot be probed: .*got no shard.*must hand keyword arguments down to its dec",
     ),
     "bidirectional": ("LlamaConfig", {}, "model.layers.0.self_attn is not causal"),
+    "one among others": ("Qwen3Config", {}, r"model.layers.1.self_attn \(OwnAttention\) bypasses"),
 }
+
+
+class OwnAttention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
 
 
 @pytest.mark.parametrize("case", PROBED)
@@ -156,19 +153,17 @@ def test_models_refused_by_the_probe(case: str) -> None:
     if case == "bidirectional":
         for layer in decoder_layers(model).values():
             layer.self_attn.is_causal = False  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    if case == "one among others":
+        model.model.layers[1].self_attn = OwnAttention()
     model.set_attn_implementation(IMPLEMENTATION)
     use_experts(model)
     with pytest.raises(ModelError, match=says):
         record_model(model)
 
 
-def test_one_bypassing_layer_among_others_is_named() -> None:
-    class OwnAttention(torch.nn.Module):
-        def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
-            return hidden_states, None
-
-    model = build("Qwen3Config")
-    model.model.layers[1].self_attn = OwnAttention()
+def test_phimoe_draws_its_experts_in_training_even_without_noise() -> None:
+    values = {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+    model = build("PhimoeConfig", **values)
     model.set_attn_implementation(IMPLEMENTATION)
-    with pytest.raises(ModelError, match=r"model.layers.1.self_attn \(OwnAttention\) bypasses"):
-        record_model(model)
+    use_experts(model)
+    assert any("exponential_" in draw for draw in record_model(model, probe=False).draws)

@@ -1,4 +1,4 @@
-"""Tiny mixture-of-experts models, and what the stock model says with the losses of its routers."""
+"""Tiny mixture-of-experts models, of every family too, and what the stock model says with the losses of its routers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.experts.moe import router_modules
 from longspan.model.experts.router import RouterCoefficients
 from longspan.testing import backend
@@ -116,3 +118,23 @@ def router_losses(layers: Sequence[Tensor], top_k: int) -> tuple[Tensor, Tensor]
     stock = load_balancing_loss_func(detached, rows.shape[1], top_k)
     assert isinstance(stock, Tensor) and abs(stock.item() - balance.item()) < 1e-5 * balance.item()
     return balance, rows.logsumexp(-1).square().mean()
+
+
+# ---- every family with experts that transformers has, by the type of its configuration
+
+_ALL = (
+    "qwen3_moe gpt_oss mixtral olmoe deepseek_v3 glm4_moe glm4_moe_lite minimax_m2 ernie4_5_moe deepseek_v2 dots1 "
+    "granitemoe granitemoeshared granitemoe_swa hunyuan_v1_moe hy_v3 mimo_v2_flash exaone_moe afmoe flex_olmo "
+    "cohere2_moe laguna solar_open mellum aria_text axk1 beam flint kolibri1 qwen2_moe gemma4_text granitemoehybrid "
+    "minimax_m3_vl_text llama4_text"
+)
+FAMILIES = tuple(family for family in _ALL.split() if family in CONFIG_MAPPING)  # an older transformers has fewer
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24},
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_hidden_layers": 4},  # without state-space layers
+}
+
+
+def family_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return make_tiny_model(shrink_configuration(CONFIG_MAPPING[family](**_SETTINGS.get(family, {}))), dtype)
