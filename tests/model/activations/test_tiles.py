@@ -1,4 +1,4 @@
-"""MLPs and experts over tiles of rows: loss and gradients of the plain step, in float64, however layers recompute."""
+"""MLPs and experts over tiles of rows, and segments of layers: loss and gradients of the plain step, in float64."""
 
 import copy
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from longspan.train import MtpLoss, run_step
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.mtp.dense import with_depths
-from tests.model.stock import gradients_of, prepare_untried, texts, tiny, worst
+from tests.model.stock import SIZES, gradients_of, prepare_untried, texts, tiny, worst
 
 LENGTHS = (13, 1, 24, 7, 2, 9)
 EXACT = 1e-12
@@ -55,48 +55,67 @@ def take_step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[s
     return result.loss + sum(result.mtp_losses or ()) + evaluated.loss, gradients
 
 
-def _errors(
-    rank: int, home: Layout, cases: Sequence[tuple[str, str, int]], options: dict[str, Any]
-) -> dict[str, float]:
-    """The largest relative error of a model whose layers keep something, over tiles of so many rows."""
+Case = tuple[str, Any, int, int]  # a model, what its layers keep, the layers of a segment, and rows of a tile
+
+
+def _errors(rank: int, home: Layout, cases: Sequence[Case], options: dict[str, Any]) -> dict[str, float]:
     errors, plan, plain = dict[str, float](), make_plan(home), dict[str, Any]()
     with World(home, backend=backend()) as world, whole_float64():
-        for name, word, rows in cases:
+        for name, words, size, rows in cases:
             if name not in plain:
                 plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
             loss, gradients = plain[name]
-            model = prepare(MODELS[name](), world, measures=word, mlp_tile_rows=rows, **options)
+            how: dict[str, Any] = {"measures": words, "segment_layers": size, "mlp_tile_rows": rows} | options
+            model = (prepare_untried if errors else prepare)(MODELS[name](), world, **how)
             here, of_rank = take_step(model, plan, world)
-            errors[f"{name}, {word}, {rows}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
+            errors[f"{name}, {words}, {size}, {rows}"] = max(abs(here / loss - 1), worst(of_rank, gradients))
     return errors
 
 
-USUAL = [("norms after the MLP", "full", 3), ("experts", "selective", 5)]
-OTHERS = [(name, word, rows) for name in MODELS for word, rows in (("none", 3), ("selective", 5), ("full+host", 1))]
-SPLIT = {"pipeline_schedule": "zbv", "virtual_stages": 2}
+SPLIT, SEQUENCE_PARALLEL = {"pipeline_schedule": "zbv", "virtual_stages": 2}, {"sequence_parallel": True}
+TILES = [(name, word, 0, rows) for name in MODELS for word, rows in (("none", 3), ("selective", 5), ("full+host", 1))]
+SEGMENTS = [
+    (name, word, size, rows)
+    for name in MODELS
+    for word, size, rows in (("full", 2, 0), ("selective", 3, 5), ("selective+host", 8, 0))
+]
+FEW = [
+    ("norms after the MLP", "full", 0, 3),
+    ("experts", "selective", 3, 5),
+    ("tied embeddings", "full+host", 4, 0),
+]
+MIXED = [("tied embeddings", ("full", "none", "selective", "full+host"), 4, 3)]
+TWO, TP, EP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, ep=2), Layout(ranks=2, pp=2)
+WHOLE: dict[str, tuple[Layout, list[Case], dict[str, Any]]] = {
+    "2 slots, tiles": (TWO, TILES, {}),
+    "tp 2, tiles": (TP, TILES[:9], {}),
+    "folded stages, tiles": (PP, [*TILES[:2], *TILES[6:8]], SPLIT),
+    "4 slots, tiles": (Layout(ranks=4, ep=2), TILES[6:9], {}),
+    "2 slots, segments": (TWO, SEGMENTS, {}),
+    "2 parts of experts, segments": (EP, SEGMENTS[6:9], {}),
+    "tp 2, segments": (TP, SEGMENTS[:9], {}),
+    "folded stages, segments": (PP, [*SEGMENTS[:2], *SEGMENTS[6:8]], SPLIT),
+    "2 stages, segments": (PP, SEGMENTS[:3], {}),
+    "4 slots, segments": (Layout(ranks=4), SEGMENTS[:3], {}),
+    "mixed": (TWO, MIXED, {"reshard_after_forward": False}),
+}
 
 
 @pytest.mark.parametrize(
     ("home", "cases", "options"),
     [
-        (Layout(ranks=2), USUAL, {}),
-        (Layout(ranks=2, ep=2), [("experts", "selective", 5)], {}),
-        (Layout(ranks=2, tp=2), [("experts", "none", 3)], {"sequence_parallel": True}),
-        pytest.param(Layout(ranks=2), OTHERS, {}, marks=pytest.mark.whole),
-        pytest.param(Layout(ranks=2, tp=2), OTHERS[:9], {}, marks=pytest.mark.whole),
-        pytest.param(Layout(ranks=2, pp=2), [*OTHERS[:2], *OTHERS[6:8]], SPLIT, marks=pytest.mark.whole),
-        pytest.param(Layout(ranks=4, ep=2), OTHERS[6:9], {}, marks=pytest.mark.whole),
+        pytest.param(TWO, FEW, {}, id="2 slots"),
+        pytest.param(EP, [("experts", "selective", 0, 5)], {}, id="2 parts of experts"),
+        pytest.param(TP, [("experts", "none", 0, 3)], SEQUENCE_PARALLEL, id="tp 2"),
+        *(pytest.param(*row, marks=pytest.mark.whole, id=name) for name, row in WHOLE.items()),
     ],
-    ids=["2 slots", "2 parts of experts", "tp 2", "2 slots, all", "tp 2, all", "folded stages", "4 slots"],
 )
-def test_tiles_are_the_plain_step(home: Layout, cases: list[tuple[str, str, int]], options: dict[str, Any]) -> None:
+def test_tiles_and_segments_are_the_plain_step(home: Layout, cases: list[Case], options: dict[str, Any]) -> None:
     for errors in run_ranks(_errors, len(home.ranks), home, cases, options):
         assert errors and max(errors.values()) < EXACT, {case: e for case, e in errors.items() if e >= EXACT}
 
 
 class Mlp(nn.Module):
-    """An MLP with a bias, and perhaps dropout."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.up, self.down = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((8, 24), (24, 8)))
@@ -142,20 +161,16 @@ def test_any_tile_gives_the_gradients(tile_rows: int, needed: str) -> None:
 
 @pytest.mark.parametrize(("recomputed", "normed", "times"), [(False, False, 2), (True, False, 2), (True, True, 3)])
 def test_no_third_run_but_where_something_follows(recomputed: bool, normed: bool, times: int) -> None:
-    """Forward, and once in backward; a layer that is recomputed as far as behind its MLP runs it once more."""
     mlp, x = _tiled(Mlp(), 8), torch.randn(1, 23, 8, dtype=torch.float64, requires_grad=True)
     _layer_gradients(mlp, x, recomputed=recomputed, normed=normed)
     assert mlp.rows == [8, 8, 7] * times
 
 
 def test_dropout_drops_the_same_again() -> None:
-    """The gradient is that of the numbers that forward drew, and what is drawn afterwards is as without tiles."""
     torch.manual_seed(0)
     mlp, x = _tiled(Mlp(dropout=0.5), 4), torch.randn(10, 8, dtype=torch.float64, requires_grad=True)
     torch.manual_seed(1)
-    tiles = list[Tensor]()
-    for part in x.tensor_split(3):
-        tiles.append(type(mlp).forward(mlp, part))
+    tiles = [type(mlp).forward(mlp, part) for part in x.tensor_split(3)]
     expected = torch.autograd.grad(torch.cat(tiles).square().sum(), [x, *mlp.parameters()])
     drawn = torch.rand(1)
     torch.manual_seed(1)
@@ -166,7 +181,6 @@ def test_dropout_drops_the_same_again() -> None:
 
 
 def test_parameters_are_summed_in_float32() -> None:
-    """In bfloat16, tiles of one row do not add up to less than the rows together."""
     torch.manual_seed(0)
     weight = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     x = torch.ones(1024, 1, dtype=torch.bfloat16)
@@ -189,11 +203,13 @@ def test_a_graph_that_is_kept_and_autocast() -> None:
 
 
 def test_models_that_cannot_are_refused_by_name() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    llama4 = Llama4TextConfig(**sizes, **heads, intermediate_size_mlp=48, num_local_experts=2)
+    llama4 = Llama4TextConfig(**SIZES, intermediate_size_mlp=48, num_local_experts=2)
     with World(Layout(ranks=1), backend="gloo") as world:
         with pytest.raises(ModelError, match="mlp_tile_rows is -1; use 0"):
             prepare(tiny("qwen3"), world, mlp_tile_rows=-1)
+        with pytest.raises(ModelError, match="segment_layers is -2; use 0"):
+            prepare(tiny("qwen3"), world, segment_layers=-2)
+        with pytest.raises(ModelError, match=r"segment_layers is 4: .* no layer recomputes"):
+            prepare(tiny("qwen3", torch.float64), world, segment_layers=4)
         with pytest.raises(ModelError, match=r"feed_forward.experts \(Llama4TextExperts\) does not use transformers'"):
             prepare(AutoModelForCausalLM.from_config(llama4), world, mlp_tile_rows=8)

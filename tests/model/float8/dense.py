@@ -56,7 +56,6 @@ def use_dense_float8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def random_model(experts: int = 0) -> PreTrainedModel:
-    """A model in float64 with random weights whose linears are wide enough."""
     if experts:
         sizes = SIZES | {"moe_intermediate_size": 64, "num_experts": experts, "num_experts_per_tok": 2}
         config: Any = Qwen3MoeConfig(**sizes)

@@ -1,5 +1,6 @@
 """Models in float8 by rows beside the same formulas in float64 on one process, and what is refused."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import evaluate, run_step
 from tests.model.float8.dense import float8_on_cpus, random_model, use_dense_float8
 from tests.model.float8.test_products import count_quantised
-from tests.model.stock import dense_answer, gradients_of, texts, worst
+from tests.model.stock import dense_answer, gradients_of, prepare_untried, texts, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 
@@ -38,35 +39,40 @@ class Home:
         return f"{self.layout} {self.experts} {self.options}"
 
 
+def _whole(*home: Any, **options: Any) -> Any:
+    return pytest.param(Home(*home, **options), marks=pytest.mark.whole)
+
+
 HOMES = [
     Home(Layout(ranks=1), options={"activation_checkpointing": "full"}),
     Home(Layout(ranks=2), 2),
-    pytest.param(Home(Layout(ranks=1), options={"shard_parameters": False}), marks=pytest.mark.whole),
-    pytest.param(Home(Layout(ranks=4), 4, options={"reshard_after_forward": False}), marks=pytest.mark.whole),
-    pytest.param(Home(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}), marks=pytest.mark.whole),
-    pytest.param(Home(Layout(ranks=4, pp=2), 2, options={"measures": "selective"}), marks=pytest.mark.whole),
-    pytest.param(
-        Home(Layout(ranks=2), 2, options={"mlp_tile_rows": 7, "activation_checkpointing": "selective"}),
-        marks=pytest.mark.whole,
-    ),
+    _whole(Layout(ranks=1), options={"shard_parameters": False}),
+    _whole(Layout(ranks=4), 4, options={"reshard_after_forward": False}),
+    _whole(Layout(ranks=2, pp=2), options={"pipeline_schedule": "zero_bubble"}),
+    _whole(Layout(ranks=4, pp=2), 2, options={"measures": "selective"}),
+    _whole(Layout(ranks=2), 2, options={"mlp_tile_rows": 7, "activation_checkpointing": "selective"}),
 ]
 MIXTURES = [
     Home(Layout(ranks=2, ep=2), 2, experts=4),
-    pytest.param(Home(Layout(ranks=2), 2, experts=4), marks=pytest.mark.whole),
-    pytest.param(Home(Layout(ranks=2, tp=2), experts=4), marks=pytest.mark.whole),
-    pytest.param(Home(Layout(ranks=2, pp=2), experts=4), marks=pytest.mark.whole),
+    _whole(Layout(ranks=2), 2, experts=4),
+    _whole(Layout(ranks=2, tp=2), experts=4),
+    _whole(Layout(ranks=2, pp=2), experts=4),
 ]
 
 
-def answer(rank: int, home: Home, float8: str = "rows") -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss of a step and of an evaluation, and the gradients that this rank has."""
-    documents = texts(LENGTHS)
+def answer(rank: int, home: Home) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss of a step and of an evaluation, and the gradients that this rank has; rows are tried on one rank."""
+    documents, prepared = texts(LENGTHS), prepare if home.layout.slots == 1 else prepare_untried
     with float8_on_cpus(), World(home.layout, backend=backend()) as world:
-        model = prepare(random_model(home.experts), world, float8=float8, **home.options)
-        assert ("float8 by rows" in model_execution(model).float8) is bool(float8)
+        model = prepared(random_model(home.experts), world, float8="rows", **home.options)
+        assert "float8 by rows" in model_execution(model).float8
         plan = plan_fixed(LENGTHS, home.layout, cp=home.cp, max_tokens_per_slot=40)
         evaluated = evaluate(model, documents, plan, world).loss
         return run_step(model, plan, documents, world).loss, evaluated, gradients_of(model)
+
+
+def answers(home: Home) -> list[tuple[float, float, dict[str, torch.Tensor]]]:
+    return run_ranks(answer, len(home.layout.ranks), home) if len(home.layout.ranks) > 1 else [answer(0, home)]
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)
@@ -74,67 +80,56 @@ def test_loss_and_gradients_are_those_of_the_formulas(home: Home) -> None:
     loss, gradients = dense_answer(use_dense_float8(random_model()), texts(LENGTHS))
     plain, _ = dense_answer(random_model(), texts(LENGTHS))
     assert abs(loss - plain) > 1e-5  # float8 is there
-    for of_rank, evaluated, some in run_ranks(answer, len(home.layout.ranks), home):
+    for of_rank, evaluated, some in answers(home):
         assert abs(of_rank - loss) <= 1e-12 * loss and abs(evaluated - loss) <= 1e-12 * loss
         assert worst(some, {name: gradients[name] for name in some}) <= 1e-11 and (home.layout.pp > 1 or len(some) > 20)
 
 
-@pytest.mark.parametrize(("experts", "rows"), [(0, 7), (4, 7), (0, 0)])
+@pytest.mark.parametrize("home", MIXTURES, ids=str)
+def test_mixtures_are_the_same_under_every_home(home: Home) -> None:
+    ((loss, evaluated, gradients),) = answers(Home(Layout(ranks=1), experts=4))
+    bound, of_gradients = (1e-12, 1e-11) if home.layout.tp == 1 else (1e-2, 0.5)
+    for of_rank, of_evaluation, some in answers(home):
+        assert abs(of_rank - loss) <= bound * loss and abs(of_evaluation - evaluated) <= bound * loss
+        assert worst(some, {name: gradients[name] for name in some}) <= of_gradients
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler warns
+@pytest.mark.parametrize(
+    ("experts", "rows", "compiled"),
+    [
+        (0, 7, "none"),
+        (4, 7, "none"),
+        (0, 0, "none"),
+        pytest.param(0, 0, "layers", marks=pytest.mark.whole),
+        pytest.param(0, 7, "layers", marks=pytest.mark.whole),
+    ],
+)
 def test_tiles_bring_each_weight_to_float8_once_a_pass(
-    experts: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    experts: int, rows: int, compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward, and in backward once more with its columns, whatever the number of tiles; the step is the formulas'."""
-    calls, documents = count_quantised(monkeypatch), texts(LENGTHS)
+    monkeypatch.setattr("longspan.model.compiled_layers.BACKEND", "aot_eager")
+    calls, documents, full = count_quantised(monkeypatch), texts(LENGTHS), compiled == "none"
     with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
         plan = plan_fixed(LENGTHS, world.home, cp=1)
-        plain = prepare(random_model(experts), world, float8="rows")
+        plain = prepare_untried(random_model(experts), world, float8="rows")
         loss, gradients = run_step(plain, plan, documents, world).loss, gradients_of(plain)
-        how: dict[str, Any] = {"mlp_tile_rows": rows, "activation_checkpointing": "full"}
-        model = prepare(random_model(experts), world, float8="rows", **how)
-        run_step(model, plan, documents, world)  # its rows are tried before the first step
-        model.zero_grad(set_to_none=True)
+        how: dict[str, Any] = {"mlp_tile_rows": rows, "activation_checkpointing": "full" if full else "none"}
+        model = prepare_untried(random_model(experts), world, float8="rows", compiled=compiled, **how)
+        if not full:
+            run_step(model, plan, documents, world)  # graphs are made
+            model.zero_grad(set_to_none=True)
         calls.clear()
         tiled = run_step(model, plan, documents, world).loss
     assert abs(tiled - loss) <= 1e-12 * loss and worst(gradients_of(model), gradients) <= 1e-12
     attention, feed = 2 * 4, 2 * (2 if experts else 3)  # weights of two layers
     # A recomputed layer stops before its MLP in tiles, which runs forward once more with the gradients.
     assert calls.count("quantise_columns") == attention + feed
-    assert calls.count("quantise_rows") == 2 * (attention + feed) - (0 if rows else 2)  # its last product is left out
-
-
-@pytest.mark.whole
-@pytest.mark.filterwarnings("ignore")  # the compiler warns
-@pytest.mark.parametrize("rows", [0, 7])
-def test_compiled_tiles_bring_each_weight_to_float8_once_a_pass(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs find by its address what is kept."""
-    monkeypatch.setattr("longspan.model.compiled_layers.BACKEND", "aot_eager")
-    calls, documents = count_quantised(monkeypatch), texts(LENGTHS)
-    with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
-        plan = plan_fixed(LENGTHS, world.home, cp=1)
-        plain = prepare(random_model(), world, float8="rows")
-        loss, gradients = run_step(plain, plan, documents, world).loss, gradients_of(plain)
-        model = prepare(random_model(), world, float8="rows", mlp_tile_rows=rows, compiled="layers")
-        run_step(model, plan, documents, world)  # its rows are tried before the first step
-        model.zero_grad(set_to_none=True)
-        calls.clear()
-        tiled = run_step(model, plan, documents, world).loss
-    assert abs(tiled - loss) <= 1e-12 * loss and worst(gradients_of(model), gradients) <= 1e-12
-    assert calls.count("quantise_columns") == 2 * 7
-    assert calls.count("quantise_rows") == 2 * (4 + 2 * 3 if rows else 7)
-
-
-@pytest.mark.parametrize("home", MIXTURES, ids=str)
-def test_mixtures_are_the_same_under_every_home(home: Home) -> None:
-    """Experts' products are those of `test_products.py`; rows split over tensor-parallel ranks have other scales."""
-    ((loss, evaluated, gradients),) = run_ranks(answer, 1, Home(Layout(ranks=1), experts=4))
-    bound, of_gradients = (1e-12, 1e-11) if home.layout.tp == 1 else (1e-2, 0.5)
-    for of_rank, of_evaluation, some in run_ranks(answer, len(home.layout.ranks), home):
-        assert abs(of_rank - loss) <= bound * loss and abs(of_evaluation - evaluated) <= bound * loss
-        assert worst(some, {name: gradients[name] for name in some}) <= of_gradients
+    again = attention + feed - (0 if rows else 2) if full else feed if rows else 0  # its last product is left out
+    assert calls.count("quantise_rows") == attention + feed + again
 
 
 def test_adapters_are_trained_over_frozen_weights_in_float8() -> None:
-    """The frozen weight multiplies in float8; the adapter's own matrices do not."""
     documents, results = texts(LENGTHS), list[Any]()
     for dense in (True, False):
         model: Any = peft.get_peft_model(
@@ -176,32 +171,29 @@ def test_routers_gates_and_decays_stay_as_they_are(preset: str) -> None:
     chosen, (count, experts, left) = float8_linears(model), CHOSEN[preset]
     others = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - chosen.keys()
     assert len(chosen) == count and "lm_head" in others
-    assert {name.partition(".layers.")[2].partition(".")[2].split(".", 1)[1] for name in others - {"lm_head"}} == {
-        *left
-    }
+    assert {re.sub(r".*\.layers\.\d+\.\w+\.", "", name) for name in others - {"lm_head"}} == {*left}
     with float8_on_cpus(), World(Layout(ranks=1), backend="gloo") as world:
         prepared = prepare(model, world, float8="rows", probe=False)
         assert ("experts of" in model_execution(prepared).float8) is bool(experts)
         assert sum(products.find_float8_weight(m, "down_proj") is not None for m in prepared.modules()) == experts
 
 
-def refusal(rank: int, options: dict[str, Any]) -> str:
-    """What `prepare` says, without and with what it lacks of the device."""
-    words = list[str]()
+def refusals(rank: int) -> tuple[str, str]:
+    """What `prepare` says, without and with what it lacks of the device; and of another setting."""
+    words, narrow = list[str](), preset_config("qwen3-tiny", vocab_size=64)
+    narrow.intermediate_size = 16 * 17
     with World(Layout(ranks=range(2), tp=2), backend=backend()) as world:
-        with pytest.raises(ModelError) as error:
-            prepare(random_model(), world, **options)
-        words.append(str(error.value))
+        for setting in ("rows", "tensor"):
+            with pytest.raises(ModelError) as error:
+                prepare(random_model(), world, float8=setting)
+            words.append(str(error.value))
         with float8_on_cpus(), pytest.raises(ModelError) as error:
-            config = preset_config("qwen3-tiny", vocab_size=64)
-            config.intermediate_size = 16 * 17
-            prepare(load_model(config=config, dtype="float32", seed=0), world, **options)
-        words.append(str(error.value))
-    return " ".join(words)
+            prepare(load_model(config=narrow, dtype="float32", seed=0), world, float8="rows")
+    return f"{words[0]} {error.value}", words[1]
 
 
 def test_what_cannot_be_in_float8_is_refused_on_every_rank() -> None:
-    for words in run_ranks(refusal, 2, {"float8": "rows"}):
+    for words, of_tensor in run_ranks(refusals, 2):
         for part in (
             'float8 is "rows" for Qwen3ForCausalLM, and needs a GPU of compute capability 8.9 or more, and this rank',
             "computes on a CPU; its other arithmetic must be in bfloat16, and is in float64",
@@ -210,5 +202,4 @@ def test_what_cannot_be_in_float8_is_refused_on_every_rank() -> None:
             "as of 5 more; leave float8 out",
         ):
             assert part in words, words
-    for words in run_ranks(refusal, 2, {"float8": "tensor"}):
-        assert 'float8 is \'tensor\'; use "rows" (one scale a row), or "" for none' in words
+        assert 'float8 is \'tensor\'; use "rows" (one scale a row), or "" for none' in of_tensor

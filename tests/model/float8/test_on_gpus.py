@@ -35,7 +35,6 @@ ROWS = 4100
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, spread: float = 2.0) -> Tensor:
-    """Rows of very different sizes."""
     sizes = torch.exp(spread * torch.randn(*shape[:-1], 1, device="cuda"))
     return (torch.randn(shape, device="cuda") * sizes).to(dtype)
 

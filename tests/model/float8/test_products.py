@@ -22,7 +22,6 @@ from tests.model.float8.dense import DenseLinear, rounded
 
 
 def numbers(*shape: int, spread: float = 2.0) -> Tensor:
-    """Rows of very different sizes, in float64."""
     return torch.randn(shape, dtype=torch.float64) * torch.exp(
         spread * torch.randn(*shape[:-1], 1, dtype=torch.float64)
     )
@@ -139,7 +138,6 @@ def test_a_weight_that_changes_before_backward_is_an_error() -> None:
 
 
 def test_a_layer_that_runs_again_leaves_out_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's own linear does, from which backward needs nothing but its input."""
     sizes = list[int]()
     multiply = products.multiply
     monkeypatch.setattr(products, "multiply", lambda x, w, *rest: sizes.append(len(w.values)) or multiply(x, w, *rest))
