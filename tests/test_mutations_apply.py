@@ -17,10 +17,10 @@ from tests.model.mtp.test_mutations import OF_TOKENS
 from tests.model.tensor_parallel.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.tensor_parallel.test_split_mixers import OF_SHARED
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
-from tests.model.vision.test_mutations import MUTATIONS as OF_IMAGES
-from tests.model.vision.test_mutations import PREFIX as OF_PREFIXES
-from tests.model.vision.test_mutations import SPANS as OF_SPANS
-from tests.model.vision.test_mutations import VIDEOS as OF_VIDEOS
+from tests.model.vision.test_exact import MUTATIONS as OF_IMAGES
+from tests.model.vision.test_exact import PREFIX as OF_PREFIXES
+from tests.model.vision.test_exact import SPANS as OF_SPANS
+from tests.model.vision.test_exact import VIDEOS as OF_VIDEOS
 from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.mutation import mutate, restore
 from tests.ssm.test_parity import MUTANTS as OF_STATES

@@ -44,7 +44,6 @@ ADAPTERS: Mapping[str, dict[str, Any]] = {
 
 
 def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    """A PeftModel whose adapter is not the identity: every matrix is drawn from a seed."""
     model = _model(family, dtype)
     config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **ADAPTERS[adapter], **more})
     if family in ("falcon_h1", "nemotron_h"):  # where peft refuses it
@@ -53,7 +52,6 @@ def adapted(family: str, adapter: str, dtype: torch.dtype = torch.float64, **mor
 
 
 def drawn(peft_model: Any) -> Any:
-    """The same model, each of its trained matrices drawn from a seed: none is zero."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in peft_model.parameters():

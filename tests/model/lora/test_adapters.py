@@ -116,7 +116,6 @@ def test_a_new_adapter_is_drawn_from_its_seed_alone() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # peft's own, of parameters on the meta device
 def test_a_trained_adapter_is_not_drawn_again(tmp_path: Path) -> None:
-    """Over a base model that `prepare` would read, and without memory of its own."""
     adapted("llama", "every linear", torch.float32).save_pretrained(tmp_path / "adapter")
     tiny("llama", vocabulary=62).save_pretrained(tmp_path / "base")
     with World(Layout(ranks=1), backend=backend(), timeout=60) as world:

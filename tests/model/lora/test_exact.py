@@ -56,7 +56,6 @@ def errors_of(
     base: bool = True,
     make: Callable[..., Any] = adapted,
 ) -> dict[str, float]:
-    """The relative errors of loss, norm and each gradient of a step, and with `base` of the base model's loss."""
     loss, base_loss, gradients = dense_answer(family, adapter, world.device)
     peft_model, plan, documents, errors = make(family, adapter), home.plan(), texts(LENGTHS), dict[str, float]()
     mixers = tuple(f"{name}." for name in find_mixers(peft_model.get_base_model()))

@@ -64,23 +64,15 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.names = names or ("fc1", "fc2")
+        for name, sizes in zip(self.names, ((HIDDEN, WIDTH), (WIDTH, HIDDEN)), strict=True):
+            self.add_module(name, nn.Linear(*sizes))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-class Renamed(nn.Module):
-    """An MLP whose linears have names of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out_of = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_of(F.gelu(self.into(x)))
+        first, second = (self.get_submodule(name) for name in self.names)
+        return second(F.gelu(first(x)))
 
 
 class Block(nn.Module):
@@ -115,52 +107,19 @@ class OwnViT(nn.Module):
         return self.projector(self.norm(x))
 
 
-IMAGE_TOWER: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "num_attention_heads": HEADS,
-    "intermediate_size": WIDTH,
-    "num_hidden_layers": 2,
-}
-
-
-def _clip() -> nn.Module:
-    return Tower(CLIPVisionModel(CLIPVisionConfig(**IMAGE_TOWER, image_size=16, patch_size=4)), _images, HIDDEN)
-
-
-def _siglip() -> nn.Module:
-    return Tower(SiglipVisionModel(SiglipVisionConfig(**IMAGE_TOWER, image_size=16, patch_size=4)), _pooled, HIDDEN)
-
-
-QWEN: dict[str, Any] = {
-    "depth": 3,
-    "hidden_size": HIDDEN,
-    "num_heads": HEADS,
-    "intermediate_size": WIDTH,
-    "in_channels": 3,
-    "patch_size": 2,
-    "temporal_patch_size": 1,
-    "spatial_merge_size": 2,
-}
-
-
-def _qwen25() -> nn.Module:
-    """With windows of 4 × 4 patches in all blocks but one."""
-    config = Qwen2_5_VLVisionConfig(**QWEN, out_hidden_size=24, window_size=8, fullatt_block_indexes=[1])
-    return Tower(Qwen2_5_VisionTransformerPretrainedModel._from_config(config), _patches, 24)
-
-
-def _qwen3() -> nn.Module:
-    config = Qwen3VLVisionConfig(
-        **QWEN, out_hidden_size=24, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]
-    )
-    return Tower(Qwen3VLVisionModel._from_config(config), _patches, 72)
-
-
+SIZES_OF_TOWER: dict[str, Any] = {"hidden_size": HIDDEN, "intermediate_size": WIDTH}
+IMAGES = SIZES_OF_TOWER | {"num_attention_heads": HEADS, "num_hidden_layers": 2, "image_size": 16, "patch_size": 4}
+QWEN = SIZES_OF_TOWER | {"num_heads": HEADS, "depth": 3, "in_channels": 3, "out_hidden_size": 24}
+QWEN |= {"patch_size": 2, "temporal_patch_size": 1, "spatial_merge_size": 2}
+WINDOWS = QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}  # of 4 x 4 patches, in all blocks but one
+DEEP = QWEN | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
-    "clip": _clip,
-    "siglip": _siglip,
-    "qwen2.5-vl": _qwen25,
-    "qwen3-vl": _qwen3,
+    "clip": lambda: Tower(CLIPVisionModel(CLIPVisionConfig(**IMAGES)), _images, HIDDEN),
+    "siglip": lambda: Tower(SiglipVisionModel(SiglipVisionConfig(**IMAGES)), _pooled, HIDDEN),
+    "qwen2.5-vl": lambda: Tower(
+        Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**WINDOWS)), _patches, 24
+    ),
+    "qwen3-vl": lambda: Tower(Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**DEEP)), _patches, 72),
     "own": OwnViT,
 }
 
@@ -191,8 +150,6 @@ def items_of(family: str, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 @dataclass(frozen=True)
 class Answer:
-    """What one process makes of all items: the rows of each, and the gradients of Σ rows · cotangents."""
-
     rows: list[Tensor]
     cotangents: list[Tensor]
     gradients: dict[str, Tensor]
@@ -204,12 +161,9 @@ def dense_answer(family: str, dtype: torch.dtype, device: torch.device | str = "
     A parameter that is not used has no gradient.
     """
     module, generator = encoder(family, dtype).double().to(device), torch.Generator().manual_seed(5)
-    rows = [module([_double(item)]) for item in items_of(family, dtype, device)]
+    items = [tree_map(lambda x: x.double() if x.is_floating_point() else x, i) for i in items_of(family, dtype, device)]
+    rows = [module([item]) for item in items]
     cotangents = [torch.randn(x.shape, generator=generator).to(device, torch.float64) for x in rows]
     torch.stack([(x * c).sum() for x, c in zip(rows, cotangents, strict=True)]).sum().backward()
     gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     return Answer([x.detach() for x in rows], cotangents, gradients)
-
-
-def _double(item: Any) -> Any:
-    return tree_map(lambda x: x.double() if x.is_floating_point() else x, item)

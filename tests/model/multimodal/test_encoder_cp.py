@@ -5,104 +5,76 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from longspan import attend
 from longspan.comm import SequenceShard, World, bind
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.sharding import gradients_summed_over_slots
-from longspan.plan import Plan, plan_dynamic, plan_fixed
+from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
-from tests.model.multimodal.encoders import HEADS, HIDDEN, OUT, Mlp
+from tests.model.multimodal import encoders
 from tests.model.multimodal.test_prepare_encoder import gradient_errors
 from tests.reference import dense_attention
 
 LENGTHS = (61,)  # one huge item
 SEVERAL = (61, 5, 1, 18, 7)
-PATCH = 6
 
 
-class Attention(nn.Module):
+class Attention(encoders.Attention):
     """Attention of local rows to all rows of their item."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = HEADS, HIDDEN // HEADS
-        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor, shard: SequenceShard | tuple[int, ...]) -> Tensor:
+    def forward(self, x: Tensor, shard: Any) -> Tensor:
         q, k, v = self.qkv(x).view(len(x), 3, self.num_heads, self.head_dim).unbind(1)  # (T, N, H)
-        if isinstance(shard, SequenceShard):
-            out = attend(q, k, v, shard, causal=False)
-        else:
-            out = dense_attention(q, k, v, shard, causal=False)
+        attention: Any = attend if isinstance(shard, SequenceShard) else dense_attention
+        out = attention(self.q_norm(q), self.k_norm(k), v, shard, causal=False)
         return self.proj(out.reshape(len(x), -1))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.attn, self.mlp = Attention(), Mlp()
-
-    def forward(self, x: Tensor, shard: Any) -> Tensor:
-        x = x + self.attn(self.norm1(x), shard)
-        return x + self.mlp(self.norm2(x))
-
-
-class ShardedViT(nn.Module):
+class ShardedViT(encoders.OwnViT):
     """`forward(patches, positions, shard)`: local patches (T, 6), where they are in their item, and the shard."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Linear(PATCH, HIDDEN), nn.Embedding(64, HIDDEN)
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-        self.projector = nn.Linear(HIDDEN, OUT)
-
-    def forward(self, patches: Tensor, positions: Tensor, shard: Any) -> Tensor:
+    def forward(self, patches: Tensor, positions: Tensor, shard: Any) -> Tensor:  # pyright: ignore
         x = self.embed(patches) + self.places(positions)
         for block in self.blocks:
             x = block(x, shard)
-        return F.gelu(self.projector(x))
+        return self.projector(self.norm(x))
 
 
 def _encoder() -> nn.Module:
     torch.manual_seed(4)
-    return ShardedViT().double()
+    module: Any = ShardedViT()
+    module.blocks = module.blocks[:2]
+    for block in module.blocks:
+        block.attn = Attention()
+    return module.double()
 
 
 @cache
 def _dense(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(patches, cotangents, rows, gradients) of one process, on the CPU."""
     module, generator = _encoder(), torch.Generator().manual_seed(6)
-    patches = torch.randn(sum(lengths), PATCH, generator=generator, dtype=torch.float64)
-    cotangents = torch.randn(sum(lengths), OUT, generator=generator, dtype=torch.float64)
+    patches, cotangents = (torch.randn(sum(lengths), n, generator=generator).double() for n in (6, encoders.OUT))
     rows = module(patches, torch.cat([torch.arange(n) for n in lengths]), lengths)
     rows.backward(cotangents)
     return patches, cotangents, rows.detach(), {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
-def _plan(kind: str, lengths: tuple[int, ...], home: Layout) -> Plan:
-    if kind == "dynamic":
-        return plan_dynamic(lengths, home, max_tokens_per_slot=96 // home.slots)
-    return plan_fixed(lengths, home, cp=home.slots)
-
-
 CASES = [
-    (Layout(4), LENGTHS, "fixed", True, True),
-    (Layout(4), SEVERAL, "dynamic", False, "selective"),
-    (Layout(4, tp=2), LENGTHS, "fixed", True, "selective"),
+    (Layout(4), LENGTHS, False, True, True),
+    (Layout(4), SEVERAL, True, False, "selective"),
+    (Layout(4, tp=2), LENGTHS, False, True, "selective"),
 ]
 
 
 def _errors(rank: int) -> list[dict[str, float]]:
     errors = list[dict[str, float]]()
-    for home, lengths, kind, sharded, recomputed in CASES:
+    for home, lengths, dynamic, sharded, recomputed in CASES:
         with World(home, backend=backend()) as world:
             patches, cotangents, rows, gradients = (_on(x, world.device) for x in _dense(lengths))
             module = prepare_encoder(_encoder(), world, shard_parameters=sharded, activation_checkpointing=recomputed)
-            plan = _plan(kind, lengths, home)
+            room = {"max_tokens_per_slot": 96 // home.slots}
+            plan = plan_dynamic(lengths, home, **room) if dynamic else plan_fixed(lengths, home, cp=home.slots)
             world.prepare(plan)
             of_rows = 0.0
             with gradients_summed_over_slots(module, world):

@@ -16,14 +16,7 @@ from longspan.model.multimodal.prepare_encoder import check_encoder_prepared, en
 from longspan.model.sharding import gradients_summed_over_slots
 from longspan.testing import backend, run_ranks
 from longspan.train.step_end import grad_norm
-from tests.model.multimodal.encoders import (
-    Answer,
-    OwnViT,
-    Renamed,
-    dense_answer,
-    encoder,
-    items_of,
-)
+from tests.model.multimodal.encoders import Answer, Mlp, OwnViT, dense_answer, encoder, items_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 # A softmax does not change where every key has the same number added: what adds one has a true gradient of zero, of
@@ -82,7 +75,7 @@ def gradient_errors(module: nn.Module, truth: dict[str, Tensor]) -> dict[str, fl
     }
 
 
-def _compare(home: Layout, cases: Sequence[Case]) -> dict[Case, dict[str, float]]:
+def _compare(rank: int, home: Layout, cases: Sequence[Case]) -> dict[Case, dict[str, float]]:
     """The largest errors of rows, gradients and the gradients' norm, by case."""
     errors = dict[Case, dict[str, float]]()
     torch.backends.cudnn.allow_tf32 = False  # patches are embedded by convolutions
@@ -101,17 +94,6 @@ def _compare(home: Layout, cases: Sequence[Case]) -> dict[Case, dict[str, float]
     return errors
 
 
-def _ranks(rank: int, home: Layout, cases: Sequence[Case]) -> dict[Case, dict[str, float]]:
-    return _compare(home, cases)
-
-
-def _check(home: Layout, cases: Sequence[Case]) -> None:
-    for rank, errors in enumerate(run_ranks(_ranks, len(home.ranks), home, cases)):
-        for case, by_name in errors.items():
-            wrong = {name: error for name, error in by_name.items() if not error <= TOLERANCE[case[1]]}
-            assert not wrong, (rank, case, wrong)
-
-
 FAMILIES = ("clip", "siglip", "qwen2.5-vl", "qwen3-vl", "own")
 FEW = [
     ("clip", torch.float64, "copies"),
@@ -119,31 +101,35 @@ FEW = [
     ("qwen2.5-vl", torch.float64, "sharded, recomputed"),
     ("qwen3-vl", torch.float64, "sharded"),
     ("own", torch.float64, "copies, recomputed"),
-    ("own", torch.float32, "copies"),
 ]
 LAYOUTS = {"1 x 4": Layout(4), "2 x 2": Layout(4, tp=2), "4 x 1": Layout(4, tp=4)}
+EVERY = {family: [(family, dtype, kind) for dtype in TOLERANCE for kind in KINDS] for family in FAMILIES}
 
 
 @pytest.mark.parametrize(
-    "layout", ["2 x 2", *(pytest.param(name, marks=pytest.mark.whole) for name in ("1 x 4", "4 x 1"))]
+    ("layout", "cases"),
+    [
+        pytest.param("2 x 2", FEW, id="few 2 x 2"),
+        *(pytest.param(name, FEW, id=f"few {name}", marks=pytest.mark.whole) for name in ("1 x 4", "4 x 1")),
+        *(
+            pytest.param(name, cases, id=f"all {name} {family}", marks=pytest.mark.whole)
+            for name in LAYOUTS
+            for family, cases in EVERY.items()
+        ),
+    ],
 )
-def test_an_encoder_over_its_home_equals_one_dense_process(layout: str) -> None:
-    _check(LAYOUTS[layout], FEW)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_encoder_in_every_layout_equals_one_dense_process(layout: str, family: str) -> None:
-    _check(LAYOUTS[layout], [(family, dtype, kind) for dtype in TOLERANCE for kind in KINDS])
+def test_an_encoder_over_its_home_equals_one_dense_process(layout: str, cases: list[Case]) -> None:
+    home = LAYOUTS[layout]
+    for rank, errors in enumerate(run_ranks(_compare, len(home.ranks), home, cases)):
+        for case, by_name in errors.items():
+            wrong = {name: error for name, error in by_name.items() if not error <= TOLERANCE[case[1]]}
+            assert not wrong, (rank, case, wrong)
 
 
 # ---- what is refused
 
 
 class EachByItself(nn.Module):
-    """A loop over items around its blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(3, 3)])
@@ -168,7 +154,7 @@ def test_sharded_blocks_are_not_called_for_each_item() -> None:
 def test_blocks_are_the_longest_lists_that_are_in_no_other() -> None:
     module = nn.Module()
     module.stem = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Linear(2, 2), nn.GELU())
-    module.blocks = nn.Sequential(*(Renamed() for _ in range(3)))
+    module.blocks = nn.Sequential(*(Mlp("into", "out_of") for _ in range(3)))
     module.layers = nn.ModuleList([nn.ModuleDict({"inside": nn.ModuleList([nn.Linear(2, 2)] * 9)}) for _ in range(3)])
     module.short = nn.ModuleList([nn.Linear(2, 2)] * 2)
     assert [*encoder_blocks(module)] == [f"{name}.{i}" for name in ("blocks", "layers") for i in range(3)]

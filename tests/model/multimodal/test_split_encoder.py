@@ -17,7 +17,7 @@ from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_en
 from longspan.model.multimodal.split_encoder import find_split_parts
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend, run_ranks
-from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, OwnViT, Renamed, encoder, items_of
+from tests.model.multimodal.encoders import HEADS, HIDDEN, WIDTH, Attention, Mlp, OwnViT, encoder, items_of
 from tests.model.multimodal.test_prepare_encoder import gradient_errors, whole
 
 
@@ -28,7 +28,7 @@ class Flat(nn.Module):
         super().__init__()
         self.num_heads, self.norm1, self.norm2 = HEADS, nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.wqkv, self.wo = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.mlp = Renamed()
+        self.mlp = Mlp("into", "out_of")
 
     def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         q, k, v = self.wqkv(self.norm1(x)).view(len(x), 3, self.num_heads, -1).permute(1, 2, 0, 3)
@@ -155,43 +155,31 @@ def test_what_cannot_be_split_is_refused_by_name_and_number() -> None:
 
 
 class FewerKeys(nn.Module):
-    """Attention of four heads of queries and two of keys and values by one linear, and a convolution between two."""
+    """Attention of four heads of queries and two of keys and values, by these linears, keys first where they can be."""
 
-    def __init__(self) -> None:
+    def __init__(self, *separate: str) -> None:
         super().__init__()
         self.num_heads, self.num_key_value_heads, self.q_dim, self.kv_dim = 4, 2, 16, 8
-        self.qkv, self.proj = nn.Linear(16, 32), nn.Linear(16, 16)
-        self.around = nn.ModuleDict({"in": nn.Linear(16, 16), "conv": nn.Conv2d(16, 16, 1), "out": nn.Linear(16, 16)})
+        for name in separate:
+            self.add_module(name, nn.Linear(16, 8 if name in ("k_proj", "v_proj") else 16))
+        if not separate:
+            self.qkv, self.proj = nn.Linear(16, 32), nn.Linear(16, 16)
+            around = {"in": nn.Linear(16, 16), "conv": nn.Conv2d(16, 16, 1), "out": nn.Linear(16, 16)}
+            self.around = nn.ModuleDict(around)  # linears around a convolution stay whole
 
 
-def test_heads_of_keys_may_be_fewer_and_linears_around_a_convolution_stay_whole() -> None:
-    module = nn.Module()
+def test_heads_of_keys_may_be_fewer_by_one_linear_or_by_their_own() -> None:
+    module: Any = nn.Module()
     module.blocks = nn.ModuleList([FewerKeys()])
     (part,) = find_split_parts(module, encoder_blocks(module), 2)
     assert part.name == "blocks.0" and part.widths == (16, 8, 8) and {*part.styles} == {"qkv", "proj"}
     with pytest.raises(ModelError, match=r"tp 4 does not divide 2 \(num_key_value_heads of blocks.0"):
         find_split_parts(module, encoder_blocks(module), 4)
-    attention: Any = module.blocks[0]
-    del attention.num_key_value_heads
+    del module.blocks[0].num_key_value_heads
     with pytest.raises(ModelError, match="has 32 outputs, which are not queries, keys and values of one size or of"):
         find_split_parts(module, encoder_blocks(module), 2)
-
-
-class SeparateKeys(nn.Module):
-    """Attention of four heads of queries and two of keys and values, by linears of their own, keys first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.num_key_value_heads, self.q_dim, self.kv_dim = 4, 2, 16, 8
-        self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
-        self.q_proj, self.out_proj = nn.Linear(16, 16), nn.Linear(16, 16)
-
-
-def test_widths_of_queries_and_of_fewer_keys_by_separate_linears_are_split() -> None:
-    module = nn.Module()
-    module.tower = nn.Module()
-    module.tower.layers = nn.ModuleList([nn.Module()])
-    module.tower.layers[0].attn = SeparateKeys()  # pyright: ignore[reportAttributeAccessIssue]
+    module.blocks = nn.ModuleList([nn.Module()])
+    module.blocks[0].attn = FewerKeys("k_proj", "v_proj", "q_proj", "out_proj")
     (part,) = find_split_parts(module, encoder_blocks(module), 2)
     assert part.widths == (16, 8, 8)
     assert {*part.local_attributes} == {"num_heads", "num_key_value_heads", "q_dim", "kv_dim"}

@@ -70,14 +70,12 @@ class Raw:
 
 
 def raw(tokens: ImageTokens, name: str = "mixed") -> list[Raw]:
-    """The documents of a set for a model: with grids, or with images of one size."""
     draw = np.random.default_rng(0)
     apart = "video" in name and VideoTokens.of(of_config(tokens)).apart
     return [_document(tokens, text, grids, draw, apart=apart) for text, grids in SETS[name]]
 
 
 def of_config(tokens: ImageTokens) -> PreTrainedConfig:
-    """The configuration that says of images what it says."""
     assert tokens.config is not None
     return tokens.config
 
@@ -114,7 +112,6 @@ def _image(tokens: ImageTokens, grid: Grid, draw: np.random.Generator) -> ImageI
 
 
 def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
-    """The documents as `run_step` takes them."""
     documents = raw(tokens, name)
     ids = [document.ids for document in documents]
     rows = [[tokens.rows(image.grid) for image in document.images] for document in documents]
@@ -139,8 +136,6 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
 
 @dataclass(frozen=True)
 class Answer:
-    """The mean loss and every gradient that is not zero throughout."""
-
     loss: float
     gradients: dict[str, Tensor]
 

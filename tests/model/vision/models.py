@@ -9,18 +9,9 @@ import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 IMAGE, VIDEO = 60, 59  # the ids of placeholders
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 62,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+TEXT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+TEXT |= {"intermediate_size": 48, "vocab_size": 62, "initializer_range": 0.2}
+TEXT |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 57, "vision_end_token_id": 56}
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -31,98 +22,49 @@ DEEP = QWEN | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16
 SIGLIP = PIXELS | {"model_type": "siglip_vision_model", "vision_use_head": False}
 GATED = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 
+OLD_TOKENS = {"image_token_index": IMAGE}
+SPANS = TEXT | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
+SPANS |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA2 = TEXT | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 16}
+QWEN2 = {k: v for k, v in QWEN.items() if k not in ("intermediate_size", "out_hidden_size")}
+QWEN2 |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+QWEN2_5 = QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}
+HYBRID = TEXT | GATED | {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"]}
+
+
+def _config(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"text_config": text, "vision_config": vision, **more}
+
+
+CLIP_PIXELS, SIGLIP_PIXELS = (
+    PIXELS | {"model_type": "clip_vision_model"},
+    PIXELS | {"model_type": "siglip_vision_model"},
+)
+FULL: dict[str, Any] = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1, "image_token_id": IMAGE}
+OF_GEMMA3 = OLD_TOKENS | {"mm_tokens_per_image": 9, "boi_token_index": 57, "eoi_token_index": 56}
 # By name: the configuration's class, and its values.
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "llava-clip": (
-        "LlavaConfig",
-        {
-            "text_config": TEXT | {"model_type": "llama"},
-            "vision_config": PIXELS | {"model_type": "clip_vision_model"},
-            "image_token_id": IMAGE,
-        },
-    ),
-    "llava-siglip": (
-        "LlavaConfig",
-        {
-            "text_config": TEXT | {"model_type": "qwen2"},
-            "vision_config": PIXELS | {"model_type": "siglip_vision_model"},
-            "image_token_id": IMAGE,
-            "vision_feature_select_strategy": "full",
-            "vision_feature_layer": -1,
-        },
-    ),
-    "gemma3": (
-        "Gemma3Config",
-        {
-            "text_config": TEXT
-            | {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-            | {"layer_types": ["sliding_attention", "full_attention"] * 2},
-            "vision_config": SIGLIP | {"image_size": 24},
-            "mm_tokens_per_image": 9,
-            "image_token_index": IMAGE,
-            "boi_token_index": 57,
-            "eoi_token_index": 56,
-        },
-    ),
+    "llava-clip": ("LlavaConfig", _config(TEXT | {"model_type": "llama"}, CLIP_PIXELS, image_token_id=IMAGE)),
+    "llava-siglip": ("LlavaConfig", _config(TEXT | {"model_type": "qwen2"}, SIGLIP_PIXELS, **FULL)),
+    "gemma3": ("Gemma3Config", _config(SPANS, SIGLIP | {"image_size": 24}, **OF_GEMMA3)),
     "paligemma": (
         "PaliGemmaConfig",
-        {
-            "text_config": TEXT | {"model_type": "gemma", "head_dim": 8},
-            "vision_config": SIGLIP,
-            "projection_dim": 32,
-            "image_token_index": IMAGE,
-        },
+        _config(TEXT | {"model_type": "gemma", "head_dim": 8}, SIGLIP, projection_dim=32, **OLD_TOKENS),
     ),
-    "paligemma2": (
-        "PaliGemmaConfig",
-        {
-            "text_config": TEXT
-            | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 40, "query_pre_attn_scalar": 16},
-            "vision_config": SIGLIP,
-            "projection_dim": 32,
-            "image_token_index": IMAGE,
-        },
-    ),
-    "qwen2-vl": (
-        "Qwen2VLConfig",
-        {
-            "text_config": TEXT | MROPE,
-            "vision_config": {k: v for k, v in QWEN.items() if k not in ("intermediate_size", "out_hidden_size")}
-            | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-        }
-        | TOKENS,
-    ),
-    "qwen2.5-vl": (
-        "Qwen2_5_VLConfig",
-        {"text_config": TEXT | MROPE, "vision_config": QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}}
-        | TOKENS,
-    ),
-    "qwen3-vl": (
-        "Qwen3VLConfig",
-        {"text_config": TEXT | MROPE | {"head_dim": 8}, "vision_config": DEEP, "tie_word_embeddings": True} | TOKENS,
-    ),
-    "qwen3-vl-untied": (
-        "Qwen3VLConfig",
-        {"text_config": TEXT | MROPE | {"head_dim": 8}, "vision_config": DEEP} | TOKENS,
-    ),
-    "qwen3.5": (
-        "Qwen3_5Config",
-        {
-            "text_config": TEXT | GATED | {"head_dim": 8, "rope_parameters": MROPE["rope_parameters"]},
-            "vision_config": QWEN | {"num_position_embeddings": 16},
-        }
-        | TOKENS,
-    ),
+    "paligemma2": ("PaliGemmaConfig", _config(GEMMA2, SIGLIP, projection_dim=32, **OLD_TOKENS)),
+    "qwen2-vl": ("Qwen2VLConfig", _config(TEXT | MROPE, QWEN2, **TOKENS)),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", _config(TEXT | MROPE, QWEN2_5, **TOKENS)),
+    "qwen3-vl": ("Qwen3VLConfig", _config(TEXT | MROPE | {"head_dim": 8}, DEEP, tie_word_embeddings=True, **TOKENS)),
+    "qwen3-vl-untied": ("Qwen3VLConfig", _config(TEXT | MROPE | {"head_dim": 8}, DEEP, **TOKENS)),
+    "qwen3.5": ("Qwen3_5Config", _config(HYBRID, QWEN | {"num_position_embeddings": 16}, **TOKENS)),
 }
 
 
 def here() -> list[str]:
-    """Those that this transformers has."""
     return [name for name, (config, _) in MODELS.items() if hasattr(transformers, config)]
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    """Its configuration."""
     config_class, values = MODELS[name]
     return getattr(transformers, config_class)(**deepcopy(values))  # some write into those that they are given
 

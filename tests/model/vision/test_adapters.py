@@ -1,16 +1,20 @@
-"""Adapters in the tower and the projector of vision-language models: loss and gradients are those of stock peft."""
+"""Vision-language models with adapters in any part, or frozen parts: loss and gradients are those of stock peft."""
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+import torch
 
-from longspan import Layout, World, prepare, run_step, without_adapter
+from longspan import Layout, World, prepare, run_step, save_model, without_adapter
 from longspan.config.sections import PARTS as AS_CONFIGURED
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.model.lora import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER, NewAdapter, add_lora
+from longspan.model.take_apart import freeze_images
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.model.lora.adapted import drawn
@@ -25,30 +29,34 @@ FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl") if name in
 
 
 def adapted(name: str, parts: Sequence[str]) -> Any:
-    """A PeftModel with adapters in these parts, none of whose matrices is zero."""
     return drawn(add_lora(tiny(name), NewAdapter(rank=2, parts=tuple(parts))))
 
 
 @cache
 def wanted(name: str, parts: tuple[str, ...]) -> Answer:
-    """What transformers and peft say in one process, document by document."""
     return answer_of(name, make=lambda: adapted(name, parts).get_base_model())
 
 
-def error_of(case: Case, parts: tuple[str, ...]) -> float:
-    """The largest relative error of a step."""
-    answer = wanted(case.name, parts)
+def step_error(
+    case: Case, answer: Answer, make: Callable[[], Any], *, folder: Path | None = None, of_adapters: bool = True
+) -> float:
+    """The largest relative error of a step of the model; with a folder it is saved."""
     with whole_float64(), World(case.home) as world:
-        model = prepare(adapted(case.name, parts), world, encoder=case.encoder, probe=False, **dict(case.options))
+        model = prepare(make(), world, encoder=case.encoder, probe=False, **dict(case.options))
         documents = documents_of(image_tokens(config_of(case.name)))
         result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)
         gradients = own_names(model, gradients_of(model), world)
-        assert all(".lora_" in key for key in gradients)
+        assert not of_adapters or all(".lora_" in key for key in gradients)
+        if folder is not None:
+            save_model(model, folder, world)
         return max(answer.errors(result.loss, gradients).values())
 
 
+def error_of(case: Case, parts: tuple[str, ...]) -> float:
+    return step_error(case, wanted(case.name, parts), partial(adapted, case.name, parts))
+
+
 def cases_of(ranks: int) -> list[tuple[Case, tuple[str, ...]]]:
-    """Every model with adapters in all parts, and in the encoder alone."""
     one = Layout(ranks)
     cases = [(Case(name, one, one, cp), ALL) for name in FAMILIES for cp in (0, ranks)]
     cases += [(Case(name, one, one, ranks), ENCODER) for name in FAMILIES]
@@ -120,6 +128,54 @@ def _left_out(rank: int) -> tuple[float, float]:
         return found, run_step(models[1], plan, documents, world, backward=False).loss
 
 
+# ---- an adapter on the language model beside a tower and a projector that are trained or not
+
+NAME = "qwen3-vl"
+
+
+def beside(trained: str) -> Any:
+    """With adapters on the language model, in whose tower and projector this is trained."""
+    targets = r".*language_model\.layers.*\.(q_proj|v_proj|up_proj)"
+    model = drawn(peft.get_peft_model(tiny(NAME), peft.LoraConfig(r=4, target_modules=targets)))
+    freeze_images(model.get_base_model(), trained)  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def with_projector() -> Any:
+    model = tiny(NAME)
+    freeze_images(model, "projector")
+    return model
+
+
+def _part_error(rank: int, make: Callable[[], Any], answer: Answer, folder: Path | None) -> float:
+    return step_error(Case(NAME, Layout(2), Layout(2), 2), answer, make, folder=folder, of_adapters=False)
+
+
+@pytest.mark.whole
+def test_a_frozen_tower_under_a_trained_projector() -> None:
+    answer = answer_of(NAME, trained=partial(freeze_images, trained="projector"))
+    assert not any(".blocks." in name for name in answer.gradients)
+    assert max(run_ranks(_part_error, 2, with_projector, answer, None)) < BOUND
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("trained", ["none", "projector", "all"])
+def test_adapters_beside_images(trained: str, tmp_path: Path) -> None:
+    answer = answer_of(NAME, make=lambda: beside(trained).get_base_model())
+    others = [name for name in answer.gradients if "lora_" not in name]
+    assert len(answer.gradients) > len(others) and bool(others) == (trained != "none")
+    assert all("merger" in name for name in others) or trained == "all"
+    assert max(run_ranks(_part_error, 2, partial(beside, trained), answer, tmp_path / "adapter")) < BOUND
+    loaded = peft.PeftModel.from_pretrained(tiny(NAME), str(tmp_path / "adapter"), torch_device="cpu")
+    saved = dict(beside(trained).get_base_model().named_parameters())
+    for name, x in loaded.get_base_model().named_parameters():
+        if "lora_" in name or ".modules_to_save." in name:
+            assert torch.equal(x, saved[name.replace(".modules_to_save.default", "")]), name
+
+
+# ---- without an adapter, and where adapters are
+
+
 @pytest.mark.whole
 def test_an_encoders_adapter_is_left_out_too() -> None:
     ((found, bare),) = run_ranks(_left_out, 1, timeout=60)
@@ -130,13 +186,11 @@ def test_an_encoders_adapter_is_left_out_too() -> None:
 def test_where_adapters_are() -> None:
     assert PARTS == AS_CONFIGURED
     for parts in (ALL, ENCODER, (TOWER,), (PROJECTOR,), (LANGUAGE_MODEL,)):
-        names = {
-            name for name, p in adapted("qwen2.5-vl", parts).get_base_model().named_parameters() if p.requires_grad
-        }
-        found = {
-            LANGUAGE_MODEL if ".visual." not in name else PROJECTOR if ".merger." in name else TOWER for name in names
-        }
-        assert found == {*parts} and all(".lora_" in name for name in names)
+        model = adapted("qwen2.5-vl", parts).get_base_model()
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        of_images = {PROJECTOR if ".merger." in name else TOWER for name in names if ".visual." in name}
+        of_text = {LANGUAGE_MODEL for name in names if ".visual." not in name}
+        assert of_images | of_text == {*parts} and all(".lora_" in name for name in names)
     with pytest.raises(ModelError, match=r"'q_proj', which stands in the language_model .* add 'language_model' to"):
         add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=2, targets=("q_proj",), parts=(TOWER,)))
 

@@ -35,11 +35,6 @@ def masked(pixels: torch.Tensor) -> ImageInput:
     return ImageInput(pixels, fields={"pixel_attention_mask": torch.ones(pixels[:, 0].shape, dtype=torch.int32)})
 
 
-def among(count: int, value: float) -> ImageInput:
-    pixels = torch.full((1, 3, 4, 4), value)
-    return ImageInput(pixels, size=(4, 4), fields={"batch_num_images": torch.tensor([count])})
-
-
 def test_tiles_of_several_sizes_are_filled_up_where_a_mask_says_so() -> None:
     made = image_arguments(Masked(), [masked(WIDE), masked(TALL)], LIKE)
     pixels, mask = made["pixel_values"], made["pixel_attention_mask"]
@@ -73,9 +68,8 @@ def test_refused_by_name(case: str) -> None:
         image_arguments(model, inputs, LIKE)
 
 
-@pytest.mark.parametrize("kind", ["Mistral3", "LightOnOcr"])
+@pytest.mark.parametrize("kind", ["Mistral3", "LightOnOcr"])  # with Pixtral's tower
 def test_an_image_of_one_row_is_encoded_alone_as_among_others(kind: str) -> None:
-    """With Pixtral's tower, where transformers' own call fails for it alone."""
     vision = VIT | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4, "image_size": 16}
     text = TEXT | {"model_type": "mistral" if kind == "Mistral3" else "qwen3", "num_hidden_layers": 1}
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, image_token_id=IMAGE)
@@ -99,15 +93,16 @@ def test_an_image_of_one_row_is_encoded_alone_as_among_others(kind: str) -> None
     ("counts", "documents"), [((1, 1), [1, 1]), ((2, 1, 3, 1), [1, 1, 2]), ((3, 1), [1, 2]), ((2, 2, 2), [3])]
 )
 def test_images_alone_in_their_documents_come_first(counts: tuple[int, ...], documents: list[int]) -> None:
-    """LLaVA-OneVision cuts them alone into tiles; the rows of each image stand where the image does."""
-
     class Model(torch.nn.Module, Sized):
         def get_image_features(self, pixel_values: Any, image_sizes: Any, batch_num_images: Any, **_: Any) -> Any:  # type: ignore[override]
             assert batch_num_images.tolist() == documents
             rows = [pixels.mean().expand(i + 1, 1) for i, pixels in enumerate(pixel_values)]
             return type("Output", (), {"pooler_output": rows})
 
-    model, inputs = Model(), [among(count, float(value)) for value, count in enumerate(counts)]
+    fields = [{"batch_num_images": torch.tensor([count])} for count in counts]
+    pixels = [torch.full((1, 3, 4, 4), float(value)) for value in range(len(counts))]
+    inputs = [ImageInput(x, size=(4, 4), fields=of_image) for x, of_image in zip(pixels, fields, strict=True)]
+    model = Model()
     model.weight = torch.nn.Parameter(LIKE)
     order = encoding_order(inputs)
     (rows,) = encode_images(model, inputs)

@@ -10,13 +10,8 @@ from longspan.model.vision.image_tokens import ImageTokens, Video, VideoTokens, 
 from tests.model.vision.documents import raw
 from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
 
-ROWS = {
-    "llava-clip": 4,
-    "llava-siglip": 4,
-    "gemma3": 9,
-    "paligemma": 4,
-    "paligemma2": 4,
-}  # of every image; others by grid
+# of every image; others by grid
+ROWS = {"llava-clip": 4, "llava-siglip": 4, "gemma3": 9, "paligemma": 4, "paligemma2": 4}
 
 
 @pytest.mark.parametrize("name", here())
@@ -40,20 +35,27 @@ def test_positions_are_those_of_the_model(name: str) -> None:
         assert made is not None and np.array_equal(made, wanted[:, 0].numpy())
 
 
-def test_plain_positions() -> None:
-    assert image_tokens(config_of("llava-clip")).positions(np.array([1, 60, 60, 60, 60, 2]), np.zeros((1, 3))) is None
-
-
 def test_what_does_not_fit_is_named_with_both_counts() -> None:
-    tokens = image_tokens(config_of("qwen3-vl"))
-    with pytest.raises(
-        DataError, match=r"has 1 run of placeholders \(token id 60\) of \[8\] tokens, its 2 images make"
-    ):
+    assert image_tokens(config_of("llava-clip")).positions(np.array([1, 60, 60, 60, 60, 2]), np.zeros((1, 3))) is None
+    tokens, says = image_tokens(config_of("qwen3-vl")), r"1 run of placeholders \(token id {}\) of \[8\] tokens, its "
+    with pytest.raises(DataError, match="has " + says.format(60) + "2 images make"):
         tokens.positions(np.array([1, *[60] * 8, 2]), np.array([(1, 4, 4), (1, 4, 4)]))
     with pytest.raises(DataError, match=r"grid of patches \(1, 3, 4\); give \(t, h, w\), h and w multiples of 2"):
         tokens.rows((1, 3, 4))
     with pytest.raises(ModelError, match="Qwen3Config has no image_token_id and vision_config"):
         image_tokens(Qwen3Config())
+    videos = VideoTokens.of(config_of("qwen3-vl"))
+    assert videos.rows((3, 4, 6)) == [6, 6, 6]
+    with pytest.raises(DataError, match=says.format(59) + r"1 video make \[4, 4\]"):
+        videos.positions(np.array([1, *[VIDEO] * 8, 2]), np.zeros((0, 3)), [Video((2, 4, 4))])
+    with pytest.raises(DataError, match=r"a video has 20 patches and the grid \(2, 4, 4\), which is of 32"):
+        videos.inputs(torch.zeros(20, 24), (2, 4, 4))
+    with pytest.raises(ModelError, match="LlavaConfig is not of a model that takes videos by a video_token_id"):
+        VideoTokens.of(config_of("llava-clip"))
+    lacking = config_of("qwen3-vl")
+    lacking.video_token_id = 99  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ModelError, match="token id 99, and Qwen3VLConfig has 62 ids"):
+        VideoTokens.of(lacking)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
@@ -71,20 +73,3 @@ def test_positions_of_videos_are_those_of_the_model(name: str) -> None:
         wanted, _ = base.get_rope_index(ids, (ids == IMAGE).int() + 2 * (ids == VIDEO).int(), **media)
         made = videos.positions(document.ids, grids, document.clips)
         assert made is not None and np.array_equal(made, wanted[:, 0].numpy())
-
-
-def test_videos_that_do_not_fit_are_named_with_both_counts() -> None:
-    videos = VideoTokens.of(config_of("qwen3-vl"))
-    assert videos.rows((3, 4, 6)) == [6, 6, 6]
-    with pytest.raises(
-        DataError, match=r"1 run of placeholders \(token id 59\) of \[8\] tokens, its 1 video make \[4, 4\]"
-    ):
-        videos.positions(np.array([1, *[VIDEO] * 8, 2]), np.zeros((0, 3)), [Video((2, 4, 4))])
-    with pytest.raises(DataError, match=r"a video has 20 patches and the grid \(2, 4, 4\), which is of 32"):
-        videos.inputs(torch.zeros(20, 24), (2, 4, 4))
-    with pytest.raises(ModelError, match="LlavaConfig is not of a model that takes videos by a video_token_id"):
-        VideoTokens.of(config_of("llava-clip"))
-    lacking = config_of("qwen3-vl")
-    lacking.video_token_id = 99  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ModelError, match="token id 99, and Qwen3VLConfig has 62 ids"):
-        VideoTokens.of(lacking)

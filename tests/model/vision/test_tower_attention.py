@@ -25,7 +25,6 @@ MUTATIONS = {
 
 
 def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
-    """Rows of the images of six documents, and the gradient of every parameter, in float64."""
     with whole_float64():
         encoder = split_model(tiny(name)).encoder
         if packed:
@@ -37,7 +36,6 @@ def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
 
 
 def error(name: str) -> float:
-    """The largest difference from the stock tower, relative to the largest gradient."""
     stock, packed = encoded(name, packed=False), encoded(name, packed=True)
     assert stock.keys() == packed.keys()
     scale = {n: max(x.abs().max().item(), 1e-3) for n, x in stock.items()}
@@ -45,7 +43,6 @@ def error(name: str) -> float:
 
 
 def calls(name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each call of `attend` in one pass of a packed tower."""
     rows, attend = list[int](), image_encoder.attend
 
     def noted(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
