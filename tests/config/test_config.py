@@ -10,7 +10,10 @@ import torch
 from longspan.attention import PATTERNS
 from longspan.config.defaults import compute_dtype, resolve_defaults
 from longspan.config.file import config_keys, load_config, read_file, to_toml
-from longspan.config.sections import ModelConfig, RunConfig
+from longspan.config.keys import section_keys
+from longspan.config.plan_section import EvalConfig
+from longspan.config.reference import OFTEN, reference_page
+from longspan.config.sections import ModelConfig, RunConfig, SourceConfig
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
@@ -19,8 +22,10 @@ from longspan.plan.check import COMM_TYPES
 from longspan.run.checks import check_config, check_longest
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 from longspan.train.run_memory import full_plan
+from tests.train.small import value_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -29,37 +34,27 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+PINNED = {"model.preset": "qwen3-tiny", "model.dtype": "float32", "run.dir": "runs/first"}
+PINNED |= {"data.path": "stdlib", "data.tokenizer": "", "data.vocab_size": 2048, "data.max_document_tokens": 2048}
+PINNED |= {"data.eval_documents": "auto", "context.planner": "fixed", "context.context_parallel_size": 2}
+PINNED |= {"context.cp_comm_type": "p2p", "context.max_tokens_per_slot": 1024, "context.node_size": "auto"}
+PINNED |= {"context.hierarchical_context_parallel_sizes": 0, "context.eval_context_parallel_size": 4}
+PINNED |= {"context.eval_max_tokens_per_slot": 2048, "train.steps": 300, "train.tokens_per_step": 4096}
+PINNED |= {"train.lr": 6e-3, "train.seed": 0, "train.eval_every": 100, "train.save_every": 0}
+PINNED |= {"train.optimizer": "adamw"}
+
+
 def test_the_pinned_defaults() -> None:
     config = load_config()
-    assert (config.model.preset, config.model.dtype) == ("qwen3-tiny", "float32")
-    assert (config.data.path, config.data.tokenizer, config.data.vocab_size) == ("stdlib", "", 2048)
-    assert (config.data.max_document_tokens, config.data.eval_documents) == (2048, "auto")
-    assert (config.context.planner, config.context.context_parallel_size, config.context.cp_comm_type) == (
-        "fixed",
-        2,
-        "p2p",
-    )
-    assert (config.context.max_tokens_per_slot, config.context.node_size) == (1024, "auto")
-    assert config.context.hierarchical_context_parallel_sizes == 0
-    assert (config.context.evaluation.context_parallel_size, config.context.evaluation.max_tokens_per_slot) == (4, 2048)
-    assert (config.train.steps, config.train.tokens_per_step, config.train.lr, config.train.seed) == (
-        300,
-        4096,
-        6e-3,
-        0,
-    )
-    assert (config.train.eval_every, config.train.save_every, config.train.optimizer) == (100, 0, "adamw")
-    assert config.run.dir == "runs/first"
+    assert {key: value_of(config, key) for key in PINNED} == PINNED
 
 
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
-    of_any_model = replace(given.encoder, train="all")
-    model = replace(given.model, path="folder")
-    assert replace(given, model=model, encoder=of_any_model) == load_config(
-        EXAMPLES / "first.toml", {"model.path": "folder"}
-    ), "every key of the demo is in the file"
+    given = replace(given, model=replace(given.model, path="folder"), encoder=replace(given.encoder, train="all"))
+    all_keys = load_config(EXAMPLES / "first.toml", {"model.path": "folder"})
+    assert given == all_keys, "every key of the demo is in the file"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
@@ -68,28 +63,25 @@ def test_every_example_is_possible_on_four_ranks(path: Path) -> None:
     assert check_config(config, 4).slots == 4 // (config.parallel.tp * config.parallel.pp)
 
 
+CHANGED: dict[str, object] = {
+    "data.path": 'a "quoted" \\ päth\n\x7f',
+    "context.cp_comm_type": ["p2p", "all_gather"],
+    "context.hierarchical_context_parallel_sizes": 4,
+    "train.lr": 1e-05,
+    "train.weight_decay": 1,
+    "parallel.reshard_after_forward": False,
+    "train.betas": [0, 0.5],
+    "train.optimizer_arguments": ["amsgrad=true", 'x="a b"'],
+}
+
+
 def test_toml_there_and_back(tmp_path: Path) -> None:
-    changed = load_config(
-        None,
-        {
-            "data.path": 'a "quoted" \\ päth\n\x7f',
-            "context.cp_comm_type": ["p2p", "all_gather"],
-            "context.hierarchical_context_parallel_sizes": 4,
-            "train.lr": 1e-05,
-            "train.weight_decay": 1,
-            "parallel.reshard_after_forward": False,
-            "train.betas": [0, 0.5],
-            "train.optimizer_arguments": ["amsgrad=true", 'x="a b"'],
-        },
-    )
+    changed = load_config(None, CHANGED)
     assert load_config(written(tmp_path, to_toml(changed))) == changed
     assert changed.train.weight_decay == 1.0 and isinstance(changed.train.weight_decay, float)
-
-
-def test_true_and_false_of_what_became_a_choice(tmp_path: Path) -> None:
-    for word, choice in (("true", "full"), ("false", "none"), ('"selective"', "selective")):
-        (tmp_path / "a.toml").write_text(f"[train]\nactivation_checkpointing = {word}\n")
-        assert load_config(tmp_path / "a.toml").train.activation_checkpointing == choice
+    for word, choice in (("true", "full"), ("false", "none"), ('"selective"', "selective")):  # what became a choice
+        text = f"[train]\nactivation_checkpointing = {word}\n"
+        assert load_config(written(tmp_path, text)).train.activation_checkpointing == choice
 
 
 def test_keys_are_those_of_the_dataclasses() -> None:
@@ -98,6 +90,7 @@ def test_keys_are_those_of_the_dataclasses() -> None:
 
 
 READ = [
+    ('[data]\nread = "rows"\n[train]\nsteps = 3', r"unknown key data.read in .*config.toml: "),  # of an early version
     ("[trian]\nsteps = 1", r"unknown section \[trian\] in .*config.toml: did you mean 'train'"),
     ("[train]\nstep = 1", r"unknown key train.step in .*config.toml: did you mean 'train.steps'"),
     ("[train]\nmax_tokens_per_slot = 1", r"unknown key train.max_tokens_per_slot .*'context.max_tokens_per_slot'"),
@@ -118,6 +111,12 @@ READ = [
     ("[context]\npartition = 'striped'", r"context.partition is 'striped' .* 'zigzag', 'contiguous'"),
     ("[parallel]\nsequence_parallel = 1", r"true or false"),
     ("[train\nsteps = 1", r"is not TOML: .*line 1"),
+    ('[[eval]]\nname = "books"\npth = "x"', r"unknown key eval.books.pth in .*: did you mean 'path'"),
+    ('[[eval]]\neval_planner = "fixed"', r"unknown key eval.1.eval_planner in .*: did you mean 'planner'"),
+    ('[[eval]]\nname = "books"\nevery = "often"', r"eval.books.every is 'often' in .*; it must be an integer"),
+    ('[eval]\nname = "books"', r"evaluation sets are tables of an array: write \[\[eval\]\]"),
+    ("eval = 3", r"eval is 3 in .*write \[\[eval\]\]"),
+    ('[[evals]]\nname = "books"', r"unknown section \[evals\] .*did you mean 'eval'"),
 ]
 
 
@@ -125,14 +124,6 @@ READ = [
 def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(written(tmp_path, text))
-
-
-def test_files_of_before_the_first_release_are_refused_by_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unknown key data.read in .*config.toml: "):
-        load_config(written(tmp_path, '[data]\nread = "rows"\n[train]\nsteps = 3'))
-    both = '[model]\npath = "x"\npreset = "qwen3-tiny"\n[train]\nlr = 1e-5\n'
-    with pytest.raises(ConfigError, match=r"model.path = 'x' and model.preset = 'qwen3-tiny' name more than one model"):
-        check_config(load_config(written(tmp_path, both)), 2)
 
 
 def test_all_that_is_wrong_in_a_file_is_named_at_once(tmp_path: Path) -> None:
@@ -159,128 +150,119 @@ def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
 
 ONE = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
 MOE = {"model.preset": "qwen3-moe-tiny"}
+DYNAMIC = {"context.planner": "dynamic", "context.eval_context_parallel_size": 1}
+OFFLOADED = {"train.offload_activations": True}
+LEAST, SIZES = "context.min_dynamic_context_parallel_size", "context.hierarchical_context_parallel_sizes"
 
-IMPOSSIBLE = [
-    (4, {"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
-    (4, {"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
-    (4, {"train.lr": float("nan")}, r"train.lr is nan"),
-    (4, {"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
-    (4, {"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
+BOOKS = {"name": "books", "path": "books"}
+IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
+    ({"train.steps": 0}, r"train.steps is 0; it must be at least 1"),
+    ({"train.lr": 0.0}, r"train.lr is 0.0; it must be above 0"),
+    ({"train.lr": float("nan")}, r"train.lr is nan"),
+    ({"train.weight_decay": float("inf")}, r"train.weight_decay is inf"),
+    ({"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
     (
-        4,
         {"model.compute_dtype": "float64"},
-        r'is "float64" and model.dtype is "float32": float64 has 53 significant bits, .* in float32 24, .* use '
-        r"model.dtype = \"float64\", or model.compute_dtype = 'float32' or 'bfloat16'",
+        r'float64 has 53 .* in float32 24, .* use model.dtype = "float64", or model.com',
     ),
+    ({"model.compute_dtype": "bfloat16", "model.dtype": "float64"}, r'bfloat16 has 8 .* use model.dtype = "float32"'),
+    ({"train.betas": (0.9, 1.0)}, r"train.betas is \[0.9, 1.0\]; both must be at least 0 and below 1"),
+    ({"train.optimizer": "sgd", "train.betas": (0.8, 0.9)}, r'a key of adamw, and .* \'sgd\'; give "betas=…"'),
+    ({"train.optimizer": "adam"}, r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"),
+    ({"train.optimizer_arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
+    ({"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
+    ({"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
+    ({"train.stochastic_rounding": True}, r'in bfloat16, and model.dtype is "float32"; leave it out'),
+    ({"train.float8": "rows", "model.dtype": "float64"}, r'train.float8 is "rows", next to arithmetic in bfloat16, an'),
+    ({"train.float8": "rows", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
+    ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
+    ({"train.decay_steps": 5}, r'train.decay_steps is 5 and train.schedule is "cosine"'),
+    ({"train.seed": -1}, r"train.seed is -1"),
+    ({"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
+    ({"data.max_document_tokens": 1}, r"predicts nothing"),
+    ({"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
+    ({"run.dir": ""}, r"run.dir is empty"),
+    ({"run.save_on": ["USR1"]}, r"run.save_on has 'USR1'; it may have SIGHUP, SIGUSR1, SIGUSR2 \(SIGINT and SIGT"),
+    ({"run.save_on": ["SIGUSR1", "SIGTERM"]}, r"run.save_on has 'SIGTERM'; it may have SIGHUP, SIGUSR1, SIGUSR2"),
+    ({"run.stopped_status": 256}, r"run.stopped_status is 256; it must be at least 0, at most 255"),
+    ({"train.save_minutes": -1.0}, r"train.save_minutes is -1.0; it must be at least 0"),
+    ({"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
+    ({"model.preset": "llama-tiny", "model.path": "x"}, r"model.path = 'x' and model.preset = 'llama-tiny' name more"),
+    ({"model.config": "y", "model.path": "x"}, r"model.path = 'x' and model.config = 'y' name more than one model"),
+    ({"model.rope_scaling": "dynamic"}, r'"dynamic", which chooses frequencies by the longest position .* use "yarn"'),
+    ({"model.rope_scaling": "yarm"}, r"model.rope_scaling is 'yarm'; did you mean 'yarn'"),
+    ({"model.rope_factor": 2.0}, r"model.rope_factor is 2 and model.rope_scaling is empty"),
+    ({"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
+    ({"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
+    ({"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
+    ({"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
+    ({"context.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
+    ({"context.eval_planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
+    ({"context.cp_comm_type": "a2a+p2p", SIZES: (4, 2)}, rf"^{SIZES} \(4, 2\) multiply to 8, but the group has"),
+    ({"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
+    ({"context.planner": "pad"}, r"context.planner is 'pad'; did you mean 'padded'\?, or a function of your own"),
+    ({"context.eval_planner": "dynamc"}, r"context.eval_planner is 'dynamc'; did you mean 'dynamic'"),
+    ({"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
+    ({"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
+    ({"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
+    ({"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
+    ({"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
+    ({"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
+    (OFFLOADED | {"train.activation_checkpointing": "none"}, r'checkpointing is "none"; use "full" or "selective"'),
+    (OFFLOADED | {"train.memory": "none"}, r'"auto", which is "none" under train.memory "none"; use "full"'),
+    ({"parallel.pp": 2, "context.eval_context_parallel_size": 4}, r"size 4 does not divide 2 slots .*pp 2"),
+    ({"parallel.vpp": 2}, r"parallel.vpp is 2"),
+    (ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),
+    (ONE | {"parallel.pp": 4}, r"pp 4 x parallel.vpp 1 make 4 pipeline stages, .*'qwen3-tiny' has 2 layers"),
+    (ONE | {"parallel.pp": 2, "parallel.vpp": 2}, r"pp 2 x parallel.vpp 2 make 4 pipeline stages, .* 2 layers"),
+    ({"parallel.ep": 2}, r"parallel.ep 2 deals out experts, there are none of model.preset 'qwen3-tiny'"),
+    ({"train.router_z_loss": 0.1}, r"train.router_z_loss is 0.1, and model.preset 'qwen3-tiny' has no routers"),
+    ({"train.router_balance_loss": -0.5}, r"train.router_balance_loss is -0.5; it must be at least 0, or -1"),
+    ({"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
+    ({"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
+    ({"parallel.sequence_parallel": True}, r"sequence_parallel is true: .* parallel.tp is 1"),
+    ({"eval": [{"path": "a"}]}, r"table 1 of \[\[eval\]\] has name = ''; give one of letters"),
+    ({"eval": [BOOKS, {"name": "a/b", "path": "a"}]}, r"table 2 of \[\[eval\]\] has name = 'a/b'"),
+    ({"eval": [{"name": "books"}]}, r"eval.books.path is empty"),
+    ({"eval": [BOOKS, BOOKS | {"path": "b"}]}, r"2 of 2 tables \[\[eval\]\] have name = 'books'"),
     (
-        4,
-        {"model.compute_dtype": "bfloat16", "model.dtype": "float64"},
-        r'bfloat16 has 8 .* use model.dtype = "float32"',
+        {"eval": [BOOKS | {"context_parallel_size": 3}]},
+        r"eval.books.context_parallel_size 3 does not divide 4 .*1 or 2 or 4",
     ),
-    (4, {"train.betas": (0.9, 1.0)}, r"train.betas is \[0.9, 1.0\]; both must be at least 0 and below 1"),
-    (4, {"train.optimizer": "sgd", "train.betas": (0.8, 0.9)}, r'a key of adamw, and .* \'sgd\'; give "betas=…"'),
-    (4, {"train.optimizer": "adam"}, r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"),
-    (4, {"train.optimizer_arguments": ("foo=1",)}, r"'adamw' has no argument 'foo'; known: betas, eps, amsgrad"),
-    (4, {"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
-    (4, {"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
-    (4, {"train.stochastic_rounding": True}, r'in bfloat16, and model.dtype is "float32"; leave it out'),
+    ({"eval": [BOOKS | {"cp_comm_type": "ring"}]}, r"eval.books.cp_comm_type is 'ring'"),
     (
-        4,
-        {"train.float8": "rows", "model.dtype": "float64"},
-        r'train.float8 is "rows", next to arithmetic in bfloat16, an',
+        {"eval": [BOOKS | {"max_tokens_per_slot": 8}]},
+        r"eval.books.max_tokens_per_slot 8 do not suit eval.books.max_document_tok",
     ),
-    (4, {"train.float8": "rows", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
-    (4, {"train.float8": "tensor"}, r"train.float8 is 'tensor'"),
-    (4, {"train.decay_steps": 5}, r'train.decay_steps is 5 and train.schedule is "cosine"'),
-    (4, {"train.seed": -1}, r"train.seed is -1"),
-    (4, {"data.vocab_size": 256}, r"data.vocab_size is 256; it must be at least 257"),
-    (4, {"data.max_document_tokens": 1}, r"predicts nothing"),
-    (4, {"run.timeout_seconds": 0.0}, r"run.timeout_seconds is 0.0"),
-    (4, {"run.dir": ""}, r"run.dir is empty"),
-    (4, {"run.save_on": ["USR1"]}, r"run.save_on has 'USR1'; it may have SIGHUP, SIGUSR1, SIGUSR2 \(SIGINT and SIGT"),
-    (4, {"run.save_on": ["SIGUSR1", "SIGTERM"]}, r"run.save_on has 'SIGTERM'; it may have SIGHUP, SIGUSR1, SIGUSR2"),
-    (4, {"run.stopped_status": 256}, r"run.stopped_status is 256; it must be at least 0, at most 255"),
-    (4, {"train.save_minutes": -1.0}, r"train.save_minutes is -1.0; it must be at least 0"),
-    (4, {"model.preset": "qwen-tiny"}, r"model.preset is 'qwen-tiny'; did you mean 'qwen3-tiny'"),
+    ({"eval": [BOOKS | {"max_tokens_per_slot": "most"}]}, r"eval.books.max_tokens_per_slot is 'most'; .*or \"auto\""),
+    ({"eval": [BOOKS | {"every": -2}]}, r"eval.books.every is -2; it must be at least 0"),
+    ({"eval": [BOOKS | {"max_document_tokens": 1}]}, r"eval.books.max_document_tokens is 1; a document of one token"),
     (
-        4,
-        {"model.preset": "llama-tiny", "model.path": "x"},
-        r"model.path = 'x' and model.preset = 'llama-tiny' name more",
+        {"eval": [BOOKS | {"metrics": ["accuracy"]}]},
+        r"eval.books.metrics has 'accuracy'; give a function with its module",
     ),
-    (4, {"model.config": "y", "model.path": "x"}, r"model.path = 'x' and model.config = 'y' name more than one model"),
-    (
-        4,
-        {"model.rope_scaling": "dynamic"},
-        r'"dynamic", which chooses frequencies by the longest position .* use "yarn"',
-    ),
-    (4, {"model.rope_scaling": "yarm"}, r"model.rope_scaling is 'yarm'; did you mean 'yarn'"),
-    (4, {"model.rope_factor": 2.0}, r"model.rope_factor is 2 and model.rope_scaling is empty"),
-    (4, {"model.rope_scaling": "yarn", "model.rope_factor": 0.5}, r"model.rope_factor is 0.5; it must be above 1"),
-    (4, {"context.context_parallel_size": 3}, r"context.context_parallel_size 3 does not divide 4 slots \(4 ranks"),
+]
+ON_OTHER_RANKS = [
+    (3, {"parallel.tp": 2}, r"3 ranks are not divisible by tp 2 x pp 1"),
     (3, {}, r"context_parallel_size 2 does not divide 3 slots .*use 1 or 3, or start a multiple of 2 processes"),
     (2, {}, r"context.eval_context_parallel_size 4 does not divide 2 slots"),
     (1, {}, r"context_parallel_size 2 does not divide 1 slot .*--world 2"),
-    (4, {"context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512 .*max_document_tokens 2048 .*2048.*1024"),
-    (4, {"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
     (
         1,
-        {"context.planner": "dynamic", "context.eval_context_parallel_size": 1},
-        r"^context.max_tokens_per_slot 1024 does not suit data.max_document_tokens 2048 on 1 rank: .* of more slots",
+        DYNAMIC,
+        r"^context.max_tokens_per_slot 1024 does not suit data.max_document_tokens 2048 on 1 rank: .* of more",
     ),
-    (
-        4,
-        {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 5},
-        r"^context.min_dynamic_context_parallel_size 5 is above the 4 slots; use at most 4$",
-    ),
-    (
-        4,
-        {"context.eval_planner": "dynamic", "context.min_dynamic_context_parallel_size": 5},
-        r"^context.min_dynamic_context_parallel_size 5 is above the 4 slots; use at most 4$",
-    ),
-    (
-        4,
-        {"context.cp_comm_type": "a2a+p2p", "context.hierarchical_context_parallel_sizes": (4, 2)},
-        r"^context.hierarchical_context_parallel_sizes \(4, 2\) multiply to 8, but the group has",
-    ),
-    (4, {"context.planner": "padded", "context.max_tokens_per_slot": 512}, r"max_tokens_per_slot 512"),
-    (4, {"context.planner": "pad"}, r"context.planner is 'pad'; did you mean 'padded'\?, or a function of your own"),
-    (4, {"context.eval_planner": "dynamc"}, r"context.eval_planner is 'dynamc'; did you mean 'dynamic'"),
-    (4, {"context.cp_comm_type": "ring"}, r"context.cp_comm_type is 'ring'; known: p2p"),
-    (4, {"context.cp_comm_type": ("p2p", "al_gather")}, r"'al_gather'; did you mean 'all_gather'"),
-    (4, {"context.attention_kernel": "fa5"}, r"context.attention_kernel is 'fa5'; did you mean 'fa4'"),
-    (4, {"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
-    (4, {"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
-    (4, {"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
-    (4, {"train.min_lr_ratio": 1.5}, r"train.min_lr_ratio is 1.5; it must be at least 0, at most 1"),
-    (
-        4,
-        {"train.offload_activations": True, "train.activation_checkpointing": "none"},
-        'train.activation_checkpointing is "none"; use "full" or "selective"',
-    ),
-    (
-        4,
-        {"train.offload_activations": True, "train.memory": "none"},
-        r'train.offload_activations is true: .* "auto", which is "none" under train.memory "none"; use "full"',
-    ),
-    (4, {"parallel.pp": 2, "context.eval_context_parallel_size": 4}, r"size 4 does not divide 2 slots .*pp 2"),
-    (4, {"parallel.vpp": 2}, r"parallel.vpp is 2"),
-    (4, ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),
-    (4, ONE | {"parallel.pp": 4}, r"pp 4 x parallel.vpp 1 make 4 pipeline stages, .*'qwen3-tiny' has 2 layers"),
-    (4, ONE | {"parallel.pp": 2, "parallel.vpp": 2}, r"pp 2 x parallel.vpp 2 make 4 pipeline stages, .* 2 layers"),
     (8, ONE | {"parallel.tp": 8}, r"parallel.tp 8 does not divide the 4 key/value heads .*; use 1 or 2 or 4"),
-    (4, {"parallel.ep": 2}, r"parallel.ep 2 deals out experts, there are none of model.preset 'qwen3-tiny'"),
     (3, ONE | MOE | {"parallel.ep": 3}, r"parallel.ep 3 does not divide the 8 experts of .*'qwen3-moe-tiny'"),
-    (4, {"train.router_z_loss": 0.1}, r"train.router_z_loss is 0.1, and model.preset 'qwen3-tiny' has no routers"),
-    (4, {"train.router_balance_loss": -0.5}, r"train.router_balance_loss is -0.5; it must be at least 0, or -1"),
-    (4, {"train.router_z_loss": -1.0}, r"train.router_z_loss is -1.0"),
-    (4, {"parallel.ep": 4, "parallel.dp_replicate": 2}, r"parallel.ep 4 does not divide the 2 slots of each"),
-    (4, {"parallel.sequence_parallel": True}, r"sequence_parallel is true: .* parallel.tp is 1"),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "values", "message"), IMPOSSIBLE, ids=[f"{r} {v}" for r, v, _ in IMPOSSIBLE])
+ALL = [*((4, *case) for case in IMPOSSIBLE), *ON_OTHER_RANKS]
+
+
+@pytest.mark.parametrize(("ranks", "values", "message"), ALL, ids=[f"{r} {v}" for r, v, _ in ALL])
 def test_values_that_are_impossible_here(ranks: int, values: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(LayoutError if "not divisible" in message else ConfigError, match=message):
         check_config(load_config(None, values), ranks)
 
 
@@ -291,24 +273,20 @@ def test_what_a_run_computes_in() -> None:
     assert compute_dtype(ModelConfig(compute_dtype="float32"), "cuda") == torch.float32
 
 
-def test_ranks_that_the_degrees_do_not_divide() -> None:
-    with pytest.raises(LayoutError, match=r"3 ranks are not divisible by tp 2 x pp 1"):
-        check_config(load_config(None, {"parallel.tp": 2}), 3)
-
-
-def test_a_run_without_evaluation_needs_no_degree_for_it() -> None:
-    assert check_config(load_config(None, ONE), 1).slots == 1
-
-
 def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
     config = load_config(None, {"data.max_document_tokens": 0})
     home = check_config(config, 4)
     check_longest(config, home, 2048, "a.txt")
-    too_long = (
-        r"longest document \(2049 tokens, of a.txt\) on 4 ranks: .*2048.* It needs 513 rows of each of all 4 slots"
-    )
-    with pytest.raises(ConfigError, match=too_long + r" \(context.context_parallel_size = 4 or context.planner = "):
+    too_long = r"\(2049 tokens, of a.txt\) on 4 ranks: .*2048.* It needs 513 rows of each of all 4 slots \(context.cont"
+    with pytest.raises(ConfigError, match=too_long + r"ext_parallel_size = 4 or context.planner = "):
         check_longest(config, home, 2049, "a.txt")
+
+
+def test_plans_keep_to_the_nodes_of_the_keys() -> None:
+    keys = {"context.planner": "dynamic", "context.node_size": 2, "context.max_tokens_per_slot": 34}
+    plan = PlanChoice.training(load_config(None, keys | {"data.max_document_tokens": 64})).plan((34, 60, 34), Layout(4))
+    groups = [group.slots for batch in plan.micro_batches for group in batch.groups]
+    assert plan.node_size == 2 and {*groups} in ({(0,), (1,), (2, 3)}, {(2,), (3,), (0, 1)})
 
 
 def test_the_types_of_a_plan_are_those_that_attention_has() -> None:
@@ -332,7 +310,6 @@ def test_levels_follow_the_degree_that_is_compared() -> None:
 
 @pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
 def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
-    """In training, in evaluation and in a set, each at its own degree: exchanges inside hosts of 8 slots."""
     own = {"cp_comm_type": "a2a+p2p", "planner": planner, "max_tokens_per_slot": 1024}
     own |= {"context_parallel_size": 16}
     given = {f"context.{prefix}{key}": value for key, value in own.items() for prefix in ("", "eval_")}
@@ -345,40 +322,56 @@ def test_without_sizes_each_group_has_the_best_ones(planner: str) -> None:
         assert {(g.degree, g.hierarchical_context_parallel_sizes) for g in groups} == {(cp, (8, cp // 8))}
 
 
-def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_is_read() -> None:
-    wide = {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16}
-    with pytest.raises(
-        ConfigError,
-        match=r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4 or 8",
-    ):
-        check_config(load_config(None, wide), 16)
-    evaluated = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 4}
-    with pytest.raises(
-        ConfigError, match=r"context.eval_cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots"
-    ):
-        check_config(load_config(None, evaluated | {"parallel.tp": 2, "context.eval_context_parallel_size": 8}), 16)
-    dynamic = {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 128}
-    with pytest.raises(ConfigError, match="which the heads limit to cp 8"):
-        check_config(load_config(None, dynamic), 16)
-    config = load_config(None, evaluated | {"model.path": "folder", "train.lr": 1e-5})
-    with pytest.raises(ConfigError, match="deals 6 query heads to the 4 slots"):
-        check_longest(config, check_config(config, 4), 100, "a.txt", 6)
+A2A = {"context.cp_comm_type": "a2a", "context.planner": "dynamic"}
+EVALUATED = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_size": 8}
+HEADS = [  # on 16 ranks
+    (
+        {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16},
+        r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4 or 8",
+    ),
+    (
+        EVALUATED | {"parallel.tp": 2},
+        r"context.eval_cp_comm_type 'a2a' .* 4 query heads \(of each rank, 8 / tp 2\) to the 8 slots",
+    ),
+    (A2A | {"context.max_tokens_per_slot": 128}, "which the heads limit to cp 8"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), HEADS)
+def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_is_read(
+    keys: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(load_config(None, keys), 16)
+    config = load_config(None, EVALUATED | {"model.path": "folder", "train.lr": 1e-5})
+    with pytest.raises(ConfigError, match="deals 6 query heads to the 8 slots"):
+        check_longest(config, check_config(config, 8), 100, "a.txt", 6)
 
 
 def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed() -> None:
-    config = load_config(
-        None, {"context.eval_cp_comm_type": "a2a", "context.cp_comm_type": "a2a", "context.planner": "dynamic"}
-    )
+    config = load_config(None, A2A | {"context.eval_cp_comm_type": "a2a"})
     home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
     assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
     assert {len(group.slots) for group in full_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
 
 
 def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:
-    config = load_config(
-        None, {"context.cp_comm_type": "a2a", "context.planner": "dynamic", "context.max_tokens_per_slot": 300}
-    )
+    config = load_config(None, A2A | {"context.max_tokens_per_slot": 300})
     order = StepOrder(np.full(40, 800), tokens_per_step=4000, seed=3, eval_documents=0)
     with plan_steps(PlanChoice.training(config, cost=Cost(), heads=8), order, Layout(6), ahead=2) as plans:
         groups = [group for batch in plans.plan(0).micro_batches for group in batch.groups]
     assert {group.degree for group in groups} <= {1, 2, 4}
+
+
+def test_the_page_is_made_from_the_sections() -> None:
+    command = "python -m longspan.config.reference docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == reference_page(), f"run: {command}"
+
+
+def test_every_key_has_a_row_with_its_default_and_its_text() -> None:
+    rows = [line for line in reference_page().splitlines() if line.startswith("| `")]
+    rest = [key.partition(".")[2] for key in config_keys() if key not in OFTEN]
+    rest += [key.name for kind in (SourceConfig, EvalConfig) for key in section_keys(kind)]
+    assert [row.split("`")[1] for row in rows] == [*OFTEN, *rest] and len(OFTEN) == 12
+    (rate,) = (row for row in rows if "`min_lr_ratio`" in row)
+    assert rate.split(" | ")[1:3] == ["a number, at least 0, at most 1", "`0.1`"]

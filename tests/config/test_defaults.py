@@ -1,19 +1,25 @@
-"""What keys mean that were not given: the demo's values with a tiny preset, otherwise those of one's own model."""
+"""What keys mean that were not given: the demo's, those of one's own model, of evaluation and of an evaluation set."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.config.defaults import resolve_defaults, set_steps, settings_text, warn_about_updates
 from longspan.config.file import load_config, to_toml
-from longspan.config.keys import NOT_GIVEN
-from longspan.config.plan_section import ContextConfig
-from longspan.config.sections import ParallelConfig, RunConfig
+from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
+from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
+from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
+from longspan.plan.micro_batch import level_sizes
 from longspan.run.checks import check_config
+from longspan.train.plans import PlanChoice
 from tests.train.small import value_of
 
+BOOKS = {"name": "books", "path": "books"}
 OWN = {"model.path": "folder", "train.lr": 1e-5}
 
 
@@ -43,9 +49,9 @@ def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
     assert values(*keys, data__max_document_tokens=5, context__max_tokens_per_slot=0) == [5, 0, 1]
 
 
-@pytest.mark.parametrize("given", [{}, OWN], ids=["demo", "own"])
-def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> None:
-    config = load_config(None, given)
+@pytest.mark.parametrize("keys", [{}, OWN], ids=["demo", "own"])
+def test_every_value_is_known_afterwards_and_stays(keys: dict[str, Any]) -> None:
+    config = load_config(None, keys)
     assert resolve_defaults(config) == config and f" = {NOT_GIVEN}\n" not in to_toml(config)
     assert check_config(config, 4).slots == 4
 
@@ -53,29 +59,14 @@ def test_every_value_is_known_afterwards_and_stays(given: dict[str, Any]) -> Non
 EVAL = ("eval_planner", "eval_context_parallel_size", "eval_cp_comm_type", "partition", "eval_max_tokens_per_slot")
 SIZES = "hierarchical_context_parallel_sizes"
 FOLLOWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
-    "training": ({"context_parallel_size": 4}, ["fixed", 4, "auto", "zigzag", "auto", 0]),
     "all of it": (
         {"context_parallel_size": 2, "cp_comm_type": ("a2a", "p2p"), "partition": "contiguous", "planner": "padded"}
         | {"max_tokens_per_slot": 99, SIZES: (2, 1)},
         ["padded", 2, ("a2a", "p2p"), "contiguous", 99, (2, 1)],
     ),
-    "dynamic": ({"planner": "dynamic", SIZES: 4}, ["dynamic", 1, "auto", "zigzag", "auto", 4]),
     "a degree of dynamic": (
         {"planner": "dynamic", SIZES: 4, "eval_context_parallel_size": 2},
         ["fixed", 2, "auto", "zigzag", "auto", (2, 1)],
-    ),
-    "one degree beside dynamic plans": (
-        {"planner": "dynamic", "context_parallel_size": 8, "eval_planner": "fixed", "eval_cp_comm_type": "a2a+p2p"},
-        ["fixed", 8, "a2a+p2p", "zigzag", "auto", 0],
-    ),
-    "another degree": (
-        {"context_parallel_size": 4, "eval_context_parallel_size": 8, "max_tokens_per_slot": 64, SIZES: (2, 2)},
-        ["fixed", 8, "auto", "zigzag", 64, (2, 4)],
-    ),
-    "0": ({"context_parallel_size": 4, "eval_context_parallel_size": 0}, ["fixed", 4, "auto", "zigzag", "auto", 0]),
-    "auto": (
-        {"max_tokens_per_slot": 64, "eval_max_tokens_per_slot": "auto"},
-        ["fixed", 1, "auto", "zigzag", 64, 0],
     ),
     "what is given": (
         {"eval_planner": "dynamic", "eval_cp_comm_type": "a2a", "partition": "contiguous"}
@@ -132,8 +123,144 @@ def test_a_line_for_each_section_says_what_a_run_does() -> None:
         "evaluation: eval_context_parallel_size = 4"
     )
     assert settings_text(load_config(None, OWN)).endswith("\nevaluation: as in training")
-
-
-def test_what_was_not_resolved_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is -1; it must be at least"):
+    with pytest.raises(ConfigError, match="is -1; it must be at least"):  # what was not resolved
         check_config(RunConfig(train=load_config().train), 4)
+
+
+def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:
+    given = {key.replace("__", "."): value for key, value in keys.items()}
+    return load_config(None, given | {"eval": [BOOKS | table]}).eval[0]
+
+
+def test_a_set_has_the_keys_of_evaluation_without_their_prefix() -> None:
+    plan = [key.name for key in section_keys(PlanSection)]
+    of_context = [key.name for key in section_keys(ContextConfig)]
+    assert [key for key in of_context if key.startswith("eval_")] == [f"eval_{key}" for key in plan]
+    assert of_context[: len(plan)] == plan and set(plan) <= {key.name for key in section_keys(EvalConfig)}
+
+
+def test_what_is_not_given_is_as_for_the_held_out_documents() -> None:
+    changes = {"context__eval_cp_comm_type": "a2a", "context__eval_max_tokens_per_slot": 99, "train__eval_every": 7}
+    changes |= {"train__eval_metrics": ("a.b",)}
+    inherited = entry({}, **changes, data__max_document_tokens=77)
+    plan: dict[str, Any] = {"planner": "fixed", "context_parallel_size": 4, "cp_comm_type": "a2a"}
+    plan |= {"max_tokens_per_slot": 99, "hierarchical_context_parallel_sizes": 0}
+    assert inherited == EvalConfig(**BOOKS, max_document_tokens=77, every=7, metrics=("a.b",), **plan)
+
+
+@pytest.mark.parametrize(
+    ("table", "keys", "values"),
+    [
+        ({"context_parallel_size": 8}, {}, ("fixed", 8, (2, 4), 2048)),
+        ({"context_parallel_size": 0}, {}, ("fixed", 2, (2, 1), 2048)),
+        ({"context_parallel_size": 2}, {"context__eval_planner": "dynamic"}, ("fixed", 2, (2, 1), 2048)),
+        ({"planner": "dynamic"}, {}, ("dynamic", 4, (2, 2), 2048)),
+        ({"max_tokens_per_slot": "auto"}, {}, ("fixed", 4, (2, 2), 1024)),
+        ({"hierarchical_context_parallel_sizes": [4, 2]}, {}, ("fixed", 4, (4, 2), 2048)),
+        ({"context_parallel_size": "auto"}, {"context__eval_planner": "dynamic"}, ("fixed", "auto", (2, 2), 2048)),
+    ],
+)
+def test_a_degree_alone_changes_the_degree(table: Any, keys: dict[str, Any], values: tuple[object, ...]) -> None:
+    made = entry(table, context__hierarchical_context_parallel_sizes=(2, 2), **keys)
+    assert (made.planner, made.context_parallel_size) == values[:2]
+    assert (made.hierarchical_context_parallel_sizes, made.max_tokens_per_slot) == values[2:]
+
+
+def test_toml_there_and_back_and_nothing_is_left_open(tmp_path: Path) -> None:
+    other = {"name": "code.2", "path": 'a "b"', "every": 0, "metrics": ["m.f"], "cp_comm_type": ["p2p", "a2a"]}
+    tables = [BOOKS, other]
+    config = load_config(None, {"eval": tables})
+    (tmp_path / "a.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "a.toml") == config == resolve_defaults(config)
+    (tmp_path / "b.toml").write_text('[[eval]]\nname = "books"\npath = "books"\n[train]\neval_every = 3\n')
+    assert load_config(tmp_path / "b.toml").eval[0].every == 3
+
+
+def test_plans_of_a_set_are_its_own() -> None:
+    config = load_config(None, {"eval": [BOOKS | {"context_parallel_size": 2}]})
+    home = check_config(config, 4)
+    plans = [PlanChoice.evaluation(config, entry).plan((600, 40), home) for entry in (None, *config.eval)]
+    assert [{group.degree for batch in plan.micro_batches for group in batch.groups} for plan in plans] == [{4}, {2}]
+
+
+def test_a_set_of_version_0_2_is_read_and_one_of_its_gone_keys_is_refused() -> None:
+    gone = {"passkey_lengths": [], "passkey_depths": [0.0, 0.25, 0.5, 0.75, 1.0], "passkey_samples": 4}
+    assert entry(gone) == entry({})
+    with pytest.raises(ConfigError, match=r"unknown key eval\.books\.passkey_samples"):
+        entry(gone | {"passkey_samples": 8})
+
+
+KEYS = tuple(key.name for key in fields(PlanSection))
+LEVELS = st.sampled_from([0, 2, 4, (1, 1), (2, 1), (2, 2), (4, 2)])
+VALUES: dict[str, Any] = {
+    "planner": st.sampled_from(["fixed", "padded", "dynamic"]),
+    "max_tokens_per_slot": st.sampled_from([0, 64, 600, AUTO]),
+    "cp_comm_type": st.sampled_from(["p2p", "a2a", "a2a+p2p", ("p2p", "a2a")]),
+    "hierarchical_context_parallel_sizes": LEVELS,
+}
+DEGREES = st.sampled_from([1, 2, 4, 8])
+TRAINING = st.builds(ContextConfig, context_parallel_size=DEGREES, **VALUES)
+SOME = st.fixed_dictionaries({}, optional={"context_parallel_size": DEGREES | st.just(0) | st.just(AUTO), **VALUES})
+
+
+@given(TRAINING, SOME)
+def test_what_is_given_stays_and_nothing_is_left_open(training: ContextConfig, keys: dict[str, Any]) -> None:
+    evaluation = inherit_keys(PlanSection(**keys), training, training)
+    for key, value in keys.items():
+        stands_for = {("context_parallel_size", 0), ("max_tokens_per_slot", AUTO)}
+        expected = getattr(training, key) if (key, value) in stands_for else value
+        assert getattr(evaluation, key) == expected
+    assert not {key for key in KEYS if getattr(evaluation, key) in (NOT_GIVEN, "")}
+    assert inherit_keys(evaluation, training, training) == evaluation
+
+
+@given(TRAINING, st.sampled_from(KEYS))
+def test_evaluation_without_keys_is_as_training(training: ContextConfig, _: str) -> None:
+    evaluation = inherit_keys(PlanSection(), training, training)
+    assert evaluation.plan_keys == training.plan_keys
+
+
+@given(TRAINING, SOME, SOME)
+def test_a_set_is_as_evaluation_but_for_its_keys(
+    training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
+) -> None:
+    evaluation = inherit_keys(PlanSection(**of_all), training, training)
+    assert inherit_keys(EvalConfig(), evaluation, training).plan_keys == evaluation.plan_keys
+    entry = inherit_keys(EvalConfig(name="books", **of_set), evaluation, training)
+    assert entry.name == "books" and inherit_keys(entry, evaluation, training) == entry
+    follows = {"planner", "cp_comm_type", "hierarchical_context_parallel_sizes"}  # a degree
+    for key in set(KEYS) - follows - of_set.keys():
+        assert getattr(entry, key) == getattr(evaluation, key)
+
+
+@given(TRAINING, SOME, DEGREES | st.just(AUTO))
+def test_a_degree_that_is_given_makes_plans_of_one_degree(
+    training: ContextConfig, of_all: dict[str, Any], degree: int | str
+) -> None:
+    evaluation = inherit_keys(PlanSection(**of_all), training, training)
+    for parent in (training, evaluation):
+        section = inherit_keys(PlanSection(context_parallel_size=degree), parent, training)
+        assert section.planner != "dynamic" and section.context_parallel_size == degree
+        assert section.cp_comm_type == (AUTO if degree == AUTO else parent.cp_comm_type)
+        if isinstance(degree, int) and degree != parent.context_parallel_size:
+            sizes = parent.hierarchical_context_parallel_sizes
+            assert section.hierarchical_context_parallel_sizes == (level_sizes(sizes, degree) if sizes else 0)
+
+
+@given(TRAINING, SOME, SOME)
+def test_a_configuration_is_resolved_by_the_rule(
+    training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
+) -> None:
+    context = replace(training, evaluation=PlanSection(**of_all))
+    config = RunConfig(
+        model=ModelConfig(path="folder-of-no-model"),
+        context=context,
+        eval=(EvalConfig(name="books", path="x", **of_set),),
+    )
+    complete = resolve_defaults(config)
+    assert resolve_defaults(complete) == complete
+    assert complete.context.evaluation == inherit_keys(PlanSection(**of_all), context, context)
+    (entry,) = complete.eval
+    planned = inherit_keys(PlanSection(**of_set), complete.context.evaluation, complete.context)
+    assert entry.plan_keys == planned.plan_keys
+    assert held_out_set(complete).plan_keys == complete.context.evaluation.plan_keys
