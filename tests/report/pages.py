@@ -15,13 +15,11 @@ PROGRAM = Path(__file__).with_name("draw_page.mjs")
 
 
 def value_of(page: str) -> dict[str, Any]:
-    """The JSON value of a page."""
     (text,) = re.findall(r'<script type="application/json" id="data">([^<]*)</script>', page)
     return json.loads(text)
 
 
 def report_of(run: Path) -> dict[str, Any]:
-    """The value of a run's report, written now."""
     return value_of(write_report(run).read_text(encoding="utf-8"))
 
 
@@ -33,12 +31,10 @@ def words_of(value: Any) -> str:
 
 
 def parts_of(value: dict[str, Any], kind: str) -> list[Any]:
-    """The parts of a page that are of a kind, in order."""
     return [part[kind] for section in value["sections"] for part in section["parts"] if kind in part]
 
 
 def charts_of(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The charts of a page by title."""
     return {chart["title"]: chart for charts in parts_of(value, "charts") for chart in charts}
 
 

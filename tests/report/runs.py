@@ -52,12 +52,8 @@ def mixed_plan(slots: int, *, micro_batches: int = 3, cap: int = 8192, seed: int
     return replace(plan, predicted_seconds=seconds, lower_bound_seconds=0.9 * seconds)
 
 
-FACTS: dict[str, Any] = {
-    "model": "Qwen3-30B-A3B",
-    "experts": 128,
-    "experts_of_token": 8,
-    "report": "runs/moe/report.html",
-}
+FACTS: dict[str, Any] = {"model": "Qwen3-30B-A3B", "experts": 128, "experts_of_token": 8}
+FACTS |= {"report": "runs/moe/report.html"}
 FACTS |= {"parameters": 30_532_122_624, "parameters_of_rank": 3_816_515_328, "parameter_dtype": "float32"}
 FACTS |= {"compute_dtype": "bfloat16", "reduce_dtype": "float32", "device": "NVIDIA H200", "ranks": 16, "hosts": 2}
 FACTS |= {"home": {"slots": 8, "tp": 2, "pp": 1, "vpp": 1, "ep": 4, "dp_replicate": 1}, "sequence_parallel": True}
@@ -69,13 +65,11 @@ FACTS |= {"optimizer": "adamw", "lr": 1e-5}
 
 
 def evaluation_row(step: int, cp: int, loss: float) -> dict[str, Any]:
-    """A row of metrics.jsonl of an evaluation by a fixed plan."""
     row: dict[str, Any] = {"step": step, "eval_loss": loss, "eval_tokens": 2100, "eval_documents": 7, "cp": cp}
     return row | {"planner": "fixed", "by_position": [], "by_length": []}
 
 
 def train_row(step: int, **changes: Any) -> dict[str, Any]:
-    """A row of metrics.jsonl."""
     row = {"step": step, "loss": 4.5 + 3 * math.exp(-step / 50), "tokens": 4000 + step % 7, "targets": 3990}
     row |= {"grad_norm": 1.0 + 1 / step, "lr": 1e-3, "seconds": 0.3, "tokens_per_second": 13000.0 + step % 11}
     row |= {"memory_bytes": 600_000_000, "micro_batches": 2, "efficiency": 0.9}
@@ -85,7 +79,6 @@ def train_row(step: int, **changes: Any) -> dict[str, Any]:
 def write_run(
     path: Path, *, steps: int = 60, rows: list[dict[str, Any]] | None = None, finished: bool = True, plans: bool = True
 ) -> Path:
-    """A run's folder; an unfinished one has no summary."""
     path.mkdir(parents=True, exist_ok=True)
     written = rows if rows is not None else [train_row(step) for step in range(1, steps + 1)]
     evaluations = [evaluation_row(steps, cp, 4.6 * (1 + d)) for cp, d in ((1, 0), (2, 3e-8), (4, -2e-7))]
@@ -106,14 +99,8 @@ def write_run(
 
 
 ROW: dict[str, Any] = {"step": 4, "eval_loss": 3.25, "eval_perplexity": 25.79, "eval_token_accuracy": 0.125, "cp": 2}
-ROW |= {
-    "planner": "fixed",
-    "eval_documents": 3,
-    "eval_tokens": 261,
-    "eval_targets": 258,
-    "cp_comm_type": ["p2p"],
-    "seconds": 0.5,
-}
+ROW |= {"planner": "fixed", "eval_documents": 3, "eval_tokens": 261, "eval_targets": 258, "cp_comm_type": ["p2p"]}
+ROW |= {"seconds": 0.5}
 ROW |= {"by_length": [[0, 127, 3.5, 100, 2], [128, 255, 3.0, 158, 1]], "by_position": [[0, 127, 3.25, 258, 3]]}
 RECORD: dict[str, Any] = {"target": "runs/<b>", "kind": "run", "world": 2, "parallel": {"tp": 2, "pp": 1}}
 RECORD |= {"changes": [{"key": "parallel.tp", "before": 4, "now": 2, "why": "2 ranks"}], "evaluations": [ROW]}

@@ -37,7 +37,6 @@ file.write("process 7 on node-a"); file.flush(); print("locked", flush=True); sy
 
 @contextmanager
 def at_work(run: Path) -> Iterator[None]:
-    """Another process holds the lock of a run's folder while this is open."""
     run.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-S", "-c", HOLD, str(run / "run.lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -93,7 +92,6 @@ def test_a_step_that_is_late_is_said(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_goes_on_from_its_step(tmp_path: Path) -> None:
-    """Its metrics are replaced by those up to the checkpoint, and its plans are cut."""
     plans = [plan_fixed([900, 300, n], Layout(4), cp=2, max_tokens_per_slot=512) for n in (20, 21, 22, 23)]
     with PlanLog(tmp_path / "plans.jsonl", after_step=0) as log:
         for step in (1, 2, 3):
@@ -202,9 +200,3 @@ def test_ctrl_c_ends_it_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     lines = printed.out.splitlines()
     assert "later (no run has begun here; waits for one to begin): http://127.0.0.1:" in lines[0]
     assert lines[1:] == ["Ctrl-C ends this; the run goes on", "no run has begun here"] and not printed.err
-
-
-def test_following_needs_no_torch() -> None:
-    """It runs next to training, and should start at once."""
-    code = "import sys, longspan.cli.report, longspan.report.follow; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

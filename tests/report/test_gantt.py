@@ -1,9 +1,13 @@
-"""Pictures of a plan: well-formed, complete, of bounded size at 8 and at 1024 slots."""
+"""A plan as bars and pictures: every document once, where it belongs, and pictures of bounded size."""
 
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longspan.errors import ConfigError
 from longspan.layout import Layout
@@ -11,7 +15,67 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import gantt_svg, plan_document, write_png
 from longspan.report.gantt import FILLS, plan_bars, plan_part
 from longspan.report.page import room_text
+from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
+
+
+def _covered(plan: Plan, unit: str) -> dict[tuple[int, int], float]:
+    places: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for bar in plan_bars(plan, unit=unit).bars:  # pyright: ignore[reportArgumentType]
+        for slot in range(bar.slot, bar.slot + bar.slots):
+            places.setdefault((bar.micro_batch, slot), []).append((bar.start, bar.stop))
+    total = {}
+    for key, spans in places.items():
+        spans.sort()
+        assert all(b[0] >= a[1] - 1e-9 * (1 + a[1]) for a, b in pairwise(spans))
+        total[key] = sum(stop - start for start, stop in spans)
+    return total
+
+
+@bounded
+@given(st.one_of(plans("lockstep"), plans("free")))
+def test_bars_in_time_add_up_to_each_slot_s_work(plan: Plan) -> None:
+    times, seconds = plan.timeline(), _covered(plan, "seconds")
+    work = times.busy - plan.cost.micro_batch_seconds * (times.busy > 0)
+    assert all(length == pytest.approx(work[place], rel=1e-9) for place, length in seconds.items())
+    assert {(m, s) for m, s in np.argwhere(work > 1e-12).tolist()} <= seconds.keys()
+    assert plan_bars(plan).end == pytest.approx(times.step_seconds)
+
+
+@bounded
+@given(plans())
+def test_bars_in_rows_add_up_and_every_document_is_on_its_group_s_slots_once(plan: Plan) -> None:
+    lengths, rows = _covered(plan, "rows"), np.zeros((len(plan.micro_batches), plan.slots))
+    for m, batch in enumerate(plan.micro_batches):
+        for group in batch.groups:
+            rows[m, list(group.slots)] += group.rows_per_slot
+    assert all(lengths[m, s] == pytest.approx(rows[m, s]) for m, s in np.argwhere(rows > 0).tolist())
+    slots: dict[int, list[int]] = {}
+    for bar in plan_bars(plan).bars:
+        slots.setdefault(bar.document, []).extend(range(bar.slot, bar.slot + bar.slots))
+    groups = [group for batch in plan.micro_batches for group in batch.groups]
+    assert {d: sorted(s) for d, s in slots.items()} == {d: sorted(g.slots) for g in groups for d in g.documents}
+
+
+def test_a_long_document_is_one_bar_over_its_slots() -> None:
+    wide, short = Group((0, 1, 2, 3), (0,), (9000,)), Group((2,), (1,), (50,))
+    plan = Plan(4, (9000, 50), (MicroBatch((short, wide)),), 9048)  # the short one comes first in the plan
+    bars = {bar.document: bar for bar in plan_bars(plan).bars}
+    assert (bars[0].slot, bars[0].slots) == (0, 4)
+    assert bars[1].start == bars[0].stop
+
+
+def test_thinning_keeps_large_bars_and_counts_the_others() -> None:
+    plan = mixed_plan(256)
+    picture = plan_bars(plan)
+    bars, summaries = picture.select_bars(1000 / picture.end, 600 / 256, limit=300)
+    assert 0 < len(bars) <= 300 and all(bar.slots >= 2 for bar in bars)
+    drawn = {bar.document for bar in bars}
+    left = [d for d in range(len(plan.lengths)) if d not in drawn]
+    assert sum(part.documents for part in summaries) == len(left)
+    assert sum(part.tokens for part in summaries) == sum(plan.lengths[d] for d in left)
+    everything, none = picture.select_bars(1e6, 100, limit=10**6)
+    assert len(everything) == len(picture.bars) and not none
 
 
 @pytest.mark.parametrize("wide", [1120, 400])
@@ -36,13 +100,9 @@ def test_hover_says_where_a_document_is() -> None:
     plan = Plan(4, (40, 500), (MicroBatch((group,)),), 538)
     part = plan_part(plan, "step 1", None, None, measured=True)
     words = {name: value for name, value in part["documents"][1] if name != "group: time as priced"}
-    assert words == {
-        "tokens": "500",
-        "micro-batch": "0",
-        "slots": "1–3",
-        "degree": "3, p2p/all_gather",
-        "group of 2 documents, each padded to 500: rows on a slot": "334",
-    }
+    rows = "group of 2 documents, each padded to 500: rows on a slot"
+    expected = {"tokens": "500", "micro-batch": "0", "slots": "1–3", "degree": "3, p2p/all_gather", rows: "334"}
+    assert words == expected
     assert part["documents"].keys() == {0, 1} and dict(part["facts"])["groups"].startswith("1 of degree 3 ")
 
 
@@ -69,12 +129,13 @@ def test_neighbours_have_other_colours(slots: int) -> None:
 
 
 def test_a_plan_is_an_svg_document_of_its_own() -> None:
-    document = plan_document(mixed_plan(16), title="a<b>")
+    document, name = plan_document(mixed_plan(16), title="a<b>"), "{http://www.w3.org/2000/svg}svg"
     root = ElementTree.fromstring(document)
     width, height = (float(x) for x in root.attrib["viewBox"].split()[2:])
-    assert root.attrib["xmlns"] if "xmlns" in root.attrib else root.tag.startswith("{http://www.w3.org/2000/svg}")
-    sizes = [svg.attrib for svg in root.iter("{http://www.w3.org/2000/svg}svg") if svg is not root]
-    assert all({"width", "height"} <= size.keys() for size in sizes)  # a style does not size what is inside
+    sizes = [svg.attrib for svg in root.iter(name) if svg is not root]
+    assert root.tag == name and all(
+        {"width", "height"} <= size.keys() for size in sizes
+    )  # no style sizes what is inside
     assert (width, height) > (1100, 300) and "a&lt;b&gt;" in document and "in another colour" in document
 
 
@@ -93,9 +154,7 @@ def test_png_draws_documents_on_their_slots_and_names_them(
 
     monkeypatch.setattr(patches, "Rectangle", NotedRectangle)
     text, axhline = axes.text, axes.axhline
-    monkeypatch.setattr(
-        axes, "text", lambda self, x, y, name, **look: names.append(name) or text(self, x, y, name, **look)
-    )
+    monkeypatch.setattr(axes, "text", lambda self, x, y, name, **k: names.append(name) or text(self, x, y, name, **k))
     monkeypatch.setattr(axes, "axhline", lambda self, y, **look: lines.append(y) or axhline(self, y, **look))
     lengths = [60000, 42000, 20000, *range(500, 6000, 300)]
     plan = plan_dynamic(lengths, Layout(4), max_tokens_per_slot=16384, node_size=2) if slots == 4 else mixed_plan(slots)

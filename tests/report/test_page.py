@@ -1,17 +1,24 @@
-"""A page is one file that draws itself: its JSON is safe, its script runs, and no chart or plan is drawn wrong."""
+"""A page is one file that draws itself: its JSON is safe, its script runs, and nothing in it is drawn wrong."""
 
 import base64
 import json
+import math
 import re
 from hashlib import sha256
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
 from longspan.report import plan_page, write_report
 from longspan.report.evaluation_page import eval_page
-from longspan.report.page import PATTERNS, chart, curve, head, page, room_text, section, tag, text
+from longspan.report.gantt import ticks
+from longspan.report.page import PATTERNS, chart, curve, head, page, room_text, section, smooth, tag, text, thin_curve
+from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, mixed_plan, train_row, write_run
 
@@ -37,16 +44,11 @@ def test_a_page_runs_its_own_script_only_and_loads_nothing(live: bool) -> None:
     assert room_text("page.js").count("innerHTML") == 1 and "prefers-color-scheme: dark" in html
 
 
-@pytest.mark.parametrize(
-    ("element", "expected"),
-    [
-        (tag("a", text("<&>")), "<a>&lt;&amp;&gt;</a>"),
-        (tag("a", class_="x", data_d=3, none=None), '<a class="x" data-d="3"></a>'),
-        (tag("svg", viewBox="0 0 1 1", x=1.26, quote='"'), '<svg viewBox="0 0 1 1" x="1.3" quote="&quot;"></svg>'),
-    ],
-)
-def test_markup(element: str, expected: str) -> None:
-    assert element == expected and len(list(ElementTree.fromstring(PATTERNS))) == 2
+def test_markup() -> None:
+    assert tag("a", text("<&>")) == "<a>&lt;&amp;&gt;</a>"
+    assert tag("a", class_="x", data_d=3, none=None) == '<a class="x" data-d="3"></a>'
+    assert tag("svg", x=1.26, quote='"') == '<svg x="1.3" quote="&quot;"></svg>'
+    assert len(list(ElementTree.fromstring(PATTERNS))) == 2
 
 
 @pytest.mark.parametrize("width", [360, 1200])
@@ -69,7 +71,6 @@ def test_every_part_of_every_page_is_drawn(width: int, tmp_path: Path) -> None:
 
 
 def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
-    """Greater values are higher, rounding is flat, marks lie on their points, and amounts begin at zero."""
     values = [3.0, 9.0, 1.0, 2.0, 4.0]
     curves = {"log": (values, {"log": True}), "linear": (values, {}), "zero": (values, {"zero": True})}
     curves["flat"] = [0.9, 0.9 + 1e-15, 0.9 - 1e-15, 0.9, 0.9], {}
@@ -78,18 +79,64 @@ def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
         path = tmp_path / f"{title}.html"
         path.write_text(page("x", {"head": head("x"), "sections": [section("Loss", {"charts": charts})]}))
         elements = draw(path, 400)["elements"]
-        (points,) = (
-            [tuple(map(float, point.split())) for point in element["d"][1:].split("L")]
-            for element in elements
-            if element.get("class", "").startswith("curve")
-        )
+        (drawn,) = (element["d"] for element in elements if element.get("class", "").startswith("curve"))
+        points = [tuple(map(float, point.split())) for point in drawn[1:].split("L")]
         marks = [(float(e["cx"]), float(e["cy"])) for e in elements if e.get("class") == "mark c0"]
         heights = [-height for _, height in points]
         assert all(m == pytest.approx(p, abs=0.06) for m, p in zip(marks, points, strict=True))
         assert all(50 < x < 400 and 0 < y < 190 for x, y in points) and points == sorted(points)
-        if title == "flat":
-            assert max(heights) - min(heights) < 0.2
-        else:
-            assert sorted(range(5), key=heights.__getitem__) == sorted(range(5), key=y.__getitem__)
-        ticks = {element["words"] for element in elements if element.get("class") == "tick"}
-        assert ("0" in ticks) == (title == "zero")
+        order = sorted(range(5), key=heights.__getitem__) == sorted(range(5), key=y.__getitem__)
+        assert max(heights) - min(heights) < 0.2 if title == "flat" else order
+        marked = {element["words"] for element in elements if element.get("class") == "tick"}
+        assert ("0" in marked) == (title == "zero")
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_smooth_is_the_mean_of_the_window(window: int) -> None:
+    values = np.random.default_rng(0).normal(size=40)
+    values[[3, 4, 20]] = np.nan
+    for i, mean in enumerate(smooth(values, window)):
+        here = values[max(0, i - window // 2) : i + (window + 1) // 2]
+        here = here[np.isfinite(here)]
+        assert mean == pytest.approx(here.mean(), abs=1e-12) if len(here) else math.isnan(mean)
+
+
+@bounded
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=80), st.integers(4, 10))
+def test_thinning_keeps_ends_and_extremes(values: list[float], limit: int) -> None:
+    x, y = np.arange(len(values)), np.array(values)
+    tx, ty = thin_curve(x, y, limit)
+    assert len(tx) <= limit + 2 and (np.diff(tx) > 0).all()
+    assert (tx[0], tx[-1]) == (0, len(values) - 1) and (ty.min(), ty.max()) == (y.min(), y.max())
+    assert (y[tx] == ty).all()
+
+
+def test_values_of_a_curve_that_are_not_finite_are_left_out() -> None:
+    drawn = curve("loss", range(5), [1.0, math.nan, math.inf, 2.0, 0.123456789], 7)
+    assert (drawn["x"], drawn["y"], drawn["color"]) == ([0, 3, 4], [1, 2, 0.1234568], 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (ticks(0, 300, 5), [0, 100, 200, 300]),
+        (ticks(3.9, 7.7, 4), [4, 5, 6, 7]),
+        (ticks(1, 1), [1]),
+        (number_text(1234567), "1.23M"),
+        (number_text(12345), "12.3K"),
+        (number_text(1024), "1,024"),
+        (number_text(0.25), "0.25"),
+        (number_text(1e-7), "1e-07"),
+        (number_text(float("nan")), "nan"),
+        (bytes_text(3 * 2**30), "3 GiB"),
+        (bytes_text(10), "10 B"),
+        (seconds_text(3720), "1 h 02 min"),
+        (seconds_text(185), "3 min 05 s"),
+        (seconds_text(12.34), "12.3 s"),
+        (seconds_text(0.0451), "45.1 ms"),
+        (ranges_text((5, 0, 1, 2)), "0–2, 5"),
+        (ranges_text(range(0, 20, 2)), "0, 2, 4, 6, 8, 10, … (10 in all)"),
+    ],
+)
+def test_written_values(value: object, expected: object) -> None:
+    assert value == (pytest.approx(expected) if isinstance(expected, list) else expected)
