@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from bench.census.images import image_names, image_text
-from bench.census.models import default_config, head_kinds, names
-from bench.census.page import COMMAND, kernel_of, page
+from bench.census.models import default_config, names
+from bench.census.page import COMMAND, page
 from bench.census.record import as_text, changes, failed
 from transformers import CONFIG_MAPPING
 
@@ -124,10 +124,3 @@ def test_what_got_worse_is_said() -> None:
     assert failed(new) == [f"{name}: wrong, loss off by 1.0e-01, w by 2.0e-01 (cp 2)" for name in "cf"]
     new["models"]["a"] = old["models"]["a"] | {"ways": {"tp 2": {"status": "wrong"}}}
     assert str(changes(old, new)[0]) == "WORSE a, tp 2: exact, now wrong"
-
-
-def test_kernels_are_those_of_the_true_head_sizes() -> None:
-    kinds = head_kinds(default_config("deepseek_v3"))
-    assert [(kind["query"], kind["value"], kind["window"]) for kind in kinds] == [(192, 128, False)]
-    assert kernel_of({"query": 64, "value": 64, "window": True, "softcap": True}) == "`fa4` (64)"
-    assert kernel_of({"query": 1024, "value": 1024, "window": False, "softcap": False}) == "`reference` (1024)"

@@ -14,19 +14,15 @@ from longspan.model.seams.call_rules import doctor_hint
 
 
 class OwnConfig(LlamaConfig):
-    """Of a model outside transformers."""
-
     model_type = "own"
 
 
-class OwnForCausalLM(LlamaForCausalLM):
-    """A model outside transformers."""
-
+class OwnForCausalLM(LlamaForCausalLM):  # a model outside transformers
     config_class = OwnConfig
 
 
 class UnnamedForCausalLM(LlamaForCausalLM):
-    """A model outside transformers that has no configuration of its own."""
+    """One that has no configuration of its own."""
 
 
 def test_a_model_has_many_names(tmp_path: Path) -> None:
@@ -52,11 +48,7 @@ WRONG = [
     ("mistrall", ConfigError, "no folder, class of transformers or model_type 'mistrall'; did you mean mistral"),
     ("Qwen3ForCausal", ConfigError, "did you mean .*Qwen3ForCausalLM"),
     ("BertForMaskedLM", ConfigError, "which is BertLMHeadModel; use --model BertLMHeadModel"),
-    (
-        f"{__name__}.UnnamedForCausalLM",
-        ConfigError,
-        "give it a config_class of its own: a subclass of LlamaConfig with",
-    ),
+    (f"{__name__}.UnnamedForCausalLM", ConfigError, "give it a config_class of its own: a subclass of LlamaConfig"),
     ("clip", ConfigError, "no causal language model for CLIPConfig"),
     ("no_such_package.Model", ConfigError, "no_such_package cannot be imported"),
     ("no/such/folder", ModelError, "there is no model folder no/such/folder"),
