@@ -11,7 +11,6 @@ from pathlib import Path
 
 
 def srun(words: list[str]) -> int:
-    """Run the command after the options in every task."""
     options = dict[str, str](word[2:].split("=", 1) for word in words if word.startswith("--") and "=" in word)
     start = next(i for i, word in enumerate(words) if not word.startswith("--"))
     tasks = list[subprocess.Popen[bytes]]()
@@ -19,11 +18,8 @@ def srun(words: list[str]) -> int:
         log = options["output"].replace("%t", str(task)).replace("%N", f"host{task}")
         with Path(log).open("wb") as output:
             environment = {**os.environ, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)}
-            tasks.append(
-                subprocess.Popen(
-                    words[start:], env=environment, stdout=output, stderr=subprocess.STDOUT, process_group=0
-                )
-            )
+            pipes = {"stdout": output, "stderr": subprocess.STDOUT}
+            tasks.append(subprocess.Popen(words[start:], env=environment, process_group=0, **pipes))
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: send_all(tasks, number))
     statuses = [task.wait() for task in tasks]
@@ -31,13 +27,11 @@ def srun(words: list[str]) -> int:
 
 
 def send_all(tasks: list[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to every task."""
     for task in tasks:
         task.send_signal(number)
 
 
 def scontrol(words: list[str]) -> int:
-    """List the host of the job, or note that a job starts again."""
     if words[:2] == ["show", "hostnames"]:
         print("127.0.0.1\nhost1")
     else:

@@ -5,22 +5,87 @@ anything; a suite of tests spends most of its time there. Fresh ranks for every 
 """
 
 import atexit
+import gc
 import os
 import tempfile
 import unittest
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from itertools import count
 from pathlib import Path
+from pkgutil import walk_packages
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from longspan.launch.launch import LocalRanks, pickle_call
-from tests.launch.process_state import ProcessState
 
 RANKS_PER_GPU = "LONGSPAN_TEST_RANKS_PER_GPU"
 SLOWER = 4  # times as long may a test take where ranks share a GPU
 READY_SECONDS = 30.0  # a rank that has not put back what a call changed by then is ended
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What a call may change in the process of a rank, noted before and put back after it: torch's switches, seeds and
+    default process group, the names of longspan's modules and the environment. Not covered: what a call changes inside
+    other packages, and values that it changes in place.
+    """
+
+    names: dict[str, dict[str, Any]]
+    environment: dict[str, str]
+    seed: int
+    threads: int
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> "ProcessState":
+        names = {module.__name__: dict(vars(module)) for module in _modules()}
+        return cls(names, dict(os.environ), torch.initial_seed(), torch.get_num_threads(), torch.get_default_dtype())
+
+    def restore(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        for module in _modules():
+            names = self.names[module.__name__]
+            for name in vars(module).keys() - names.keys():
+                delattr(module, name)
+            vars(module).update(names)
+        _forget_worlds()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(self.threads)
+        torch.use_deterministic_algorithms(False)
+        torch.set_grad_enabled(True)
+        torch.manual_seed(self.seed)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def _modules() -> list[ModuleType]:
+    package = import_module("longspan")
+    modules: list[ModuleType] = []
+    for module in walk_packages(package.__path__, f"{package.__name__}."):
+        with suppress(ImportError):
+            modules += [import_module(module.name)] if not module.name.endswith("__main__") else []
+    return modules
+
+
+def _forget_worlds() -> None:
+    """Worlds find each other by their number in a process; a later store may have the port of one that is gone."""
+    from longspan.comm import rendezvous, world
+
+    world._worlds.clear()
+    rendezvous._stores.clear()
+    world._keys = count()
 
 
 class RankPool:
@@ -30,7 +95,7 @@ class RankPool:
     >>> pool.run(fn, 2, args, timeout=60)
     >>> pool.close()
 
-    Between calls each rank puts back what a call may leave behind (`process_state.py`). A call that fails ends all
+    Between calls each rank puts back what a call may leave behind (`ProcessState`). A call that fails ends all
     ranks, for a communicator may be broken and a kernel may still wait.
     """
 
@@ -65,7 +130,6 @@ class RankPool:
         return self._ranks
 
     def close(self) -> None:
-        """End all ranks; the next call starts them again."""
         if self._ranks is not None:
             self._ranks.end()
             self._ranks = None
@@ -75,13 +139,11 @@ class RankPool:
 
 
 def most_ranks() -> int:
-    """Ranks that a test can have under `pytest --backend nccl`."""
     return torch.cuda.device_count() * int(os.environ[RANKS_PER_GPU])
 
 
 @cache
 def _gpu_pool(ranks_of_gpu: int) -> RankPool:
-    """So many ranks for each GPU, for all calls of this process."""
     return RankPool(ranks_of_gpu * torch.cuda.device_count())
 
 

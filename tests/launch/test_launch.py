@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from multiprocessing import util
 from pathlib import Path
 
@@ -21,25 +20,26 @@ from longspan.launch.launch import LocalRank, LocalRanks
 from longspan.testing import run_ranks
 
 
-def describe(rank: int, *args: object) -> tuple[object, ...]:
+def leave_a_lock(rank: int, folder: Path) -> None:
+    """What Python unlinks when a process ends, as tqdm's lock is."""
+    util.Finalize(None, (folder / str(rank)).touch, exitpriority=0)
+
+
+def describe(rank: int, folder: Path, *args: object) -> tuple[object, ...]:
+    leave_a_lock(rank, folder)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert not torch.distributed.is_initialized()
-    return rank, args, [os.environ[name] for name in names], torch.get_num_threads()
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000, "collections pass over what the fork server imported"
+    large = torch.full((1_000_000,), rank, dtype=torch.float64)
+    return rank, args, [os.environ[name] for name in names], torch.get_num_threads(), large
 
 
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_results_come_back_by_rank(n: int) -> None:
-    for rank, result in enumerate(run_ranks(describe, n, "a", 2)):
-        assert result == (rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1)
-
-
-def collections_of(rank: int) -> tuple[bool, int]:
-    return gc.isenabled(), gc.get_freeze_count()
-
-
-def test_ranks_collect_garbage_and_pass_over_what_the_fork_server_imported() -> None:
-    ((enabled, frozen),) = run_ranks(collections_of, 1)
-    assert enabled and frozen > 100_000 and gc.isenabled()
+@pytest.mark.parametrize("n", [1, 3])
+def test_results_come_back_by_rank(n: int, tmp_path: Path) -> None:
+    for rank, (*result, large) in enumerate(run_ranks(describe, n, tmp_path, "a", 2)):
+        assert result == [rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1]
+        assert torch.equal(large, torch.full((1_000_000,), rank, dtype=torch.float64))
+    assert {path.name for path in tmp_path.iterdir()} == {*map(str, range(n))} and gc.isenabled()
 
 
 USES_CUDA = """
@@ -78,15 +78,6 @@ def test_ranks_start_anew_where_the_fork_server_has_used_cuda(tmp_path: Path) ->
     assert done.stderr.count("ranks take longer to start") == 2 and "rror" not in done.stderr
 
 
-def large(rank: int, rows: int) -> torch.Tensor:
-    return torch.full((rows,), rank, dtype=torch.float64)
-
-
-def test_large_results_do_not_block() -> None:
-    for rank, result in enumerate(run_ranks(large, 2, 1_000_000)):
-        assert torch.equal(result, large(rank, 1_000_000))
-
-
 class AwkwardError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
@@ -98,10 +89,12 @@ FAILURES = {  # how rank 1 fails -> the error's type and what it says
     "awkward": (CommError, "rank 1 failed with AwkwardError: 3 and 4"),
     "kill": (RankLostError, r"rank 1 of 3 was killed by signal 9 \(SIGKILL\)"),
     "leave": (RankLostError, "rank 1 of 3 left with exit code 7"),
+    "fault": (RankLostError, "rank 1 of 3 was killed by signal 11"),
 }
 
 
-def fail(rank: int, how: str) -> None:
+def fail(rank: int, how: str, folder: Path) -> None:
+    leave_a_lock(rank, folder)
     if rank != 1:
         return
     if how == "value":
@@ -112,18 +105,24 @@ def fail(rank: int, how: str) -> None:
         raise AwkwardError(3, 4)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "fault":
+        ctypes.string_at(0)
     os._exit(7)
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_failing_rank_is_named(how: str) -> None:
+def test_a_failing_rank_is_named(how: str, tmp_path: Path) -> None:
     kind, message = FAILURES[how]
     with pytest.raises(kind, match=message) as raised:
-        run_ranks(fail, 3, how)
+        run_ranks(fail, 3, how, tmp_path)
     assert raised.type is kind
-    if how not in ("kill", "leave"):
+    died = how in ("kill", "leave", "fault")
+    assert {path.name for path in tmp_path.iterdir()} == ({"0", "2"} if died else {"0", "1", "2"})
+    if not died:
         assert isinstance(raised.value.__cause__, rank_process.RankError)
         assert "on rank 1" in str(raised.value.__cause__) and "in fail" in str(raised.value.__cause__)
+    if how == "fault":
+        assert "in fail" in raised.value.__notes__[0]
 
 
 def linger_somewhere(rank: int) -> None:
@@ -145,16 +144,6 @@ def fail_or_linger(rank: int) -> None:
     time.sleep(60)
 
 
-def read_address_zero(rank: int) -> None:
-    ctypes.string_at(0)
-
-
-def test_a_rank_that_dies_of_a_fault_says_where_it_was() -> None:
-    with pytest.raises(CommError, match="rank 0 of 1 was killed by signal 11") as raised:
-        run_ranks(read_address_zero, 1)
-    assert "read_address_zero" in raised.value.__notes__[0]
-
-
 def test_the_others_get_a_grace_and_are_then_killed() -> None:
     before = time.monotonic()
     with pytest.raises(ValueError, match="boom"):
@@ -162,25 +151,22 @@ def test_the_others_get_a_grace_and_are_then_killed() -> None:
     assert time.monotonic() - before < 50
 
 
-def leave_a_lock(rank: int, folder: Path, how: str) -> None:
-    """A rank that makes what Python unlinks when a process ends, as tqdm's lock is."""
-    util.Finalize(None, (folder / str(rank)).touch, exitpriority=0)
-    if how == "error" and rank == 1:
-        raise ValueError("boom")
-
-
-@pytest.mark.parametrize("how", ["result", "error"])
-def test_ranks_end_what_multiprocessing_made_in_them(how: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="boom") if how == "error" else nullcontext():
-        run_ranks(leave_a_lock, 2, tmp_path, how)
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
-
-
-def test_what_cannot_be_started_is_refused() -> None:
+def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CommError, match="cannot be sent to other processes"):
         run_ranks(lambda rank: rank, 2)
     with pytest.raises(CommError, match="0 ranks were asked for"):
         run_ranks(describe, 0)
+
+    def main(rank: int) -> None:
+        raise AssertionError("it is found")
+
+    main.__qualname__ = "main"  # as of a function below `if __name__ == "__main__":`, which ranks do not find
+    monkeypatch.setattr(sys.modules[__name__], "main", main, raising=False)
+    below = (
+        r"does not find what it shall run \(Can't get attribute 'main' on .*; define it at the top of its module, and"
+    )
+    with pytest.raises(CommError, match=below):
+        run_ranks(main, 1)
 
 
 AHEAD = """
@@ -223,28 +209,12 @@ def test_the_fork_server_imports_ahead_and_ends_with_its_command(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_function_that_ranks_do_not_find_is_said(tmp_path: Path) -> None:
-    lines = ["from longspan.testing import run_ranks", 'if __name__ == "__main__":', "    def main(rank): pass"]
-    (tmp_path / "below.py").write_text("\n".join([*lines, "    run_ranks(main, 1)"]))
-    done = subprocess.run([sys.executable, tmp_path / "below.py"], check=False, capture_output=True, text=True)
-    assert "CommError: a rank does not find what it shall run (Can't get attribute 'main' on" in done.stderr
-    assert "; define it at the top of its module, and only call run_ranks under" in done.stderr
-
-
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, time
 from longspan.comm import run_local
 from longspan.launch import fork_server
 
 fork_server.PRELOAD = ("torch",)  # its ranks need no more, and transformers takes seconds
-
-def wait_for_a_signal(rank, number):
-    seen = []
-    signal.signal(number, lambda *_: seen.append(number))
-    os.write(1, f"rank {os.getpid()}\\n".encode())  # in one piece, whatever the others write
-    while not seen:
-        time.sleep(0.01)
-    return [int(s) for s in seen]
 
 def sleep(rank):
     os.write(1, f"rank {os.getpid()}\\n".encode())  # in one piece, whatever the others write
@@ -252,8 +222,6 @@ def sleep(rank):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
-    for number in (signal.SIGINT, signal.SIGTERM):
-        print("result", run_local(wait_for_a_signal, 2, (number,)), flush=True)
     try:
         run_local(sleep, 2)
     except KeyboardInterrupt:
@@ -263,45 +231,24 @@ if __name__ == "__main__":
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_signals_reach_the_ranks_of_a_script_and_nothing_stays_behind(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SCRIPT)
-    script = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
-    assert script.stdout is not None
-    pids: list[int] = []
-
-    def read(word: str) -> str:
+def test_nothing_stays_behind_a_script_that_is_interrupted_and_killed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True) as script:
         assert script.stdout is not None
-        line = script.stdout.readline()
-        assert line.startswith(word), line
-        return line.removeprefix(word).strip()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        pids += [int(read("rank")), int(read("rank"))]
-        script.send_signal(number)
-        assert read("result") == f"[[{number.value}], [{number.value}]]"
-    pids += [int(read("rank")), int(read("rank"))]
-    script.send_signal(signal.SIGINT)
-    read("interrupted")
-    pids += [int(read("rank")), int(read("rank"))]
-    script.kill()
-    script.wait()
-    script.stdout.close()
+        pids = [int(script.stdout.readline().removeprefix("rank ")) for _ in range(2)]
+        script.send_signal(signal.SIGINT)
+        assert script.stdout.readline() == "interrupted\n"
+        pids += [int(script.stdout.readline().removeprefix("rank ")) for _ in range(2)]
+        script.kill()
     deadline = time.monotonic() + 20
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in pids if alive(pid)]
-
-
-def test_an_answer_survives_an_error_that_does_not_pickle() -> None:
-    answer = rank_process._error_answer(AwkwardError(1, 2))
-    assert answer.pickled is None and "AwkwardError: 1 and 2" in answer.text
 
 
 SAW = rank_process.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)

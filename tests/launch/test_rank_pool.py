@@ -1,7 +1,10 @@
 """Ranks that stay: calls see nothing of each other, and a failure costs only the ranks that it broke."""
 
 import os
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +23,15 @@ def pool() -> Iterator[RankPool]:
 
 
 def total(rank: int, ranks: int) -> tuple[int, float]:
-    """The process, and a sum over ranks in a world of the first ones."""
     with World(Layout(ranks=ranks), backend="gloo") as world:
+        assert len(rendezvous._stores) == 1, "a store of an earlier call is kept, whose port may come again"
         return os.getpid(), world.control.sum_over_stages([float(rank + 1)])[0]
+
+
+def total_of(pool: RankPool, ranks: int) -> list[int]:
+    found = pool.run(total, ranks, (ranks,), timeout=60)
+    assert [value for _, value in found] == [ranks * (ranks + 1) / 2] * ranks
+    return [pid for pid, _ in found]
 
 
 def leave_marks(rank: int) -> None:
@@ -37,15 +46,18 @@ def leave_marks(rank: int) -> None:
 
 
 def marks(rank: int) -> tuple[object, ...]:
-    return (
-        hasattr(ring, "MARK"),
-        getattr(ring, "annotations", 0) is None,
-        os.environ.get("LONGSPAN_MARK"),
-        torch.initial_seed(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.distributed.is_initialized(),
-    )
+    names = hasattr(ring, "MARK"), getattr(ring, "annotations", 0) is None, os.environ.get("LONGSPAN_MARK")
+    switches = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    return *names, torch.initial_seed(), *switches, torch.distributed.is_initialized()
+
+
+def test_ranks_stay_and_a_call_sees_nothing_of_the_call_before_it(pool: RankPool) -> None:
+    first = total_of(pool, 3)
+    assert total_of(pool, 3) == first and total_of(pool, 2) == first[:2]
+    before = pool.run(marks, 3, timeout=60)
+    pool.run(leave_marks, 3, timeout=60)
+    assert pool.run(marks, 3, timeout=60) == before
+    assert total_of(pool, 3) == first
 
 
 def fail(rank: int) -> None:
@@ -53,36 +65,12 @@ def fail(rank: int) -> None:
         raise ValueError("rank 1 cannot")
 
 
-def test_ranks_stay_for_calls_on_all_and_on_some_of_them(pool: RankPool) -> None:
-    first, second, some = (pool.run(total, n, (n,), timeout=60) for n in (3, 3, 2))
-    assert [pid for pid, _ in first] == [pid for pid, _ in second]
-    assert [pid for pid, _ in some] == [pid for pid, _ in first[:2]]
-    assert [value for _, value in first + some] == [6.0] * 3 + [3.0] * 2
-
-
-def known_stores(rank: int) -> int:
-    with World(Layout(ranks=3), backend="gloo"):
-        return len(rendezvous._stores)
-
-
-def test_no_store_of_an_earlier_call_is_kept_for_its_port_may_come_again(pool: RankPool) -> None:
-    assert [pool.run(known_stores, 3, timeout=60) for _ in range(2)] == [[1] * 3] * 2
-
-
-def test_a_call_sees_nothing_of_the_call_before_it(pool: RankPool) -> None:
-    before = pool.run(marks, 3, timeout=60)
-    pool.run(leave_marks, 3, timeout=60)
-    assert pool.run(marks, 3, timeout=60) == before
-    assert [value for _, value in pool.run(total, 3, (3,), timeout=60)] == [6.0] * 3
-
-
-def test_a_failure_is_raised_and_new_ranks_answer_the_next_call(pool: RankPool) -> None:
-    before = pool.run(total, 3, (3,), timeout=60)
-    with pytest.raises(ValueError, match="rank 1 cannot"):
-        pool.run(fail, 3, timeout=60)
-    after = pool.run(total, 3, (3,), timeout=60)
-    assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after)
-    assert [value for _, value in after] == [6.0] * 3
+def stay_away(rank: int) -> None:
+    if rank == 0:
+        with World(Layout(ranks=2), backend="gloo", timeout=1000) as world:
+            world.control.barrier("waiting for rank 1")
+    else:
+        time.sleep(1000)
 
 
 def leave_what_cannot_be_put_back(rank: int) -> None:
@@ -93,24 +81,16 @@ def leave_what_cannot_be_put_back(rank: int) -> None:
     torch.distributed.destroy_process_group = refuse  # type: ignore[assignment]
 
 
-def test_ranks_that_cannot_put_back_what_a_call_changed_are_replaced(pool: RankPool) -> None:
-    before = pool.run(total, 2, (2,), timeout=60)
-    pool.run(leave_what_cannot_be_put_back, 2, timeout=60)
-    after = pool.run(total, 2, (2,), timeout=60)
-    assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after) and after[0][1] == 3.0
-
-
-def stay_away(rank: int) -> None:
-    if rank == 0:
-        with World(Layout(ranks=2), backend="gloo", timeout=1000) as world:
-            world.control.barrier("waiting for rank 1")
-    else:
-        import time
-
-        time.sleep(1000)
-
-
-def test_a_call_that_takes_too_long_ends_its_ranks(pool: RankPool) -> None:
-    with pytest.raises(CommError, match="after 3 seconds"):
-        pool.run(stay_away, 2, timeout=3)
-    assert [value for _, value in pool.run(total, 2, (2,), timeout=60)] == [3.0] * 2
+@pytest.mark.parametrize(
+    ("call", "seconds", "error"),
+    [
+        (fail, 60, pytest.raises(ValueError, match="rank 1 cannot")),
+        (leave_what_cannot_be_put_back, 60, nullcontext()),
+        (stay_away, 2, pytest.raises(CommError, match="after 2 seconds")),
+    ],
+)
+def test_new_ranks_answer_after_a_call_that_broke_them(call: Any, seconds: float, error: Any, pool: RankPool) -> None:
+    before = total_of(pool, 2)
+    with error:
+        pool.run(call, 2, timeout=seconds)
+    assert {*before}.isdisjoint(total_of(pool, 2))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,32 +36,19 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux cluste
 
 
 def submit(folder: Path, longspan: str, *words: str, restarted: int = 0, **variables: str) -> subprocess.Popen[str]:
-    """Start the batch script in a folder as Slurm does, on two nodes of one task each."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     slurm = f'exec "{sys.executable}" "{ROOT / "tests/launch/fake_slurm.py"}"'
     for name, text in (("srun", f'{slurm} srun "$@"'), ("scontrol", f'{slurm} scontrol "$@"'), ("longspan", longspan)):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)
-    job = {
-        "JOB_ID": JOB,
-        "NTASKS": 2,
-        "NNODES": 2,
-        "NTASKS_PER_NODE": 1,
-        "CPUS_PER_TASK": 1,
-        "JOB_NODELIST": "host[0-1]",
-    }
+    job: dict[str, object] = {"JOB_ID": JOB, "NTASKS": 2, "NNODES": 2, "NTASKS_PER_NODE": 1, "CPUS_PER_TASK": 1}
+    job |= {"JOB_NODELIST": "host[0-1]"}
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     environment |= {f"SLURM_{name}": str(value) for name, value in job.items()}
     environment |= {"SLURM_RESTART_COUNT": str(restarted), "PATH": f"{programs}:{os.environ['PATH']}", **variables}
-    return subprocess.Popen(
-        ["bash", SCRIPT, *words],
-        cwd=folder,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(["bash", SCRIPT, *words], cwd=folder, env=environment, **pipes)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import pytest
 from longspan.errors import CheckpointError
 from longspan.launch import stop_signals
 from longspan.launch.launch import run_local
+from longspan.launch.orphans import processes_of_torchrun
 from longspan.launch.stop_signals import (
     NOTICES,
     SIGNALS,
@@ -41,33 +42,32 @@ def _heeded() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_one_press_is_forwarded_once_and_a_later_one_kills(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+SENT = [  # at which second which signal comes -> those that the ranks get
+    ([(0.0, signal.SIGTERM), (0.0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.1, signal.SIGINT)], [15, 9]),
+    ([(5.0 * i, number) for i, number in enumerate([*NOTICES, signal.SIGUSR1, signal.SIGTERM])], None),
+]
+
+
+@pytest.mark.parametrize(("presses", "expected"), SENT)
+def test_a_press_is_forwarded_once_and_a_later_one_kills_and_notices_are_forwarded_each_time(
+    presses: list[tuple[float, int]],
+    expected: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     received, now = list[int](), [50.0]
     monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
     ranks: Any = SimpleNamespace(signal=received.append)
     forwarding = Forwarding(ranks)
-    for seconds, number in ((0.0, signal.SIGTERM), (0.0, signal.SIGTERM), (0.9, signal.SIGTERM), (1.1, signal.SIGINT)):
+    for seconds, number in presses:
         now[0] = 50.0 + seconds
         forwarding._forward_signal(number, None)
-    assert received == forwarding.sent == [signal.SIGTERM, signal.SIGKILL]
+    assert received == forwarding.sent == (expected or [number for _, number in presses])
     killed = "longspan: SIGINT again: the processes are killed, and what they have not saved is lost\n"
-    assert capfd.readouterr().err == killed
-    with interruptible(), pytest.raises(Interrupted, match="SIGINT"):
-        forwarding.repeat_signal()
-
-
-def test_a_notice_is_forwarded_each_time_and_a_request_to_end_still_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    received, now = list[int](), [50.0]
-    monkeypatch.setattr(stop_signals.time, "monotonic", lambda: now[0])
-    ranks: Any = SimpleNamespace(signal=received.append)
-    forwarding = Forwarding(ranks)
-    numbers = [*NOTICES, signal.SIGUSR1, signal.SIGTERM]
-    for number in numbers:
-        now[0] += 5
-        forwarding._forward_signal(number, None)
-    assert received == forwarding.sent == numbers
+    assert capfd.readouterr().err == (killed if expected else "")
+    if expected:
+        with interruptible(), pytest.raises(Interrupted, match="SIGINT"):
+            forwarding.repeat_signal()
 
 
 def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,6 @@ def test_ranks_heed_signals_and_the_fork_server_does_not() -> None:
 
 
 def fail_after_a_signal(rank: int, folder: Path) -> None:
-    """A rank that heeds the signal, and then cannot save."""
     received = list[int]()
     signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     (folder / str(rank)).touch()
@@ -146,7 +145,6 @@ def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) 
 
 
 def children_of(pid: int) -> dict[int, str]:
-    """The command lines of a process's children."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return {int(child): Path(f"/proc/{child}/cmdline").read_bytes().decode().replace("\0", " ") for child in children}
 
@@ -156,17 +154,9 @@ def fork_server_of(pid: int) -> int:
     return next((child for child, line in children_of(pid).items() if "multiprocessing.forkserver" in line), 0)
 
 
-def fork_server_starts(pid: int) -> bool:
-    return fork_server_of(pid) > 0
-
-
 def a_rank_is_there(pid: int) -> bool:
     server = fork_server_of(pid)
     return server > 0 and bool(children_of(server))
-
-
-def press_once(process: "subprocess.Popen[str]", number: int) -> None:
-    process.send_signal(number)
 
 
 def press_in_the_group(process: "subprocess.Popen[str]", number: int) -> None:
@@ -186,17 +176,12 @@ def of_session(pid: int) -> list[str]:
     return [state for state, _, _, session, *_ in fields if int(session) == pid and state != "Z"]
 
 
-def interrupted(words: list[str], when: Callable[[int], bool], press: Any, number: int) -> tuple[int, str, str]:
+def interrupted(words: list[str], when: Callable[[int], object], press: Any, number: int) -> tuple[int, str, str]:
     """Status, output and errors of a command that gets a signal at a moment."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        start_new_session=True,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, *words], **pipes, env=environment, start_new_session=True)
     deadline = time.monotonic() + 60
     while not when(process.pid):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -220,23 +205,49 @@ def test_a_command_that_reads_its_configuration_is_interrupted_in_one_line(tmp_p
 
 
 MOMENTS = [
-    (fork_server_starts, press_as_timeout_does, signal.SIGTERM),
-    pytest.param(fork_server_starts, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
+    (fork_server_of, press_as_timeout_does, signal.SIGTERM),
+    pytest.param(fork_server_of, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, press_as_timeout_does, signal.SIGTERM, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
-    pytest.param(a_rank_is_there, press_once, signal.SIGTERM, marks=pytest.mark.whole),
+    pytest.param(a_rank_is_there, subprocess.Popen.send_signal, signal.SIGTERM, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, press_in_the_group, signal.SIGUSR1, marks=pytest.mark.whole),
-    pytest.param(fork_server_starts, press_in_the_group, signal.SIGHUP, marks=pytest.mark.whole),
+    pytest.param(fork_server_of, press_in_the_group, signal.SIGHUP, marks=pytest.mark.whole),
 ]
 
 
 @on_linux
 @pytest.mark.parametrize(("when", "press", "number"), MOMENTS)
 def test_a_signal_while_processes_start_ends_them_in_one_line(
-    when: Callable[[int], bool], press: Any, number: signal.Signals, tmp_path: Path
+    when: Callable[[int], object], press: Any, number: signal.Signals, tmp_path: Path
 ) -> None:
     config = small_config(tmp_path)
     keys = {"data.path": config.data.path, "run.dir": config.run.dir, "context.eval_context_parallel_size": 2}
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     done = interrupted(["-m", "longspan", "train", "--world", "2", *words], when, press, number)
     assert done == (128 + number, "", f"interrupted by {number.name}\n")
+
+
+@on_linux
+def test_processes_of_torchrun_are_found_beside_one_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    ranks = [subprocess.Popen(waiting, stdin=subprocess.PIPE, env={**os.environ, "RANK": str(i)}) for i in range(2)]
+    numbers = {i: process.pid for i, process in enumerate(ranks)}
+    try:
+        deadline = time.monotonic() + 60
+        while processes_of_torchrun() != numbers:  # a process has the variables of this one until it runs its command
+            assert time.monotonic() < deadline
+        read_bytes = Path.read_bytes
+
+        def read_of_others(path: Path) -> bytes:
+            if path.parent.name == str(ranks[0].pid):
+                raise FileNotFoundError(path)
+            return read_bytes(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_of_others)
+        assert processes_of_torchrun() == {1: ranks[1].pid}
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
