@@ -49,7 +49,7 @@ USUAL = {
     "layout": ["layout/test_layout.py", "layout/test_partition.py"],
     "model": ["model/test_prepare.py", "model/test_load.py", "model/pipeline/test_pipeline.py"],
     "plan": ["plan/test_plan.py", "plan/test_dynamic.py", "plan/test_fixed.py"],
-    "report": ["report/test_run_page.py", "cli/test_report.py"],
+    "report": ["report/test_run_page.py", "cli/test_verbs.py"],
     "train": ["train/steps/test_step.py", "run/test_run.py", "corpus/test_data.py", "cli/test_train.py"],
 }
 COMPARE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from longspan.bench.calibrate import (
     CalibrationSettings,
     Measured,
     Sample,
+    Sizes,
     calibrate_ranks,
     calibration_text,
     fit_machine,
@@ -32,24 +34,13 @@ from longspan.testing import run_ranks
 
 
 def _link(latency: float, speed: float) -> Link:
-    """A link whose kinds all differ."""
     return Link(**{k: Wire(latency * (1 + i / 10), speed * (1 - i / 10)) for i, k in enumerate(KINDS)})
 
 
-TRUTH = Machine(
-    device="NVIDIA Q100",
-    product_flops_per_second=3e14,
-    attention_flops_per_second=4e14,
-    half_speed_rows=500.0,
-    memory_bytes_per_second=2e12,
-    micro_batch_seconds=5e-3,
-    layer_seconds=6e-3,
-    group_seconds=0.2e-3,
-    document_seconds=5e-6,
-    inside=_link(20e-6, 1.5e11),
-    across=_link(200e-6, 3e9),
-    node_size=4,
-)
+SPEEDS = {"product_flops_per_second": 3e14, "attention_flops_per_second": 4e14, "memory_bytes_per_second": 2e12}
+SECONDS = {"micro_batch_seconds": 5e-3, "layer_seconds": 6e-3, "group_seconds": 0.2e-3, "document_seconds": 5e-6}
+LINKS: dict[str, Any] = {"inside": _link(20e-6, 1.5e11), "across": _link(200e-6, 3e9)}
+TRUTH = Machine(device="NVIDIA Q100", node_size=4, half_speed_rows=500.0, **SPEEDS, **SECONDS, **LINKS)
 STEP, CALL_SECONDS, PASS = 2e-3, 3e-4, 1e-5  # of a step, a call of attention and a pass, besides what they count
 BASE = Machine(device="NVIDIA Q100", node_size=4)
 NOT_MEASURED = {"expert_flops_per_second", "host_copy_bytes_per_second", "step_seconds"}
@@ -57,7 +48,6 @@ FITTED = tuple(name for name in BASE.rates() if name not in NOT_MEASURED)
 
 
 def _measured(truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, ...] = LEVELS) -> list[Sample]:
-    """Samples such as the ranks measure on this machine."""
     samples: list[Sample] = []
 
     def attention_seconds(flops: float, a_row: float) -> float:
@@ -107,19 +97,16 @@ def test_a_machine_is_found_where_nothing_disturbs() -> None:
     assert not machine.assumed and {*machine.assumed_parts} == NOT_MEASURED
 
 
-def test_a_machine_is_found_through_noise() -> None:
+def test_every_figure_is_told_from_the_others_through_noise_too() -> None:
+    for name in FITTED:
+        truth = replace(TRUTH, **{name: 3 * getattr(TRUTH, name)})
+        machine = fit_samples(_measured(truth), BASE).machine
+        for figure in FITTED:
+            assert getattr(machine, figure) == pytest.approx(getattr(truth, figure), rel=1e-3), (name, figure)
     calibration = fit_samples(_measured(noise=0.02), BASE)
     for name in FITTED[:2]:
         assert getattr(calibration.machine, name) == pytest.approx(getattr(TRUTH, name), rel=0.05), name
     assert 0.003 < calibration.mean_error < 0.03
-
-
-@pytest.mark.parametrize("name", FITTED)
-def test_every_figure_is_told_from_the_others(name: str) -> None:
-    truth = replace(TRUTH, **{name: 3 * getattr(TRUTH, name)})
-    machine = fit_samples(_measured(truth), BASE).machine
-    for figure in FITTED:
-        assert getattr(machine, figure) == pytest.approx(getattr(truth, figure), rel=1e-3), figure
 
 
 def test_on_one_host_and_on_one_rank_links_are_assumed() -> None:
@@ -154,9 +141,6 @@ def test_least_squares_is_optimal() -> None:
         assert (x >= 0).all() and (slope >= -1e-8).all() and np.abs(slope * x).max() < 1e-8
         bound += int((x == 0).any())
     assert 0 < bound < 60
-
-
-def test_least_squares_of_nothing() -> None:
     assert least_squares(np.zeros((3, 2)), np.ones(3), np.ones(3)) == [0.0, 0.0]
     assert least_squares(np.zeros((0, 2)), np.zeros(0), np.zeros(0)) == [0.0, 0.0]
 
@@ -193,7 +177,9 @@ def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
     def sum_gradients(*_: object) -> None:
         raise AssertionError("a step that is measured sums gradients between the hosts")
 
+    small = Sizes("qwen3-tiny", "float32", (32, 64, 96, 128), 16, (16, 32, 64, 128))
     with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(calibrate.SIZES, "cpu", small)
         patch.setattr(_fsdp_param_group, "foreach_reduce", sum_gradients)
         return calibrate_ranks(rank, settings)
 
@@ -201,7 +187,6 @@ def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
 def test_two_hosts_are_those_of_the_launcher_and_what_is_between_them_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over a slow link between two torchruns: tests/launch/test_two_nodes.py, in `make test-all`."""
     monkeypatch.setattr(calibrate, "run_on_ranks", lambda _, args, n: run_ranks(_calibrate_two_hosts, n, *args)[0])
     out = tmp_path / "machine.json"
     assert main(["bench", "calibrate", "--world", "4", *ONCE, "--out", str(out)]) == 0
@@ -214,9 +199,7 @@ def test_one_rank_in_words() -> None:
     measured = Measured(_measured(levels=()), "NVIDIA H100 80GB HBM3", 1, 12.0)
     calibration = fit_machine(measured, settings)
     lines = calibration_text(make_record(calibration, measured, settings, ["longspan"])).splitlines()
-    assert lines[0].startswith(
-        "qwen3-tiny (2 layers) in float32 on 1 rank (gloo), hosts of 1 as the launcher counts them, "
-    )
+    assert lines[0].startswith("qwen3-tiny (2 layers) in float32 on 1 rank (gloo), hosts of 1 as the launcher counts")
     words = [line.split() for line in lines]
     assert ["micro_batch_seconds", "0.005"] in words and ["layer_seconds", "0.006"] in words
     assert any(line.startswith("across point ") and line.endswith("assumed") for line in lines)

@@ -7,30 +7,25 @@ from typing import Any
 
 import pytest
 
-from longspan.cli import doctor
+from longspan.cli import doctor, doctor_model, processes
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, outcome_text
+from longspan.doctor.proof import Outcome, Proof, outcome_text, proof_json, proof_text
 from longspan.errors import CommError
+from longspan.model import preset_config
 
 FLAT = ["p2p", "all_gather", "a2a", "auto"]
 TYPES = {1: ["p2p"], 2: FLAT, 3: [], 4: [*FLAT, "a2a+p2p (2, 2)"]}  # by degree
 
 
-@pytest.mark.parametrize(
-    ("installed", "good"),
-    [
-        ({"torch": "2.11.0", "transformers": "5.17.0", "numpy": "2.0"}, True),
-        ({"torch": "2.15.0+cpu", "transformers": "5.24.0", "numpy": "2.0"}, True),
-        ({"torch": "2.10.1", "transformers": "5.17.0", "numpy": "2.0"}, False),
-        ({"torch": "2.16.0", "transformers": "5.17.0", "numpy": "2.0"}, False),
-        ({"torch": "2.13.0", "transformers": "6.0", "numpy": "2.0"}, False),
-        ({"torch": "2.13.0", "numpy": "2.0"}, False),
-    ],
-)
-def test_versions(installed: dict[str, str], good: bool) -> None:
-    assert all(check.good is not False for check in version_checks(installed)) == good
+def test_versions() -> None:
+    good = [("2.11.0", "5.17.0"), ("2.15.0+cpu", "5.24.0")]
+    bad = [("2.10.1", "5.17.0"), ("2.16.0", "5.17.0"), ("2.13.0", "6.0")]
+    for torch, transformers in (*good, *bad):
+        checks = version_checks({"torch": torch, "transformers": transformers, "numpy": "2.0"})
+        assert all(check.good is not False for check in checks) == ((torch, transformers) in good)
+    assert not all(check.good is not False for check in version_checks({"torch": "2.13.0", "numpy": "2.0"}))
 
 
 def _parity(case: Case, **changes: Any) -> dict[str, Any]:
@@ -65,9 +60,8 @@ def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], ranks: int) -> 
     result = json.loads(out)
     names = {(check["area"], check["name"]): check["good"] for check in result["checks"]}
     assert result["good"] and names["backend", "gloo"] and names["version", "torch"]
-    combinations = {
-        f"{t}, cp {cp}, {w}" for t in ("float64", "float32") for cp in range(1, ranks + 1) for w in TYPES[cp]
-    }
+    degrees = [(cp, kind) for cp in range(1, ranks + 1) for kind in TYPES[cp]]
+    combinations = {f"{dtype}, cp {cp}, {kind}" for dtype in ("float64", "float32") for cp, kind in degrees}
     assert {name for (area, name), good in names.items() if area == "parity" and good} == combinations
     assert [record["kind"] for record in result["ranks"]["groups"]][:2] == ["control", "parent"]
     levels = [check["found"] for check in result["checks"] if "level one" in check["found"]]
@@ -90,33 +84,33 @@ def test_a_failure_is_a_cross_and_exit_code_1(
 def test_nccl_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("longspan.cli.processes.usable_gpus", lambda: 1)
     assert main(["doctor", "--world", "2", "--backend", "nccl"]) == 1
+    said = capsys.readouterr().out
     assert (
-        "2 processes on this machine need a GPU each, and it has 1 GPU; start at most 1, or give --backend gloo"
-        in capsys.readouterr().out
+        "2 processes on this machine need a GPU each, and it has 1 GPU; start at most 1, or give --backend gloo" in said
     )
 
 
-def _qwen3_folder(folder: Path) -> Path:
-    values = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (folder / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 36, "head_dim": 128}))
-    return folder
-
-
 def test_a_folder_is_proven(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["doctor", "--model", str(_qwen3_folder(tmp_path)), "--cases", "basic", "--world", "2"]
-    assert main([*command, "--backend", "gloo", "--json"]) == 0
+    values = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 36, "head_dim": 128}))
+    command = ["doctor", "--model", str(tmp_path), "--cases", "basic", "--world", "1", "--backend", "gloo"]
+    assert main([*command, "--json"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith("comparing a small ") and "with the stock one: a minute or more" in err
     result = json.loads(out)
     assert result["good"] and {row["status"] for row in result["cases"]} == {"exact"}
-    assert [row["name"] for row in result["cases"]][:2] == ["float64, cp 2, p2p", "float64, cp 2, all_gather"]
+    assert [row["name"] for row in result["cases"]][:2] == ["float64, cp 1, p2p", "float64, cp 1, all_gather"]
     kernel = result["model"]["kernels"][0]
     assert kernel["attention"] == "heads of 128" and kernel["layers"] == 36 and kernel["here"].startswith("cpu_flash")
     assert kernel["on_gpus"].startswith("fa4 (needs")
 
 
-def test_a_refused_model_fails_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", "FalconForCausalLM", "--cases", "basic", "--world", "2"]) == 1
+def test_a_refused_model_fails_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Proof((Outcome(Case(cp=2), "refused", message="bypasses transformers' AttentionInterface"),))
+    monkeypatch.setattr(doctor_model, "run_proof", lambda *_: refused)
+    assert main(["doctor", "--model", "Qwen3ForCausalLM", "--cases", "basic", "--world", "2"]) == 1
     out = capsys.readouterr().out
     assert "NOT proven" in out and "bypasses transformers' AttentionInterface" in out and "✗  float64, cp 2" in out
 
@@ -124,3 +118,39 @@ def test_a_refused_model_fails_with_its_reason(capsys: pytest.CaptureFixture[str
 def test_unknown_models_name_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--model", "qwen33"]) == 2
     assert "'qwen33'; did you mean qwen3" in capsys.readouterr().err
+
+
+PLACES = [
+    (0, 0, "auto", [(4, "gloo")]),
+    (1, 0, "auto", [(4, "gloo"), (1, "nccl")]),
+    (8, 0, "auto", [(4, "nccl")]),
+    (8, 8, "auto", [(8, "nccl")]),
+    (1, 2, "gloo", [(2, "gloo")]),
+    (1, 0, "nccl", [(1, "nccl")]),
+]
+
+
+@pytest.mark.parametrize(("gpus", "world", "backend", "places"), PLACES)
+def test_places(
+    gpus: int, world: int, backend: Any, places: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (processes, doctor_model):
+        monkeypatch.setattr(module, "usable_gpus", lambda: gpus)
+    made, config = list(doctor_model._list_proof_processes(world, backend)), preset_config("qwen3-tiny", vocab_size=61)
+    assert [(place.ranks, place.backend) for place in made] == places
+    for place in made:
+        dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases("whole", place, config)))
+        assert dtypes == (["float64", "float32"] if place.backend == "gloo" else ["bfloat16", "float32"])
+
+
+def test_text_and_json() -> None:
+    exact = Outcome(Case(cp=2), "exact", 1e-16, 2e-15, "weight", 1e-12)
+    wrong = replace(exact, status="wrong", gradient_error=0.5)
+    refused, crashed = Outcome(Case(tp=2), "refused", message="heads"), Outcome(Case(), "crashed", message="rank 1")
+    text = proof_text(Proof((exact, wrong, refused, crashed)), ["a model"], 3.0)
+    assert "✓  float64, cp 2, p2p" in text and "gradients 5.0e-01 (weight) from the stock model" in text
+    assert "·  float64, tp 2, cp 1, p2p  refused  heads" in text and "✗  float64, cp 1, p2p" in text
+    assert text.endswith("NOT proven on this machine: of 4 cases 1 exact, 1 refused, 1 wrong, 1 crashed (3 s)")
+    assert Proof((exact, refused)).good and not Proof((exact, replace(refused, case=Case()))).good
+    rows = proof_json(Proof((exact, refused)), {}, 3.0)["cases"]
+    assert [(row["name"], row["tp"], row["good"]) for row in rows][1] == ("float64, tp 2, cp 1, p2p", 2, True)

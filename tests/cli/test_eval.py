@@ -1,16 +1,21 @@
-"""`longspan eval`: the loss of a checkpoint does not depend on the degree or on the number of ranks."""
+"""`longspan eval`: the loss of a run or folder does not depend on the degree, and is that of stock transformers."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longspan.checkpoint.files import PARTIAL
 from longspan.cli.eval import _bucket_tables, result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer import train_tokenizer
 from longspan.evaluation.metrics import Bucket, Mean
+from longspan.model import load_model
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.saved.test_comparison import result
@@ -40,9 +45,7 @@ def test_the_loss_is_that_of_the_run(
     assert main(["eval", target, "--world", str(world), *flags]) == 0
     out, err = capfd.readouterr()
     found = json.loads(out)
-    assert err.count("its save was interrupted") == (not checkpoint), (
-        "one rank says it, where checkpoints are looked for"
-    )
+    assert err.count("its save was interrupted") == (not checkpoint), "one rank says it, where checkpoints are sought"
     trained = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if "eval_name" not in row][-1]
     assert (found["step"], found["cp"], found["world"]) == (2, int(degree), world)
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
@@ -51,7 +54,6 @@ def test_the_loss_is_that_of_the_run(
 
 
 def test_a_set_of_the_run_and_a_comparison(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
-    """A set is planned by its own keys; the folder that the run saved has the losses of its last checkpoint."""
     words = ["eval", run.run.dir, "--set", "others", "--compare", f"{run.run.dir}/model", "--json", "--world", "2"]
     assert main(words) == 0
     found = json.loads(capfd.readouterr().out)
@@ -82,35 +84,83 @@ def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: 
     assert err.splitlines() == [f"step-000001, cp 2: {done} of 2 micro-batches" for done in (1, 2)]
 
 
-def test_a_damaged_checkpoint_is_named(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_and_what_is_no_run_are_named(
+    run: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = Path(run.run.dir) / "checkpoints" / "step-000001"
     (file := max(path.glob("*.safetensors"))).unlink()
     assert main(["eval", str(path), "--world", "2"]) == 2
     assert capfd.readouterr().err == f"error: checkpoint {path}: {file.name} is missing\n"
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "is neither the folder of a run (it has no config.toml) nor a Hugging Face folder" in capfd.readouterr().err
 
 
-def test_a_degree_that_does_not_fit_is_refused_before_ranks_start(
-    run: RunConfig, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", run.run.dir, "--world", "4", "--context.eval_context_parallel_size", "3"]) == 2
-    assert "context.eval_context_parallel_size 3 does not divide 4 slots" in capfd.readouterr().err
-
-
-def test_a_perplexity_that_nobody_can_read_is_not_written_out() -> None:
+def test_tables_leave_out_what_nobody_can_read() -> None:
     names, row = next(result_tables([result(np.full(5, 50.0))], 1)).splitlines()[1:3]
     assert names.startswith("set       type  cp          loss  perplexity")
     assert row.startswith("held out  -      1  50.000000000   over 1e21")
-
-
-def test_a_bucket_without_targets_has_no_loss() -> None:
     buckets = [Bucket(0, 127, Mean(8.0, 4), 2), Bucket(128, 255, Mean(0.0, 0), 1), Bucket(256, 511, Mean(9.0, 3), 1)]
-    (table,) = _bucket_tables("chats", [], buckets)
-    assert [line.split()[:4] for line in table.splitlines()[2:]] == [
-        ["0", "to", "127", "2.000000"],
-        ["256", "to", "511", "3.000000"],
-    ]
+    (table,) = _bucket_tables("chats", [], buckets)  # one of them has no targets
+    rows = [line.split()[:4] for line in table.splitlines()[2:]]
+    assert rows == [["0", "to", "127", "2.000000"], ["256", "to", "511", "3.000000"]]
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", str(tmp_path)]) == 2
-    assert "is neither the folder of a run (it has no config.toml) nor a Hugging Face folder" in capfd.readouterr().err
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("eval_folder")
+    texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
+    load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
+    train_tokenizer(texts, 300).save_pretrained(root / "model")
+    return root
+
+
+def test_every_document_has_the_loss_of_stock_transformers(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*"))
+    words = ["eval", str(folder / "model"), "--data", f"words={folder / 'texts'}", "--json", "--world", "2"]
+    words += ["--documents", str(tmp_path / "losses.jsonl"), "--model.dtype", "float64"]
+    assert main([*words, "--context.eval_context_parallel_size", "2", "--context.eval_cp_comm_type", "a2a"]) == 0
+    record: dict[str, Any] = json.loads(capfd.readouterr().out)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, attn_implementation="sdpa")
+    tokenizer, expected = AutoTokenizer.from_pretrained(folder / "model"), list[tuple[float, int]]()
+    for file in sorted((folder / "texts").iterdir()):
+        ids = torch.tensor([[*tokenizer(file.read_text()).input_ids, tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+        expected.append((float(loss), ids.shape[1] - 1))
+    rows = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows] == pytest.approx([loss / targets for loss, targets in expected], rel=1e-12)
+    assert [row["name"] for row in rows] == [file.name for file in sorted((folder / "texts").iterdir())]
+    total, targets = (sum(values) for values in zip(*expected, strict=True))
+    assert (record["eval_loss"], record["eval_targets"]) == (pytest.approx(total / targets, rel=1e-12), targets)
+    assert (record["cp"], record["evaluations"][0]["cp_comm_type"], record["kind"]) == (2, ["a2a"], "folder")
+    assert sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*")) == before
+
+
+REFUSED = [
+    ("--data x --set y", "--data and --set are given"),
+    ("--degrees 1,x", "--degrees is '1,x'"),
+    ("--degrees 1,2 --compare MODEL", "--degrees and --compare are given"),
+    ("--compare nowhere", "there is no run nowhere"),
+    ("--set y", "--set is 'y', and the run's evaluation sets [[eval]] are: none"),
+    ("--data a=x --data a=y", "--data x and y are both named 'a'"),
+    ("--context.cp_comm_type a2a", "--context.cp_comm_type is a key of training; evaluation reads --context.eval_"),
+    ("--context.mode free", "--context.mode is a key of training, and evaluation does not read it"),
+    ("--parallel.tp 3 --world 2", "2 ranks are not divisible by tp 3 x pp 1 = 3"),
+    ("--context.eval_context_parallel_size 2", "context.eval_context_parallel_size 2 does not divide 1 slot"),
+    ("--documents MODEL", "--documents MODEL is a folder; give a file in it"),
+    ("--out MODEL/config.json", "--out MODEL/config.json is a file; give a folder"),
+    ("--max-document-tokens 1", "--max-document-tokens is 1; a document of one token predicts nothing"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_what_cannot_be_is_refused_before_ranks_start(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    model = str(folder / "model")
+    assert main(["eval", model, *words.replace("MODEL", model).split()]) == 2
+    out, err = capfd.readouterr()
+    assert not out and err.startswith(f"error: {message.replace('MODEL', model)}") and len(err.splitlines()) == 1

@@ -1,6 +1,7 @@
 """`longspan export`: checkpoints of any home become folders that stock transformers loads, with all that belongs."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from longspan.cli.main import main
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus
-from longspan.model.weights import write
+from longspan.model.weights.write import weight_unit
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
@@ -29,7 +30,6 @@ HOMES = {"pp": {"parallel__pp": 2}, "tp": {"parallel__tp": 2}, "ep": {"parallel_
 
 
 def _source(folder: Path) -> Path:
-    """A bfloat16 folder of a mixture of experts, with a tokenizer, a chat template and a generation configuration."""
     torch.manual_seed(0)
     config = deep_config("qwen3-moe", layers=4, vocabulary=300)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -41,6 +41,12 @@ def _source(folder: Path) -> Path:
     return folder
 
 
+def _train_each(rank: int, configs: list[RunConfig]) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"  # two hosts, as run.json says
+    for config in configs:
+        train_rank(rank, config, 2)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
     path = tmp_path_factory.mktemp("export")
@@ -49,8 +55,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
         context = {"context__context_parallel_size": 1 + (name == "ep"), "context__eval_context_parallel_size": 1}
         keys = {"model__path": str(source), "train__steps": 2, "train__save_every": 1, **axes, **context}
         configs[name] = small_config(path / name, train__eval_every=0, **keys)
-        run_ranks(train_rank, 2, configs[name], 2, timeout=90)
+    run_ranks(_train_each, 2, [*configs.values()], timeout=120)
     return configs
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
 
 
 def _bytes(folder: Path, *left_out: str) -> dict[str, bytes]:
@@ -61,66 +71,48 @@ def _bytes(folder: Path, *left_out: str) -> dict[str, bytes]:
 def test_a_run_is_exported_as_its_model_was_saved(
     runs: dict[str, RunConfig], home: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = Path(runs[home].run.dir)
-    assert main(["export", str(run), str(tmp_path / "out"), "--json"]) == 0
+    run, out, source = Path(runs[home].run.dir), tmp_path / "out", Path(runs[home].model.path)
+    assert main(["export", str(run), str(out), "--json"]) == 0
     told = json.loads(capfd.readouterr().out)
+    assert json.loads((run / "run.json").read_text())["hosts"] == (1 if home == "tp" else 2)
     assert (told["step"], told["dtype"], told["files"]) == (2, "bfloat16", 1)
-    saved, exported = run / "model", tmp_path / "out"
-    assert _bytes(saved, "model.safetensors") == _bytes(exported, "model.safetensors", "README.md")
-    old, new = (load_file(folder / "model.safetensors") for folder in (saved, exported))
-    assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
+    assert _bytes(run / "model", "model.safetensors") == _bytes(out, "model.safetensors", "README.md")
+    old, new = _weights(run / "model"), _weights(out)
+    assert old.keys() == new.keys() == _weights(source).keys() and all(old[name].equal(new[name]) for name in old)
     assert told["tensors"] == len(new) and told["bytes"] == sum(x.nbytes for x in new.values())
-
-
-def test_what_belongs_to_the_source_is_kept_byte_for_byte(runs: dict[str, RunConfig], tmp_path: Path) -> None:
-    source, saved = Path(runs["pp"].model.path), Path(runs["pp"].run.dir) / "model"
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
     for name in (*names, "generation_config.json"):
-        assert (saved / name).read_bytes() == (source / name).read_bytes(), name
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, saved))
-    assert before == after
-    assert load_file(source / "model.safetensors").keys() == load_file(saved / "model.safetensors").keys()
-    assert AutoTokenizer.from_pretrained(saved).chat_template == AutoTokenizer.from_pretrained(source).chat_template
-
-
-def _stock_loss(folder: Path, config: RunConfig) -> float:
-    """The mean cross entropy of stock transformers on a run's held-out documents, one by one."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    corpus, total, targets = Corpus(Path(config.run.dir) / "corpus"), 0.0, 0
-    for document in make_step_order(config, corpus).evaluation:
-        ids = torch.from_numpy(corpus[document][np.arange(len(corpus[document]))])
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, :-1]
-        total += F.cross_entropy(logits.double(), ids[1:], reduction="sum").item()
-        targets += len(ids) - 1
-    return total / targets
+        assert (out / name).read_bytes() == (source / name).read_bytes(), name
+    assert json.loads((source / "config.json").read_text()) == json.loads((out / "config.json").read_text())
+    assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(source).chat_template
 
 
 def test_an_export_has_the_loss_of_the_runs_model(
     runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In float32, in several files; the folder that the run saved holds the same weights rounded to bfloat16."""
     monkeypatch.setattr(export, "FILE_BYTES", 40_000)
     run, out = Path(runs["tp"].run.dir), tmp_path / "out"
     assert main(["export", str(run / "checkpoints" / "step-000002"), str(out), "--dtype", "float32"]) == 0
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
+    names = ("model.layers.12.mlp.experts.gate_up_proj", "lm_head.weight")
+    assert [weight_unit(name) for name in names] == ["model.layers.12", "lm_head.weight"]  # what a writer holds
     assert max(path.stat().st_size for path in out.glob("*.safetensors")) < 50_000
-    exported = {name: x for file in out.glob("*.safetensors") for name, x in load_file(file).items()}
+    exported, saved = _weights(out), _weights(run / "model")
     assert exported.keys() == index["weight_map"].keys()
-    saved = load_file(run / "model" / "model.safetensors")
     assert saved.keys() == exported.keys() and all(x.equal(exported[name].bfloat16()) for name, x in saved.items())
     (evaluated,) = [row for row in read_metrics(run / "metrics.jsonl") if "eval_loss" in row]
-    assert _stock_loss(out, runs["tp"]) == pytest.approx(evaluated["eval_loss"], rel=1e-6)
-
-
-def test_an_earlier_checkpoint_has_other_weights(runs: dict[str, RunConfig], tmp_path: Path) -> None:
-    run = Path(runs["pp"].run.dir)
-    assert main(["export", str(run / "checkpoints" / "step-000001"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
-    old, new = (load_file(folder / "model.safetensors") for folder in (run / "model", tmp_path / "out"))
-    assert old.keys() == new.keys() and not any(
-        old[name].equal(new[name].bfloat16()) for name in old if "norm" not in name
-    )
+    model, corpus, losses = AutoModelForCausalLM.from_pretrained(out, dtype="auto"), Corpus(run / "corpus"), []
+    for document in make_step_order(runs["tp"], corpus).evaluation:
+        ids = torch.from_numpy(corpus[document][np.arange(len(corpus[document]))])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        losses += F.cross_entropy(logits.double(), ids[1:], reduction="none").tolist()
+    assert np.mean(losses) == pytest.approx(evaluated["eval_loss"], rel=1e-6)
+    assert main(["export", str(run / "checkpoints" / "step-000001"), str(tmp_path / "earlier")]) == 0
+    earlier = _weights(tmp_path / "earlier")
+    assert earlier.keys() == saved.keys()
+    assert not any(x.equal(saved[name]) for name, x in earlier.items() if "norm" not in name)
 
 
 def test_folders_that_hold_something_are_left_alone(
@@ -130,10 +122,8 @@ def test_folders_that_hold_something_are_left_alone(
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     assert main(["export", run, str(out)]) == 2
-    assert (
-        f"{out} is not empty; name another folder, or replace the model in it with --overwrite"
-        in capfd.readouterr().err
-    )
+    full = f"{out} is not empty; name another folder, or replace the model in it with --overwrite"
+    assert full in capfd.readouterr().err
     assert main(["export", run, str(out), "--overwrite"]) == 2
     assert "holds no model (no config.json), so nothing in it is replaced" in capfd.readouterr().err
     shutil.copytree(runs["pp"].model.path, out, dirs_exist_ok=True)
@@ -141,9 +131,7 @@ def test_folders_that_hold_something_are_left_alone(
     assert main(["export", run, str(out), "--overwrite"]) == 0
     wanted = {*_bytes(Path(run) / "model"), "notes.txt", "README.md"}
     assert set(_bytes(out)) == wanted and (out / "notes.txt").read_text() == "mine"
-    assert load_file(out / "model.safetensors")["model.norm.weight"].equal(
-        load_file(Path(run) / "model" / "model.safetensors")["model.norm.weight"]
-    )
+    assert all(x.equal(_weights(out)[name]) for name, x in _weights(Path(run) / "model").items())
 
 
 def test_the_card_has_the_figures_of_the_exported_step(
@@ -183,12 +171,8 @@ def test_a_card_names_what_came_from_the_hub(runs: dict[str, RunConfig], tmp_pat
     (run / "config.toml").write_text(toml)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "README.md").read_text()
-    assert ModelCard(text).data.to_dict() == {
-        "base_model": "an-org/base",
-        "datasets": ["an-org/texts"],
-        "library_name": "transformers",
-        "tags": ["longspan"],
-    }
+    named = {"base_model": "an-org/base", "datasets": ["an-org/texts"]}
+    assert ModelCard(text).data.to_dict() == named | {"library_name": "transformers", "tags": ["longspan"]}
     assert "Trained from an-org/base, by" in text and "| data | an-org/texts" in text and "documents |" not in text
     (run / "metrics.jsonl").write_text('{"step": 2, "loss": "none", "tokens": 9}')  # no figures, and no error
     assert main(["export", str(run), str(tmp_path / "out"), "--overwrite"]) == 0
@@ -196,11 +180,8 @@ def test_a_card_names_what_came_from_the_hub(runs: dict[str, RunConfig], tmp_pat
     assert "| trained | 2 of 2 steps, 9 tokens |" in text and "mean loss" not in text
 
 
-class Hub:
-    """The calls of huggingface_hub's HfApi that an upload makes."""
-
+class Hub:  # the calls of huggingface_hub's HfApi that an upload makes
     calls: ClassVar[list[tuple[Any, ...]]] = []
-    error: ClassVar[Exception | None] = None
 
     def whoami(self) -> dict[str, str]:
         return {"name": "me"}
@@ -210,8 +191,6 @@ class Hub:
         return f"https://huggingface.co/{repo_id}"
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        if self.error is not None:
-            raise self.error
         self.calls.append((repo_id, {path.name for path in folder_path.iterdir()}, commit_message))
 
 
@@ -239,11 +218,7 @@ def test_an_export_is_uploaded_with_its_card(
 
 
 def test_what_cannot_be_uploaded_is_one_line(
-    runs: dict[str, RunConfig],
-    hub: type[Hub],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    runs: dict[str, RunConfig], hub: type[Hub], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, out = runs["tp"].run.dir, tmp_path / "out"
 
@@ -254,16 +229,18 @@ def test_what_cannot_be_uploaded_is_one_line(
     for name in ("mine", "a/b/c", "/tmp/x"):
         assert f"--push '{name}' is no name of the hub; give ORG/NAME" in refused("--push", name)
     assert "--public is given without --push" in refused("--public")
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    assert "needs a login to the hub, and there is none; hf auth login" in refused("--push", "me/mine")
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_old")
-    monkeypatch.setattr(Hub, "whoami", lambda self: 1 / 0)
-    assert "does not accept the login: ZeroDivisionError" in refused("--push", "me/mine")
+    with monkeypatch.context() as patch:
+        patch.setattr("huggingface_hub.get_token", lambda: None)
+        assert "needs a login to the hub, and there is none; hf auth login" in refused("--push", "me/mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(Hub, "whoami", lambda self: 1 / 0)
+        assert "does not accept the login: ZeroDivisionError" in refused("--push", "me/mine")
     assert not out.exists() and not hub.calls
-    monkeypatch.undo()
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_mine")
-    monkeypatch.setattr(Hub, "error", OSError("403\n\nForbidden"))
+
+    def upload_folder(self: Hub, **_: Any) -> None:
+        raise OSError("403\n\nForbidden")
+
+    monkeypatch.setattr(Hub, "upload_folder", upload_folder)
     error = refused("--push", "me/mine")
     assert f"{out} is written, and cannot be uploaded: OSError: 403 Forbidden; hf upload me/mine {out}" in error
     assert (out / "README.md").is_file()
@@ -275,22 +252,18 @@ def test_damaged_and_strange_checkpoints_are_named(
     run = shutil.copytree(runs["ep"].run.dir, tmp_path / "run")
     checkpoint = run / "checkpoints" / "step-000002"
     config = json.loads((run / "config.json").read_text())
+
+    def refused(target: Path) -> str:
+        assert main(["export", str(target), str(tmp_path / "out")]) == 2
+        return capfd.readouterr().err
+
     (run / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    assert "does not fit the run's model: it has" in (err := capfd.readouterr().err) and "model.layers.3." in err
+    assert "does not fit the run's model: it has" in (err := refused(run)) and "model.layers.3." in err
     (run / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
-    assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    assert "model.layers.1.mlp.down_proj.weight is (32, 48), and (32, 40) by the config" in capfd.readouterr().err
+    assert "model.layers.1.mlp.down_proj.weight is (32, 48), and (32, 40) by the config" in refused(run)
     file = min(checkpoint.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
-    assert f"{file.name} has other contents than were written" in capfd.readouterr().err
+    assert f"{file.name} has other contents than were written" in refused(checkpoint)
     (run / "config.json").unlink()
-    assert main(["export", str(run), str(tmp_path / "out")]) == 2
-    assert "was begun before longspan 0.1; name the folder of a run" in capfd.readouterr().err
+    assert "was begun before longspan 0.1; name the folder of a run" in refused(run)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
-
-
-def test_a_writer_holds_one_file_and_one_layer() -> None:
-    assert write.weight_unit("model.layers.12.mlp.experts.gate_up_proj") == "model.layers.12"
-    assert write.weight_unit("lm_head.weight") == "lm_head.weight"

@@ -1,7 +1,5 @@
 """The command line is pinned: verbs, flags, their help, and what is said of those that do not exist."""
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -21,17 +19,12 @@ from tests.train.small import value_of
 PINNED = Path(__file__).with_name("flags.txt")
 
 
-def test_flags_are_those_that_are_pinned() -> None:
+def test_flags_and_verbs_are_those_that_are_pinned() -> None:
     """A flag that is new, renamed or gone is a decision: write it into flags.txt, and into the changelog."""
-    keys = [
-        f"{verb} {flag}" for verb, kind in (("train", TrainFlags), ("eval", EvalFlags)) for flag in flag_types(kind)
-    ]
+    keys = [f"train {flag}" for flag in flag_types(TrainFlags)] + [f"eval {flag}" for flag in flag_types(EvalFlags)]
     keys += [f"plan --{field.name}" for field in fields(PlanFlags)]
     assert keys == PINNED.read_text().splitlines()
     assert [f"--{key}" for key in config_keys()] == [flag for flag in flag_types(TrainFlags) if "." in flag]
-
-
-def test_verbs_are_those_that_are_pinned() -> None:
     assert list(VERBS) == ["train", "eval", "export", "plan", "bench", "report", "examples", "doctor"]
 
 
@@ -62,9 +55,8 @@ def test_help_shows_the_keys_that_most_runs_set_their_defaults_and_examples(caps
     assert "--train.betas" not in text and "longspan train --help-all shows all" in text
     plan = help_of(capsys, "plan", "--help")
     assert all(title in plan for title in ("a plan of one step:", "what fits GPUs (--gpu):", "compared (--compare):"))
-    assert (
-        "--seed" not in plan and "--which-eval-degree" in plan and "_" not in plan.split("longspan plan")[1].split()[0]
-    )
+    assert "--seed" not in plan and "--which-eval-degree" in plan
+    assert "_" not in plan.split("longspan plan")[1].split()[0]
 
 
 def test_data_and_data_path_are_one_name(tmp_path: Path) -> None:
@@ -76,102 +68,69 @@ def test_data_and_data_path_are_one_name(tmp_path: Path) -> None:
         assert parse_flags(PlanFlags, words, "longspan plan").data == str(tmp_path)
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
-def test_the_command_alone_shows_its_verbs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    text = capsys.readouterr().out
-    assert all(f"  {verb} " in text for verb in VERBS)
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_alone_shows_its_verbs_and_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert all(f"  {verb} " in text for verb in VERBS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"longspan {__version__}\n"
 
 
-DEGREE = ["--context.context_parallel_size", "2"]
+DEGREE = "--context.context_parallel_size 2"
+LEVELS = "hierarchical_context_parallel_sizes"
+NO_STEPS = "longspan train has no flag --train.stpes: did you mean '--train.steps'"
 WRONG = [
-    (["trian"], "longspan has no verb 'trian': did you mean 'train'?"),
-    (["train", "--train.stpes", "5"], "longspan train has no flag --train.stpes: did you mean '--train.steps'?"),
-    (["train", "--steps=5"], "longspan train has no flag --steps: did you mean '--train.steps'?"),
-    (["train", "--wrld", "5"], "longspan train has no flag --wrld: did you mean '--world'?"),
-    (["plan", "--formt", "json"], "longspan plan has no flag --formt: longspan plan --help-all lists those"),
-    (["plan", "x.toml", "--gpu", "h100"], "longspan plan reads no configuration; longspan train x.toml --dry-run"),
-    (["plan", "--slts", "4"], "longspan plan has no flag --slts: did you mean '--slots'?"),
-    (
-        ["plan", "--slots", "0", "--distribution", "expo"],
-        "longspan plan needs slots (GPUs / (tp x pp)): longspan plan --distribution expo --slots 4; or ask what fits",
-    ),
-    (["plan", "--compare", "--slots", "4", "--tp", "0", "--same", "2x5"], "--tp is 0; give an integer of at least 1"),
-    (["eval", "x", "--train.steps", "5"], "longspan eval has no flag --train.steps"),
-    (["train", "--world", "-1"], "--world is -1"),
-    (["train", "--parallel.tp", "two"], "--parallel.tp is 'two'; it must be an integer"),
-    (["train", "--train.lr="], "--train.lr is ''; it must be a number"),
-    (["train", "--parallel.tp", "--json"], "--parallel.tp has no value; it must be an integer"),
-    (["train", "--run.dir"], "--run.dir has no value"),
-    (
-        ["train", "--train.offload_activations=maybe"],
-        "--train.offload_activations is 'maybe'; it must be true or false",
-    ),
-    (["train", "--parallel.pipeline_schedule", "1f1"], "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, gpipe"),
-    (["train", "--train.activation_checkpointing=selectiv"], "--train.activation_checkpointing is 'selectiv'; use one"),
-    (["plan", "--planner", "dynamc"], "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
-    (
-        ["train", "--train.betas", "0.9"],
-        "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas 0",
-    ),
-    (["train", "--train.betas=0.9", "--json"], "--train.betas is '0.9'; it must be a list of 2 numbers"),
-    (["train", "--train.betas", "0.9", "x", "a.toml"], "--train.betas is '0.9 x'; it must be a list of 2 numbers"),
-    (
-        ["train", "--context.hierarchical_context_parallel_sizes", "2", "x"],
-        "--context.hierarchical_context_parallel_sizes is '2 x'; it must be an integer or a list of integers",
-    ),
-    (
-        ["plan", "--hierarchical-context-parallel-sizes", "2,x"],
-        "--hierarchical-context-parallel-sizes is '2 x'; it",
-    ),
-    (["plan", "--hierarchical-context-parallel-sizes=[]"], "--hierarchical-context-parallel-sizes has no value"),
-    (["train", "--lora.targets", "--json"], "--lora.targets has no value; it must be a list of strings, as in --lora"),
-    (
-        ["train", "a.toml", "b.toml"],
-        "longspan train does not know what 'b.toml' is for: it takes [CONFIG.toml], and flags",
-    ),
-    (["doctor", "a"], "longspan doctor does not know what 'a' is for: its flags begin with --"),
-    (["export", "a"], "longspan export needs a folder to write the model to: longspan export runs/first my-model"),
-    (
-        ["export"],
-        "longspan export needs a run's folder or a checkpoint and a folder to write the model to: longspan ex",
-    ),
-    (
-        ["report", "--json"],
-        "longspan report needs a run's folder, or the JSON file of a plan: longspan report runs/first",
-    ),
-    (
-        ["eval"],
-        "longspan eval needs a run's folder, a checkpoint or a Hugging Face folder: longspan eval runs/first",
-    ),
-    (["plan"], "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or"),
-    (["plan", "--lengths", "a.json"], "longspan plan needs slots (GPUs / (tp x pp)): longspan plan --lengths a.json"),
-    (["train", "--data", "a", "b", "c"], "--data takes one path, and got a b c; name several in CONFIG.toml, each as"),
-    (["train", "--data.path", "a", "b.jsonl"], "--data.path takes one path, and got a b.jsonl; name several in"),
-    (["train", "--data", "a", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
-    (
-        ["train", "--train.stpes", "5", "--data.path", "x", "--wrld=2"],
-        "longspan train has no flag --train.stpes: did you mean '--train.steps'?; no flag --wrld: did you mean '--wor",
-    ),
-    (["train", "--world", "3", *DEGREE], "context.context_parallel_size 2 does not divide 3 slots"),
-    (["train", "--device=cpu", *DEGREE], "context.context_parallel_size 2 does not divide 1 slot"),
-    (["train", "none.toml"], "cannot read the configuration none.toml: No such file or directory"),
-    (["train", "--model.path", "nowhere"], "model.path 'nowhere' does not exist; give a folder or file of this mac"),
-    (["eval", "nowhere"], "there is no run nowhere"),
-    (["eval", "runs/x/checkpoints/step-000007"], "there is no checkpoint runs/x/checkpoints/step-000007"),
+    ("trian", "longspan has no verb 'trian': did you mean 'train'?"),
+    ("train --train.stpes 5", f"{NO_STEPS}?"),
+    ("train --steps=5", "longspan train has no flag --steps: did you mean '--train.steps'?"),
+    ("train --wrld 5", "longspan train has no flag --wrld: did you mean '--world'?"),
+    ("plan --formt json", "longspan plan has no flag --formt: longspan plan --help-all lists those"),
+    ("plan x.toml --gpu h100", "longspan plan reads no configuration; longspan train x.toml --dry-run"),
+    ("plan --slts 4", "longspan plan has no flag --slts: did you mean '--slots'?"),
+    ("plan --slots 0 --distribution expo", "longspan plan needs slots (GPUs / (tp x pp)): longspan plan "),
+    ("plan --compare --slots 4 --tp 0 --same 2x5", "--tp is 0; give an integer of at least 1"),
+    ("eval x --train.steps 5", "longspan eval has no flag --train.steps"),
+    ("train --world -1", "--world is -1"),
+    ("train --parallel.tp two", "--parallel.tp is 'two'; it must be an integer"),
+    ("train --train.lr=", "--train.lr is ''; it must be a number"),
+    ("train --parallel.tp --json", "--parallel.tp has no value; it must be an integer"),
+    ("train --run.dir", "--run.dir has no value"),
+    ("train --train.offload_activations=maybe", "--train.offload_activations is 'maybe'; it must be true or false"),
+    ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, gpipe"),
+    ("train --train.activation_checkpointing=selectiv", "--train.activation_checkpointing is 'selectiv'; use one"),
+    ("plan --planner dynamc", "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
+    ("train --train.betas 0.9", "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas "),
+    ("train --train.betas=0.9 --json", "--train.betas is '0.9'; it must be a list of 2 numbers"),
+    ("train --train.betas 0.9 x a.toml", "--train.betas is '0.9 x'; it must be a list of 2 numbers"),
+    (f"train --context.{LEVELS} 2 x", f"--context.{LEVELS} is '2 x'; it must be an integer or a list of int"),
+    ("plan --hierarchical-context-parallel-sizes 2,x", "--hierarchical-context-parallel-sizes is '2 x'; it"),
+    ("plan --hierarchical-context-parallel-sizes=[]", "--hierarchical-context-parallel-sizes has no value"),
+    ("train --lora.targets --json", "--lora.targets has no value; it must be a list of strings, as in --lora"),
+    ("train a.toml b.toml", "longspan train does not know what 'b.toml' is for: it takes [CONFIG.toml], and fl"),
+    ("doctor a", "longspan doctor does not know what 'a' is for: its flags begin with --"),
+    ("export a", "longspan export needs a folder to write the model to: longspan export runs/first my-model"),
+    ("export", "longspan export needs a run's folder or a checkpoint and a folder to write the model to: longspan ex"),
+    ("report --json", "longspan report needs a run's folder, or the JSON file of a plan: longspan report runs/first"),
+    ("eval", "longspan eval needs a run's folder, a checkpoint or a Hugging Face folder: longspan eval runs/first"),
+    ("plan", "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or"),
+    ("plan --lengths a.json", "longspan plan needs slots (GPUs / (tp x pp)): longspan plan --lengths a.json"),
+    ("train --data a b c", "--data takes one path, and got a b c; name several in CONFIG.toml, each as"),
+    ("train --data.path a b.jsonl", "--data.path takes one path, and got a b.jsonl; name several in"),
+    ("train --data a none.toml", "cannot read the configuration none.toml: No such file or directory"),
+    ("train --train.stpes 5 --wrld=2", f"{NO_STEPS}?; no flag --wrld: did you mean '--world'?"),
+    (f"train --world 3 {DEGREE}", "context.context_parallel_size 2 does not divide 3 slots"),
+    (f"train --device=cpu {DEGREE}", "context.context_parallel_size 2 does not divide 1 slot"),
+    ("train none.toml", "cannot read the configuration none.toml: No such file or directory"),
+    ("train --model.path nowhere", "model.path 'nowhere' does not exist; give a folder or file of this mac"),
+    ("eval nowhere", "there is no run nowhere"),
+    ("eval runs/x/checkpoints/step-000007", "there is no checkpoint runs/x/checkpoints/step-000007"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
-def test_an_error_is_one_line_and_exit_code_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[words for words, _ in WRONG])
+def test_an_error_is_one_line_and_exit_code_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith(f"error: {message}") and len(err.splitlines()) == 1
 
@@ -181,20 +140,19 @@ def test_an_error_is_one_line_and_exit_code_2(
     [(["2", "4"], (2, 4)), (["2,4"], (2, 4)), (["[2,4]"], (2, 4)), (["[2,", "4]"], (2, 4)), (["2"], 2), (["[2]"], 2)],
 )
 def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> None:
-    name = "hierarchical_context_parallel_sizes"
-    for key in (f"--context.{name}", f"--context.eval-{name.replace('_', '-')}"):
+    for key in (f"--context.{LEVELS}", f"--context.eval-{LEVELS.replace('_', '-')}"):
         spelled = [[key, *words], [f"{key}={words[0]}", *words[1:]]]
         for flags in spelled if len(words) == 1 or words[0] == "[2," else spelled[:1]:
             config = parse_train([*flags, "--world", "4"])[1]
             assert value_of(config, key[2:].replace("-", "_")) == sizes
             assert parse_eval(["runs/x", *flags]).context == parse_train(flags)[0].context
             assert parse_step(flags)[0].context == replace(parse_train(flags)[0].context, cp_comm_type="auto")
-    plan = parse_flags(PlanFlags, [f"--{name}", *words, "--slots", "8"], "longspan plan")
+    plan = parse_flags(PlanFlags, [f"--{LEVELS}", *words, "--slots", "8"], "longspan plan")
     assert plan.hierarchical_context_parallel_sizes == sizes
 
 
 def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--world", "3", *DEGREE, "--debug"]) == 2
+    assert main(["train", "--world", "3", *DEGREE.split(), "--debug"]) == 2
     err = capsys.readouterr().err
     assert "Traceback" in err and err.splitlines()[-1].startswith("error: ")
 
@@ -210,12 +168,6 @@ def test_under_torchrun_the_line_names_the_rank(
     assert "torchrun has started 6; leave it out" in capsys.readouterr().err
 
 
-def test_a_switch_of_a_section_alone_is_true() -> None:
-    assert parse_train(["--parallel.sequence_parallel", "--parallel.tp", "2"])[1].parallel.sequence_parallel
-    assert parse_train(["--train.offload_activations", "--json"])[1].train.offload_activations
-    assert not parse_train(["--parallel.reshard_after_forward", "false"])[1].parallel.reshard_after_forward
-
-
 def test_every_true_or_false_of_a_run_is_read() -> None:
     keys = [name for name, kind in flag_types(TrainFlags).items() if "." in name and kind is bool]
     assert "--mtp.train_whole" in keys and "--data.parse_special_tokens" in keys
@@ -229,40 +181,15 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     (tmp_path / "a.toml").write_text("[train]\nsteps = 7\nlr = 1\n[parallel]\nreshard_after_forward = false\n")
     words = [str(tmp_path / "a.toml"), "--train.steps", "9", "--context.cp_comm_type", "p2p", "all_gather", "--world=4"]
     flags, config = parse_train([*words, "--train.activation-checkpointing", "true"])
-    expected = {
-        "train.steps": 9,
-        "train.lr": 1.0,
-        "train.activation_checkpointing": "full",
-        "parallel.reshard_after_forward": False,
-        "context.cp_comm_type": ("p2p", "all_gather"),
-    }
+    expected: dict[str, object] = {"train.steps": 9, "train.lr": 1.0, "train.activation_checkpointing": "full"}
+    expected |= {"parallel.reshard_after_forward": False, "context.cp_comm_type": ("p2p", "all_gather")}
     assert config == load_config(None, expected) and flags.world == 4 and not flags.json
 
 
-def test_without_file_or_flags_there_are_the_defaults() -> None:
+def test_without_file_or_flags_there_are_the_defaults_and_eval_takes_the_section_of_its_run() -> None:
     flags, config = parse_train(["--device", "cpu"])
     assert config == resolve_defaults(RunConfig(), 1) and (flags.config, flags.world) == ("", 0)
-
-
-def test_eval_takes_the_section_of_its_run() -> None:
-    config = replace(RunConfig(), context=ContextConfig(node_size=3))
-    flags = parse_eval(["runs/x", "--json", "--context.eval_context_parallel_size", "1"], config)
-    assert (flags.target, flags.json, flags.context) == (
-        "runs/x",
-        True,
-        ContextConfig(node_size=3).set_evaluation(context_parallel_size=1),
-    )
-
-
-@pytest.mark.parametrize("verb", ["train", "eval"])
-def test_help_needs_no_torch(verb: str) -> None:
-    code = f"""
-import sys
-from longspan.cli.main import main
-try:
-    main(["{verb}", "--help"])
-except SystemExit:
-    pass
-assert "torch" not in sys.modules and "transformers" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    of_run = replace(RunConfig(), context=ContextConfig(node_size=3))
+    given = parse_eval(["runs/x", "--json", "--context.eval_context_parallel_size", "1"], of_run)
+    assert (given.target, given.json) == ("runs/x", True)
+    assert given.context == ContextConfig(node_size=3).set_evaluation(context_parallel_size=1)
