@@ -17,6 +17,7 @@ from longspan.errors import ConfigError
 from longspan.plan.micro_batch import level_sizes
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
+from tests.plan.cases import bounded
 from tests.train.small import value_of
 
 BOOKS = {"name": "books", "path": "books"}
@@ -203,6 +204,7 @@ TRAINING = st.builds(ContextConfig, context_parallel_size=DEGREES, **VALUES)
 SOME = st.fixed_dictionaries({}, optional={"context_parallel_size": DEGREES | st.just(0) | st.just(AUTO), **VALUES})
 
 
+@bounded
 @given(TRAINING, SOME)
 def test_what_is_given_stays_and_nothing_is_left_open(training: ContextConfig, keys: dict[str, Any]) -> None:
     evaluation = inherit_keys(PlanSection(**keys), training, training)
@@ -212,14 +214,10 @@ def test_what_is_given_stays_and_nothing_is_left_open(training: ContextConfig, k
         assert getattr(evaluation, key) == expected
     assert not {key for key in KEYS if getattr(evaluation, key) in (NOT_GIVEN, "")}
     assert inherit_keys(evaluation, training, training) == evaluation
+    assert inherit_keys(PlanSection(), training, training).plan_keys == training.plan_keys
 
 
-@given(TRAINING, st.sampled_from(KEYS))
-def test_evaluation_without_keys_is_as_training(training: ContextConfig, _: str) -> None:
-    evaluation = inherit_keys(PlanSection(), training, training)
-    assert evaluation.plan_keys == training.plan_keys
-
-
+@bounded
 @given(TRAINING, SOME, SOME)
 def test_a_set_is_as_evaluation_but_for_its_keys(
     training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
@@ -233,6 +231,7 @@ def test_a_set_is_as_evaluation_but_for_its_keys(
         assert getattr(entry, key) == getattr(evaluation, key)
 
 
+@bounded
 @given(TRAINING, SOME, DEGREES | st.just(AUTO))
 def test_a_degree_that_is_given_makes_plans_of_one_degree(
     training: ContextConfig, of_all: dict[str, Any], degree: int | str
@@ -247,16 +246,14 @@ def test_a_degree_that_is_given_makes_plans_of_one_degree(
             assert section.hierarchical_context_parallel_sizes == (level_sizes(sizes, degree) if sizes else 0)
 
 
+@bounded
 @given(TRAINING, SOME, SOME)
 def test_a_configuration_is_resolved_by_the_rule(
     training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
 ) -> None:
     context = replace(training, evaluation=PlanSection(**of_all))
-    config = RunConfig(
-        model=ModelConfig(path="folder-of-no-model"),
-        context=context,
-        eval=(EvalConfig(name="books", path="x", **of_set),),
-    )
+    sets = (EvalConfig(name="books", path="x", **of_set),)
+    config = RunConfig(model=ModelConfig(path="folder-of-no-model"), context=context, eval=sets)
     complete = resolve_defaults(config)
     assert resolve_defaults(complete) == complete
     assert complete.context.evaluation == inherit_keys(PlanSection(**of_all), context, context)
