@@ -22,23 +22,8 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".toml", ".sh", ".py")]
 PARTIAL = "…"  # at the end of a command in running text, which may leave required flags out
-OTHERS = {
-    "bench/two_nodes.sh",
-    "pip",
-    "git",
-    "hf",
-    "cd",
-    "docker",
-    "sbatch",
-    "srun",
-    "echo",
-    "export",
-    "pytest",
-    "nvidia-smi",
-    "module",
-    "mkdir",
-    "ssh",
-}
+OTHERS = {"bench/two_nodes.sh", "pip", "git", "hf", "cd", "docker", "sbatch", "srun", "echo", "export", "pytest"}
+OTHERS |= {"nvidia-smi", "module", "mkdir", "ssh", "python", "torchrun"}
 
 
 class ParsedError(Exception):
@@ -46,13 +31,11 @@ class ParsedError(Exception):
 
 
 def commands_of(path: Path) -> list[str]:
-    """The commands of a page's shell blocks and of its text, of a script, or of the comment that begins an example."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
-        spans = re.findall(
-            r"(?<!`)`((?:longspan|torchrun) [^`]*)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-        )
+        running = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        spans = re.findall(r"(?<!`)`((?:longspan|torchrun) [^`]*)`(?!`)", running)
         whole = [command for block in blocks for command in _lines(block)]
         return whole + [f"{' '.join(span.split())} {PARTIAL}" for span in spans]
     if path.suffix == ".sh":
@@ -72,7 +55,6 @@ def _lines(block: str) -> Iterator[str]:
 
 
 def longspan_words(command: str) -> list[str] | None:
-    """What follows `longspan` in a command, also under a launcher; None where it does not run it."""
     words = shlex.split(command)
     if words[0] == "docker":  # where longspan is also an image
         return None
@@ -83,7 +65,6 @@ def longspan_words(command: str) -> list[str] | None:
 
 
 def check_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise an error where a verb does not have these flags."""
     read = flags.make_flags
 
     def stop_after(*arguments: Any) -> None:
@@ -97,27 +78,29 @@ def check_flags(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         main([*(as_number[:-1] if as_number[-1] == PARTIAL else as_number), "--debug"])
 
 
-CASES = [
-    pytest.param(path, command, id=f"{path.name}-{command[:60]}")
-    for path in (*PAGES, *EXAMPLES)
-    for command in commands_of(path)
-]
+CASES = [(path, command) for path in (*PAGES, *EXAMPLES) for command in commands_of(path)]
 
 
-@pytest.mark.parametrize(("path", "command"), CASES)
-def test_a_command_names_what_there_is(path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for named in re.findall(r"(?<![\w./-])(?:examples|bench|docs|tests)/[\w./-]+", command):
-        assert (ROOT / named.rstrip(".")).exists() or "--out" in command or "--plot" in command, f"{named} is not there"
-    words = longspan_words(command)
-    first = shlex.split(command)[0]
-    if words is not None:
-        if words[1:] not in ([], [PARTIAL]) and not {"NAME", "VERB"} & {*words}:
-            check_flags(words, monkeypatch)
-    elif first == "make":
-        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-        assert {word for word in command.split()[1:] if "=" not in word} <= set(targets)
-    else:
-        assert first in OTHERS or first in ("python", "torchrun"), f"nothing is known of {first!r}"
+@pytest.mark.parametrize("path", [*PAGES, *EXAMPLES], ids=lambda path: path.name)
+def test_commands_name_what_there_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for command in (command for page, command in CASES if page == path):
+        for named in re.findall(r"(?<![\w./-])(?:examples|bench|docs|tests)/[\w./-]+", command):
+            is_made = "--out" in command or "--plot" in command
+            assert (ROOT / named.rstrip(".")).exists() or is_made, f"{named} is not there: {command}"
+        words, first = longspan_words(command), shlex.split(command)[0]
+        if words is not None:
+            if words[1:] not in ([], [PARTIAL]) and not {"NAME", "VERB"} & {*words}:
+                with monkeypatch.context() as patch:
+                    check_flags(words, patch)
+        elif first == "make":
+            assert {word for word in command.split()[1:] if "=" not in word} <= targets, command
+        else:
+            assert first in OTHERS, f"nothing is known of {first!r}: {command}"
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(CASES) > 40
 
 
 # flags of torchrun, Slurm, docker, hf, transformers and TRL that pages name
@@ -127,7 +110,6 @@ FOREIGN |= {"use_peft", "lora_dropout", "parallelism_config_cp_size", "section.k
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
-    """A flag is one of a verb, of a script here, or FOREIGN; `section.key` is a key of runs."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", text)
     ours = re.sub(r"^## Megatron-LM and NeMo\n.*?^(?=## )", "", text, flags=re.DOTALL | re.MULTILINE)  # its flags
@@ -143,15 +125,7 @@ def test_flags_and_keys_in_the_text_of_a_page_are_there(page: Path) -> None:
 def known_flags() -> frozenset[str]:
     """The flags of the page of verbs, which is complete (test_site.py), and of the scripts."""
     verbs = (ROOT / "docs/reference/verbs.md").read_text(encoding="utf-8")
-    scripts = [
-        path.read_text(encoding="utf-8")
-        for name in ("bench", "examples", "tests")
-        for path in (ROOT / name).rglob("*.py")
-    ]
-    quoted = re.findall(r"[\"']--([a-z][\w-]*)", "\n".join(scripts))
+    paths = [path for name in ("bench", "examples", "tests") for path in (ROOT / name).rglob("*.py")]
+    quoted = re.findall(r"[\"']--([a-z][\w-]*)", "\n".join(path.read_text(encoding="utf-8") for path in paths))
     flags = [*re.findall(r"`--([\w.-]+)`", verbs), *quoted, "help", "debug", "version"]
     return frozenset(flag.replace("-", "_") for flag in flags)
-
-
-def test_there_are_commands_to_check() -> None:
-    assert len(CASES) > 40

@@ -28,7 +28,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(cache: Path, repo: str, *files: str) -> Path:
-    """Put files into the cache as huggingface_hub has them, under the revision main."""
     folder = cache / repo / "snapshots" / HASH
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +51,6 @@ def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
 
 
 def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that peft finds it on other machines too."""
     folder = put(cache, "models--Org--tiny", "config.json", "model.safetensors")
     monkeypatch.setattr("longspan.model.lora.add_lora", lambda model, adapter: adapter.base)
     model: Any = None
@@ -61,15 +59,12 @@ def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pyt
     assert add_configured_adapter(RunConfig(), model) == ""
 
 
-def test_a_local_folder_goes_before_the_cache(cache: Path) -> None:
+def test_local_folders_go_before_the_cache_and_other_paths_are_left_to_their_readers(cache: Path) -> None:
     put(cache, "models--Org--tiny", "config.json", "model.safetensors")
     Path("Org/tiny").mkdir(parents=True)
     assert find_local("Org/tiny", "model.path", weights=True) == "Org/tiny"
-
-
-@pytest.mark.parametrize("path", ["", "tiny", "/no/model", "./no/model", "~/no/model", "s3://no/model", "a/b/c"])
-def test_other_paths_are_left_to_their_readers(cache: Path, path: str) -> None:
-    assert find_local(path, "model.path") == path
+    for path in ("", "tiny", "/no/model", "./no/model", "~/no/model", "s3://no/model", "a/b/c"):
+        assert find_local(path, "model.path") == path
 
 
 def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> None:
@@ -78,12 +73,11 @@ def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> Non
         parse_train(["--model.path", "Org/no"])  # train.lr is not given either
     with pytest.raises(ConfigError, match=r"hf download org/no --repo-type dataset --local-dir no .*--model.download"):
         parse_train(["--data.path", "org/no"])
-
-
-def test_a_folder_of_a_configuration_alone_lacks_weights(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.path 'Org/no' cannot be downloaded \(model.download is true\): "):
+        find_local("Org/no", "model.path", download=True, download_key="model.download")
     folder = put(cache, "models--Org--tiny", "config.json")
     assert find_local("Org/tiny", "model.config") == str(folder)
-    with pytest.raises(ConfigError, match="hf download"):
+    with pytest.raises(ConfigError, match="hf download"):  # a folder of a configuration alone lacks weights
         find_local("Org/tiny", "model.path", weights=True)
 
 
@@ -107,7 +101,6 @@ def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, mon
 
 
 def test_processes_of_a_host_download_one_after_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads stand for them: each has a lock of its own. Where the download fails, each has the error."""
     local, downloads = huggingface_hub.snapshot_download, list[str]()
 
     def snapshot(repo: str, *, local_files_only: bool = False, **options: Any) -> str:
@@ -131,8 +124,3 @@ def test_processes_of_a_host_download_one_after_another(cache: Path, monkeypatch
         assert downloads == ["Org/tiny"]
         (error,) = set(pool.map(find, ["Org/no"] * 3))
     assert error.endswith("cannot be downloaded (model.download is true): OSError: 404: there is no such model")
-
-
-def test_a_download_that_fails_names_the_key(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.path 'Org/no' cannot be downloaded \(model.download is true\): "):
-        find_local("Org/no", "model.path", download=True, download_key="model.download")

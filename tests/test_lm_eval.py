@@ -29,15 +29,11 @@ TEXTS = ("one text of some words, and then of some more words", "another", "a lo
 
 
 class Request(NamedTuple):
-    """What an adapter reads of lm-eval's Instance."""
-
     args: tuple[str, ...]
     task_name: str = "a_task"
 
 
 class StubLM:
-    """What an adapter needs of lm_eval.api.model.TemplateLM, of lm-eval 0.4.13, where that is not installed."""
-
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         lm: Any = self
         stem = context.rstrip()
@@ -57,7 +53,6 @@ class StubLM:
 
 
 def adapter() -> Any:
-    """The adapter, over lm-eval where it is installed, else over the stub."""
     if find_spec("lm_eval") is None:
         module: Any = ModuleType("lm_eval.api.model")
         module.TemplateLM = StubLM
@@ -84,7 +79,6 @@ def model_of() -> Any:
 
 
 def dense(ids: list[int], scored: int) -> tuple[float, bool]:
-    """The log-likelihood of the last `scored` tokens, and whether each is the likeliest, by the stock model."""
     with torch.no_grad():
         logits = model_of()(torch.tensor([ids])).logits[0, -scored - 1 : -1]
     targets = torch.tensor(ids[-scored:])
@@ -105,31 +99,25 @@ def score(rank: int, folder: Path) -> tuple[dict[str, Any], str]:
     The model and the tokenizer are those of every rank.
     """
     tokenizer, results = AutoTokenizer.from_pretrained(folder), dict[str, Any]()
+    context, *answers = greedy_pair(tokenizer)
     with World(Layout(2), backend=backend(), timeout=60) as world:
         model = prepare_untried(model_of(), world)
         for name, choice in CHOICES.items():
             lm = adapter()(model, tokenizer, world, choice)
             pairs = lm.loglikelihood([Request(pair) for pair in PAIRS])
-            context, answer = greedy_pair(tokenizer)
-            greedy = lm._loglikelihood_tokens([(None, context, ids) for ids in (answer, other_end(answer))])
+            greedy = lm._loglikelihood_tokens([(None, context, ids) for ids in answers])
             results[name] = pairs, greedy, lm.loglikelihood_rolling([Request((text,)) for text in TEXTS])
         with pytest.raises(EvaluationError) as refused:
             adapter()(model, tokenizer, world, CHOICES["cp 1"]).generate_until([Request(("say it", ""), "gsm8k")])
     return results, str(refused.value)
 
 
-def greedy_pair(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """A context, and the three tokens that the model puts behind it."""
-    model, context, answer = deep("qwen3", torch.float64, 2, 280), tokenizer.encode(PAIRS[0][0]), list[int]()
+def greedy_pair(tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
+    context, answer = tokenizer.encode(PAIRS[0][0]), list[int]()
     for _ in range(3):
         with torch.no_grad():
-            answer.append(int(model(torch.tensor([context + answer])).logits[0, -1].argmax()))
-    return context, answer
-
-
-def other_end(answer: list[int]) -> list[int]:
-    """An answer of which only the last token is not the likeliest."""
-    return [*answer[:-1], answer[-1] ^ 1]
+            answer.append(int(model_of()(torch.tensor([context + answer])).logits[0, -1].argmax()))
+    return context, answer, [*answer[:-1], answer[-1] ^ 1]
 
 
 def test_log_likelihoods_are_those_of_a_dense_model(folder: Path) -> None:
@@ -141,16 +129,14 @@ def test_log_likelihoods_are_those_of_a_dense_model(folder: Path) -> None:
         ids = tokenizer.encode(context + continuation) if context else [start, *tokenizer.encode(continuation)]
         expected.append(dense(ids, len(ids) - (len(tokenizer.encode(stem)) if context else 1)))
     rolling = [dense([start, *ids], len(ids)) for ids in map(tokenizer.encode, TEXTS)]
-    context, answer = greedy_pair(tokenizer)
+    context, answer, other = greedy_pair(tokenizer)
     first, second = run_ranks(score, 2, folder)
     assert first == second  # every rank has every result
     for pairs, greedy, texts in first[0].values():
         assert [value for value, _ in pairs] == pytest.approx([value for value, _ in expected], rel=1e-12)
         assert [likeliest for _, likeliest in pairs] == [likeliest for _, likeliest in expected]
-        answers = (answer, True), (other_end(answer), False)
-        assert greedy == [
-            (pytest.approx(dense(context + ids, 3)[0], rel=1e-12), likeliest) for ids, likeliest in answers
-        ]
+        for (found, likeliest), ids in zip(greedy, (answer, other), strict=True):
+            assert found == pytest.approx(dense(context + ids, 3)[0], rel=1e-12) and likeliest == (ids == answer)
         assert texts == pytest.approx([value for value, _ in rolling], rel=1e-12)
     assert "the task gsm8k has its answers generated (generate_until)" in first[1]
 
@@ -164,8 +150,6 @@ def test_without_lm_eval_the_error_names_the_extra() -> None:
 
 def test_the_beginning_of_a_text_is_put_once_and_where_it_is_asked_for() -> None:
     class Words:
-        """A tokenizer that puts <s> in front unless told not to."""
-
         bos_token_id: int | None = 1
         eos_token_id, name_or_path = None, "of/words"
 

@@ -22,7 +22,6 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="
 
 
 def tracked(folder: str) -> set[str]:
-    """Files of a folder, without what Python keeps."""
     paths = (ROOT / folder).rglob("*")
     return {path.relative_to(ROOT).as_posix() for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
@@ -76,9 +75,8 @@ def test_every_change_and_every_night_run_what_they_should() -> None:
     matrix = job["strategy"]["matrix"]
     least, below = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(PROJECT["project"]["dependencies"]))[0]
     assert matrix["torch"] == [f"2.{minor}" for minor in range(int(least), int(below))]
-    assert (
-        matrix["python"][0] == PROJECT["project"]["requires-python"].removeprefix(">=") and len(matrix["python"]) == 3
-    )
+    assert matrix["python"][0] == PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert len(matrix["python"]) == 3
     assert SUPPORTED["torch"] == ((2, int(least)), (2, int(below)))
     newest = f"2.{least} to 2.{int(below) - 1}"
     assert f"| torch | {newest} |" in (ROOT / "docs/install.md").read_text(encoding="utf-8")
@@ -88,8 +86,7 @@ def test_every_change_and_every_night_run_what_they_should() -> None:
 
 
 def test_forms_of_issues_ask_for_what_is_needed() -> None:
-    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
-        form = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if path.stem != "config":
-            assert form["name"] and form["description"] and len({field["id"] for field in form["body"]}) >= 2
+    forms = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+    for form in (yaml.safe_load(path.read_text(encoding="utf-8")) for path in forms):
+        assert form["name"] and form["description"] and len({field["id"] for field in form["body"]}) >= 2
     assert "docs/security.md" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -1,9 +1,11 @@
-"""Recipes: each is answered by `longspan train FILE --dry-run`, and what is written next to them is what it answers."""
+"""Benches: recipes are answered by a dry run as is written next to them; runs that need GPUs go on."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from bench.on_gpus import RUNS, GpuRun, choose_runs, take_runs
 from bench.plans import recipes
 
 from longspan.config.file import load_config
@@ -15,7 +17,6 @@ PLACES = [(gpu, count) for gpu, _ in recipes.GPUS for count in recipes.COUNTS]
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Configurations of the families, tokenizers and chats."""
     with recipes.made_folder() as folder:
         yield folder
 
@@ -43,3 +44,33 @@ def test_an_answer_is_that_of_a_dry_run(name: str, gpu: str, count: int, folder:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_all_answers_are_those_of_a_dry_run(name: str, folder: Path) -> None:
     assert recipes.row_of(name, folder) == WRITTEN[name]
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_commands_name_files_that_are_there(run: GpuRun, tmp_path: Path) -> None:
+    words = run.words(tmp_path)
+    assert not any("{" in word for word in words)
+    scripts = [word for word in words if word.startswith("bench/")]
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_runs_go_on_where_they_were_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = GpuRun("good", 1, "{python} -c \"print('fine')\"")
+    bad = GpuRun("bad", 1, '{python} -c "raise SystemExit(3)"')
+    slow = GpuRun("slow", 1, '{python} -c "import time; time.sleep(60)"')
+    long = GpuRun("long", 900, "{python} --version")
+    assert not take_runs([good, bad, slow, long], tmp_path, 60)
+    rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [(row["name"], row["status"]) for row in rows] == [("good", 0), ("bad", 3), ("slow", 124)]
+    assert "fine" in (tmp_path / "good.log").read_text()
+    assert "it takes 900" in capsys.readouterr().out
+    assert take_runs([good], tmp_path, 60)
+    assert "done before" in capsys.readouterr().out
+
+
+def test_a_name_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"step-33k; runs are first-steps"):
+        choose_runs("first-steps,step-33k")

@@ -1,9 +1,10 @@
-"""Corpora: which files, which documents, and which rows a rank reads."""
+"""Corpora: which files, which documents, which rows a rank reads, and which texts are held out, whole."""
 
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config
 
 from longspan import Layout, SequenceShard, plan_fixed
-from longspan.config.sections import DataConfig
+from longspan.config.sections import DataConfig, RunConfig, SourceConfig
+from longspan.corpus import builder
 from longspan.corpus.build import check_largest_id, ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, sample_texts
@@ -21,7 +23,10 @@ from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
 from longspan.errors import DataError
+from longspan.train.plans.order import documents_line, make_step_order
 from longspan.train.read_rows import read_inputs_and_labels
+from tests.run.runs.test_lora_run import write_base
+from tests.run.runs.test_rows_run import TEMPLATE
 from tests.train.small import write_texts
 
 
@@ -32,6 +37,10 @@ def build(
     log = (said if said is not None else []).append
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
     return ensure_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+
+
+def ids_of(corpus: Corpus, document: int = 0) -> list[int]:
+    return corpus[document][np.arange(len(corpus[document]))].tolist()
 
 
 def make_folder(path: Path) -> Path:
@@ -63,8 +72,8 @@ def test_documents_hold_the_texts_in_order_cut_at_the_limit(tmp_path: Path) -> N
     engine = load_tokenizer(tmp_path / "run").engine
     assert corpus.lengths.max() == 16 and corpus.lengths.min() >= 2
     text = (tmp_path / "texts" / "file03.py").read_text()
-    pieces = [corpus[d][np.arange(len(corpus[d]))] for d in range(len(corpus)) if corpus.origin(d) == "file03.py"]
-    ids = np.concatenate(pieces).tolist()
+    pieces = [ids_of(corpus, d) for d in range(len(corpus)) if corpus.origin(d) == "file03.py"]
+    ids = [token for piece in pieces for token in piece]
     assert engine.decode(ids, skip_special_tokens=True) == text
     assert ids[-1] == engine.token_to_id("<|endoftext|>") and ids.count(ids[-1]) == 1
     assert all(len(piece) == 16 for piece in pieces[:-1])
@@ -101,7 +110,13 @@ def test_files_and_texts_that_are_left_out_are_said(tmp_path: Path) -> None:
         "left out 3 files of kinds that are not read: .html (2), LICENSE (1)",
         "left out 1 file, not UTF-8: latin.txt",
     ]
-    assert corpus.manifest == Manifest.from_json(corpus.manifest.to_json())
+    assert corpus.manifest == Manifest.from_json(corpus.manifest.to_json()) and corpus.manifest.skipped == (
+        "latin.txt",
+    )
+    for path in (*texts.glob("*.py"), texts / "empty.txt"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"is empty: of 1 file 1 is not UTF-8"):
+        build(tmp_path, texts)
 
 
 def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
@@ -142,25 +157,17 @@ def test_a_folder_of_several_splits_is_refused_with_their_files(
 
 
 def test_what_describes_a_data_set_is_no_row_of_it(tmp_path: Path) -> None:
-    """Of a snapshot of a hub; in a folder of texts a README.md is a text."""
-    for name in (
-        "README.md",
-        "LICENSE.txt",
-        "data/readme_de.md",
-        "data/notes.md",
-        ".gitattributes",
-        "dataset_infos.json",
-    ):
+    texts = ("README.md", "LICENSE.txt", "data/readme_de.md", "data/notes.md")
+    for name in (*texts, ".gitattributes", "dataset_infos.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("some text")
-    assert list(find_files(str(tmp_path))) == ["LICENSE.txt", "README.md", "data/notes.md", "data/readme_de.md"]
+    assert list(find_files(str(tmp_path))) == sorted(texts)
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"")
     assert list(find_files(str(tmp_path))) == ["data/notes.md", "data/train-00000-of-00001.parquet"]
     assert files_of_other_kinds(str(tmp_path)) == {".md": 2, ".txt": 1, ".json": 1}
 
 
 def test_ids_that_no_row_has_may_lie_beyond_the_embedding(tmp_path: Path) -> None:
-    """Of tokens that were added to the model's own tokenizer; the first row with one is named, labels included."""
     tokenizer = train_tokenizer(["some text of a row"], 300)
     size = tokenizer.size
     tokenizer.engine.add_tokens(["<one>", "<two>"])
@@ -210,7 +217,7 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     for workers in (1, 2):
         monkeypatch.setattr("longspan.corpus.builder.usable_cores", lambda cores=workers: cores)
         corpus = build(tmp_path / str(workers), texts, cache=str(tmp_path / f"cache {workers}"))
-        documents.append([corpus[d][np.arange(len(corpus[d]))].tolist() for d in range(len(corpus))])
+        documents.append([ids_of(corpus, d) for d in range(len(corpus))])
     assert documents[0] == documents[1]
 
 
@@ -238,22 +245,6 @@ def test_paths_that_hold_nothing(tmp_path: Path) -> None:
         build(tmp_path, tmp_path / "picture.png")
 
 
-def test_files_that_are_not_utf8_are_left_out_and_counted(tmp_path: Path) -> None:
-    texts = write_texts(tmp_path / "texts", count=3)
-    (texts / "latin.txt").write_bytes("Ränge".encode("latin-1"))
-    said: list[str] = []
-    corpus = build(tmp_path, texts, said=said)
-    assert (
-        corpus.manifest.skipped == ("latin.txt",)
-        and "left out 1 file, not UTF-8: latin" in said[-1]
-        and "latin.txt" in said[-1]
-    )
-    for path in texts.glob("*.py"):
-        path.unlink()
-    with pytest.raises(DataError, match=r"is empty: of 1 file 1 is not UTF-8"):
-        build(tmp_path, texts)
-
-
 def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) -> None:
     texts, said = write_texts(tmp_path / "texts"), list[str]()
     build(tmp_path, texts, said=said)
@@ -279,11 +270,11 @@ def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: P
         "(data.parse_special_tokens = true parses them)" in said
     )
     end = load_tokenizer(tmp_path / "run").end
-    assert plain[0][np.arange(len(plain[0]))].tolist().count(end or 0) == 1
+    assert ids_of(plain).count(end or 0) == 1
     said.clear()
     parsed = build(tmp_path, texts, said=said, parse_special_tokens=True)
     assert said[0] == "the corpus changed (data.parse_special_tokens was False and is True): building it again"
-    assert parsed[0][np.arange(len(parsed[0]))].tolist().count(end or 0) == 3
+    assert ids_of(parsed).count(end or 0) == 3
     with pytest.raises(DataError, match=r"data.parse_special_tokens was True and is False"):
         build(tmp_path, texts, resumed=True)
 
@@ -361,24 +352,19 @@ def test_other_settings_of_a_tokenizer_make_other_documents_in_the_same_cache(tm
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     after = build(tmp_path / "new", texts, **keys)
     assert after.lengths.sum() < before.lengths.sum()
-    assert (
-        after[0][np.arange(len(after[0]))].tolist()[:-1]
-        == AutoTokenizer.from_pretrained(folder)((texts / "a.txt").read_text())["input_ids"]
-    )
+    assert ids_of(after)[:-1] == AutoTokenizer.from_pretrained(folder)((texts / "a.txt").read_text())["input_ids"]
     with pytest.raises(DataError, match="the tokenizer is another one"):
         build(tmp_path, texts, resumed=True, **keys)
 
 
 def test_a_trained_tokenizer_is_the_one_that_transformers_reads_beside_the_config(tmp_path: Path) -> None:
-    (make_folder(tmp_path / "run") / "config.json").write_text(
-        '{"model_type": "qwen2"}'
-    )  # which has a class of its own
+    (make_folder(tmp_path / "run") / "config.json").write_text('{"model_type": "qwen2"}')  # with a class of its own
     texts, text = make_folder(tmp_path / "texts"), "e\u0301 123 or so\n" * 9  # an accent apart, which it joins
     (texts / "a.txt").write_text(text)
     corpus = build(tmp_path, texts, max_document_tokens=0)
     stock = AutoTokenizer.from_pretrained(tmp_path / "run")
     assert type(stock).__name__ == "Qwen2Tokenizer"
-    assert corpus[0][np.arange(len(corpus[0]))].tolist()[:-1] == stock(text)["input_ids"]
+    assert ids_of(corpus)[:-1] == stock(text)["input_ids"]
     build(tmp_path, texts, max_document_tokens=0, resumed=True)
 
 
@@ -390,7 +376,6 @@ def test_a_tokenizer_that_is_read_otherwise_beside_the_models_config_is_refused(
 
 
 def save_as_datasets(folder: Path, files: Mapping[str, int], *named: str, **settings: Any) -> Path:
-    """A folder as `save_to_disk` leaves it: tables of so many rows, of which state.json names some."""
     pyarrow: Any = pytest.importorskip("pyarrow")
     folder.mkdir(exist_ok=True)
     for name, rows in files.items():
@@ -402,16 +387,13 @@ def save_as_datasets(folder: Path, files: Mapping[str, int], *named: str, **sett
 
 
 def test_of_a_saved_data_set_the_files_are_read_that_its_state_names(tmp_path: Path) -> None:
-    """`map` of datasets leaves its cache beside them, `shuffle` one of indices."""
     data = save_as_datasets(tmp_path / "data", {"data-0.arrow": 4, "cache-1.arrow": 3}, "data-0.arrow")
     (data / "dataset_info.json").write_text("{}")
     assert list(find_files(str(data))) == ["data-0.arrow"] and not files_of_other_kinds(str(data))
     said = list[str]()
     assert len(build(tmp_path, data, said=said)) == 4 and not [line for line in said if line.startswith("left out")]
-    for named, message in (
-        (("data-0.arrow", "data-1.arrow"), "2 files, of which 1 are not"),
-        (("../a.arrow",), "1 are"),
-    ):
+    missing = (("data-0.arrow", "data-1.arrow"), "2 files, of which 1 are not")
+    for named, message in (missing, (("../a.arrow",), "1 are")):
         save_as_datasets(data, {}, *named)
         with pytest.raises(DataError, match=message):
             find_files(str(data))
@@ -438,10 +420,8 @@ def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
 
 
 def test_what_is_nearly_read_is_said(tmp_path: Path) -> None:
-    for name, hint in (
-        ("a.json", "rows of JSON are read one object a line, as .jsonl"),
-        ("a.JSONL", "in small letters"),
-    ):
+    json_of_rows = "rows of JSON are read one object a line, as .jsonl"
+    for name, hint in (("a.json", json_of_rows), ("a.JSONL", "in small letters")):
         (make_folder(tmp_path / name) / name).write_text("[]")
         for path in (tmp_path / name, tmp_path / name / name):
             with pytest.raises(DataError, match=hint):
@@ -452,3 +432,91 @@ def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
     os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
     with pytest.raises(DataError, match=r"a.txt of the corpus .* is no regular file"):
         build(tmp_path, tmp_path / "texts")
+
+
+NAMES = "abcdefghijkl"  # of rows; each is written with its own letter alone, in capitals
+LOWEST = ord("!")  # the byte of token 0
+
+
+def chat(name: str) -> dict[str, Any]:
+    turns = 1 + ord(name) % 3
+    return {"messages": [{"role": role, "content": name.upper() * 9} for role in ("user", "assistant") * turns]}
+
+
+ROWS = {
+    "text": lambda name: {"text": name.upper() * (5 + 3 * ord(name) % 50)},
+    "tokens": lambda name: {"input_ids": [ord(name.upper()) - LOWEST] * (2 + 3 * ord(name) % 50)},
+    "prompts": lambda name: {"prompt": name.upper() * 20, "completion": name.upper() * (ord(name) % 30 + 1)},
+    "chats": chat,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "texts that are cut": ("text", {"max_document_tokens": 16}),
+    "files that are cut": ("files", {"max_document_tokens": 16}),
+    "rows of tokens that are cut": ("tokens", {"max_document_tokens": 16}),
+    "completions that are cut": ("prompts", {"max_document_tokens": 16}),
+    "chats in turns": ("chats", {"turns": "split"}),
+    "chats in turns that are cut": ("chats", {"turns": "split", "max_document_tokens": 30}),
+    "a number of texts": ("chats", {"turns": "split", "eval_documents": 5}),
+    "several sources": ("sources", {"max_document_tokens": 16}),
+    "packs": ("text", {"max_document_tokens": 16, "pack_to": 8}),
+    "whole texts": ("text", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_base(tmp_path_factory.mktemp("chat") / "base")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def write_letters(folder: Path, form: str, names: str = NAMES) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "files":
+        for name in names:
+            (folder / f"{name}.txt").write_text(ROWS["text"](name)["text"])
+        return folder
+    path = folder / f"{form}.jsonl"
+    path.write_text("".join(json.dumps(ROWS[form](name)) + "\n" for name in names))
+    return path
+
+
+def build_chats(
+    folder: Path, base: Path, data: DataConfig, *, resumed: bool = False, lines: list[str] | None = None
+) -> Corpus:
+    log = (lines if lines is not None else []).append
+    tokenizer = load_tokenizer(base)
+    return ensure_corpus(CorpusSettings(data), folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+
+
+def names_of(folder: Path, corpus: Corpus, documents: Any) -> set[str]:
+    engine = load_tokenizer(folder / "run").engine
+    texts = [engine.decode(corpus[d][np.arange(len(corpus[d]))].tolist()) for d in documents]
+    found = [{*NAMES.upper()} & {*text} for text in texts]
+    assert all(len(row) == 1 for row in found)
+    return {row.pop() for row in found}
+
+
+@pytest.mark.parametrize(("form", "keys"), CASES.values(), ids=CASES)
+def test_no_part_of_a_held_out_text_is_trained_on(
+    tmp_path: Path, base: Path, form: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "BATCH_BYTES", 100)  # texts of several batches
+    data = DataConfig(**{"cache": str(tmp_path / "cache"), "max_document_tokens": 0} | keys)
+    if form == "sources":
+        paths = write_letters(tmp_path / "a", "text", NAMES[:8]), write_letters(tmp_path / "b", "tokens", NAMES[8:])
+        data = replace(data, sources=tuple(SourceConfig(str(path), 1.0) for path in paths))
+    else:
+        data = replace(data, path=str(write_letters(tmp_path / "rows", form)))
+    corpus = build_chats(tmp_path, base, data)
+    config = RunConfig(data=data)
+    config = replace(config, train=replace(config.train, tokens_per_step=64))
+    order = make_step_order(config, corpus)
+    trained = set(range(len(corpus))) - {*order.evaluation}
+    held_out, others = names_of(tmp_path, corpus, order.evaluation), names_of(tmp_path, corpus, trained)
+    assert not held_out & others and held_out | others == {*NAMES.upper()}
+    count = data.eval_documents if isinstance(data.eval_documents, int) else 1  # one in ten of twelve
+    assert (len(held_out), len(others)) == (count, 12 - count) == (order.held_out_texts, order.texts)
+    assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})
+    line = documents_line(config, order)
+    assert f"; {count} text" in line and ("of 11 texts to train on" in line or len(trained) == 11 or count > 1)

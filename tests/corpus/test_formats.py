@@ -41,7 +41,6 @@ def tokenizer(folder: Path) -> TextTokenizer:
 
 
 def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
-    """The tokens, labels and number of targets of every document."""
     result = []
     for number, length in enumerate(corpus.lengths.tolist()):
         document, at = corpus[number], np.arange(length)
@@ -55,7 +54,6 @@ def zstd(data: bytes) -> bytes:
 
 
 def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """A file of these rows."""
     folder.mkdir(parents=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path = folder / f"rows.{form}"
@@ -87,7 +85,6 @@ def test_every_form_gives_the_same_documents(tmp_path: Path, form: str, kind: st
 
 
 def read_all(path: Path) -> tuple[list[Any], list[Any]]:
-    """The rows of a table (values, or what is wrong), read in order; those that are good also by their places."""
     file = row_file(path.name, path)
     placed = [placed for chunk in file.chunks() for placed in chunk_rows(chunk)]
     good = [file.row_at(position) for position, row in placed if isinstance(row, Row)]
@@ -97,7 +94,6 @@ def read_all(path: Path) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_json_in_tables_is_read_as_datasets_reads_it(tmp_path: Path, form: str) -> None:
-    """At any depth: lists of JSON, JSON in structs in lists, columns of JSON; a null in JSON is one that is meant."""
     datasets: Any = pytest.importorskip("datasets")
     shapes = [{"city": {"type": "string", "default": None}}, {"days": {"enum": [1, None]}}]
     rows = [
@@ -126,7 +122,6 @@ def test_json_in_tables_is_read_as_datasets_reads_it(tmp_path: Path, form: str) 
 
 
 def test_values_of_every_type_of_a_table(tmp_path: Path) -> None:
-    """Maps are objects, structs have only keys with values, and a value that Python cannot hold is a bad row."""
     pyarrow: Any = pytest.importorskip("pyarrow")
     text, number, some_json = pyarrow.string(), pyarrow.int64(), pyarrow.array(["[1, null]", None], pyarrow.json_())
     columns = {
@@ -287,9 +282,8 @@ def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, "x"]}', "9" * 10_000])
 def test_ends_of_generation_that_are_none_are_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(
-        DataError, match=r"generation_config.json (is no JSON object|has eos_token_id 'x'; give the id)"
-    ):
+    message = r"generation_config.json (is no JSON object|has eos_token_id 'x'; give the id)"
+    with pytest.raises(DataError, match=message):
         ends_of_generation(tmp_path)
 
 

@@ -15,8 +15,7 @@ from tests.corpus.images.folders import PARTS, TURNS, saved
 from tests.versions import transformers_before
 
 TILE, PINPOINTS = {"height": 16, "width": 16}, [[16, 32], [32, 16], [32, 32]]
-_IMAGE, _SOFT = {"image_token": "<image>"}, ("<fake_token_around_image>", "<image>", "<end_of_utterance>")
-_NAMED: Any = ("<image>", ("<image>",), _IMAGE)
+_IMAGE, _SOFT = {"image_token": "<image>"}, "<fake_token_around_image> <image> <end_of_utterance> <global-img>"
 _PATCHES = {
     "patch_size": 4,
     "merge_size": 2,
@@ -45,137 +44,71 @@ class Family(NamedTuple):
     names: Mapping[str, str] = {}
 
 
+def _family(
+    image: tuple[str, Mapping[str, Any]], processor: str, tokens: str, names: Mapping[str, str] = {}, **settings: Any
+) -> Family:
+    """A family whose first token is the mark of an image."""
+    words = tuple(tokens.split())
+    return Family(image, f"{processor}Processor", settings, words[0], words, names)
+
+
+_COHERE = {"image_token": "<image>", "boi_token": "<b>", "eoi_token": "<e>", "img_line_break_token": "<l>"}
+_LIGHT = {"image_token": "<image>", "image_break_token": "<break>", "image_end_token": "<end>"}
+_ADDED: dict[str, Any] = {"num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"} | _IMAGE
+_LFM2 = {"tile_size": 16, "encoder_patch_size": 4, "min_image_tokens": 1, "max_image_tokens": 4, "max_tiles": 4}
+_TILED: dict[str, Any] = {"size": TILE, "crop_to_patches": True, "max_patches": 4}
+_ONEVISION = ("llava_onevision.LlavaOnevision", {"size": TILE, "image_grid_pinpoints": PINPOINTS})
+_VIDEO_LLAMA = {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1024}}
+_CLIP = ("clip.CLIP", {"size": {"shortest_edge": 16}, "crop_size": TILE})
+_AYA = "<image> <|IMG_PATCH|> <|START_OF_IMG|> <|END_OF_IMG|> TILE TILE_GLOBAL"
+_OVIS = "<image> <IMG_START> <IMG_ATOM> <IMG_GRID> <IMG_COL> <IMG_ROW> <IMG_END>"
+_HYBRID = ("deepseek_vl_hybrid.DeepseekVLHybrid", {"size": TILE, "high_res_size": TILE})
+_DOCLING = ("granite_docling.GraniteDocling", {"size": TILE, "max_patches": 4})
 FAMILIES: dict[str, Family] = {
-    "mistral3": Family(
-        _PIXTRAL,
-        "PixtralProcessor",
-        {"patch_size": 4, "spatial_merge_size": 2},
-        "[IMG]",
-        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    "mistral3": _family(_PIXTRAL, "Pixtral", "[IMG] [IMG_BREAK] [IMG_END]", patch_size=4, spatial_merge_size=2),
+    "llava_next": _family(("llava_next.LlavaNext", _LLAVA_NEXT), "LlavaNext", "<image>", patch_size=4, **_ADDED),
+    "llava_onevision": _family(
+        _ONEVISION,
+        "LlavaOnevision",
+        "<image> <video>",
+        **{"num_image_tokens": 16, "vision_feature_select_strategy": "full"} | _IMAGE,
     ),
-    "llava_next": Family(
-        ("llava_next.LlavaNext", _LLAVA_NEXT),
-        "LlavaNextProcessor",
-        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1} | _IMAGE,
-        "<image>",
-        ("<image>",),
-    ),
-    "llava_onevision": Family(
-        ("llava_onevision.LlavaOnevision", {"size": TILE, "image_grid_pinpoints": PINPOINTS}),
-        "LlavaOnevisionProcessor",
-        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"} | _IMAGE,
-        "<image>",
-        ("<image>", "<video>"),
-    ),
-    "internvl": Family(
+    "internvl": _family(
         _GOT_OCR,
-        "InternVLProcessor",
-        {"image_seq_length": 4},
-        "<IMG_CONTEXT>",
-        ("<IMG_CONTEXT>", "<img>", "</img>", "<video>"),
+        "InternVL",
+        "<IMG_CONTEXT> <img> </img> <video>",
         _INTERN | {"video_token": "<video>"},
+        image_seq_length=4,
     ),
-    "idefics3": Family(
-        ("idefics3.Idefics3", _IDEFICS3),
-        "Idefics3Processor",
-        {"image_seq_len": 4},
-        "<image>",
-        (*_SOFT, "<global-img>"),
+    "idefics3": _family(("idefics3.Idefics3", _IDEFICS3), "Idefics3", _SOFT, image_seq_len=4)._replace(mark="<image>"),
+    "smolvlm": _family(("smolvlm.SmolVLM", _IDEFICS3), "SmolVLM", _SOFT, image_seq_len=4)._replace(mark="<image>"),
+    "video_llama_3": _family(("video_llama_3.VideoLlama3", _VIDEO_LLAMA), "VideoLlama3", "<|image_pad|> <|video_pad|>"),
+    "aya_vision": _family(
+        _GOT_OCR, "AyaVision", _AYA, patch_size=4, img_size=16, downsample_factor=2, image_token="<image>"
     ),
-    "smolvlm": Family(
-        ("smolvlm.SmolVLM", _IDEFICS3), "SmolVLMProcessor", {"image_seq_len": 4}, "<image>", (*_SOFT, "<global-img>")
+    "cohere2_vision": _family(
+        ("cohere2_vision.Cohere2Vision", _TILED | {"patch_size": 2}), "Cohere2Vision", "<image> <b> <e> <l>", _COHERE
     ),
-    "video_llama_3": Family(
-        ("video_llama_3.VideoLlama3", {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 1024}}),
-        "VideoLlama3Processor",
-        {},
-        "<|image_pad|>",
-        ("<|image_pad|>", "<|video_pad|>"),
+    "deepseek_vl": _family(
+        ("deepseek_vl.DeepseekVL", {"size": TILE}), "DeepseekVL", "<image>", _IMAGE, num_image_tokens=16
     ),
-    "aya_vision": Family(
+    "deepseek_vl_hybrid": _family(_HYBRID, "DeepseekVLHybrid", "<image>", _IMAGE, num_image_tokens=16),
+    "granite_docling": _family(_DOCLING, "GraniteDocling", _SOFT, image_seq_len=1)._replace(mark="<image>"),
+    "lfm2_vl": _family(("lfm2_vl.Lfm2Vl", _LFM2), "Lfm2Vl", "<image> <|image_start|> <|image_end|> <|img_thumbnail|>"),
+    "lighton_ocr": _family(_PIXTRAL, "LightOnOcr", "<image> <break> <end>", _LIGHT, patch_size=4, spatial_merge_size=2),
+    "llava_next_video": _family(
+        ("llava_next.LlavaNext", _LLAVA_NEXT), "LlavaNextVideo", "<image> <video>", patch_size=4, **_ADDED
+    ),
+    "ovis2": _family(("ovis2.Ovis2", _TILED), "Ovis2", _OVIS, image_seq_length=16),
+    "qianfan_ocr": _family(
         _GOT_OCR,
-        "AyaVisionProcessor",
-        {"patch_size": 4, "img_size": 16, "downsample_factor": 2, "image_token": "<image>"},
-        "<image>",
-        ("<image>", "<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE", "TILE_GLOBAL"),
-    ),
-    "cohere2_vision": Family(
-        ("cohere2_vision.Cohere2Vision", {"size": TILE, "crop_to_patches": True, "max_patches": 4, "patch_size": 2}),
-        "Cohere2VisionProcessor",
-        {},
-        "<image>",
-        ("<image>", "<b>", "<e>", "<l>"),
-        {"image_token": "<image>", "boi_token": "<b>", "eoi_token": "<e>", "img_line_break_token": "<l>"},
-    ),
-    "deepseek_vl": Family(
-        ("deepseek_vl.DeepseekVL", {"size": TILE}), "DeepseekVLProcessor", {"num_image_tokens": 16}, *_NAMED
-    ),
-    "deepseek_vl_hybrid": Family(
-        ("deepseek_vl_hybrid.DeepseekVLHybrid", {"size": TILE, "high_res_size": TILE}),
-        "DeepseekVLHybridProcessor",
-        {"num_image_tokens": 16},
-        *_NAMED,
-    ),
-    "granite_docling": Family(
-        ("granite_docling.GraniteDocling", {"size": TILE, "max_patches": 4}),
-        "GraniteDoclingProcessor",
-        {"image_seq_len": 1},
-        "<image>",
-        (*_SOFT, "<global-img>"),
-    ),
-    "lfm2_vl": Family(
-        (
-            "lfm2_vl.Lfm2Vl",
-            {
-                "tile_size": 16,
-                "encoder_patch_size": 4,
-                "min_image_tokens": 1,
-                "max_image_tokens": 4,
-                "max_tiles": 4,
-            },
-        ),
-        "Lfm2VlProcessor",
-        {},
-        "<image>",
-        ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
-    ),
-    "lighton_ocr": Family(
-        _PIXTRAL,
-        "LightOnOcrProcessor",
-        {"patch_size": 4, "spatial_merge_size": 2},
-        "<image>",
-        ("<image>", "<break>", "<end>"),
-        {"image_token": "<image>", "image_break_token": "<break>", "image_end_token": "<end>"},
-    ),
-    "llava_next_video": Family(
-        ("llava_next.LlavaNext", _LLAVA_NEXT),
-        "LlavaNextVideoProcessor",
-        {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1} | _IMAGE,
-        "<image>",
-        ("<image>", "<video>"),
-    ),
-    "ovis2": Family(
-        ("ovis2.Ovis2", {"size": TILE, "crop_to_patches": True, "max_patches": 4}),
-        "Ovis2Processor",
-        {"image_seq_length": 16},
-        "<image>",
-        ("<image>", *(f"<IMG_{n}>" for n in ("START", "ATOM", "GRID", "COL", "ROW", "END"))),
-    ),
-    "qianfan_ocr": Family(
-        _GOT_OCR,
-        "QianfanOCRProcessor",
-        {"image_seq_length": 4, "image_placeholder_token": "<image>"},
-        "<image>",
-        ("<image>", "<IMG_CONTEXT>", "<img>", "</img>"),
+        "QianfanOCR",
+        "<image> <IMG_CONTEXT> <img> </img>",
         _INTERN,
+        image_seq_length=4,
+        image_placeholder_token="<image>",
     ),
-    "vipllava": Family(
-        ("clip.CLIP", {"size": {"shortest_edge": 16}, "crop_size": TILE}),
-        "LlavaProcessor",
-        {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"} | _IMAGE,
-        "<image>",
-        ("<image>",),
-    ),
+    "vipllava": _family(_CLIP, "Llava", "<image>", patch_size=4, **_ADDED),
     **{
         name: Family((image, _PATCHES | _FRAMES.get(name, {})), processor, {}, f"<s>{mark}<e>", (mark, "<s>", "<e>"))
         for name, image, processor, mark in (
@@ -195,7 +128,6 @@ LATER = ("hyperclovax_vision_v2", "lfm3_vl", "cohere_compass", "vipllava", "cosm
 
 
 def family_folder(folder: Path, name: str) -> Path:
-    """A folder with the tokenizer, the template and the processor of a family; skipped where there is none."""
     family = FAMILIES[name]
     if name in LATER and transformers_before("5.23"):
         pytest.skip(f"transformers {transformers.__version__} cannot run {name} itself")
@@ -213,7 +145,6 @@ def family_folder(folder: Path, name: str) -> Path:
 
 
 def image_processor(name: str) -> Any:
-    """An image processor on Pillow, or where there is none on torchvision, by its module and class."""
     module, kind = name.split(".")
     if "torchvision" in getattr(getattr(transformers, f"{kind}ImageProcessorPil", None), "_backends", ()):
         pytest.importorskip("torchvision", reason=f"{kind}ImageProcessorPil of this transformers asks for it")
@@ -226,7 +157,6 @@ def image_processor(name: str) -> Any:
 
 
 def family_config(name: str, placeholder: int, vocabulary: int) -> PreTrainedConfig:
-    """The small configuration of a family, with ids of its folder's tokenizer."""
     config: Any = shrink_configuration(CONFIG_MAPPING[name](), images=True)
     config.get_text_config().vocab_size = vocabulary
     for key in ("image_token_id", "image_token_index"):

@@ -27,14 +27,12 @@ for _kind in ("image", "video"):
 
 
 def qwen_folder(folder: Path, **sizes: Any) -> Path:
-    """A folder with the processor of Qwen2.5-VL: patches of 4, merged by 2, so that 8 x 8 pixels are a row."""
     sizes = {"size": {"shortest_edge": 64, "longest_edge": 4096}} | sizes
     image = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, **sizes)
     return saved(folder, image, QWEN_TOKENS, _QWEN_TEMPLATE, {"processor_class": "Qwen2_5_VLProcessor"})
 
 
 def qwen3_folder(folder: Path) -> Path:
-    """A folder with the processor of Qwen3-VL, of the same patches, and bounds of a whole video's pixels."""
     size = {"shortest_edge": 64, "longest_edge": 4096}
     image = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
     videos = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4, "size": size}
@@ -43,7 +41,6 @@ def qwen3_folder(folder: Path) -> Path:
 
 
 def llava_folder(folder: Path) -> Path:
-    """A folder with the processor of LLaVA: every image becomes 16 x 16 pixels in 16 patches."""
     image = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
     settings = {"processor_class": "LlavaProcessor", "patch_size": 4, "num_additional_image_tokens": 1}
     template = TURNS.replace("PARTS", PARTS).replace("IMAGE", "<image>")
@@ -52,7 +49,6 @@ def llava_folder(folder: Path) -> Path:
 
 
 def gemma3_folder(folder: Path) -> Path:
-    """A folder with the processor of Gemma 3: every image becomes 24 x 24 pixels and 9 rows."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     image = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
@@ -66,7 +62,6 @@ def gemma3_folder(folder: Path) -> Path:
 
 
 def write_images(folder: Path, sizes: list[tuple[int, int]], seed: int = 0) -> list[str]:
-    """Images of these sizes (height, width) of noise; their names."""
     folder.mkdir(parents=True, exist_ok=True)
     generator, names = np.random.default_rng(seed), []
     for number, (height, width) in enumerate(sizes):
@@ -77,13 +72,11 @@ def write_images(folder: Path, sizes: list[tuple[int, int]], seed: int = 0) -> l
 
 
 def with_broken_pixels(data: bytes) -> bytes:
-    """A .png whose header and end are whole, and whose pixels cannot be decoded."""
     at = data.index(b"IDAT") + 4
     return data[:at] + bytes(40) + data[at + 40 :]
 
 
 def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
-    """Rows as lines of JSON."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file

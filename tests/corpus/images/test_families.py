@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
+from longspan.config.file import load_config
+from longspan.config.sections import RunConfig
 from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.processor import load_processor
 from longspan.doctor.stock import whole_float64
@@ -28,6 +30,7 @@ from longspan.testing import run_ranks
 from tests.corpus.images.families import FAMILIES, family_config, family_folder, image_processor
 from tests.corpus.images.folders import TURNS, saved, write_images
 from tests.corpus.images.test_images import asks, corpus_of, ids_of
+from tests.corpus.images.test_run import SETTINGS, check_losses, image_rows
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer
 from tests.model.vision.joined import BOUND, own_names
@@ -44,7 +47,6 @@ def part(words: str) -> dict[str, str]:
 
 
 def conversations(folder: Path) -> list[list[dict[str, Any]]]:
-    """One image; two side by side and one more; none."""
     images = [{"type": "image", "path": str(folder / name)} for name in write_images(folder, SIZES)]
     first, second, third, fourth = images
     content = ([first, part("what?")], [second, third, part(" and "), fourth, part("which?")], [part("hi, you?")])
@@ -52,7 +54,6 @@ def conversations(folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def family_documents(name: str, folder: Path) -> tuple[ImageDocuments, Any, list[Mapping[str, Tensor]]]:
-    """The documents of a family as a run has them, its small configuration, and what the stock processor makes."""
     model = family_folder(folder / "model", name)
     processor, messages = load_processor(model.absolute()), conversations(folder)
     config = family_config(name, processor.placeholder, len(processor.stock.tokenizer))
@@ -64,7 +65,6 @@ def family_documents(name: str, folder: Path) -> tuple[ImageDocuments, Any, list
 
 
 def stock_call(stock: Any, messages: list[dict[str, Any]]) -> Mapping[str, Tensor]:
-    """What the stock processor makes of a whole conversation, whose images it is given."""
     opened = [{**m, "content": _opened(m["content"])} for m in messages]
     if "SmolVLM" not in type(stock).__name__:
         return stock.apply_chat_template([opened], tokenize=True, return_dict=True, return_tensors="pt")
@@ -82,7 +82,6 @@ def _opened(content: Any) -> Any:
 
 
 def stock_answer(documents: ImageDocuments, config: Any, made: list[Mapping[str, Tensor]]) -> Answer:
-    """Loss and gradients of the stock model, conversation by conversation, of what the stock processor makes."""
     with whole_float64():
         model = make_tiny_model(config, torch.float64, images=True).train()
         losses = list[Tensor]()
@@ -104,7 +103,6 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
-    """The largest error of a step at each degree."""
     with whole_float64():  # processors on torchvision compute in torch's default type
         documents, config, made = family_documents(name, folder / str(rank))
     answer, errors = stock_answer(documents, config, made), dict[str, float]()
@@ -157,3 +155,31 @@ def test_processors_that_do_not_say_what_they_write_are_refused(settings: dict[s
     saved(tmp_path, image, tokens, TURNS.replace("PARTS", "<image>"), {"processor_class": "Idefics2Processor"})
     with pytest.raises(DataError, match="Idefics2Processor does not say what it writes for an image by itself"):
         load_processor(tmp_path).text((16, 16))
+
+
+LONGEST = 320  # tokens of a conversation
+
+
+def config_of(name: str, folder: Path) -> RunConfig:
+    model = family_folder(folder / "model", name)
+    processor = load_processor(model.absolute())
+    family_config(name, processor.placeholder, len(processor.stock.tokenizer)).save_pretrained(model)
+    rows = image_rows(folder / "data", [(16, 16), (8, 24), (20, 33), (24, 8)], 16)
+    paths = {
+        "model.config": str(model),
+        "data.path": str(rows),
+        "data.cache": str(folder / "cache"),
+        "run.dir": str(folder / "run"),
+        "train.tokens_per_step": 2 * LONGEST,
+        "context.max_tokens_per_slot": LONGEST // 2,
+        "context.eval_max_tokens_per_slot": LONGEST // 2,
+        "encoder.recompute": True,
+        "encoder.max_rows": 100,
+    }
+    return load_config(None, SETTINGS | {"train.steps": 3} | paths)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_of_a_run_are_those_of_one_rank(name: str, tmp_path: Path) -> None:
+    check_losses(config_of(name, tmp_path), tmp_path / "alone", LONGEST, steps=3)

@@ -1,6 +1,14 @@
-"""Rows with images become the tokens, masks and places that the stock processor makes; pixels are read where asked."""
+"""Rows with images become the tokens, masks, places and pixels that the stock processor makes, also rows as other
+trainers write them, or an error that names what is wrong.
+"""
 
+import base64
+import io
+import struct
+import warnings
+import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +24,7 @@ from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.document_encoder import cut_row
 from longspan.corpus.image_documents import ImageDocuments, show_images
-from longspan.corpus.images.image_file import ImageFile
+from longspan.corpus.images.image_file import ImageFile, import_pillow
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.documents import Corpus
@@ -27,13 +35,14 @@ from tests.corpus.images.folders import llava_folder, qwen_folder, with_broken_p
 Image = pytest.importorskip("PIL.Image")
 SIZES = [(20, 33), (16, 16), (8, 24), (64, 40)]
 PART = {"type": "image"}
+Row = dict[str, Any]
 
 
 def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
 
-def asks(*content: Any) -> list[dict[str, Any]]:
+def asks(*content: Any) -> list[Row]:
     first = content[0] if len(content) == 1 else list(content)
     return [{"role": "user", "content": first}, {"role": "assistant", "content": "a 3"}]
 
@@ -50,13 +59,20 @@ MESSAGES = {
 }
 
 
-def corpus_of(folder: Path, rows: list[dict[str, Any]], model: Path, **data: Any) -> Corpus:
-    file = write_rows(folder / "rows.jsonl", rows)
-    config = replace(DataConfig(), path=str(file), cache=str(folder / "cache"), max_document_tokens=0)
-    config = replace(config, **data)
-    return ensure_corpus(
-        CorpusSettings(config), folder / "run", tokenizer=load_tokenizer(model), resumed=False, log=lambda _: None
-    )
+def build(folder: Path, model: Path, *, resumed: bool = False, log: Any = lambda _: None, **data: Any) -> Corpus:
+    """The corpus of the rows that are in a folder."""
+    keys: dict[str, Any] = {
+        "path": str(folder / "rows.jsonl"),
+        "cache": str(folder / "cache"),
+        "max_document_tokens": 0,
+    }
+    corpus_settings, tokenizer = CorpusSettings(replace(DataConfig(), **keys | data)), load_tokenizer(model)
+    return ensure_corpus(corpus_settings, folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+
+
+def corpus_of(folder: Path, rows: list[Row], model: Path, **data: Any) -> Corpus:
+    write_rows(folder / "rows.jsonl", rows)
+    return build(folder, model, **data)
 
 
 def documents_of(corpus: Corpus, model: Path, monkeypatch: pytest.MonkeyPatch) -> ImageDocuments:
@@ -100,7 +116,6 @@ def test_equal_to_the_stock_processor(make: Any, tmp_path: Path, monkeypatch: py
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
-    """The content as parts, cut at <image> by hand."""
     parts = [text(content)] if isinstance(content, str) else content
     made = []
     for part in parts:
@@ -170,29 +185,250 @@ def test_images_stand_upright(orientation: int, tmp_path: Path) -> None:
     assert file.size() == file.load().size[::-1] == ((24, 8) if 5 <= orientation <= 8 else (8, 24))
 
 
-BAD = {
-    "missing": (["none.png"], asks("<image>"), "line 1: images[0]: {folder}/none.png does not exist"),
-    "broken": (["broken.png"], asks("<image>"), "line 1: images[0]: {folder}/broken.png is no image that Pillow"),
-    "too few": (["0.png"], asks("<image><image>"), "line 1: its messages name 2 images, and the row has 1"),
-    "too many": (["0.png", "1.png"], asks("<image>"), "line 1: its messages name 1 image, and the row has 2"),
-    "a web address": (["http://a/b.png"], asks("<image>"), "images[0] is 'http://a/b.png'; nothing is downloaded"),
-    "no path": ([3], asks("<image>"), "images[0] is a number; give a path"),
-    "too thin": (["thin.png"], asks("<image>"), "refuses an image of 4 x 900 pixels: absolute aspect ratio"),
-    "in both places": (["0.png"], asks({"type": "image", "path": "0.png"}, PART), 'the row has "images" too'),
-    "its own placeholder": (["0.png"], asks("<image> <|image_pad|>"), "holds '<|image_pad|>', which the tokenizer"),
+# ---- rows as other trainers write them
+
+
+def shown(folder: Path, row: Row, patch: pytest.MonkeyPatch, **data: Any) -> tuple[list[int], list[Any]]:
+    model = folder / "model"
+    documents = documents_of(corpus_of(folder, [row], model, **data), model, patch)
+    assert isinstance(documents, ImageDocuments) and len(documents) == 1
+    return ids_of(documents[0]), [documents.read(i).pixels.tolist() for i in range(len(documents.items))]
+
+
+def encoded(folder: Path) -> str:
+    return base64.b64encode((folder / "0.png").read_bytes()).decode()
+
+
+def part(**values: Any) -> Row:
+    return {"type": "image", **values}
+
+
+WHO = asks("<image> who?")
+ASKED = {"from": "human", "value": "<image> who?"}, {"from": "gpt", "value": "a 3"}
+OURS: Row = {"images": ["0.png"], "messages": asks(PART, text(" who?"))}
+
+
+def of_url(url: str) -> Row:
+    """A part as OpenAI has it."""
+    return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+
+THEIRS: dict[str, Callable[[Path], Row]] = {
+    "a column of one image": lambda _: {"image": "0.png", "messages": WHO},
+    "and null in the other": lambda _: {"image": "0.png", "images": None, "messages": WHO},
+    "prompts with one image": lambda _: {"image": "0.png", "prompt": WHO[:1], "completion": asks()[1:]},
+    "LLaVA": lambda _: {"id": "000", "image": "0.png", "conversations": [*ASKED]},
+    "a file: URL": lambda at: {"images": [f"file://{at}/0.png"], "messages": WHO},
+    "a file: URL with escapes": lambda at: {"image": f"file://localhost{at}/%30.png", "messages": WHO},
+    "a data: URL": lambda at: {"image": f"data:image/png;base64,{encoded(at)}", "messages": WHO},
+    "bytes as text": lambda at: {"images": [{"bytes": encoded(at), "path": "x"}], "messages": WHO},
+    "bytes that are empty": lambda _: {"images": [{"bytes": "", "path": "0.png"}], "messages": WHO},
+    "OpenAI's parts": lambda at: {"messages": asks(of_url(f"data:image/png;base64,{encoded(at)}"), text(" who?"))},
+    "a part's base64": lambda at: {"messages": asks(part(base64=encoded(at)), text(" who?"))},
+    "a part's file: URL": lambda at: {"messages": asks(part(image=f"file://{at}/0.png"), text(" who?"))},
+    "keys without a value": lambda _: {
+        "messages": asks(part(image="0.png", text=None), {**text(" who?"), "image": None, "max_pixels": None})
+    },
+    "numbered parts": lambda _: {
+        "images": ["0.png"],
+        "messages": asks(part(index=0, text=None), {"index": None, **text(" who?")}),
+    },
+}
+ASKS_FOR_KEYS = (
+    "{% if c.type == 'image' %}",
+    "{% if 'image' in c or c.type == 'image' %}",
+)  # as Qwen2-VL's template does
+
+
+def filled(folder: Path) -> Path:
+    template = qwen_folder(folder / "model") / "chat_template.jinja"
+    template.write_text(template.read_text().replace(*ASKS_FOR_KEYS))
+    write_images(folder, SIZES)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return filled(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return filled(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_rows_of_other_trainers(name: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(shared, THEIRS[name](shared), monkeypatch) == shown(shared, OURS, monkeypatch)
+
+
+@pytest.mark.parametrize(("image_key", "columns"), [("image", ()), ("picture", ("image=picture",))])
+def test_a_column_of_one_image_in_a_table(
+    image_key: str, columns: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    image = {"bytes": (folder / "0.png").read_bytes(), "path": "x.png"}
+    parquet.write_table(pyarrow.Table.from_pylist([{image_key: image, "messages": WHO}]), folder / "rows.parquet")
+    ours, path = shown(folder, OURS, monkeypatch), str(folder / "rows.parquet")
+    assert shown(folder, {}, monkeypatch, path=path, columns=columns) == ours
+
+
+def test_a_hole_in_a_table_is_no_text(folder: Path) -> None:
+    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = [{"images": images, "text": "<image> who?"} for images in ([{"path": "0.png"}], None)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    with pytest.raises(DataError, match=r"rows\.parquet, row 2: its texts name 1 image, and the row has 0"):
+        corpus_of(folder, [], folder / "model", path=str(folder / "rows.parquet"))
+
+
+def test_where_parts_name_images_texts_are_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"images": ["0.png"], "messages": asks(PART, text("![x](<image>)"))}
+    ids, pixels = shown(folder, row, monkeypatch)
+    written = load_tokenizer(folder / "model").engine.decode(ids, skip_special_tokens=False)
+    assert "<|vision_end|>![x](<image>)<|im_end|>" in written and len(pixels) == 1
+
+
+NAMES_ONE = asks("<image>\nwho?")
+
+
+def shown_as(*images: Any, **more: Any) -> Row:
+    """A row whose messages name one image."""
+    return ({"images": [*images]} if images else {}) | more | {"messages": NAMES_ONE}
+
+
+def asked(*parts: Row) -> Row:
+    return {"messages": asks(*parts, text("?"))}
+
+
+VIDEO = {"type": "video", "video": ["0.png"]}
+REFUSED: dict[str, tuple[Row, str]] = {
+    "no images": (shown_as(images=[]), "its messages name 1 image, and the row has 0"),
+    "null": (shown_as(images=None), 'a row without the key "images" has <image> as text'),
+    "null in a column of one": (shown_as(image=None), "its messages name 1 image, and the row has 0"),
+    "of a text": ({"images": [], "text": "<image>"}, "its texts name 1 image, and the row has 0"),
+    "of a completion": ({"images": [], "prompt": "<image>", "completion": "a"}, "its texts name 1 image, and the row"),
+    "videos": ({"videos": [], "messages": asks("<video>")}, "its messages name 1 video, and the row has 0"),
+    "audio": ({"audios": ["a.wav"], "messages": asks("<audio>")}, 'it has "audios", and audio is not read here'),
+    "no audio": ({"audios": [], "text": "<audio>"}, "its texts name audio 1 times, which is not read here"),
+    "unnamed": ({"image": "0.png", "messages": asks("who?")}, "its messages name 0 images, and the row has 1"),
+    "both columns": (shown_as("0.png", image="0.png"), '"image" and "images"; give them'),
+    "a list in a column of one": (shown_as(image=["0.png"]), '"image" is a list; give one image'),
+    "max_pixels": (asked(part(image="0.png", max_pixels=256)), 'content[0] has "max_pixels", and type, '),
+    "two sizes": (
+        asked(part(image="0.png", resized_height=8, resized_width=8)),
+        'has "resized_height" and "resized_width", and',
+    ),
+    "a size of an entry": (shown_as({"path": "0.png", "max_pixels": 2}), 'has "max_pixels"'),
+    "a size of a video": (asked({**VIDEO, "nframes": 2}), 'messages[0].content[0] has "nframes", and type, '),
+    "a rate in two places": (
+        asked({**VIDEO, "video": {"frames": ["0.png"]}, "fps": 2}),
+        "has fps beside an object of frames",
+    ),
+    "a detail": (
+        asked({"type": "image_url", "image_url": {"url": "0.png", "detail": "low"}}),
+        'content[0].image_url has "detail", and url alone',
+    ),
+    "two images in a part": (asked(part(image="0.png", path="1.png")), "brings image and path; give one"),
+    "another order": (
+        {"images": ["0.png", "1.png"], "messages": asks(part(index=1), part(index=0))},
+        "has index 1, and is image 0 of the row",
+    ),
+    "no type": (asked({"image": "0.png"}), 'is without a type, and has "image"; give it as a part {"type": '),
+    "base64": (shown_as("iVBORw0KGgo" + "A" * 9000), "looks like an image as base64, of 9,011"),
+    "no path": (shown_as("a/" * 9000), "images[0] has 18,000 characters, and a path at most"),
+    "wrong base64": (shown_as({"bytes": "%%"}), "images[0].bytes is no base64 ("),
+    "an empty data: URL": (shown_as(image="data:,"), "which brings no bytes"),
+    "a web address": (shown_as("http://a/b.png"), "images[0] is 'http://a/b.png'; nothing is downloaded"),
+    "missing": (shown_as("none.png"), "images[0]: {folder}/none.png does not exist"),
+    "broken": (shown_as("broken.png"), "images[0]: {folder}/broken.png is no image that Pillow"),
+    "too few": ({"images": ["0.png"], "messages": asks("<image><image>")}, "messages name 2 images, and the row has 1"),
+    "too many": (shown_as("0.png", "1.png"), "its messages name 1 image, and the row has 2"),
+    "a number": (shown_as(3), "images[0] is a number; give a path"),
+    "too thin": (shown_as("thin.png"), "refuses an image of 4 x 900 pixels: absolute aspect ratio"),
+    "in both places": (asked(part(path="0.png"), PART) | {"images": ["0.png"]}, 'the row has "images" too'),
+    "its own placeholder": (
+        {"images": ["0.png"], "messages": asks("<image> <|image_pad|>")},
+        "holds '<|image_pad|>', which the tokenizer",
+    ),
+    "a pair": (
+        {"messages": asks("who?"), "rejected_response": "a dog"},
+        '"rejected_response" stands beside messages (chat)',
+    ),
+    "boxes": (
+        {"image": "0.png", "objects": {"bbox": [[1, 2, 3, 4]]}, "messages": asks("<image>find <bbox>")},
+        'holds <bbox>, for which "objects" has words or boxes',
+    ),
+    "a file of a host": (shown_as(image="file://a/b.png"), "a file of the host 'a'"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_rows_are_named(case: str, tmp_path: Path) -> None:
-    model = qwen_folder(tmp_path / "model")
-    write_images(tmp_path, SIZES)
-    (tmp_path / "broken.png").write_bytes(b"\x89PNG broken")
-    Image.new("RGB", (4, 900)).save(tmp_path / "thin.png")
-    images, messages, message = BAD[case]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str, shared: Path) -> None:
+    (shared / "broken.png").write_bytes(b"\x89PNG broken")
+    Image.new("RGB", (4, 900)).save(shared / "thin.png")
+    row, message = REFUSED[name]
     with pytest.raises(DataError) as error:
-        corpus_of(tmp_path, [{"images": images, "messages": messages}], model)
-    assert "rows.jsonl, line 1: " in str(error.value) and message.format(folder=tmp_path) in str(error.value)
+        corpus_of(shared, [row], shared / "model")
+    assert "rows.jsonl, line 1: " in str(error.value) and message.replace("{folder}", str(shared)) in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def lines_of(folder: Path, rows: list[Row], **data: Any) -> list[str]:
+    """What the console says of a corpus of these rows."""
+    lines = list[str]()
+    corpus_of(folder, rows, folder / "model", log=lines.append, **data)
+    return lines
+
+
+def test_names_that_are_read_as_text_are_counted(folder: Path) -> None:
+    rows = [{"messages": WHO}, {"messages": asks("<image><audio>")}, OURS]
+    for _ in range(2):  # whenever a run starts
+        assert [line.split(", and")[0] for line in lines_of(folder, rows) if "as these" in line] == [
+            "<audio> stands in 1 text",
+            "<image> stands in 2 texts",
+        ]
+
+
+def broken(data: bytes, kind: str) -> bytes:
+    file = io.BytesIO()
+    Image.open(io.BytesIO(data)).convert("RGB").save(file, kind)
+    return file.getvalue()[: len(file.getvalue()) * 2 // 3]
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
+def test_broken_images_are_left_out_before_the_first_step(
+    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = write_images(folder / "large", [(40, 40)])
+    data = (folder / "large" / whole).read_bytes()
+    (folder / "cut.png").write_bytes(broken(data, kind))
+    frames = {"videos": [["0.png", "none.png"]], "text": "<video>"}
+    rows = [{"image": "cut.png", "text": "<image>"}, {"image": f"large/{whole}", "text": "<image>"}, frames]
+    assert any("left out 2 bad rows" in line for line in lines_of(folder, rows, on_bad="skip"))
+    documents = documents_of(corpus_of(folder, rows, folder / "model", on_bad="skip"), folder / "model", monkeypatch)
+    assert len(documents) == 1 and len(documents.items) == 1 and documents.read(0).grid == (1, 10, 10)
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    chunks = [
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (header, b"IEND")
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def test_huge_images() -> None:
+    import_pillow.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ImageFile("", png_of_size(10_000, 15_000)).size() == (15_000, 10_000)
+        with pytest.raises(DataError, match="has 200,000,000 pixels, and at most 178,956,970 are read"):
+            ImageFile("", png_of_size(20_000, 10_000)).size()
+    import_pillow.cache_clear()
+    assert np.prod((20_000, 10_000)) > 2 * Image.MAX_IMAGE_PIXELS
+
+
+# ---- pixels and files that change
 
 
 def test_broken_pixels_are_named_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,25 +460,23 @@ def test_a_resumed_run_names_changed_images(tmp_path: Path) -> None:
     model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, [(16, 16)])
     corpus_of(tmp_path, [{"text": "<image>", "images": names}], model)
     (tmp_path / names[0]).unlink()
-    config = replace(
-        DataConfig(), path=str(tmp_path / "rows.jsonl"), cache=str(tmp_path / "cache"), max_document_tokens=0
-    )
-    tokenizer = load_tokenizer(model)
     with pytest.raises(DataError, match=r"changed since the run began: image .*0\.png cannot be read"):
-        ensure_corpus(CorpusSettings(config), tmp_path / "run", tokenizer=tokenizer, resumed=True, log=print)
+        build(tmp_path, model, resumed=True)
 
 
 def test_images_for_a_model_without_are_refused(tmp_path: Path) -> None:
+    """A column of that name beside plain text is left alone."""
     model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, SIZES)
     corpus = corpus_of(tmp_path, [{"text": "<image>", "images": names[:1]}], model)
     with pytest.raises(DataError, match="1 image stand in the documents, and str is of a model that takes none"):
         show_images(corpus, "", model)  # type: ignore[arg-type]
-    (model / "preprocessor_config.json").unlink()
-    (model / "processor_config.json").unlink()
-    with pytest.raises(
-        DataError, match=r"line 1: it has images, and the folder of the tokenizer .* no image processor"
-    ):
-        corpus_of(tmp_path, [{"text": "<image> ", "images": names[:1]}], model)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (model / name).unlink()
+    assert len(corpus_of(tmp_path, [{"image": "http://a/b.png", "text": "a news"}], model)) == 1
+    for row in ({"text": "<image> ", "images": names[:1]}, {"image": "0.png", "messages": asks("who?")}):
+        message = r"line 1: it has images, and the folder of the tokenizer .* no image processor"
+        with pytest.raises(DataError, match=message):
+            corpus_of(tmp_path, [row], model)
 
 
 def test_other_rows_of_the_model_name_document_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,13 @@ def family(name: str) -> Callable[..., Any]:
     return lambda tmp_path, _: families.test_ids_and_rows_are_those_of_the_stock_processor(name, tmp_path)
 
 
-ROWS = "corpus.rows.media"
+ROWS, DOCUMENTS, ENCODER = "corpus.rows.media", "corpus.image_documents", "corpus.document_encoder"
 Change = tuple[str, str, str]
+moving = partial(videos.test_tokens_places_and_positions, "qwen2.5-vl")
+cut = tables.test_long_documents_are_cut_before_an_image
+PIXELS = "self._load_pictures(placed, self._find_bytes(placed))"
+PLACES = "image._replace(start=image.start - piece.start, stop=image.stop - piece.start)"
+FIELDS = "for name, x in tensors.items()}"
 MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
     "answers where they stood before placeholders": (
         (ROWS, "int(a + grown_before[(starts < a).sum()])", "int(a)"),
@@ -34,57 +39,37 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         tables.test_texts_name_images,
     ),
     "another image's pixels": (
-        (
-            "corpus.image_documents",
-            "self._load_pictures(placed, self._find_bytes(placed))",
-            "self._load_pictures(placed, self._find_bytes(self._table[0]))",
-        ),
+        (DOCUMENTS, PIXELS, PIXELS.replace("bytes(placed)", "bytes(self._table[0])")),
         tables.test_bytes_in_tables,
     ),
     "frames of the video's beginning": (
-        ("corpus.image_documents", "frames[frame : frame + ", "frames[0 : "),
+        (DOCUMENTS, "frames[frame : frame + ", "frames[0 : "),
         videos.test_frames_as_bytes_in_tables_and_cuts_between_groups,
     ),
-    "times of groups as if of frames": (
-        (ROWS, "video.interval * size", "video.interval"),
-        partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
-    ),
+    "times of groups as if of frames": ((ROWS, "video.interval * size", "video.interval"), moving),
     "frames of a group in one order for all": (
         ("corpus.images.without_torchvision", "torch.stack(patches, 2)", "torch.stack(patches[::-1], 2)"),
         videos.test_pixels_are_those_of_the_image_processor,
     ),
-    "videos of a row are one": (
-        ("corpus.image_documents", "(placed.document, placed.image.number)", "0"),
-        partial(videos.test_tokens_places_and_positions, "qwen2.5-vl"),
-    ),
+    "videos of a row are one": ((DOCUMENTS, "(placed.document, placed.image.number)", "0"), moving),
     "the images of the document before": (
         ("data.images", "(document, document + 1)", "(document - 1, document)"),
         stock,
     ),
     "a field is dropped": (
-        ("corpus.images.processor", "for name, x in tensors.items()}", "for name, x in [*tensors.items()][:0]}"),
+        ("corpus.images.processor", FIELDS, "for name, x in [*tensors.items()][:0]}"),
         family("video_llama_3"),
     ),
     "an image alone in its document": (
-        ("corpus.image_documents", "pictures[0], placed.image.among", "pictures[0], 1"),
+        (DOCUMENTS, "pictures[0], placed.image.among", "pictures[0], 1"),
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (
         (ROWS, "self.processor.text(size, images)", "self.processor.text(size)"),
         family("llava_onevision"),
     ),
-    "places in the row, not in its part": (
-        (
-            "corpus.document_encoder",
-            "image._replace(start=image.start - piece.start, stop=image.stop - piece.start)",
-            "image",
-        ),
-        tables.test_long_documents_are_cut_before_an_image,
-    ),
-    "cut in an image": (
-        ("corpus.document_encoder", "if start < a < stop < b", "if False"),
-        tables.test_long_documents_are_cut_before_an_image,
-    ),
+    "places in the row, not in its part": ((ENCODER, PLACES, "image"), cut),
+    "cut in an image": ((ENCODER, "if start < a < stop < b", "if False"), cut),
 }
 
 

@@ -1,4 +1,4 @@
-"""`longspan train` over rows with images: losses at any degree, pixels read ahead by who encodes them, samples."""
+"""`longspan train` over rows with images and videos: pixels are read ahead by who encodes them; samples; losses."""
 
 import base64
 import io
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import pytest
 from PIL import Image
@@ -20,12 +19,11 @@ from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
-from longspan.plan import Plan
+from longspan.run import run_data
 from longspan.run.evaluations import _encode_image
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
-from longspan.train.step_inputs import count_pack_targets
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.report.pages import parts_of, report_of
 from tests.run.runs.homes import farthest
@@ -48,10 +46,10 @@ SETTINGS: dict[str, Any] = {
     "run.timeout_seconds": 60.0,
 }
 COLUMNS = ("loss", "grad_norm", "eval_loss")
+ANSWER = {"role": "assistant", "content": "yes"}
 
 
 def write_model(folder: Path) -> Path:
-    """A folder of a small Qwen2.5-VL without weights."""
     qwen_folder(folder)
     text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -68,22 +66,36 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def config_of(folder: Path, **changes: Any) -> RunConfig:
-    """A run over conversations of none to two images, and texts in which images are named."""
-    names = write_images(folder / "data", [(16, 16), (8, 24), (20, 33), (24, 8)])
-    answer = {"role": "assistant", "content": "yes"}
-    rows = []
-    for i in range(ROWS):
+def image_rows(folder: Path, sizes: list[tuple[int, int]], count: int) -> Path:
+    """A file of conversations of none to two of four images."""
+    names, rows = write_images(folder, sizes), list[dict[str, Any]]()
+    for i in range(count):
         shown = [names[(i + k) % 4] for k in range(i % 3)]
         question = {"role": "user", "content": "<image> and " * len(shown) + "so?" * (1 + i % 4)}
-        rows.append({"messages": [question, answer]} | ({"images": shown} if shown else {}))
+        rows.append({"messages": [question, ANSWER]} | ({"images": shown} if shown else {}))
+    return write_rows(folder / "rows.jsonl", rows)
+
+
+def config_of(folder: Path, **changes: Any) -> RunConfig:
     paths = {
         "model.config": str(write_model(folder / "model")),
-        "data.path": str(write_rows(folder / "data" / "rows.jsonl", rows)),
+        "data.path": str(image_rows(folder / "data", [(16, 16), (8, 24), (20, 33), (24, 8)], ROWS)),
         "data.cache": str(folder / "cache"),
         "run.dir": str(folder / "run"),
     }
     return load_config(None, SETTINGS | paths | changes)
+
+
+def check_losses(config: RunConfig, folder: Path, longest: int = 192, *, steps: int = 4) -> None:
+    """A run of two slots, and one of a single slot in another folder, have the same losses, which fall."""
+    run_ranks(train_rank, 2, config, 2, timeout=300)
+    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
+    context = replace(context, max_tokens_per_slot=longest).set_evaluation(max_tokens_per_slot=longest)
+    alone = replace(config, context=context, run=replace(config.run, dir=str(folder)))
+    run_ranks(train_rank, 1, alone, 1, timeout=300)
+    wanted, found = losses_of(alone), losses_of(config)
+    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
+    assert len(found["loss"]) == steps and found["loss"][-1] < found["loss"][0]
 
 
 def losses_of(config: RunConfig) -> dict[str, list[float]]:
@@ -105,54 +117,31 @@ class Reads(NamedTuple):
 
 
 def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
-    """Train on this rank."""
     given, ahead, opened, selected, counted = list[Any](), list[Any](), list[Any](), list[int](), list[Any]()
-    input_of, read_ahead, load, select = (
-        ImageReader._read_input,
-        ImageReader.read_ahead,
-        ImageFile.load,
-        StepOrder.select,
-    )
-
-    def count_targets(documents: Any, plan: Plan) -> Plan:
-        counted.append(plan)
-        return count_pack_targets(documents, plan)
-
-    with (
-        patch.object(ImageReader, "_read_input", lambda self, number: given.append(number) or input_of(self, number)),
-        patch.object(
-            ImageReader, "read_ahead", lambda self, numbers: read_ahead(self, [ahead.append(n) or n for n in numbers])
-        ),
-        patch.object(ImageFile, "load", lambda self: opened.append(self) or load(self)),
-        patch.object(
-            StepOrder, "select", lambda self, corpus, step: selected.append(step) or select(self, corpus, step)
-        ),
-        patch("longspan.run.run_data.count_pack_targets", count_targets),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        note(patch, ImageReader, "_read_input", lambda _, number: given.append(number))
+        read_ahead = ImageReader.read_ahead  # takes what can be read once
+        patch.setattr(ImageReader, "read_ahead", lambda self, n: ahead.extend(n := [*n]) or read_ahead(self, n))
+        note(patch, ImageFile, "load", opened.append)
+        note(patch, StepOrder, "select", lambda _self, _corpus, step: selected.append(step))
+        note(patch, run_data, "count_pack_targets", lambda _, plan: counted.append(plan))
         train_rank(rank, config, ranks)
     return Reads(len(given), len(ahead), len(opened), selected, len(counted))
 
 
+def note(patch: pytest.MonkeyPatch, owner: Any, name: str, write: Any) -> None:
+    """Have `write` called with what a function is called with."""
+    work = getattr(owner, name)
+    patch.setattr(owner, name, lambda *values: (write(*values), work(*values))[1])
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[Reads]]:
-    """A run over two slots that share documents, and what each rank read."""
     config = config_of(tmp_path_factory.mktemp("images"))
     return config, run_ranks(train_and_count, 2, config, 2, timeout=200)
 
 
-def test_losses_are_those_of_one_rank(trained: tuple[RunConfig, Any], tmp_path: Path) -> None:
-    config, _ = trained
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=192).set_evaluation(max_tokens_per_slot=192)
-    alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "run")))
-    run_ranks(train_rank, 1, alone, 1, timeout=200)
-    wanted, found = losses_of(alone), losses_of(config)
-    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
-    assert len(found["loss"]) == 4 and found["loss"][-1] < found["loss"][0]
-
-
 def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[Reads]]) -> None:
-    """By one rank, or where another has no image of a wave by that too; the first opens those of samples."""
     config, (first, second) = trained
     corpus = Corpus(Path(config.run.dir) / "corpus")
     order, images = make_step_order(config, corpus), corpus.images
@@ -198,20 +187,12 @@ def test_saved_folders_have_the_processor_and_are_evaluated(
 
 @pytest.mark.whole
 def test_a_run_with_videos_at_any_degree(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
+    config, rows = config_of(tmp_path), list[dict[str, Any]]()
     names = write_images(tmp_path / "data", [(16, 16)] * 6)
-    answer, rows = {"role": "assistant", "content": "yes"}, []
     for i in range(ROWS):
         shown = {"videos": [{"frames": names[: 2 + i % 5], "fps": 1 + i % 3}]} if i % 3 else {}
         shown |= {"images": names[i % 6 : i % 6 + 1]} if i % 2 else {}
         text = "<video>" * bool("videos" in shown) + "<image>" * bool("images" in shown) + "so?" * (1 + i % 4)
-        rows.append({"messages": [{"role": "user", "content": text}, answer]} | shown)
+        rows.append({"messages": [{"role": "user", "content": text}, ANSWER]} | shown)
     write_rows(tmp_path / "data" / "rows.jsonl", rows)
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=192).set_evaluation(max_tokens_per_slot=192)
-    alone = replace(config, context=context, run=replace(config.run, dir=str(tmp_path / "alone")))
-    run_ranks(train_rank, 2, config, 2, timeout=200)
-    run_ranks(train_rank, 1, alone, 1, timeout=200)
-    wanted, found = losses_of(alone), losses_of(config)
-    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
-    assert len(found["loss"]) == 4 and found["loss"][-1] < found["loss"][0]
+    check_losses(config, tmp_path / "alone")

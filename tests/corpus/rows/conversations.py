@@ -32,8 +32,6 @@ _WORDS = [
 
 
 class Chat(NamedTuple):
-    """A conversation, and the tools that it was held with."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
 
@@ -43,11 +41,7 @@ class Chat(NamedTuple):
 
 
 def call(arguments: dict[str, Any], number: int = 0) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "id": f"call{number:05d}",
-        "function": {"name": "weather", "arguments": arguments},
-    }
+    return {"type": "function", "id": f"call{number:05d}", "function": {"name": "weather", "arguments": arguments}}
 
 
 def asks(text: str) -> Message:
@@ -75,7 +69,6 @@ TOOLS = Chat(
 
 
 def chats(number: int, *, tools: bool = True, calls: int = 9, seed: int = 16) -> Iterator[Chat]:
-    """Conversations from a seed: some with a system prompt, thoughts, or up to `calls` tool calls."""
     draw = random.Random(seed)
     for i in range(number):
         with_tools = tools and i % 3 == 1

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import RowSettings
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
 from longspan.corpus.tokenizer import load_tokenizer
 from tests.corpus.rows.conversations import Chat, Message
 
@@ -23,8 +24,6 @@ Said = Callable[[Sequence[Message]], list[str]]
 
 
 class Family(NamedTuple):
-    """A family: its special tokens (those with a + are no special ones), ends of generation, and what is a target."""
-
     special: str
     eos: str
     said: Said
@@ -36,7 +35,6 @@ class Family(NamedTuple):
     text_arguments: bool = False
 
     def adapted(self, chat: Chat) -> Chat:
-        """A conversation with the family's name for thoughts, and arguments as its template takes them."""
         return chat._replace(messages=[self._adapted(message) for message in chat.messages])
 
     def _adapted(self, message: Message) -> Message:
@@ -166,13 +164,11 @@ FAMILIES: dict[str, Family] = {
 
 
 def write_folder(folder: Path, name: str, *, generation: bool = True, template: str | None = None) -> Path:
-    """A tokenizer's folder of a family; without `generation` no generation_config.json says what ends a turn."""
     text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") if template is None else template
     return write_family(folder, FAMILIES[name], text, generation=generation)
 
 
 def write_family(folder: Path, family: Family, template: str, *, generation: bool = True) -> Path:
-    """The same of a family that has no name here, with this template."""
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer, engine.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -195,3 +191,29 @@ def write_family(folder: Path, family: Family, template: str, *, generation: boo
 
 def encoding_of(folder: Path, **settings: Any) -> RowEncoding:
     return RowEncoding("messages", load_tokenizer(folder), RowSettings(**settings))
+
+
+def encode_one(encoding: RowEncoding, values: dict[str, Any]) -> Sample:
+    (sample,) = encoding.encode([Row("line 1", values)])
+    assert isinstance(sample, Sample), sample
+    return sample
+
+
+def refusal(encoding: RowEncoding, values: dict[str, Any]) -> str:
+    """Why a row gives no document."""
+    (bad,) = encoding.encode([Row("line 1", values)])
+    assert isinstance(bad, BadRow) and not bad.masked and bad.where == "line 1", bad
+    return bad.reason
+
+
+def decoded(encoding: RowEncoding, ids: Any) -> str:
+    return encoding.tokenizer.engine.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def said(encoding: RowEncoding, sample: Sample) -> list[str]:
+    """The texts of the runs of targets."""
+    assert sample.labels is not None
+    targets = sample.labels != -100
+    np.testing.assert_array_equal(sample.labels[targets], sample.ids[targets])
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], targets, [False]])))
+    return [decoded(encoding, sample.ids[a:b]) for a, b in edges.reshape(-1, 2)]

@@ -11,100 +11,52 @@ from longspan.corpus.rows.sample import KEYS, BadRow, Kind, Row, Sample
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, asks, says
-from tests.corpus.rows.families import FAMILIES, encoding_of, write_folder
+from tests.corpus.rows.families import FAMILIES, encode_one, encoding_of, refusal, write_folder
 
 BEFORE = asks("Hi")
-BAD_CHATS: dict[str, tuple[Any, str]] = {
-    "no list": ("hello", '"messages" is a string; give a list of objects with role and content'),
-    "empty": ([], '"messages" is empty; give a list'),
-    "no role": ([{"content": "x"}], "messages[0] needs an object with a string role; found"),
-    "sharegpt": ([{"from": "human", "value": "x"}], "from and value are called role and content here"),
-    "a number": ([BEFORE, {"role": "assistant", "content": 3}], "messages[1].content is a number; give a string: 3"),
-    "an image": ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0] is image; only parts of"),
-    "calls": ([BEFORE, says("", tool_calls=[{}])], "messages[1].tool_calls[0] names no function"),
-    "no assistant": ([BEFORE], "no message is of an assistant, so that there is nothing to learn"),
-    "half a character": (
-        [asks("a\ud800"), says("b")],
-        "character 2 of messages[0].content is \\ud800, a lone",
-    ),
-    "an end of turn": (
+CHAT = {"messages": PLAIN.messages}
+PROMPT = {"prompt": "a", "completion": "b"}
+BAD_CHATS: list[tuple[Any, str]] = [
+    ("hello", '"messages" is a string; give a list of objects with role and content'),
+    ([], '"messages" is empty; give a list'),
+    ([{"content": "x"}], "messages[0] needs an object with a string role; found"),
+    ([{"from": "human", "value": "x"}], "from and value are called role and content here"),
+    ([BEFORE, {"role": "assistant", "content": 3}], "messages[1].content is a number; give a string: 3"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "messages[0].content[0] is image; only parts of"),
+    ([BEFORE, says("", tool_calls=[{}])], "messages[1].tool_calls[0] names no function"),
+    ([BEFORE], "no message is of an assistant, so that there is nothing to learn"),
+    ([asks("a\ud800"), says("b")], "character 2 of messages[0].content is \\ud800, a lone"),
+    (
         [asks("a<|im_end|>\n<|im_start|>system\nx"), says("b")],
         "messages[0].content holds '<|im_end|>', which the tokenizer reads as a special token",
     ),
-}
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> RowEncoding:
-    return encoding_of(write_folder(tmp_path_factory.mktemp("qwen"), "qwen2.5"))
-
-
-@pytest.mark.parametrize("case", BAD_CHATS)
-def test_chats_that_are_none(qwen: RowEncoding, case: str) -> None:
-    messages, reason = BAD_CHATS[case]
-    good, bad, other = qwen.encode(
-        [Row("c, line 1", PLAIN.row), Row("c, line 2", {"messages": messages}), Row("c, line 3", PLAIN.row)]
-    )
-    assert isinstance(good, Sample) and isinstance(other, Sample) and (good.row, other.row) == (0, 2)
-    assert isinstance(bad, BadRow) and bad.where == "c, line 2" and reason in bad.reason and not bad.masked
-    assert "\n" not in bad.reason
-
-
-def test_tools_that_are_none_and_tools_as_json(qwen: RowEncoding) -> None:
-    rows = [{"messages": PLAIN.messages, "tools": tools} for tools in ("{", 3, [TOOL], "[]", None)]
-    bad_json, bad_kind, *good = qwen.encode([Row("line", row) for row in rows])
-    assert isinstance(bad_json, BadRow) and '"tools" is a string that is no JSON' in bad_json.reason
-    assert isinstance(bad_kind, BadRow) and '"tools" is a number' in bad_kind.reason
-    assert all(isinstance(sample, Sample) for sample in good)
-
-
-def test_special_tokens_in_chats_are_read_where_they_are_wanted(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, "qwen2.5")
-    encoding = encoding_of(folder, parse_special_tokens=True)
-    (sample,) = encoding.encode([Row("line 1", {"messages": [asks("a<|endoftext|>b"), says("c")]})])
-    assert isinstance(sample, Sample)
-    assert encoding.tokenizer.engine.token_to_id("<|endoftext|>") in sample.ids
-
-
-TEMPLATES: dict[str, tuple[str, str, str]] = {
-    "raises": ("gemma3", "", "its chat template says: Conversation roles must alternate"),
-    "fails": ("phi3", "{{ messages[0].nothing.here }}", "its chat template says: 'dict object' has no attribute"),
-    "fails in Python": ("phi3", "{{ 'a' + 1 }}", "its chat template fails: TypeError: can only concatenate"),
-    "no end of turn": (
-        "phi3",
-        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
-        "no token that ends a turn follows messages[1] in the chat template: behind its last text comes '<|user|>",
+    (
+        [asks("a"), {**says("b"), "weight": 0.5}],
+        "messages[1].weight is 0.5; give 0 where the message is no target, and 1 where",
     ),
-}
-
-
-@pytest.mark.parametrize("case", TEMPLATES)
-def test_templates_that_refuse_or_cannot_be_followed(tmp_path: Path, case: str) -> None:
-    name, template, reason = TEMPLATES[case]
-    encoding = encoding_of(write_folder(tmp_path, name, template=template or None))
-    messages = [asks("a"), asks("b"), says("c")] if case == "raises" else PLAIN.messages
-    (bad,) = encoding.encode([Row("chat.jsonl, line 7", {"messages": messages})])
-    assert isinstance(bad, BadRow) and bad.where == "chat.jsonl, line 7"
-    assert reason in bad.reason, bad.reason
-
-
-def test_a_turn_whose_beginning_the_template_does_not_write(tmp_path: Path) -> None:
-    """DeepSeek-R1-Distill begins a turn with the first call of a conversation alone."""
-    encoding = encoding_of(write_folder(tmp_path, "deepseek-r1-distill"))
-    chat = FAMILIES["deepseek-r1-distill"].adapted(TOOLS)
-    (bad,) = encoding.encode([Row("c, line 1", {**chat.row, "messages": [*chat.messages, *chat.messages[1:]]})])
-    assert isinstance(bad, BadRow) and bad.reason.startswith("where messages[6] begins cannot be told from its chat")
-
-
-def test_tokenizers_without_a_template(tmp_path: Path) -> None:
-    trained = train_tokenizer(["a text"], 300)
-    with pytest.raises(DataError, match=r"trained on the corpus has no chat template; name the folder"):
-        RowEncoding("messages", trained)
-    trained.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"the tokenizer in .* has no chat template; put its chat_template.jinja there"):
-        RowEncoding("messages", load_tokenizer(tmp_path))
-
-
+    ([asks("a"), {**says("b"), "train": "no"}], 'messages[1].train is "no"; give 0'),
+    (
+        [{**asks("a"), "train": True}, says("b")],
+        "messages[0].train is true, and only what an assistant says is learnt; its role",
+    ),
+    ([asks("a"), {**says("b"), "loss_mask": [0]}], "messages[1].loss_mask is not read: say with weight 0"),
+    ([asks("a"), {**says("b"), "train_detail": [{}]}], "messages[1].train_detail is not read"),
+]
+BAD_VARIABLES: list[tuple[Any, str]] = [
+    ("{", '"chat_template_kwargs" is a string that is no JSON'),
+    ([1], '"chat_template_kwargs" is a list; give an object'),
+    ({"tokenize": True}, '"chat_template_kwargs" has tokenize, which is no variable of a chat template'),
+    ({"words": ["<|im_end|>"]}, "chat_template_kwargs.words[0] holds '<|im_end|>', which the tokenizer"),
+]
+BESIDE_CHAT: list[tuple[dict[str, Any], str]] = [
+    ({"label": True}, '"label" stands beside messages (chat), and is not read: answers that are'),
+    ({"kto_tag": False}, '"kto_tag" stands beside messages (chat)'),
+    ({"rejected_response": "x"}, '"rejected_response" stands beside messages (chat), and is not read'),
+    ({"chosen": ["a"], "rejected": ["b"]}, "pairs of answers are for a loss of one's own (docs/losses.md)"),
+    ({"assistant_masks": [1]}, '"assistant_masks" stands beside messages (chat), and is not read: masks'),
+    ({"weight": 0.5}, "rows have no weights; give a source a weight (data.sources); leave the key out"),
+    (PROMPT, "holds messages (chat) and also prompt and completion; a row is of one kind"),
+]
 BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"text": "a"}, "needs an object with \"input_ids\"; found keys ['text']"),
     ({"input_ids": "a"}, "input_ids is a string; give a list of integers"),
@@ -130,48 +82,115 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, "seq_lengths says that the row holds 2 documents"),
     ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "position_ids are not 0 to 2"),
 ]
+TURNS = [("system", "Be brief."), ("human", "Why?"), ("gpt", "So."), ("tool", "4"), ("gpt", "Yes.")]
 
-CHAT = {"messages": PLAIN.messages}
-PROMPT = {"prompt": "a", "completion": "b"}
-BAD_KEYS: list[tuple[Kind, dict[str, Any], str]] = [
+
+def turns(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"from": role, "value": text} for role, text in pairs]
+
+
+BAD_TURNS: list[tuple[Any, str]] = [
+    ([], '"conversations" is empty; give a list of turns'),
+    ("a", '"conversations" is a string; give a list of turns'),
+    ([{"from": "narrator", "value": "a"}], "conversations[0] needs an object with from, one of"),
+    ([asks("a")], 'data.columns = ["messages=conversations"] reads role and content'),
+    ([{"from": "human", "value": "a", "markdown": 1}], "conversations[0].markdown is not read"),
+    (turns(("human", "a")), "no message is of an assistant"),
+    ([{"from": "gpt", "value": 1}], '"value" is a number'),
+    (turns(("human", "a"), ("function_call", "f")), "conversations[1].value"),
+    (turns(("human", "a"), ("function_call", "f")), " no JSON"),
+    (turns(("human", "a"), ("function_call", "3")), "names no function"),
+]
+ALPACA = {"instruction": "a", "output": "b"}
+WRONG: list[tuple[Kind, dict[str, Any], str]] = [
+    *(("messages", {"messages": messages}, reason) for messages, reason in BAD_CHATS),
+    *(("messages", {**values, **CHAT}, reason) for values, reason in BESIDE_CHAT),
+    *(("messages", {**CHAT, "chat_template_kwargs": value}, reason) for value, reason in BAD_VARIABLES),
+    *(("input_ids", values, reason) for values, reason in BAD_TOKENS),
+    *(("conversations", {"conversations": value}, reason) for value, reason in BAD_TURNS),
+    ("conversations", {"conversations": turns(*TURNS), "system": "a"}, '"system" stands beside conversations'),
+    ("conversations", {"conversations": turns(*TURNS), "messages": []}, "and also conversations"),
+    ("instruction+output", {**ALPACA, "instruction": 1}, '"instruction" is a number'),
+    ("instruction+output", {**ALPACA, "history": [["c", "d"]]}, '"history" stands beside instruction'),
     ("prompt+completion", {**PROMPT, "label": False}, '"label" stands beside prompt and completion, and is not read'),
-    ("messages", {**CHAT, "label": True}, '"label" stands beside messages (chat), and is not read: answers that are'),
-    ("messages", {**CHAT, "kto_tag": False}, '"kto_tag" stands beside messages (chat)'),
-    (
-        "messages",
-        {**CHAT, "rejected_response": "x"},
-        '"rejected_response" stands beside messages (chat), and is not read',
-    ),
-    (
-        "messages",
-        {**CHAT, "chosen": ["a"], "rejected": ["b"]},
-        "pairs of answers are for a loss of one's own (docs/losses.md)",
-    ),
-    (
-        "messages",
-        {**CHAT, "assistant_masks": [1]},
-        '"assistant_masks" stands beside messages (chat), and is not read: masks',
-    ),
-    (
-        "messages",
-        {**CHAT, "weight": 0.5},
-        "rows have no weights; give a source a weight (data.sources); leave the key out",
-    ),
     ("text", {"text": "a", "loss_mask": [1]}, '"loss_mask" stands beside text, and is not read'),
     ("text", {"text": "a", **CHAT}, "holds text and also messages (chat); a row is of one kind: leave the others out"),
-    ("messages", {**PROMPT, **CHAT}, "holds messages (chat) and also prompt and completion; a row is of one kind"),
+    ("text", {"text": 3}, 'needs an object with a string "text"; "text" is a number: 3'),
+    ("text", {"text": "a\ud800"}, "character 2 of its text is \\ud800, a lone surrogate"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "values", "reason"), BAD_KEYS)
-def test_keys_that_would_count_are_refused(qwen: RowEncoding, kind: Kind, values: dict[str, Any], reason: str) -> None:
-    """Those that say what is not to be learnt, or otherwise; a key without a value says nothing."""
-    (bad,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 31", values)])
-    assert isinstance(bad, BadRow) and reason in bad.reason and not bad.masked
-    if "also" not in reason:
-        others = {key: None if key not in KEYS[kind] else value for key, value in values.items()}
-        (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 32", others)])
-        assert isinstance(sample, Sample)
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> RowEncoding:
+    return encoding_of(write_folder(tmp_path_factory.mktemp("qwen"), "qwen2.5"))
+
+
+@pytest.mark.parametrize(("kind", "values", "reason"), WRONG)
+def test_rows_that_give_no_document(qwen: RowEncoding, kind: Kind, values: dict[str, Any], reason: str) -> None:
+    """A key without a value says nothing."""
+    encoding = RowEncoding(kind, qwen.tokenizer)
+    found = refusal(encoding, values)
+    assert reason in found and "\n" not in found
+    known = {key: value if key in KEYS[kind] else None for key, value in values.items()}
+    if None in known.values() and any(known.values()) and "also" not in reason:
+        encode_one(encoding, known)
+
+
+def test_a_bad_row_stands_in_its_place(qwen: RowEncoding) -> None:
+    rows = [Row(f"c, line {n}", values) for n, values in enumerate((CHAT, {"messages": []}, CHAT), 1)]
+    good, bad, other = qwen.encode(rows)
+    assert isinstance(good, Sample) and isinstance(other, Sample) and (good.row, other.row) == (0, 2)
+    assert isinstance(bad, BadRow) and bad.where == "c, line 2"
+
+
+def test_tools_that_are_none_and_tools_as_json(qwen: RowEncoding) -> None:
+    assert '"tools" is a string that is no JSON' in refusal(qwen, {**CHAT, "tools": "{"})
+    assert '"tools" is a number' in refusal(qwen, {**CHAT, "tools": 3})
+    for tools in ([TOOL], "[]", None):
+        encode_one(qwen, {**CHAT, "tools": tools})
+
+
+def test_special_tokens_in_chats_are_read_where_they_are_wanted(tmp_path: Path) -> None:
+    encoding = encoding_of(write_folder(tmp_path, "qwen2.5"), parse_special_tokens=True)
+    sample = encode_one(encoding, {"messages": [asks("a<|endoftext|>b"), says("c")]})
+    assert encoding.tokenizer.engine.token_to_id("<|endoftext|>") in sample.ids
+
+
+TEMPLATES: dict[str, tuple[str, str, str]] = {
+    "raises": ("gemma3", "", "its chat template says: Conversation roles must alternate"),
+    "fails": ("phi3", "{{ messages[0].nothing.here }}", "its chat template says: 'dict object' has no attribute"),
+    "fails in Python": ("phi3", "{{ 'a' + 1 }}", "its chat template fails: TypeError: can only concatenate"),
+    "no end of turn": (
+        "phi3",
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+        "no token that ends a turn follows messages[1] in the chat template: behind its last text comes '<|user|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_templates_that_refuse_or_cannot_be_followed(tmp_path: Path, case: str) -> None:
+    name, template, reason = TEMPLATES[case]
+    encoding = encoding_of(write_folder(tmp_path, name, template=template or None))
+    messages = [asks("a"), asks("b"), says("c")] if case == "raises" else PLAIN.messages
+    assert reason in refusal(encoding, {"messages": messages})
+
+
+def test_a_turn_whose_beginning_the_template_does_not_write(tmp_path: Path) -> None:
+    """DeepSeek-R1-Distill begins a turn with the first call of a conversation alone."""
+    encoding = encoding_of(write_folder(tmp_path, "deepseek-r1-distill"))
+    chat = FAMILIES["deepseek-r1-distill"].adapted(TOOLS)
+    reason = refusal(encoding, {**chat.row, "messages": [*chat.messages, *chat.messages[1:]]})
+    assert reason.startswith("where messages[6] begins cannot be told from its chat")
+
+
+def test_tokenizers_without_a_template(tmp_path: Path) -> None:
+    trained = train_tokenizer(["a text"], 300)
+    with pytest.raises(DataError, match=r"trained on the corpus has no chat template; name the folder"):
+        RowEncoding("messages", trained)
+    trained.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"the tokenizer in .* has no chat template; put its chat_template.jinja there"):
+        RowEncoding("messages", load_tokenizer(tmp_path))
 
 
 UNREAD: dict[str, Any] = {  # of rows of chats, and of prompts
@@ -200,7 +219,6 @@ UNREAD_OF_MESSAGES: dict[str, Any] = {
 
 
 def test_keys_by_which_other_trainers_act_are_refused_by_name(qwen: RowEncoding) -> None:
-    """In rows and messages; none of them without a value, and none beside tokens, which are made already."""
     for kind, values in (("messages", CHAT), ("prompt+completion", PROMPT), ("input_ids", {"input_ids": [1, 2]})):
         for key, value in UNREAD.items():
             (result,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 1", {**values, key: value})])
@@ -212,36 +230,15 @@ def test_keys_by_which_other_trainers_act_are_refused_by_name(qwen: RowEncoding)
             assert isinstance(sample, Sample) == (isinstance(value, str | list | dict) or isinstance(result, Sample))
     for key, value in UNREAD_OF_MESSAGES.items():
         question, answer = PLAIN.messages[:2]
-        (bad,) = qwen.encode([Row("f, line 1", {"messages": [question, {**answer, key: value}]})])
-        assert isinstance(bad, BadRow) and bad.reason.startswith(f"messages[1].{key} is not read: "), key
-
-
-def test_variables_of_a_template_that_are_none(qwen: RowEncoding) -> None:
-    for value, reason in (
-        ("{", '"chat_template_kwargs" is a string that is no JSON'),
-        ([1], '"chat_template_kwargs" is a list; give an object'),
-        ({"tokenize": True}, '"chat_template_kwargs" has tokenize, which is no variable of a chat template'),
-        ({"words": ["<|im_end|>"]}, "chat_template_kwargs.words[0] holds '<|im_end|>', which the tokenizer"),
-    ):
-        (bad,) = qwen.encode([Row("f, line 1", {**CHAT, "chat_template_kwargs": value})])
-        assert isinstance(bad, BadRow) and bad.reason.startswith(reason)
+        reason = refusal(qwen, {"messages": [question, {**answer, key: value}]})
+        assert reason.startswith(f"messages[1].{key} is not read: "), key
 
 
 def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:
-    """Classes of texts, say, and whatever else stands beside chats."""
-    alone: dict[Kind, dict[str, Any]] = {
-        "text": {"text": "a b", "label": 3},
-        "messages": {**CHAT, "id": 1, "score": 0.5, "source": "x"},
-    }
-    for kind, values in alone.items():
-        (sample,) = RowEncoding(kind, qwen.tokenizer).encode([Row("f, line 1", values)])
-        assert isinstance(sample, Sample)
-
-
-@pytest.mark.parametrize(("values", "reason"), BAD_TOKENS)
-def test_rows_of_tokens_that_are_none(qwen: RowEncoding, values: dict[str, Any], reason: str) -> None:
-    (bad,) = RowEncoding("input_ids", qwen.tokenizer).encode([Row("t, line 1", values)])
-    assert isinstance(bad, BadRow) and reason in bad.reason
+    """Classes of texts, say, and whatever else stands beside chats; words on what is learnt without a value."""
+    encode_one(RowEncoding("text", qwen.tokenizer), {"text": "a b", "label": 3})
+    encode_one(qwen, {**CHAT, "id": 1, "score": 0.5, "source": "x"})
+    encode_one(qwen, {"messages": [asks("a"), {**says("b"), "weight": None, "loss_mask": None}]})
 
 
 @pytest.mark.parametrize(
@@ -258,21 +255,20 @@ def test_rows_of_tokens_that_are_none(qwen: RowEncoding, values: dict[str, Any],
 )
 def test_arrays_that_are_no_tokens_are_bad_rows_as_lists_are(qwen: RowEncoding, array: Any, reason: str) -> None:
     encoding = RowEncoding("input_ids", qwen.tokenizer)
-    (bad,) = encoding.encode([Row("t, line 1", {"input_ids": array})])
-    assert isinstance(bad, BadRow) and reason in bad.reason
-    (as_list,) = encoding.encode([Row("t, line 1", {"input_ids": array.tolist()})])
-    assert as_list == bad
+    assert reason in refusal(encoding, {"input_ids": array}) == refusal(encoding, {"input_ids": array.tolist()})
 
 
 def test_arrays_of_integers_are_tokens_as_lists_are(qwen: RowEncoding) -> None:
     encoding = RowEncoding("input_ids", qwen.tokenizer)
     for array in (np.array([1, 2], np.uint16), np.array([1, 2], object)):
         values = {"input_ids": array, "position_ids": np.arange(2), "seq_lengths": np.array([])}
-        (sample,) = encoding.encode([Row("t, line 1", values)])
-        assert isinstance(sample, Sample) and sample.ids.tolist() == [1, 2] and sample.ids.dtype == np.int64
+        sample = encode_one(encoding, values)
+        assert sample.ids.tolist() == [1, 2] and sample.ids.dtype == np.int64
 
 
 def test_rows_of_which_no_token_is_a_target_are_masked(qwen: RowEncoding) -> None:
     rows = [{"input_ids": [1, 2], "labels": [1, -100]}, {"input_ids": [1, 2], "loss_mask": [1, 0]}]
     for result in RowEncoding("input_ids", qwen.tokenizer).encode([Row("t, line 1", row) for row in rows]):
         assert result == BadRow("t, line 1", "none of its tokens is a target", masked=True)
+    (empty,) = RowEncoding("instruction+output", qwen.tokenizer).encode([Row("a, line 1", {**ALPACA, "output": ""})])
+    assert isinstance(empty, BadRow) and empty.reason == "none of its tokens is a target"

@@ -1,22 +1,82 @@
-"""Prompts with completions, and rows of tokens: what is a target, with what stands around a text."""
+"""Rows of texts, prompts with completions and tokens: their kind, their ids, what is a target, and their digest."""
 
+import pickle
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import MASKS, Row, RowSettings, Sample
-from longspan.corpus.tokenizer import load_tokenizer
+from longspan.corpus.rows.sample import MASKS, Row, RowSettings, Sample, common_kind, rows_hold
+from longspan.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says
-from tests.corpus.rows.families import encoding_of, write_folder
+from tests.corpus.rows.families import encode_one, encoding_of, write_folder
 from tests.corpus.test_tokenizer import with_bos
 
+TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", f"a {END_OF_TEXT} b"]
 
-def encoded(encoding: RowEncoding, **values: object) -> Sample:
-    (sample,) = encoding.encode([Row("line 1", values)])
-    assert isinstance(sample, Sample), sample
-    return sample
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_texts_are_encoded_as_the_tokenizer_does_also_after_pickling(parse: bool) -> None:
+    tokenizer = train_tokenizer(TEXTS, 300)
+    encoding = RowEncoding("text", tokenizer, RowSettings(parse_special_tokens=parse))
+    rows = [Row(f"line {i}", {"text": text, "id": i}) for i, text in enumerate(TEXTS)]
+    again: RowEncoding = pickle.loads(pickle.dumps(encoding))
+    assert again.digest == encoding.digest
+    wanted = [ids.tolist() for ids in tokenizer.set_parsing(parse).encode(TEXTS)]
+    for one in (encoding, again):
+        samples = one.encode(rows)
+        assert [sample.ids.tolist() for sample in samples if isinstance(sample, Sample)] == wanted
+        assert all(isinstance(sample, Sample) and sample.labels is None for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "shown"),
+    [
+        ({"text": "a"}, "text", "rows hold text"),
+        ({"messages": [], "tools": None, "prompt": "p"}, "messages", "rows hold messages (chat)"),
+        ({"prompt": "a", "completion": "b"}, "prompt+completion", "rows hold prompt and completion"),
+        ({"input_ids": [1], "labels": [1]}, "input_ids", "rows hold input_ids (tokens)"),
+        ({"conversations": [], "id": 1}, "conversations", "rows hold conversations (chat, as ShareGPT has it)"),
+        (
+            {"instruction": "a", "input": "", "output": "b"},
+            "instruction+output",
+            "rows hold instruction and output (chat, as Alpaca has it)",
+        ),
+    ],
+)
+def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
+    assert common_kind([Row("line 1", values)] * 2) == kind
+    assert rows_hold(common_kind([Row("line 1", values)])) == shown
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "there are no rows"),
+        ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
+        ([{"text": "a", "messages": []}], r"line 1 holds text and also messages \(chat\); a row is of one kind"),
+        ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.columns gives columns"),
+        ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
+        (
+            [{"messages": []}, {"conversations": []}],
+            r"line 2 holds conversations \(chat, as ShareGPT has it\), and line",
+        ),
+        (
+            [{"instruction": "a", "output": "b", "text": "ab"}],
+            "holds text and also instruction and output .*data.columns",
+        ),
+    ],
+)
+def test_rows_of_no_kind_or_of_two(rows: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        common_kind([Row(f"line {i}", values) for i, values in enumerate(rows, 1)])
+
+
+def encoded(encoding: RowEncoding, **values: Any) -> Sample:
+    return encode_one(encoding, values)
 
 
 @pytest.mark.parametrize("closing", ["", "</s>"])
@@ -56,7 +116,6 @@ ENDS = [  # texts in which special tokens are read, and what a model reads: TRL'
 def test_no_second_beginning_or_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, read: str, closing: str
 ) -> None:
-    """In rows of text, also long ones, and in prompts with completions, whose targets stay those of the completion."""
     tokenizer = load_tokenizer(with_bos(tmp_path / "t", closing))
     decode = partial(tokenizer.engine.decode, skip_special_tokens=False)
     settings = RowSettings(parse_special_tokens=True)
@@ -96,7 +155,6 @@ def test_rows_of_tokens(tmp_path: Path) -> None:
 
 
 def test_what_decides_the_tokens_is_in_the_digest(tmp_path: Path) -> None:
-    """The kind, the settings, the template and the ends of turns; not the folder's place."""
     one = encoding_of(write_folder(tmp_path / "one", "llama3.2"))
     same = encoding_of(write_folder(tmp_path / "two", "llama3.2"))
     others = [

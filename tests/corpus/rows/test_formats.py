@@ -1,4 +1,4 @@
-"""Rows of ShareGPT and Alpaca are read as messages, columns by other names, and ends that a template does not write."""
+"""Rows of ShareGPT and Alpaca are messages; columns by other names; ends that templates lack; what the console says."""
 
 import json
 from dataclasses import replace
@@ -11,17 +11,19 @@ from transformers import AutoTokenizer
 from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
 from longspan.corpus.build import configured_tokenizer, ensure_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.corpus.corpus_settings import CorpusSettings, missing_end_line, rows_line, unseen_line
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import BadRow, Kind, Row, RowSettings, Sample, rename_columns, row_kind
+from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, rename_columns, row_kind
 from longspan.corpus.tokenizer import RunFolderFiles, load_tokenizer
+from longspan.data.manifest import LeftOut
 from longspan.errors import ConfigError, DataError
 from longspan.model.weights.file_names import TEMPLATE_FILES
 from longspan.run.checks import check_data
-from tests.corpus.rows.families import encoding_of, write_folder
+from tests.corpus.rows.families import encode_one, encoding_of, write_folder
+from tests.corpus.rows.test_bad_rows import TURNS, turns
+from tests.corpus.rows.test_marks import marked_template
 from tests.corpus.test_formats import rows_as
 
-TURNS = [("system", "Be brief."), ("human", "Why?"), ("gpt", "So."), ("tool", "4"), ("gpt", "Yes.")]
 CALL = {"name": "add", "arguments": {"a": 1}}
 # As GLM's: what begins the next turn ends the one before it, and nothing ends the last one.
 OPEN = (
@@ -35,10 +37,6 @@ ANSWER = (
 OPEN_MARKED = OPEN.replace("{{ m.content }}", ANSWER)
 
 
-def turns(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
-    return [{"from": role, "value": text} for role, text in pairs]
-
-
 def says(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
@@ -49,7 +47,6 @@ def encoded(folder: Path, values: dict[str, Any], **settings: Any) -> list[Sampl
 
 
 def check_same(folder: Path, values: dict[str, Any], messages: list[dict[str, Any]], **settings: Any) -> None:
-    """Rows give the samples that these messages give."""
     for sample, wanted in zip(
         encoded(folder, values, **settings), encoded(folder, {"messages": messages}, **settings), strict=True
     ):
@@ -88,39 +85,6 @@ def test_alpaca_is_a_question_and_an_answer(folder: Path, more: str | None, ques
     check_same(folder, values, [says("user", question), says("assistant", "Blue.")])
 
 
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"conversations": []}, '"conversations" is empty; give a list of turns'),
-        ({"conversations": "a"}, '"conversations" is a string; give a list of turns'),
-        (
-            {"conversations": [{"from": "narrator", "value": "a"}]},
-            r"conversations\[0\] needs an object with from, one of",
-        ),
-        ({"conversations": [says("user", "a")]}, r'data.columns = \["messages=conversations"\] reads role and content'),
-        (
-            {"conversations": [{"from": "human", "value": "a", "markdown": 1}]},
-            r"conversations\[0\].markdown is not read",
-        ),
-        ({"conversations": turns(("human", "a"))}, "no message is of an assistant"),
-        ({"conversations": [{"from": "gpt", "value": 1}]}, '"value" is a number'),
-        ({"conversations": turns(("human", "a"), ("function_call", "f"))}, r"conversations\[1\].value.* no JSON"),
-        ({"conversations": turns(("human", "a"), ("function_call", "3"))}, "names no function"),
-        ({"conversations": turns(*TURNS), "system": "Be brief."}, '"system" stands beside conversations'),
-        ({"conversations": turns(*TURNS), "messages": []}, "holds messages .* and also conversations"),
-        ({"instruction": 1, "output": "b"}, '"instruction" is a number'),
-        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, '"history" stands beside instruction'),
-        ({"instruction": "a", "output": ""}, "none of its tokens is a target"),
-    ],
-)
-def test_what_is_wrong_with_such_rows(folder: Path, values: dict[str, Any], reason: str) -> None:
-    kind: Kind = "conversations" if "conversations" in values else "instruction+output"
-    (bad,) = RowEncoding(kind, load_tokenizer(folder)).encode([Row("line 1", values)])
-    assert isinstance(bad, BadRow)
-    with pytest.raises(ValueError, match=reason):
-        raise ValueError(bad.reason)
-
-
 def test_columns_are_renamed_at_once() -> None:
     row = Row("line 1", {"a": 1, "b": 2, "text": 3, "c": 4})
     assert rename_columns(row, ()) is row
@@ -130,7 +94,6 @@ def test_columns_are_renamed_at_once() -> None:
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path, form: str) -> None:
-    """Its kind is that of the new names, and other columns make another corpus."""
     rows = [{"question": f"Why {i}?", "answer": "So.", "text": "no"} for i in range(3)]
     plain = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
     columns = ("prompt=question", "completion=answer", "text=")
@@ -177,7 +140,6 @@ def test_an_end_behind_the_last_answer_is_a_target(tmp_path: Path) -> None:
 
 
 def test_an_end_stands_directly_behind_the_answer(tmp_path: Path) -> None:
-    """Blanks that the template writes, and does not mark, go; anything else there is refused."""
     folder = write_folder(tmp_path / "phi3", "phi3", template=OPEN_MARKED + "{{ '\n' }}")
     chat = {"messages": [says("user", "a"), says("assistant", "b")]}
     ((plain,), (ended,)) = (encoded(folder, chat, end_of_chat=end) for end in ("", "<|end|>"))
@@ -232,3 +194,94 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
         RowEncoding("messages", replace(tokenizer))
     with pytest.raises(DataError, match="a tokenizer trained on the corpus has no tokens of chats"):
         configured_tokenizer(load_config(None, {"data.chat_template": str(file)}))
+
+
+def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "gemma3", "gemma3")
+    assert rows_line(encoding_of(folder)) == (
+        f"rows hold messages (chat): written by the chat template of {folder}, which marks no targets: they are what "
+        "each assistant turn says, up to the token that ends the turn"
+    )
+    (folder / "chat_template.jinja").write_text(marked_template("gemma3"))
+    assert rows_line(encoding_of(folder)).endswith("whose {% generation %} marks name the targets")
+
+
+def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
+    encoding = encoding_of(write_folder(tmp_path / "qwen3", "qwen3"))
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", " "), ("user", "d"), ("assistant", "e")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    messages[1]["reasoning_content"] = "so"
+    assert encode_one(encoding, {"messages": messages}).unseen == Unseen(unseen_thoughts=1, blank_turns=1)
+
+
+def test_a_corpus_says_both(tmp_path: Path) -> None:
+    folder, lines = write_folder(tmp_path / "qwen3", "qwen3"), list[str]()
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "so"}
+    told = {"role": "developer", "content": "Be brief."}
+    path = rows_as("jsonl", tmp_path / "rows", [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3)
+    settings = CorpusSettings(DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=0))
+    ensure_corpus(settings, tmp_path / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
+    assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
+    assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
+    assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
+
+
+def test_a_row_of_two_kinds_is_refused_wherever_it_stands(tmp_path: Path) -> None:
+    rows = [*({"text": f"a {i}"} for i in range(30)), {"text": "b", "messages": [{"role": "user", "content": "c"}]}]
+    settings = CorpusSettings(DataConfig(path=str(rows_as("jsonl", tmp_path / "rows", rows)), max_document_tokens=0))
+    tokenizer = load_tokenizer(write_folder(tmp_path / "qwen3", "qwen3"))
+    with pytest.raises(DataError, match=r"line 31: holds text and also messages \(chat\); a row is of one kind"):
+        ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=print)
+
+
+# GLM's way: what begins the next turn ends the one before it, and nothing ends the last one.
+OPEN_END = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+UNMARKED_END = marked_template("phi3").replace("+ '<|end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "begins"),
+    [
+        (OPEN_END, "the chat template writes no token behind the last turn of a conversation, so that this end is no"),
+        (UNMARKED_END, "the chat template marks no end of the last turn of a conversation, so that this end is no"),
+        (marked_template("phi3"), None),
+        (None, None),
+    ],
+)
+def test_a_template_that_never_ends_the_last_turn_is_named(
+    tmp_path: Path, template: str | None, begins: str | None
+) -> None:
+    line = missing_end_line(encoding_of(write_folder(tmp_path, "phi3", template=template)))
+    if begins is None:
+        assert line is None
+    else:
+        assert line is not None and line.startswith(begins)
+        advice = "; data.end_of_chat names a token to be put there" * (template == OPEN_END)
+        assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
+
+
+def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3", template=OPEN_END))
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines, path = list[str](), rows_as("jsonl", tmp_path / "rows", [{"messages": turns}] * 3)
+    settings = CorpusSettings(DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=0))
+    ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lines.append)
+    assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "line"),
+    [
+        (LeftOut(), None),
+        (LeftOut(unseen_texts=2), "not in the rendered texts, so no targets: 2 other texts of assistant turns"),
+        (LeftOut(blank_turns=1), "no targets, as they are blank: 1 assistant turn"),
+        (
+            LeftOut(unseen_thoughts=62),
+            "not in the rendered texts, so no targets: 62 thoughts of assistant turns; "
+            'data.turns = "split" trains each turn as at inference, with its thought if the template has it',
+        ),
+    ],
+)
+def test_line_of_what_is_no_target(left_out: LeftOut, line: str | None) -> None:
+    assert unseen_line(left_out, "together") == line
+    assert line is None or "data.turns" not in (unseen_line(left_out, "split") or "")

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from tests.corpus.rows.conversations import PLAIN, chats
-from tests.corpus.rows.families import encoding_of, write_folder
+from tests.corpus.rows.families import encode_one, encoding_of, said, write_folder
 
 # what stands before and behind the marks that are put into each template
 MARKED = {
@@ -35,14 +35,14 @@ def marked_template(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_two_hundred_conversations(tmp_path: Path, name: str) -> None:
+def test_drawn_conversations(tmp_path: Path, name: str) -> None:
     encoding = encoding_of(write_folder(tmp_path / "marked", name, template=marked_template(name)))
     found = encoding_of(write_folder(tmp_path / "stock", name))
     stock: Any = AutoTokenizer.from_pretrained(tmp_path / "marked")
-    for chat in chats(200, tools=False):
-        (sample,), (without_marks,) = (one.encode([Row("line 1", chat.row)]) for one in (encoding, found))
+    for chat in chats(60, tools=False):
+        sample, without_marks = (encode_one(one, chat.row) for one in (encoding, found))
         wanted = stock.apply_chat_template(chat.messages, return_assistant_tokens_mask=True, return_dict=True)
-        assert isinstance(sample, Sample) and isinstance(without_marks, Sample) and sample.labels is not None
+        assert sample.labels is not None
         assert sample.ids.tolist() == wanted["input_ids"] == without_marks.ids.tolist()
         assert (sample.labels != -100).astype(int).tolist() == wanted["assistant_masks"]
         np.testing.assert_array_equal(sample.labels, without_marks.labels)
@@ -54,9 +54,7 @@ def test_each_turn_as_a_document_of_its_own(tmp_path: Path, name: str) -> None:
     first, second = encoding.encode([Row("line 1", PLAIN.row)])
     end = "<end_of_turn>" if name == "gemma3" else "<|end|>"
     for sample, text in ((first, "1."), (second, "2.")):
-        assert isinstance(sample, Sample) and sample.labels is not None
-        said = encoding.tokenizer.engine.decode(sample.ids[sample.labels != -100].tolist(), skip_special_tokens=False)
-        assert said == text + end
+        assert isinstance(sample, Sample) and said(encoding, sample) == [text + end]
 
 
 def test_a_row_whose_template_marks_nothing_is_masked(tmp_path: Path) -> None:

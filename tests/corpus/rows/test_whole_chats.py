@@ -13,8 +13,19 @@ from transformers import AutoTokenizer
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample, Unseen
 from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, Message, asks, says
-from tests.corpus.rows.families import FAMILIES, TEMPLATES, Family, encoding_of, write_family, write_folder
-from tests.corpus.rows.test_chat import DAY, TRL_TEMPLATES, encoded, said, trl_encoding
+from tests.corpus.rows.families import (
+    FAMILIES,
+    TEMPLATES,
+    Family,
+    decoded,
+    encode_one,
+    encoding_of,
+    refusal,
+    said,
+    write_family,
+    write_folder,
+)
+from tests.corpus.rows.test_chat import DAY, TRL_TEMPLATES, trl_encoding
 from tests.corpus.rows.test_marks import marked_template
 
 # Answers of tools stand inside the turn that calls them, before its text; strings stand between special tokens.
@@ -52,7 +63,6 @@ PARTS = (
 
 
 def gemma4(folder: Path, *, response: bool = True) -> RowEncoding:
-    """A family in which a turn with calls ends at <|tool_response>, or does not say so."""
     ends = "<turn|> <|tool_response>" if response else "<turn|>"
     return encoding_of(write_family(folder, Family(GEMMA4_TOKENS, "<eos>", lambda _: [], ends), GEMMA4))
 
@@ -62,27 +72,17 @@ def called(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def calling(*calls: dict[str, Any], text: str = "", answer: str = "dry") -> list[Message]:
-    """A question, a turn with calls, an answer of a tool, and what the assistant says of it."""
     tool = {"role": "tool", "name": "f", "content": answer}
     return [asks("Rain?"), says(text, tool_calls=list(calls)), tool, says("No.")]
 
 
 def text_parts(message: Message, *texts: str) -> Message:
-    """A message whose text is given as parts: these ones, or its own in one."""
     parts = texts or ([message["content"]] if message["content"] else ())
     return {**message, "content": [{"type": "text", "text": text} for text in parts]}
 
 
-def targets(encoding: RowEncoding, messages: list[Message], **more: Any) -> list[str]:
-    (sample,) = encoding.encode([Row("line 1", {"messages": messages, **more})])
-    assert isinstance(sample, Sample), sample
-    return said(encoding, sample)
-
-
-def refusal(encoding: RowEncoding, messages: list[Message], **more: Any) -> str:
-    (bad,) = encoding.encode([Row("line 1", {"messages": messages, **more})])
-    assert isinstance(bad, BadRow) and not bad.masked, bad
-    return bad.reason
+def targets(encoding: RowEncoding, messages: list[Message]) -> list[str]:
+    return said(encoding, encode_one(encoding, {"messages": messages}))
 
 
 @pytest.mark.parametrize(
@@ -98,23 +98,21 @@ def test_the_end_of_a_call_is_learnt_with_the_special_tokens_in_it(tmp_path: Pat
 
 @pytest.mark.parametrize("answer", ["SUNNY", ""])
 def test_the_text_of_another_message_is_never_learnt(tmp_path: Path, answer: str) -> None:
-    """The answer of a tool stands inside a turn with text behind it, also an answer that is blank."""
     messages = calling(called("f", q="Rome"), text="I look.", answer=answer)
     for response in (True, False):
-        reason = refusal(gemma4(tmp_path / str(response), response=response), messages)
+        reason = refusal(gemma4(tmp_path / str(response), response=response), {"messages": messages})
         assert reason.startswith("its chat template writes messages[2] into messages[1], so that it would be learnt")
 
 
 def test_a_call_whose_end_is_not_known_is_refused(tmp_path: Path) -> None:
     encoding = gemma4(tmp_path, response=False)
     for arguments in ({"q": "Rome"}, {"n": 2}):
-        reason = refusal(encoding, calling(called("f", **arguments)))
+        reason = refusal(encoding, {"messages": calling(called("f", **arguments))})
         assert reason.startswith("no token that ends a turn follows messages[1] in the chat template: behind its last")
         assert "eos_token_id" in reason
 
 
 def test_what_stands_behind_the_last_turn_is_not_learnt(tmp_path: Path) -> None:
-    """Phi-3's template closes a conversation with the end of text; a turn ends before it, even if no file says so."""
     template = (TEMPLATES / "phi3.jinja").read_text(encoding="utf-8") + "{{- eos_token }}"
     for generation in (True, False):
         folder = write_folder(tmp_path / str(generation), "phi3", template=template, generation=generation)
@@ -122,7 +120,6 @@ def test_what_stands_behind_the_last_turn_is_not_learnt(tmp_path: Path) -> None:
 
 
 def test_each_call_of_a_message_is_learnt(tmp_path: Path) -> None:
-    """Where the template writes each behind a header of its own; headers are context, as at inference."""
     muse = Family("<|start|> <|message|> <|eot|> <|eom|>", "<|eot|>", lambda _: [], "<|eom|>")
     encoding = encoding_of(write_family(tmp_path, muse, MUSE))
     assert targets(encoding, calling(called("f", a=1), called("w", q="Rome"), called("f"))) == [
@@ -137,8 +134,8 @@ def test_each_call_of_a_message_is_learnt(tmp_path: Path) -> None:
 def test_the_first_call_is_learnt_where_the_template_writes_no_other(tmp_path: Path, generation: bool) -> None:
     encoding = encoding_of(write_folder(tmp_path, "gpt-oss", generation=generation))
     messages = calling(called("f", a=1), called("w", q="Rome"))
-    (sample,) = encoding.encode([Row("line 1", {"messages": messages, "tools": [TOOL]})])
-    assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_texts=1)
+    sample = encode_one(encoding, {"messages": messages, "tools": [TOOL]})
+    assert sample.unseen == Unseen(unseen_texts=1)
     assert said(encoding, sample) == [
         ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
         "<|channel|>final<|message|>No.<|return|>",
@@ -150,7 +147,6 @@ GLM = Family("<|user|> <|assistant|> <|system|> <|observation|>", "<|user|>", la
 
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "gptoss", "qwen3", "glm4moe", "deepseekv3", "own gemma4"])
 def test_arguments_are_learnt_as_the_object_where_a_string_would_be_quoted(tmp_path: Path, template: str) -> None:
-    """A string of JSON gives the tokens of the object, and the template's own for the form that it takes."""
     if template == "own gemma4":
         encoding = gemma4(tmp_path)
     else:
@@ -176,7 +172,9 @@ def test_arguments_are_learnt_as_the_object_where_a_string_would_be_quoted(tmp_p
         messages = calling(called("weather"))
         messages[1]["tool_calls"][0]["function"]["arguments"] = wrong
         if template not in ("qwen3", "deepseekv3"):  # which write it as it is
-            assert f"messages[1].tool_calls[0].arguments{reason}" in refusal(encoding, messages).replace('"', "")
+            assert f"messages[1].tool_calls[0].arguments{reason}" in refusal(encoding, {"messages": messages}).replace(
+                '"', ""
+            )
 
 
 ABSENT = [  # a template, the messages, and what of them beside the assistant's it leaves out
@@ -193,7 +191,6 @@ ABSENT = [  # a template, the messages, and what of them beside the assistant's 
 def test_messages_of_any_role_that_are_left_out_are_counted(
     tmp_path: Path, family: str, template: str, messages: list[Message], absent: list[str], turns: str
 ) -> None:
-    """Once, also where each turn is a document of its own; tools that the template does not name as well."""
     encoding = trl_encoding(tmp_path, family, template, turns=turns)
     for tools in (None, [TOOL]):
         row = {"messages": [*messages, *PLAIN.messages], "tools": tools}
@@ -204,18 +201,15 @@ def test_messages_of_any_role_that_are_left_out_are_counted(
 
 
 def test_a_thought_in_an_answer_is_counted_where_the_template_leaves_it_out(tmp_path: Path) -> None:
-    """Not where it only changes the blanks around it, as GLM does."""
     messages = [asks("One?"), says("<think>hm</think>\n\n1."), asks("Two?"), says("<think>\n2.\n</think>2.")]
     text = (TRL_TEMPLATES / "glm4moe.jinja").read_text(encoding="utf-8")
-    (sample,) = encoding_of(write_family(tmp_path / "glm", GLM, text)).encode([Row("line 1", {"messages": messages})])
-    assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_thoughts=1)
-    (sample,) = trl_encoding(tmp_path / "r1", "deepseek-r1-distill", "deepseek_r1_distill").encode(
-        [Row("line 1", {"messages": messages})]
-    )
-    assert isinstance(sample, Sample) and sample.unseen == Unseen(unseen_thoughts=2)
+    glm = encoding_of(write_family(tmp_path / "glm", GLM, text))
+    assert encode_one(glm, {"messages": messages}).unseen == Unseen(unseen_thoughts=1)
+    deepseek = trl_encoding(tmp_path / "r1", "deepseek-r1-distill", "deepseek_r1_distill")
+    assert encode_one(deepseek, {"messages": messages}).unseen == Unseen(unseen_thoughts=2)
     text = (TRL_TEMPLATES / "deepseek_r1_distill.jinja").read_text(encoding="utf-8")
     headless = Family("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", lambda _: [])
-    reason = refusal(encoding_of(write_family(tmp_path / "headless", headless, text)), messages)
+    reason = refusal(encoding_of(write_family(tmp_path / "headless", headless, text)), {"messages": messages})
     assert 'the template leaves out its thought "hm": give the answer alone' in reason
 
 
@@ -235,7 +229,7 @@ def parts_encoding(folder: Path, part: str = "{{- part.text }}", **settings: Any
 )
 def test_texts_cannot_make_special_tokens_together(tmp_path: Path, content: Message) -> None:
     messages = [content, says("a")]
-    reason = refusal(parts_encoding(tmp_path), messages)
+    reason = refusal(parts_encoding(tmp_path), {"messages": messages})
     assert reason.startswith("what its texts say changes the special tokens of the chat") and "<|im_end|>" in reason
     assert targets(parts_encoding(tmp_path, parse_special_tokens=True), messages)[-1] == "a<|im_end|>"
 
@@ -247,34 +241,30 @@ def test_texts_with_characters_of_special_tokens_are_read(tmp_path: Path, text: 
 
 
 def test_tokens_that_a_template_writes_for_a_name_in_a_text_are_its_own(tmp_path: Path) -> None:
-    """Names of tokens that are not special stay in the harmless chat, as templates look for them."""
     template = PARTS.replace("+ '\n' }}", "+ '\n' + ('<|note|>' if '<think>' in m.content else '') }}")
     family = Family("<|im_start|> <|im_end|> <|note|> +<think>", "<|im_end|>", lambda _: [])
     encoding = encoding_of(write_family(tmp_path, family, template))
-    (sample,) = encoding.encode([Row("line 1", {"messages": [asks("<think> <b>"), says("a")]})])
-    assert isinstance(sample, Sample) and encoding.tokenizer.engine.token_to_id("<|note|>") in sample.ids
+    sample = encode_one(encoding, {"messages": [asks("<think> <b>"), says("a")]})
+    assert encoding.tokenizer.engine.token_to_id("<|note|>") in sample.ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_text_parts_are_read_as_a_text(tmp_path: Path, name: str) -> None:
-    """By every role, and in every family: most templates would write the list as Python has it."""
     encoding, family = encoding_of(write_folder(tmp_path, name)), FAMILIES[name]
     for chat in (PLAIN, TOOLS) if family.tools else (PLAIN,):
         chat = family.adapted(chat)
         parts = chat._replace(messages=[text_parts(message) for message in chat.messages])
-        whole, of_parts = encoded(encoding, chat), encoded(encoding, parts)
+        whole, of_parts = encode_one(encoding, chat.row), encode_one(encoding, parts.row)
         assert of_parts.ids.tolist() == whole.ids.tolist()
         assert of_parts.labels is not None and whole.labels is not None
         assert of_parts.labels.tolist() == whole.labels.tolist()
 
 
 def test_text_parts_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
-    """Where it reads parts; each is on a line of its own here."""
     encoding = parts_encoding(tmp_path, "{{- part.text + '\n' }}")
     assert targets(encoding, [text_parts(asks(""), "a", "b"), text_parts(says(""), "c", "d")]) == ["c\nd\n<|im_end|>"]
-    (sample,) = encoding.encode([Row("line 1", {"messages": [text_parts(asks(""), "a", "b"), says("c")]})])
-    assert isinstance(sample, Sample)
-    text = encoding.tokenizer.engine.decode(sample.ids.tolist(), skip_special_tokens=False)
+    sample = encode_one(encoding, {"messages": [text_parts(asks(""), "a", "b"), says("c")]})
+    text = decoded(encoding, sample.ids)
     assert text == "<|im_start|>user\na\nb\n<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
 
 
@@ -282,7 +272,6 @@ def test_text_parts_are_written_as_the_template_writes_them(tmp_path: Path) -> N
     "content", ["{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content[0].text }}"]
 )
 def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path, content: str) -> None:
-    """As those of SmolVLM and LLaVA do; a text would be left out without a word."""
     template = (
         "{% for m in messages %}<|{{ m.role }}|>" + content + "<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -290,9 +279,9 @@ def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path, cont
     encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
     question, answer, again, last = PLAIN.messages
     for messages in (PLAIN.messages, [question, text_parts(answer), text_parts(again, "Two", "?"), last]):
-        (sample,) = encoding.encode([Row("line 1", {"messages": messages})])
-        assert isinstance(sample, Sample) and said(encoding, sample) == ["1.<|end|>", "2.<|end|>"]
-        text = encoding.tokenizer.engine.decode(sample.ids.tolist(), skip_special_tokens=False)
+        sample = encode_one(encoding, {"messages": messages})
+        assert said(encoding, sample) == ["1.<|end|>", "2.<|end|>"]
+        text = decoded(encoding, sample.ids)
         assert "<|user|>One?<|end|>" in text and "<|user|>Two?<|end|>" in text
 
 
@@ -314,13 +303,12 @@ def test_marks_of_several_messages_in_one_are_refused_where_one_is_not_learnt(tm
     template = "{% generation %}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}{% endgeneration %}"
     encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
     messages = [asks("a"), says("b"), {**says("c"), "weight": 0}]
-    assert refusal(encoding, messages).startswith(
+    assert refusal(encoding, {"messages": messages}).startswith(
         "its chat template marks messages[0], messages[1], messages[2] as one"
     )
 
 
 def test_marks_without_a_text_are_of_the_messages_beside_them(tmp_path: Path) -> None:
-    """The end of a turn is marked for itself; it goes with its turn."""
     template = marked_template("phi3").replace(
         "+ '<|end|>' }}{% endgen", "}}{% endgeneration %}{% generation %}<|end|>{% endgen"
     )
@@ -328,23 +316,4 @@ def test_marks_without_a_text_are_of_the_messages_beside_them(tmp_path: Path) ->
     question, first, again, second = PLAIN.messages
     assert targets(encoding, [question, {**first, "weight": 0}, again, second]) == ["2.<|end|>"]
     both = [question, {**first, "weight": 0}, second]
-    assert refusal(encoding, both).startswith("its chat template marks messages[1], messages[2] as one")
-
-
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ({**says("b"), "weight": 0.5}, "messages[1].weight is 0.5; give 0 where the message is no target, and 1 where"),
-        ({**says("b"), "train": "no"}, 'messages[1].train is "no"; give 0'),
-        (
-            {**asks("b"), "train": True},
-            "messages[1].train is true, and only what an assistant says is learnt; its role",
-        ),
-        ({**says("b"), "loss_mask": [0]}, "messages[1].loss_mask is not read: say with weight 0"),
-        ({**says("b"), "train_detail": [{}]}, "messages[1].train_detail is not read"),
-    ],
-)
-def test_other_words_on_what_is_learnt_are_refused(tmp_path: Path, message: Message, reason: str) -> None:
-    encoding = encoding_of(write_folder(tmp_path, "qwen2.5"))
-    assert refusal(encoding, [asks("a"), message, says("c")]).startswith(reason)
-    assert targets(encoding, [asks("a"), {**says("b"), "weight": None, "loss_mask": None}]) == ["b<|im_end|>"]
+    assert refusal(encoding, {"messages": both}).startswith("its chat template marks messages[1], messages[2] as one")
