@@ -197,7 +197,7 @@ def test_the_page_on_hybrids_prints_what_it_says(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == said.partition("```")[0]
 
 
-def test_the_planner_and_the_cost_of_the_page_on_planning_train(
+def test_the_planner_of_the_page_on_planning_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs/planning.md").read_text()
@@ -211,7 +211,6 @@ def test_the_planner_and_the_cost_of_the_page_on_planning_train(
     assert main([*words, *small]) == 0, capfd.readouterr()
     plans = [plan for _, plan in read_plans(tmp_path / "run" / "plans.jsonl")]
     assert [plan.planner for plan in plans] == ["own_planner.two_degrees"] * 2
-    assert plans[0].cost.source == "the model on a slow network"
 
 
 @pytest.mark.whole

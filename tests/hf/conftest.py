@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.hf.stock import model_of
+from tests.hf.tiny import model_of
 
 if find_spec("trl") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -12,7 +12,6 @@ if find_spec("trl") is None:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model in a folder, as a reference is loaded from one."""
     folder = str(tmp_path_factory.mktemp("model"))
     model_of().save_pretrained(folder)
     return folder

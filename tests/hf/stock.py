@@ -1,19 +1,10 @@
-"""Trainers of transformers and TRL in one process, and ours on several ranks: the same case, and how far they differ.
+"""Trainers of transformers and TRL in one process, and ours on several ranks: the same cases, and how far they differ.
 
-A case is a function at the top of a module that makes a trainer and may train it:
-
-    def chats(run: Run) -> Any:
-        args = SFTConfig(**run.arguments(rows=4, steps=3), assistant_only_loss=True)
-        trainer = run.trainer(SFTTrainer, model=model_of("qwen3"), args=args, train_dataset=conversations(12), …)
-        trainer.train()
-        return trainer
-
-    compare(chats, {"context_parallel_size": 2}, ranks=2)
-
-Models are in float64, and stock's sums are too: its loss and TRL's fused head, which sum in float32, are replaced in
-the stock process only, unless `exact=False`.
+A case is a function of a Run at the top of a module: it makes a trainer by `run.trainer`, and may train it. Models are
+in float64; what stock sums in float32 is replaced in its process, unless `exact=False`.
 """
 
+import gc
 import math
 import os
 import tempfile
@@ -31,9 +22,6 @@ from transformers import TrainingArguments
 
 from longspan.launch import fork_server
 from longspan.testing import run_ranks
-from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
-
-__all__ = ["SIZES", "VOCABULARY", "WORDS", "Ran", "Run", "compare", "model_of", "ours", "stock", "tokenizer"]
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo"))
 fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if m not in fork_server.PRELOAD))
@@ -45,13 +33,14 @@ RECOMPUTES = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
 LOSS, METRIC = 1e-6, 1e-5
+# Keys under which little is planned: what "auto" chooses has cases of its own.
+CP2: dict[str, Any] = {"context_parallel_size": 2, "cp_comm_type": "p2p", "max_tokens_per_slot": "0"}
+AUTO = {"cp_comm_type": "auto", "max_tokens_per_slot": "auto"}
 SECONDS = 240  # in which a table of cases ends on a busy machine
 
 
 @dataclass
 class Run:
-    """What a case is run with: stock in one process (`longspan` None), or ours on this rank of several."""
-
     folder: str
     ranks: int = 1
     longspan: dict[str, Any] | None = None
@@ -59,7 +48,6 @@ class Run:
     kept: dict[str, Any] = field(default_factory=dict)  # what a case wants compared too, by name
 
     def trainer(self, kind: type[Any], **keywords: Any) -> Any:
-        """A trainer of this class, or of ours over it."""
         if self.longspan is None:
             return kind(**keywords)
         from longspan.hf import LongspanArguments, with_longspan
@@ -67,7 +55,6 @@ class Run:
         return with_longspan(kind)(**keywords, longspan=LongspanArguments(**self.longspan))
 
     def arguments(self, *, rows: int = 4, steps: int = 3, **changes: Any) -> dict[str, Any]:
-        """Keywords of TrainingArguments: so many rows a micro-batch on all ranks together, every step logged."""
         plain = {
             "output_dir": self.folder,
             "per_device_train_batch_size": rows // self.ranks,
@@ -88,6 +75,7 @@ class Run:
 
 
 Case = Callable[[Run], Any]
+Placed = Case | tuple[Case, dict[str, Any]]  # a case, and the keys of LongspanArguments that are its own
 
 
 @dataclass(frozen=True)
@@ -100,19 +88,26 @@ class Ran:
 
 
 def run_cases(
-    rank: int, cases: Sequence[Case], folder: str, ranks: int, longspan: dict[str, Any] | None, exact: bool
+    rank: int, cases: Sequence[Placed], folder: str, ranks: int, longspan: dict[str, Any] | None, exact: bool
 ) -> list[Ran]:
-    """Run cases on this rank, one after another."""
     os.environ["CI"] = "1"  # TRL sends nothing about its use
     disable_progress_bars()
+    gc.freeze()  # trainers collect garbage, and what the fork server imported is none
     torch.set_default_dtype(torch.float64 if exact else torch.float32)
     if exact and longspan is None:
         sum_in_float64()
-    return [_run_case(case, Run(f"{folder}/{n}", ranks, longspan, rank)) for n, case in enumerate(cases)]
+    results = list[Ran]()
+    for number, placed in enumerate(cases):
+        case, own = placed if isinstance(placed, tuple) else (placed, {})
+        keys = None if longspan is None else longspan | own
+        results.append(_run_case(case, Run(f"{folder}/{number}", ranks, keys, rank)))
+    return results
 
 
 def _run_case(case: Case, run: Run) -> Ran:
     trainer = case(run)
+    if trainer is None:
+        return Ran([], {}, run.kept)
     weights = {
         name.replace("base_model.model.", "", 1): (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy()
         for name, p in trainer.model.named_parameters()
@@ -124,60 +119,62 @@ def _run_case(case: Case, run: Run) -> Ran:
     return Ran(logs, weights if run.rank == 0 else {}, run.kept)
 
 
-def stock_each(cases: Sequence[Case], exact: bool = True) -> list[Ran]:
-    """Cases by the stock trainer in one process."""
+def name_of(placed: Placed) -> str:
+    case = placed[0] if isinstance(placed, tuple) else placed
+    return case.__name__ if hasattr(case, "__name__") else str(case)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stock_each(cases: Sequence[Placed], exact: bool = True) -> dict[str, Ran]:
+    """Cases by the stock trainer, one after another in one process, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(run_cases, 1, cases, folder, 1, None, exact, timeout=SECONDS)[0]
+        (ran,) = run_ranks(run_cases, 1, cases, folder, 1, None, exact, timeout=SECONDS)
+    return dict(zip(map(name_of, cases), ran, strict=True))
 
 
-def ours_each(cases: Sequence[Case], longspan: dict[str, Any], ranks: int, exact: bool = True) -> list[Ran]:
-    """Cases by ours: the first rank's, after all ranks were seen to log the same."""
+def ours_each(cases: Sequence[Placed], longspan: dict[str, Any], ranks: int, exact: bool = True) -> dict[str, Ran]:
+    """Cases by ours, which share processes: the first rank's, after all ranks were seen to log the same.
+
+    What the other ranks kept stands in `kept["others"]`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ran = run_ranks(run_cases, ranks, cases, folder, ranks, longspan, exact, timeout=SECONDS)
     assert all(mine.logs == first.logs for other in ran for mine, first in zip(other, ran[0], strict=True))
-    return ran[0]
-
-
-def stock(case: Case, exact: bool = True) -> Ran:
-    """One case by the stock trainer."""
-    return stock_each([case], exact)[0]
+    for first, *others in zip(*ran, strict=True):
+        first.kept["others"] = [other.kept for other in others]
+    return dict(zip(map(name_of, cases), ran[0], strict=True))
 
 
 def ours(case: Case, longspan: dict[str, Any], ranks: int, exact: bool = True) -> Ran:
     """One case by ours."""
-    return ours_each([case], longspan, ranks, exact)[0]
+    return ours_each([case], longspan, ranks, exact)[name_of(case)]
 
 
-def compare_each(cases: Sequence[Case], longspan: dict[str, Any], *, ranks: int = 2, **bounds: float) -> None:
-    """Assert of cases, which share processes, what `compare` does of one."""
-    for case, expected, found in zip(cases, stock_each(cases), ours_each(cases, longspan, ranks), strict=True):
-        print(case.__name__, check(expected, found, **bounds))
+def compare_each(
+    cases: Sequence[Placed], longspan: dict[str, Any], *, ranks: int = 2, exact: bool = True, **bounds: Any
+) -> dict[str, tuple[Ran, Ran]]:
+    """Assert of cases that ours logs what stock does, and ends with the same weights; both, by name."""
+    return check_each(stock_each(cases, exact), ours_each(cases, longspan, ranks, exact), **bounds)
 
 
-def compare(
-    case: Case,
-    longspan: dict[str, Any],
-    *,
-    ranks: int = 2,
-    loss: float = LOSS,
-    metric: float = METRIC,
-    weights: float | None = 1e-8,
-    exact: bool = True,
-    reference: Ran | None = None,
-) -> dict[str, float]:
-    """Assert that ours logs what stock does, and ends with the same weights; return the largest error by name.
-
-    Losses and metrics differ by at most these bounds, relative to a figure or, of one under 1, absolutely; `weights`
-    relative to the norm of a weight. `reference` is stock's, where several runs of ours are compared with it.
-    """
-    expected, found = reference or stock(case, exact), ours(case, longspan, ranks, exact)
-    return check(expected, found, loss=loss, metric=metric, weights=weights)
+def check_each(expected: dict[str, Ran], found: dict[str, Ran], **bounds: Any) -> dict[str, tuple[Ran, Ran]]:
+    """Assert it of what ran; a case that has bounds of its own has them by its name."""
+    failed, pairs = dict[str, str](), {name: (expected[name], ran) for name, ran in found.items()}
+    own = {name: bounds.pop(name, {}) for name in found}
+    for name, pair in pairs.items():
+        try:
+            check(*pair, **bounds | own[name])
+        except AssertionError as error:
+            failed[name] = str(error)
+    assert not failed, failed
+    return pairs
 
 
 def check(
     expected: Ran, found: Ran, *, loss: float = LOSS, metric: float = METRIC, weights: float | None = 1e-8
-) -> dict[str, float]:
-    """Assert what `compare` does of two that ran."""
+) -> None:
+    """Losses and metrics differ by at most these bounds, relative to a figure or, of one under 1, absolutely; `weights`
+    relative to the norm of a weight.
+    """
     errors = log_errors(expected.logs, found.logs)
     if weights is not None:
         assert expected.weights.keys() == found.weights.keys(), expected.weights.keys() ^ found.weights.keys()
@@ -188,11 +185,9 @@ def check(
     for name, error in errors.items():
         bound = weights if name == "weights" else loss if name.endswith("loss") else metric
         assert bound is not None and error <= bound, (name, error, bound, errors)
-    return errors
 
 
 def log_errors(expected: list[dict[str, float]], found: list[dict[str, float]]) -> dict[str, float]:
-    """The largest error of each figure in two logs, which must have the same figures in the same order."""
     found = [{k: v for k, v in log.items() if not k.endswith("_token_loss")} for log in found]
     assert [log.keys() for log in expected] == [log.keys() for log in found], (expected, found)
     errors: dict[str, float] = {}
@@ -204,7 +199,6 @@ def log_errors(expected: list[dict[str, float]], found: list[dict[str, float]]) 
 
 
 def sum_in_float64() -> None:
-    """Let stock's loss of causal models, and TRL's fused head, keep the precision of float64 models."""
     import trl.trainer.utils as head
     from transformers import trainer
     from transformers.loss import loss_utils
@@ -222,8 +216,6 @@ def sum_in_float64() -> None:
 
 
 class DenseHead:
-    """TRL's fused head by rows of whole logits, in their own precision."""
-
     @staticmethod
     def apply(
         hidden: Tensor,
@@ -236,7 +228,6 @@ class DenseHead:
         scale: float,
         outputs: tuple[str, ...],
     ) -> tuple[Tensor | None, ...]:
-        """Values (N,) of rows of hidden states (N, D), those of `outputs`."""
         logits = F.linear(hidden, weight, bias) * scale
         logits = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
         log_probs = logits.log_softmax(-1)

@@ -1,24 +1,33 @@
-"""Batches made before they are asked for, steps that are read ahead, and sums of tokens' values by either way."""
+"""Batches and steps are made ahead, and a Trainer's host waits for its device where that of `longspan train` does."""
 
+import os
+import traceback
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
+import longspan
 from longspan import Layout, World
-from longspan.hf import steps
+from longspan.hf import LongspanArguments, steps, with_longspan
 from longspan.hf.facade import AheadBatch, Offset, document_entries, versions_of
 from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossRows
+from longspan.train.step_end import StepEnd
 from longspan.train.terms.token_loss import Distributions
+from tests.hf.stock import Run
+from tests.hf.tiny import completions, model_of, tokenizer
 
 
 def counted(until: int, error: bool = False) -> Iterator[str]:
-    """Batches by name; an error or the end comes after them."""
     yield from (f"batch {number}" for number in range(until))
     if error:
         raise OSError("the disk is gone")
@@ -45,13 +54,11 @@ def test_an_error_comes_where_its_batch_is_asked_for() -> None:
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Two rows of three tokens."""
     ids = torch.arange(6).reshape(2, 3)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def coming(batches: list[Any]) -> ComingStep:
-    """A step over batches."""
     rows, documents, firsts = read_step(batches, 4.0)
     plan = plan_fixed([len(d) for d in documents], Layout(1), cp=1, targets=4)
     versions = [versions_of(document_entries(x)) for x in batches]
@@ -82,7 +89,6 @@ def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to
 
 
 def sums(rank: int) -> list[np.ndarray]:
-    """Values of two documents, of which each rank has some tokens, summed on the host and as on a GPU."""
     results = []
     with World(Layout(2), backend="gloo") as world, pytest.MonkeyPatch.context() as patch:
         for on_device in (False, True):
@@ -111,3 +117,124 @@ def test_values_are_summed_alike_on_the_host_and_on_the_device() -> None:
     for results in run_ranks(sums, 2):
         for values in results:
             assert np.array_equal(values[0], expected) and np.array_equal(values[1], -expected)
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+HOST = {"_compare_digests", "any_ranks", "_is_first_copy", "get_batch_samples"}  # tensors that never were on a device
+OURS = f"{Path(longspan.__file__).parent}/"  # not the folder of a clone, which may be called longspan too
+COUNTED = 3  # the step, from 1
+
+
+class Reads(TrainerCallback):
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ours, self.others, self.phase = Counter[tuple[str, str]](), Counter[str](), ""
+        for name in READS:
+            patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
+        patch.setattr(torch, "equal", self._counting(torch.equal))
+        patch.setattr(StepEnd, "_work_meanwhile", self._in_meanwhile(StepEnd._work_meanwhile))
+
+    def _counting(self, read: Any) -> Any:
+        def counted(*args: Any, **keywords: Any) -> Any:
+            phase, self.phase = self.phase, ""  # not what a call makes itself
+            if phase in ("before", "after"):
+                self._count(phase)
+            try:
+                return read(*args, **keywords)
+            finally:
+                self.phase = phase
+
+        return counted
+
+    def _count(self, phase: str) -> None:
+        frames = [f for f in reversed(traceback.extract_stack()) if "tests/hf" not in f.filename]
+        around = next(f for f in frames if any(room in f.filename for room in (OURS, "/trl/", "/transformers/")))
+        if OURS not in around.filename:
+            self.others[around.name] += 1
+        elif around.name not in HOST:
+            self.ours[phase, around.name] += 1
+
+    def _in_meanwhile(self, work: Any) -> Any:
+        def work_meanwhile(end: StepEnd) -> None:
+            counted, self.phase = self.phase, ""
+            work(end)
+            self.phase = "after" if counted else ""
+
+        return work_meanwhile
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.phase = "before" if state.global_step == COUNTED - 1 else ""
+
+
+def sft(rank: int, folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[str, list[bool]]]:
+    os.environ["CI"] = "1"
+    with pytest.MonkeyPatch.context() as patch:
+        reads = Reads(patch)
+        work: dict[str, list[bool]] = {"rows": [], "plans": [], "collated": []}
+
+        def note(owner: Any, name: str, key: str) -> None:
+            original = getattr(owner, name)
+
+            def noted(*args: Any, **keywords: Any) -> Any:
+                frames = {f.name for f in traceback.extract_stack()}
+                if reads.phase or "_prepare_next_step" in frames:
+                    work[key].append("_prepare_next_step" in frames)
+                return original(*args, **keywords)
+
+            patch.setattr(owner, name, noted)
+
+        note(steps, "read_batch", "rows")
+        note(steps.StepsPart, "_make_plan", "plans")
+        args = SFTConfig(
+            **Run(folder, 1, None, rank).arguments(logging_steps=100, gradient_accumulation_steps=accumulate)
+        )
+        trainer = with_longspan(SFTTrainer)(
+            model=model_of(),
+            args=args,
+            train_dataset=completions(64),
+            processing_class=tokenizer(),
+            callbacks=[reads],
+            longspan=LongspanArguments(),
+        )
+        note(trainer, "data_collator", "collated")
+        trainer.train()
+        trainer.end()
+    return reads.ours, reads.others, work
+
+
+def below(rank: int, folder: str) -> tuple[int, list[Any]]:
+    os.environ["CI"] = "1"
+    seen = []
+
+    class Below(with_longspan(SFTTrainer)):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            seen.append(inputs["input_ids"].shape)
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    trainer = Below(
+        model=model_of(),
+        args=SFTConfig(**Run(folder, 1, None, rank).arguments(logging_steps=100)),
+        train_dataset=completions(64),
+        processing_class=tokenizer(),
+        longspan=LongspanArguments(),
+    )
+    trainer.train()
+    trainer.end()
+    return len(seen), trainer._host_batches.make_batches(1)
+
+
+def each(rank: int, folder: str) -> Any:
+    return {accumulate: sft(rank, folder, accumulate) for accumulate in (1, 2)}, below(rank, folder)
+
+
+def test_a_step_reads_its_device_once_and_prepares_the_next_before(tmp_path: Path) -> None:
+    ((found, (steps_seen, made)),) = run_ranks(each, 1, str(tmp_path))
+    assert steps_seen and not made, "a class below gets its batches where the Trainer puts them"
+    for accumulate, (ours, others, work) in found.items():
+        assert not [place for place in ours if place[0] == "before"], ours
+        # As `longspan train`: loss, norm and targets. Besides, tokens' values and, a batch, what the loss left of them.
+        assert ours["after", "sum_over_ranks"] <= 3
+        for place, at_most in (("is_finite", 1), ("host_array", 2), ("_loss_on_host", 1)):
+            assert ours.pop(("after", place)) <= at_most * accumulate
+        assert {name for _, name in ours} <= {"sum_over_ranks", "_read_pieces", "<listcomp>", "sum_of_arrays"}, ours
+        assert set(others) <= {"compute_loss", "_run_epoch"} and sum(others.values()) <= 7 * accumulate, others
+        assert all(len(done) > 1 and all(done) for done in work.values()), work

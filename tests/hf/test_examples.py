@@ -29,7 +29,6 @@ LINE = re.compile(r"^    trainer = with_longspan\((\w+)\)\((.*), longspan=\w+\)$
 
 
 def words_of(name: str, steps: int, folder: Path, cp: int) -> list[str]:
-    """The flags of a run of a few steps."""
     if name != "trainer.py":
         return ["--cp", str(cp), "--steps", str(steps), "--output", str(folder / "out")]
     texts = write_texts(folder / "texts")
@@ -41,7 +40,6 @@ def words_of(name: str, steps: int, folder: Path, cp: int) -> list[str]:
 
 
 def run_program(rank: int, path: str, words: list[str]) -> None:
-    """Run a program as torchrun would."""
     os.environ["CI"] = "1"
     disable_progress_bars()
     os.chdir(Path(path).parent)
@@ -50,7 +48,6 @@ def run_program(rank: int, path: str, words: list[str]) -> None:
 
 
 def stock_form(name: str) -> str:
-    """An example with the one line of the stock script."""
     program = (ROOT / "examples" / name).read_text()
     stock = LINE.sub(r"    trainer = \1(\2)", program)
     changed = [one for one, other in zip(program.splitlines(), stock.splitlines(), strict=True) if one != other]
@@ -64,15 +61,17 @@ def test_one_line_differs_from_the_stock_script(name: str) -> None:
     assert len((ROOT / "examples" / name).read_text().splitlines()) <= 105
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("sft_trl.py", 2)]
-    + [pytest.param(name, steps, marks=pytest.mark.whole) for name, steps in zip(EXAMPLES, (12, 30, 10), strict=True)],
-)
+def script_of(name: str, folder: Path, program: str = "") -> str:
+    (folder / name).write_text(program or (ROOT / "examples" / name).read_text())
+    return str(folder / name)
+
+
+LEARNING = [pytest.param(*case, marks=pytest.mark.whole) for case in zip(EXAMPLES, (12, 30, 10), strict=True)]
+
+
+@pytest.mark.parametrize(("name", "steps"), [("sft_trl.py", 2), *LEARNING])
 def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, capfd: Any) -> None:
-    words = words_of(name, steps, tmp_path, 2)
-    (tmp_path / name).write_text((ROOT / "examples" / name).read_text())
-    run_ranks(run_program, 2, str(tmp_path / name), words)
+    run_ranks(run_program, 2, script_of(name, tmp_path), words_of(name, steps, tmp_path, 2))
     if name == "grpo_trl.py":
         first, *_, last = map(float, re.findall(r"'reward': '?([\d.e-]+)", capfd.readouterr().out))
         assert last > first + 0.2
@@ -86,12 +85,10 @@ def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, c
 @pytest.mark.whole
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_stock_script_runs_in_one_process(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(stock_form(name))
-    run_ranks(run_program, 1, str(tmp_path / name), words_of(name, 2, tmp_path, 1))
+    run_ranks(run_program, 1, script_of(name, tmp_path, stock_form(name)), words_of(name, 2, tmp_path, 1))
 
 
 def run_page(rank: int, page: str, folder: str) -> dict[str, float]:
-    """Run the blocks of a page in a script that has a model, chats and a tokenizer."""
     from transformers import TrainingArguments
     from trl import GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -127,7 +124,6 @@ def test_the_page_of_refusals_lists_every_setting() -> None:
 
 
 def one_process_of_two(rank: int) -> str:
-    """The error of arguments that accelerate takes to be of one process."""
     from transformers import Trainer, TrainingArguments
 
     try:

@@ -22,6 +22,7 @@ from longspan.errors import CheckpointError, CommError, ConfigError
 from longspan.hf import LongspanArguments, with_longspan
 from longspan.model import load_model
 from longspan.testing import run_ranks
+from tests.hf.stock import CP2
 from tests.mutation import Change, mutated
 
 Weights = dict[str, Tensor]
@@ -34,7 +35,6 @@ def rows(count: int = 26) -> list[dict[str, list[int]]]:
 
 
 def collate(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Rows padded to the longest, some of their labels masked."""
     longest = max(len(row["input_ids"]) for row in batch)
     ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in batch])
     mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (longest - len(r["input_ids"])) for r in batch])
@@ -51,12 +51,10 @@ class StepCounter(TrainerCallback, ExportableState):
         self.drawn: list[float] = []
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """One more."""
         self.steps += 1
         self.drawn += [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     def state(self) -> dict[str, Any]:
-        """As the checkpoint keeps it."""
         return {"args": {"steps": self.steps}, "attributes": {}}
 
 
@@ -73,7 +71,6 @@ def make_model(dtype: str = "float64", lora: bool = False, seed: int = 0, dropou
 
 
 def make(folder: Path, model: Any, cp: int = 2, kind: Any = Trainer, ours: bool = True, **changes: Any) -> Any:
-    """A trainer over a few rows; 2 rows of each of two ranks and 3 micro-batches a step, by default."""
     plain = {
         "output_dir": str(folder),
         "per_device_train_batch_size": 2,
@@ -102,11 +99,10 @@ def make(folder: Path, model: Any, cp: int = 2, kind: Any = Trainer, ours: bool 
     keywords["args"] = TrainingArguments(**plain | changes)
     if not ours:
         return kind(**keywords)
-    return with_longspan(kind)(**keywords, longspan=LongspanArguments(context_parallel_size=cp))
+    return with_longspan(kind)(**keywords, longspan=LongspanArguments(**CP2 | {"context_parallel_size": cp}))
 
 
 def whole(trainer: Any) -> Weights:
-    """All weights and moments, whole, by name."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     values = {}
     for name, parameter in trainer.model.named_parameters():
@@ -121,7 +117,6 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def finished(trainer: Any, **resume: Any) -> tuple[list[dict[str, float]], Weights, int, list[float]]:
-    """Train, and end: the history, the weights with their moments, what the callback counted and drew."""
     trainer.train(**resume)
     counter = next(c for c in trainer.callback_handler.callbacks if isinstance(c, StepCounter))
     result = history(trainer), whole(trainer), counter.steps, counter.drawn
@@ -134,14 +129,10 @@ def assert_same_bits(one: Weights, other: Weights) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one), "other bits"
 
 
-# ---- resumed in the middle of an epoch
-
-
 DROPOUT = 0.1  # its masks are of the run's seed and the step
 
 
 def straight_and_resumed(rank: int, folder: Path, made: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """Straight on, with a save in the middle of the second epoch; and once more, from there."""
     straight = finished(make(folder, make_model(**made), save_strategy="steps", save_steps=4, **settings))
     torch.manual_seed(77 + rank)  # nothing may depend on what was drawn before
     random.seed(rank)
@@ -155,30 +146,105 @@ def straight_and_resumed(rank: int, folder: Path, made: dict[str, Any], settings
     return straight
 
 
+def resumed_elsewhere(rank: int, folder: Path, cp: int, dropout: float, settings: dict[str, Any], path: Any) -> Any:
+    trainer = make(folder, make_model(seed=5, dropout=dropout), cp, **settings)
+    return finished(trainer, resume_from_checkpoint=path)
+
+
+def best(folder: Path, settings: dict[str, Any], ours: bool) -> Any:
+    size = 2 if ours else 4
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
+    # a rate at which the loss of evaluation falls at first, and then rises
+    fixed = {"max_steps": 6, "learning_rate": 3e-2, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    trainer = make(folder, make_model("float32"), ours=ours, **sizes | fixed | evaluated | settings)
+    trainer.train()
+    trainer.save_model()
+    names = sorted(path.name for path in folder.iterdir())
+    path = trainer.state.best_model_checkpoint
+    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+    weights = {n: x for n, x in whole(trainer).items() if "/" not in n}
+    if ours:
+        trainer.end()
+    return names, Path(path).name, losses, weights
+
+
+LIMITED = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+
+
+class Interrupted(Trainer):
+    """Ctrl-C on the second rank, in the middle of its second save."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        if self.args.process_index == 1 and self.state.global_step == 4:
+            raise KeyboardInterrupt
+        super()._save_scaler(output_dir)
+
+
+class BrokenCollator(Trainer):
+    def get_train_dataloader(self) -> Any:
+        self.data_collator = partial(fail_on_second_rank, self.data_collator, self.args.process_index)
+        return super().get_train_dataloader()
+
+
+class BrokenMetric(Trainer):
+    def evaluate(self, *args: Any, **keywords: Any) -> Any:
+        self.compute_metrics = partial(fail_on_second_rank, count_rows, self.args.process_index)
+        return super().evaluate(*args, **keywords)
+
+
+def fail_on_second_rank(make: Callable[..., Any], rank: int, value: Any) -> Any:
+    if rank == 1:
+        raise ValueError("row 7 cannot be read")
+    return make(value)
+
+
+def count_rows(predicted: Any) -> dict[str, float]:
+    return {"rows": len(predicted.predictions)}
+
+
+def caught(folder: Path, kind: type[Trainer], settings: dict[str, Any]) -> str:
+    trainer = make(folder, make_model(), kind=kind, **settings)
+    try:
+        trainer.train()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def two_ranks(rank: int, root: Path) -> dict[str, Any]:
+    """What runs of two ranks leave, the last of which is interrupted."""
+    return {
+        "run": straight_and_resumed(rank, root / "run", {"dropout": DROPOUT}, {}),
+        "lora": straight_and_resumed(rank, root / "lora", {"lora": True}, {}),
+        "best": best(root / "ours", LIMITED, True),
+        "interrupted": caught(root / "interrupted", Interrupted, SAVES),
+    }
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of a run of two ranks, and how it ended; it was resumed there, bit for bit."""
-    folder = tmp_path_factory.mktemp("run")
-    results = run_ranks(straight_and_resumed, 2, folder, {"dropout": DROPOUT}, {})
-    assert results[0][0] == results[1][0]
-    return folder, results[0]
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
 
 
-def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(run: tuple[Path, Any]) -> None:
-    folder, (_, weights, *_) = run
-    checkpoint = folder / "checkpoint-4"
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-4", "checkpoint-6"]
-    assert sorted(path.name for path in checkpoint.iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "optimizer",
-        "order.pt",
-        "rng",
-        "scheduler.pt",
-        "trainer_state.json",
-        "training_args.bin",
-    ]
+@pytest.fixture(scope="module")
+def ran(root: Path) -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2, root)
+
+
+def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(root: Path, ran: Any) -> None:
+    logs, weights, *_ = ran[0]["run"]
+    assert logs == ran[1]["run"][0]
+    checkpoint = root / "run" / "checkpoint-4"
+    assert sorted(path.name for path in (root / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    assert {path.name for path in checkpoint.iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors", "optimizer", "order.pt", "rng"),
+        *("scheduler.pt", "trainer_state.json", "training_args.bin"),
+    }
     stored = read_metadata(checkpoint / "optimizer" / "step-000004").state_dict_metadata
     assert stored and all(name.startswith("optimizer.") for name in stored)
     args = torch.load(checkpoint / "training_args.bin", weights_only=False)
@@ -186,22 +252,26 @@ def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(run: 
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert loaded.dtype == torch.float64
     assert not torch.equal(loaded.lm_head.weight, weights["model.embed_tokens.weight"])  # of step 4, not of 6
+    adapted = PeftModel.from_pretrained(make_model(), root / "lora" / "checkpoint-4")
+    assert not (root / "lora" / "checkpoint-4" / "model.safetensors").exists()
+    assert any("lora_A" in name for name in adapted.state_dict())
 
 
-def resumed_elsewhere(rank: int, folder: Path, cp: int, dropout: float, settings: dict[str, Any], path: Any) -> Any:
-    trainer = make(folder, make_model(seed=5, dropout=dropout), cp, **settings)
-    return finished(trainer, resume_from_checkpoint=path)
+def one_rank(rank: int, root: Path, other: Path) -> dict[str, Any]:
+    """A run of two ranks goes on with one; what is not resumed from; the best of stock's models."""
+    path = str(root / "run" / "checkpoint-4")
+    found = {"resumed": resumed_elsewhere(rank, root / "run", 1, DROPOUT, {"per_device_train_batch_size": 4}, path)}
+    found["refused"] = refusals(root / "run", other)
+    return found | {"best": best(root / "stock", LIMITED, False)}
 
 
-@pytest.mark.parametrize(("ranks", "cp", "settings"), [(1, 1, {"per_device_train_batch_size": 4})])
-def test_another_number_of_processes_ends_with_the_same_weights(
-    run: tuple[Path, Any], ranks: int, cp: int, settings: dict[str, Any]
-) -> None:
-    folder, (logs, weights, *_) = run
-    found, other, *_ = run_ranks(resumed_elsewhere, ranks, folder, cp, DROPOUT, settings, str(folder / "checkpoint-4"))[
-        0
-    ]
-    assert_same(logs, weights, found, other)
+@pytest.fixture(scope="module")
+def alone(root: Path, ran: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_ranks(one_rank, 1, root, tmp_path_factory.mktemp("other"))[0]
+
+
+def test_another_number_of_processes_ends_with_the_same_weights(ran: Any, alone: dict[str, Any]) -> None:
+    assert_same(*ran[0]["run"][:2], *alone["resumed"][:2])
 
 
 def assert_same(logs: list[dict[str, float]], weights: Weights, found: list[dict[str, float]], other: Weights) -> None:
@@ -212,9 +282,7 @@ def assert_same(logs: list[dict[str, float]], weights: Weights, found: list[dict
 
 
 def straight(rank: int, folder: Path) -> Any:
-    """Straight on, with a save in the middle of the second epoch."""
-    settings = {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 1}
-    return finished(make(folder, make_model(), **settings))
+    return finished(make(folder, make_model(), save_strategy="steps", save_steps=4, per_device_train_batch_size=1))
 
 
 @pytest.mark.whole
@@ -225,28 +293,7 @@ def test_two_processes_go_on_where_four_were(tmp_path: Path) -> None:
     assert_same(logs, weights, found, other)
 
 
-@pytest.mark.parametrize(
-    ("made", "settings"),
-    [
-        pytest.param({"dtype": "float32"}, {"bf16": True, "optim": "sgd"}, id="bf16", marks=pytest.mark.whole),
-        pytest.param({"lora": True}, {}, id="lora"),
-    ],
-)
-def test_resumed_bits_of_other_kinds(tmp_path: Path, made: dict[str, Any], settings: dict[str, Any]) -> None:
-    run_ranks(straight_and_resumed, 2, tmp_path, made, settings)
-    checkpoint = tmp_path / "checkpoint-4"
-    if made.get("lora"):
-        loaded = PeftModel.from_pretrained(make_model(), checkpoint)
-        assert not (checkpoint / "model.safetensors").exists()
-        assert any("lora_A" in name for name in loaded.state_dict())
-    else:
-        assert {x.dtype for x in load_file(checkpoint / "model.safetensors").values()} == {torch.float32}
-
-
-# ---- what is not resumed from
-
-
-def refusals(rank: int, folder: Path, other: Path) -> list[str]:
+def refusals(folder: Path, other: Path) -> list[str]:
     texts = []
 
     def note(error: type[Exception], work: Callable[[], Any]) -> None:
@@ -274,12 +321,10 @@ def refusals(rank: int, folder: Path, other: Path) -> list[str]:
     return texts
 
 
-def test_other_rows_a_step_and_checkpoints_of_others_are_refused(run: tuple[Path, Any], tmp_path: Path) -> None:
-    (texts,) = run_ranks(refusals, 1, run[0], tmp_path)
-    assert (
-        "checkpoint-4 was trained with 12 rows a step, and this run takes 6 (per_device_train_batch_size 2 × 1"
-        in texts[0]
-    )
+def test_other_rows_a_step_and_checkpoints_of_others_are_refused(alone: dict[str, Any]) -> None:
+    texts = alone["refused"]
+    rows = "checkpoint-4 was trained with 12 rows a step, and this run takes 6 (per_device_train_batch_size 2 × 1"
+    assert rows in texts[0]
     assert re.search(
         r"checkpoint-1 cannot be resumed .* saved by a Trainer without longspan.*from_pretrained", texts[1]
     )
@@ -288,115 +333,57 @@ def test_other_rows_a_step_and_checkpoints_of_others_are_refused(run: tuple[Path
     assert "No valid checkpoint" in texts[4]
 
 
-# ---- the best model, and how many checkpoints stay
-
-
-def best(rank: int, folder: Path, settings: dict[str, Any], ours: bool) -> Any:
-    size = 2 if ours else 4
-    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
-    # a rate at which the loss of evaluation falls at first, and then rises
-    fixed = {"max_steps": 6, "learning_rate": 3e-2, "warmup_steps": 0, "lr_scheduler_type": "constant"}
-    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    trainer = make(folder, make_model("float32"), ours=ours, **sizes | fixed | evaluated | settings)
-    trainer.train()
-    trainer.save_model()
-    names = sorted(path.name for path in folder.iterdir())
-    path = trainer.state.best_model_checkpoint
-    losses = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
-    weights = {n: x for n, x in whole(trainer).items() if "/" not in n}
-    if ours:
-        trainer.end()
-    return names, Path(path).name, losses, weights
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}, id="limit"),
-        pytest.param({"save_strategy": "best"}, id="best", marks=pytest.mark.whole),
-    ],
-)
-def test_the_best_model_and_the_checkpoints_that_stay_are_stocks(tmp_path: Path, settings: dict[str, Any]) -> None:
-    ((names, path, losses, _),) = run_ranks(best, 1, tmp_path / "stock", settings, False)
-    (ours, our_path, our_losses, weights), _ = run_ranks(best, 2, tmp_path / "ours", settings, True)
+def check_best(root: Path, of_stock: Any, of_ours: Any) -> None:
+    """The checkpoints that stay, and the best, are stock's; its model is in the trainer, and saved."""
+    (names, path, losses, _), (ours, our_path, our_losses, weights) = of_stock, of_ours
     assert our_losses == pytest.approx(losses, rel=1e-2)  # in float32, at a rate that blows up
     assert losses.index(min(losses)) < len(losses) - 1, losses
     assert (ours, our_path) == (names, path), (ours, names)
-    kept = load_file(tmp_path / "ours" / path / "model.safetensors")
+    kept = load_file(root / "ours" / path / "model.safetensors")
     assert_same_bits({n: x for n, x in weights.items() if n in kept}, kept)
-    assert_same_bits(kept, load_file(tmp_path / "ours" / "model.safetensors"))  # save_model() next to the checkpoints
+    assert_same_bits(kept, load_file(root / "ours" / "model.safetensors"))  # save_model() next to the checkpoints
 
 
-# ---- interrupted, and failed
+def test_the_best_model_and_the_checkpoints_that_stay_are_stocks(root: Path, ran: Any, alone: dict[str, Any]) -> None:
+    check_best(root, alone["best"], ran[0]["best"])
 
 
-class Interrupted(Trainer):
-    """Ctrl-C on the second rank, in the middle of its second save."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        if self.args.process_index == 1 and self.state.global_step == 4:
-            raise KeyboardInterrupt
-        super()._save_scaler(output_dir)
+def after_an_interruption(rank: int, root: Path) -> tuple[Any, str]:
+    logs, *_ = resumed_elsewhere(rank, root / "interrupted", 2, 0.0, SAVES, True)
+    return logs, caught(root / "broken", BrokenCollator, EVALUATES)
 
 
-def caught(rank: int, folder: Path, kind: type[Trainer], settings: dict[str, Any]) -> str:
-    trainer = make(folder, make_model(), kind=kind, **settings)
-    try:
-        trainer.train()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def broken_metric(rank: int, root: Path) -> str:
+    return caught(root / "broken", BrokenMetric, EVALUATES)
 
 
-def test_an_interrupted_save_leaves_no_checkpoint(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 2}
-    texts = run_ranks(caught, 2, tmp_path, Interrupted, settings)
+def test_an_interrupted_save_leaves_no_checkpoint_and_ranks_that_fail_end_all(root: Path, ran: Any) -> None:
+    folder, texts = root / "interrupted", [seen["interrupted"] for seen in ran]
     assert texts[1].startswith("KeyboardInterrupt")
     assert texts[0].startswith("CommError") and "rank 1 left with KeyboardInterrupt" in texts[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "unfinished"]
-    (logs, *_), _ = run_ranks(resumed_elsewhere, 2, tmp_path, 2, 0.0, settings, True)
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "unfinished"]
+    (logs, first), (_, second) = run_ranks(after_an_interruption, 2, root)
     assert [log["step"] for log in logs] == [1, 2, 3, 4, 5, 6, 6]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    for one, other in ((first, second), run_ranks(broken_metric, 2, root)):
+        assert other == "ValueError: row 7 cannot be read"
+        assert one.startswith(CommError.__name__) and "rank 1 left with ValueError: row 7 cannot be read" in one
 
 
-class BrokenCollator(Trainer):
-    """Whose collator fails on the second rank."""
-
-    def get_train_dataloader(self) -> Any:
-        """Rows that cannot be put together."""
-        self.data_collator = partial(fail_on_second_rank, self.data_collator, self.args.process_index)
-        return super().get_train_dataloader()
+def more_kinds(rank: int, root: Path) -> Any:
+    straight_and_resumed(rank, root, {"dtype": "float32"}, {"bf16": True, "optim": "sgd"})
+    return best(root / "ours", {"save_strategy": "best"}, True)
 
 
-def fail_on_second_rank(make: Callable[..., Any], rank: int, value: Any) -> Any:
-    if rank == 1:
-        raise ValueError("row 7 cannot be read")
-    return make(value)
+def best_of_stock(rank: int, root: Path) -> Any:
+    return best(root / "stock", {"save_strategy": "best"}, False)
 
 
-class BrokenMetric(Trainer):
-    """Whose metric fails on the second rank."""
-
-    def evaluate(self, *args: Any, **keywords: Any) -> Any:
-        """Evaluate with a metric."""
-        self.compute_metrics = partial(fail_on_second_rank, count_rows, self.args.process_index)
-        return super().evaluate(*args, **keywords)
-
-
-def count_rows(predicted: Any) -> dict[str, float]:
-    return {"rows": len(predicted.predictions)}
-
-
-@pytest.mark.parametrize("kind", [BrokenCollator, BrokenMetric])
-def test_a_rank_that_fails_in_a_collator_or_a_metric_ends_all_with_its_error(
-    tmp_path: Path, kind: type[Trainer]
-) -> None:
-    texts = run_ranks(caught, 2, tmp_path, kind, {"eval_strategy": "steps", "eval_steps": 1})
-    assert texts[1] == "ValueError: row 7 cannot be read"
-    assert texts[0].startswith(CommError.__name__) and "rank 1 left with ValueError: row 7 cannot be read" in texts[0]
-
-
-# ---- mutations
+@pytest.mark.whole
+def test_runs_in_bfloat16_and_the_best_checkpoint_alone(tmp_path: Path) -> None:
+    ours, _ = run_ranks(more_kinds, 2, tmp_path)
+    assert {x.dtype for x in load_file(tmp_path / "checkpoint-4" / "model.safetensors").values()} == {torch.float32}
+    check_best(tmp_path, run_ranks(best_of_stock, 1, tmp_path)[0], ours)
 
 
 MUTATIONS: dict[str, Change] = {

@@ -1,35 +1,36 @@
-"""GRPO and RLOO through `with_longspan`, against TRL in one process: answers by a rule, rewards by functions.
-
-The rule and the rewards give something else on every rank, and draw random numbers: so ranks stay together only where
-answers, rewards, logs and the random state of the first rank reach all.
-"""
+"""GRPO and RLOO through `with_longspan`: stock's figures, who makes answers and rewards, what a vLLM gets, errors."""
 
 import os
 import random
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+import trl
+import trl.generation.vllm_generation as vllm
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from longspan.errors import CommError
+from longspan.hf.generation import FirstRank
 from longspan.train import PlanChoice
-from tests.hf.stock import SIZES, VOCABULARY, WORDS, Run, compare, model_of, ours, tokenizer
+from tests.hf.stock import CP2, Ran, Run, check_each, compare_each, log_errors, ours_each, stock_each
+from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
 
-CP = {"context_parallel_size": 2}
 EXACT: dict[str, Any] = {"loss": 1e-9, "metric": 1e-9}
 # Stock pads prompts on the left, which shifts their positions, and rotary angles are in float32.
 PADDED: dict[str, Any] = {"loss": 1e-5, "metric": 1e-5, "weights": 1e-4}
 GENERATIONS: dict[str, Any] = {"num_generations": 2, "max_completion_length": 16}
-DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": 64}
+DYNAMIC = {"context_parallel_size": 1, "planner": "dynamic", "max_tokens_per_slot": 64}
 
 
 def prompts(count: int = 12, *, even: bool = True, chat: bool = False) -> Dataset:
-    """Prompts of 7 words, or of 2 to 11, each with a number that rewards read."""
     draw = np.random.default_rng(0)
     words = [" ".join(draw.choice(WORDS, 7 if even else draw.integers(2, 12))) for _ in range(count)]
     rows = [[{"role": "user", "content": text}] if chat else text for text in words]
@@ -37,28 +38,22 @@ def prompts(count: int = 12, *, even: bool = True, chat: bool = False) -> Datase
 
 
 def answers_to(prompt_ids: list[list[int]], rank: int | None = None) -> list[list[int]]:
-    """An answer to each prompt, of another kind on each rank; some end with the end of the text."""
     draw = np.random.default_rng([int(os.environ.get("RANK", "0")) if rank is None else rank, *prompt_ids[0]])
     answers = [draw.integers(5, VOCABULARY, draw.integers(3, 12)).tolist() for _ in prompt_ids]
     return [answer + [1] * (i % 3 != 0) for i, answer in enumerate(answers)]
 
 
 class RuledGRPO(GRPOTrainer):
-    """GRPO whose answers come from a rule."""
-
     def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
         return answers_to(prompt_ids), None
 
 
 class RuledRLOO(RLOOTrainer):
-    """RLOO whose answers come from a rule."""
-
     def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
         return answers_to(prompt_ids)
 
 
 def luck(completions: list[Any], log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
-    """Rewards by chance, as a judge's are."""
     log_metric("luck_of_five", random.random())
     log_extra("words", [len(c) for c in completions])
     rank = int(os.environ.get("RANK", "0"))
@@ -66,7 +61,6 @@ def luck(completions: list[Any], log_metric: Any, log_extra: Any, **_: Any) -> l
 
 
 async def some(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float | None]:
-    """Rewards of even prompts only."""
     return [len(set(ids)) / 10 if n % 2 == 0 else None for ids, n in zip(completion_ids, number, strict=True)]
 
 
@@ -74,14 +68,12 @@ MORE = ("kind", "reward_funcs", "rollout_func", "environment_factory", "processi
 
 
 def grpo(run: Run, rows: int = 4, steps: int = 2, config: Any = GRPOConfig, **settings: Any) -> Any:
-    """A run of a few steps of RuledGRPO; settings of `train` or of its arguments."""
     mine = {name: settings.pop(name) for name in (*train.__kwdefaults__, *MORE) if name in settings}
     args = config(**run.arguments(rows=rows, steps=steps), **GENERATIONS | settings)
     return train(run, mine.pop("kind", RuledGRPO), args, **mine)
 
 
 def rloo(run: Run, **settings: Any) -> Any:
-    """A run of a few steps of RuledRLOO."""
     return grpo(run, **{"config": RLOOConfig, "kind": RuledRLOO} | settings)
 
 
@@ -98,7 +90,6 @@ def train(
     questions: int = 6,
     **more: Any,
 ) -> Any:
-    """A trainer that has trained; of the model in the folder `path`, from which TRL loads a reference as well."""
     keywords: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(path, dtype=torch.get_default_dtype()) if path else model_of(),
         "reward_funcs": [luck, some],
@@ -115,7 +106,6 @@ def train(
 
 
 def judging_model() -> Qwen3ForSequenceClassification:
-    """A reward model."""
     torch.manual_seed(3)
     return Qwen3ForSequenceClassification(Qwen3Config(**SIZES, num_labels=1)).to(torch.get_default_dtype())
 
@@ -124,20 +114,8 @@ TWICE = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 
 
-def test_grpo_of_answers_and_rewards_that_differ_by_rank() -> None:
-    """dapo, answers of random length, rewards by chance, an asynchronous one that is None for odd prompts."""
-    compare(partial(grpo, gradient_accumulation_steps=2), CP, **EXACT)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.whole)])
-def test_grpo_with_a_reference_and_two_iterations(saved: str, ranks: int) -> None:
-    """grpo, old log-probabilities, clipping, the divergence from a reference, an evaluation; dynamic plans."""
-    case = partial(grpo, path=saved, loss_type="grpo", beta=0.1, **TWICE, **EVALUATION)
-    compare(case, DYNAMIC, ranks=ranks, **EXACT)
-
-
-def counted_plans(run: Run) -> Any:
-    """Two updates, and how many plans were made for them."""
+def counted_plans(run: Run) -> None:
+    """Two updates, and how many plans were made for them: a dynamic one may take a good part of a second."""
     made, plain = list[int](), PlanChoice.plan
 
     def plan(choice: PlanChoice, *values: Any, **keywords: Any) -> Any:
@@ -146,20 +124,27 @@ def counted_plans(run: Run) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlanChoice, "plan", plan)
-        trainer = grpo(run)
+        grpo(run).end()
     run.kept["plans"] = made.count(4)  # answers of an update
-    return trainer
 
 
-def test_the_two_passes_of_an_update_have_one_plan() -> None:
-    """A dynamic plan may take a good part of a second on the host."""
-    assert ours(counted_plans, DYNAMIC, ranks=2).kept["plans"] == 2
+def referred(saved: str) -> Any:
+    """grpo, old log-probabilities, clipping, the divergence from a reference, an evaluation; dynamic plans."""
+    return partial(grpo, path=saved, loss_type="grpo", beta=0.1, **TWICE, **EVALUATION)
+
+
+def test_answers_and_rewards_that_differ_by_rank_and_a_reference(saved: str) -> None:
+    """dapo, answers of random length, rewards by chance, an asynchronous one that is None for odd prompts."""
+    cases = (partial(grpo, gradient_accumulation_steps=2), (referred(saved), DYNAMIC))
+    found = ours_each((*cases, (counted_plans, DYNAMIC)), CP2, 2)
+    assert found.pop("counted_plans").kept["plans"] == 2, "the two passes of an update have one plan"
+    check_each(stock_each(cases), found, **EXACT)
 
 
 @pytest.mark.whole
-def test_rloo_with_a_reference(saved: str) -> None:
-    """RLOO, with the divergence from a reference in its rewards."""
-    compare(partial(rloo, path=saved, beta=0.1, **TWICE), CP, **EXACT)
+def test_a_reference_on_four_ranks_and_rloo(saved: str) -> None:
+    compare_each([referred(saved)], DYNAMIC, ranks=4, **EXACT)
+    compare_each([partial(rloo, path=saved, beta=0.1, **TWICE)], CP2, **EXACT)
 
 
 TABLE: dict[str, dict[str, Any]] = {
@@ -188,12 +173,245 @@ LEFT_PADDED = ("uneven", "padded")
 @pytest.mark.whole
 @pytest.mark.parametrize("name", TABLE)
 def test_grpo_table(saved: str, name: str) -> None:
-    """Losses and settings of GRPO."""
-    compare(partial(grpo, path=saved, **TABLE[name]), CP, **PADDED if name in LEFT_PADDED else EXACT)
+    compare_each([partial(grpo, path=saved, **TABLE[name])], CP2, **PADDED if name in LEFT_PADDED else EXACT)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["lora", "generation batch", "judge", "chat", "uneven"])
 def test_rloo_table(saved: str, name: str) -> None:
-    """Settings of RLOO."""
-    compare(partial(rloo, path=saved, **TABLE[name]), CP, **PADDED if name in LEFT_PADDED else EXACT)
+    compare_each([partial(rloo, path=saved, **TABLE[name])], CP2, **PADDED if name in LEFT_PADDED else EXACT)
+
+
+class FakeEngine:
+    def __init__(self, **_: Any) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.serves, self.asleep, self.prompts, self.syncs = False, False, 0, 0
+        self.llm_engine = self.model_executor = self.driver_worker = self.model_runner = self.model = self
+
+    # a server's client
+
+    def init_communicator(self, device: Any) -> None:
+        self.serves = True
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], named_params: Any) -> None:
+        for (name, kind, shape), (sent, weight) in zip(metadata, named_params, strict=True):
+            assert (name, kind, shape) == (sent, str(weight.dtype).removeprefix("torch."), list(weight.shape))
+            self.load_weights([(name, weight)])
+
+    def reset_prefix_cache(self) -> None:
+        self.syncs += 1
+
+    def generate(self, prompts: list[Any], sampling_params: Any = None, n: int = 1, **_: Any) -> Any:
+        assert self.weights and not self.asleep
+        self.prompts += len(prompts)
+        ids = [p if isinstance(p, list) else p["prompt_token_ids"] for p in prompts]
+        answers = [a for i, p in enumerate(ids) for a in self._answers(p, n if n > 1 else 1 + ids[:i].count(p))[-n:]]
+        log_probs = [[[-2.0 - 0.01 * token] for token in answer] for answer in answers]
+        if sampling_params is None:
+            return {"prompt_ids": ids, "completion_ids": answers, "logprobs": log_probs}
+        return [
+            SimpleNamespace(prompt_token_ids=p, outputs=[SimpleNamespace(token_ids=a, logprobs=_ranked(a, lp))])
+            for p, a, lp in zip(ids, answers, log_probs, strict=True)
+        ]
+
+    def _answers(self, prompt: list[int], count: int) -> list[list[int]]:
+        return answers_to([[self.syncs, *prompt]] * count, None if self.serves else 0)
+
+    # an engine
+
+    def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        self.weights |= {name: weight.detach().clone() for name, weight in weights}
+
+    def sleep(self, level: int) -> None:
+        self.asleep = True
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.asleep = self.asleep and "weights" not in tags
+
+
+def _ranked(answer: list[int], log_probs: list[list[float]]) -> list[dict[int, Any]]:
+    return [{t: SimpleNamespace(logprob=lp[0], rank=1)} for t, lp in zip(answer, log_probs, strict=True)]
+
+
+def with_vllm(run: Run, mode: str, steps: int = 3, **settings: Any) -> Any:
+    vllm.is_vllm_available = lambda *_, **__: True
+    vllm.VLLMClient = vllm.LLM = FakeEngine
+    vllm.SamplingParams = SimpleNamespace
+    kind = RLOOTrainer if settings.get("config") is RLOOConfig else GRPOTrainer
+    trainer = grpo(run, kind=kind, steps=steps, use_vllm=True, vllm_mode=mode, **settings)
+    if run.rank == 0:
+        engine = getattr(trainer.vllm_generation, "vllm_client" if mode == "server" else "llm")
+        run.kept["weights"] = {name: weight.numpy() for name, weight in engine.weights.items()}
+        run.kept["asked"] = engine.prompts, engine.syncs
+    return trainer
+
+
+def check_received(expected: Ran, found: Ran) -> None:
+    """A vLLM got from ours what it got from stock."""
+    received = found.kept["weights"]
+    assert received.keys() == expected.kept["weights"].keys()
+    for name, weight in expected.kept["weights"].items():
+        assert weight.dtype == received[name].dtype
+        assert np.linalg.norm(received[name] - weight) <= 1e-10 * np.linalg.norm(weight), name
+
+
+def served(run: Run, lora: bool = False) -> Any:
+    """GRPO with a vLLM server: weights by name, adapters merged; log-probabilities of the sampler correct the loss."""
+    return with_vllm(run, "server", lora=lora)
+
+
+def shared(run: Run, path: str, lora: bool = True) -> Any:
+    """RLOO with engines on the ranks, which sleep in between: each gets the weights, and makes half of the answers."""
+    settings = EVALUATION | {"num_generations_eval": 1, "questions": 5, "vllm_enable_sleep_mode": lora}
+    return with_vllm(run, "colocate", steps=2, lora=lora, config=RLOOConfig, path=path, **settings)
+
+
+def rolled_out(run: Run) -> Any:
+    calls: list[int] = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        calls.append(len(prompts))
+        ids = trainer.processing_class(prompts)["input_ids"]
+        if run.longspan:
+            name, weight = next(iter(trainer.weights_by_name()))
+            run.kept.setdefault("first weights", []).append((name, weight.shape))
+        answers = answers_to(ids)
+        mask = [[i % 3 != 1 for i in range(len(answer))] for answer in answers]
+        chance = [[-float(torch.rand(())) for _ in answer] for answer in answers]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": answers,
+            "logprobs": chance,
+            "env_mask": mask,
+            "turns": [2] * len(ids),
+        }
+
+    def rewards(completion_ids: list[list[int]], turns: list[int], **_: Any) -> list[float]:
+        calls.append(-len(turns))
+        return [len(set(ids)) * float(turn) for ids, turn in zip(completion_ids, turns, strict=True)]
+
+    trainer = grpo(run, kind=GRPOTrainer, rollout_func=rollout, reward_funcs=rewards, gradient_accumulation_steps=2)
+    run.kept["calls"] = calls
+    return trainer
+
+
+class Garden:
+    """An environment whose observations and rewards depend on the rank, and on how often it was used."""
+
+    made: ClassVar[list["Garden"]] = []
+
+    def __init__(self) -> None:
+        self.resets = 0
+        self.made.append(self)
+
+    def reset(self, **_: Any) -> str:
+        """Begin anew."""
+        self.resets += 1
+        return f" w{int(os.environ.get('RANK', '0')) + self.resets}"
+
+    def water(self, times: int) -> str:
+        """Water it.
+
+        Args:
+            times: how often
+        """
+        return str(times)
+
+    def get_reward(self) -> float:
+        """A reward."""
+        return self.resets + len(self.made) / 3
+
+
+def in_a_garden(run: Run) -> Any:
+    reader = tokenizer()
+    reader.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
+    trainer = grpo(run, chat=True, environment_factory=Garden, reward_funcs=None, processing_class=reader)
+    run.kept["resets"] = [garden.resets for garden in Garden.made]
+    return trainer
+
+
+def failing(run: Run) -> None:
+    """Of runs that end early, the errors as each rank sees them: `generate` is refused; a model that is called inside a
+    reward, and a reward that fails, end all ranks.
+    """
+
+    def no_judge(**_: Any) -> list[float]:
+        raise ValueError("no judge is here")
+
+    def calls_model(trainer_state: Any, **_: Any) -> list[float]:
+        ids = torch.ones(1, 4, dtype=torch.int64)
+        open_trainer[0].model(input_ids=ids, labels=ids)
+        return []
+
+    open_trainer: list[Any] = []
+
+    class Noted(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+            open_trainer.append(self)
+            return answers_to(prompt_ids), None
+
+    errors = run.kept["errors"] = list[str]()
+    for changes in ({"kind": GRPOTrainer}, {"reward_funcs": calls_model, "kind": Noted}, {"reward_funcs": no_judge}):
+        try:
+            grpo(run, **changes)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+
+
+def answers_stay(run: Run, what: str) -> Any:
+    send = FirstRank.run
+    FirstRank.run = lambda first, work, kind: work() if kind == what else send(first, work, kind)
+    return grpo(run)
+
+
+def test_answers_and_rewards_of_the_first_rank_are_those_of_all(saved: str) -> None:
+    cases = (rolled_out, served, partial(shared, path=saved))
+    expected, found = stock_each(cases), ours_each((*cases, failing), CP2, 2)
+    errors = found.pop("failing").kept
+    for name, ran in found.items():
+        assert max(log_errors(expected[name].logs, ran.logs).values()) < 1e-9, name
+    rollout = found["rolled_out"].kept
+    assert [rollout["calls"], rollout["others"][0]["calls"]] == [expected["rolled_out"].kept["calls"], []]
+    assert rollout["first weights"][0] == ("model.embed_tokens.weight", (VOCABULARY, 32))
+    check_received(expected["served"], found["served"])
+    assert found["served"].kept["asked"] == expected["served"].kept["asked"]
+    check_shared(*(of.pop(str(cases[2])) for of in (expected, found)))
+    for refused, in_reward, _ in (first := errors["errors"], second := errors["others"][0]["errors"]):
+        assert refused.startswith("ConfigError: LongspanGRPOTrainer would make its answers by generate")
+        assert "vllm_mode 'server' or 'colocate'" in refused and "rollout_func" in refused
+        assert in_reward.startswith("ModelError: the model is called inside a reward")
+    assert first[2] == "ValueError: no judge is here"
+    failed = "CommError: the first rank, which makes rewards for all, failed with ValueError: no judge is here"
+    assert second[2] == failed
+
+
+def check_shared(expected: Ran, found: Ran) -> None:
+    check_received(expected, found)
+    asked, syncs = expected.kept["asked"]  # 4, 4 and, in the evaluation, 4 and 1
+    assert found.kept["asked"] == ((asked + 1) / 2, syncs)
+
+
+@pytest.mark.whole
+def test_servers_of_adapters_engines_of_whole_models_and_environments(saved: str) -> None:
+    """Environments of the other ranks are made once, for the tools that they have, and not used."""
+    cases = (partial(served, lora=True), partial(shared, path=saved, lora=False), in_a_garden)
+    expected, found = stock_each(cases), ours_each(cases, CP2, 2)
+    for name, ran in found.items():
+        assert max(log_errors(expected[name].logs, ran.logs).values()) < 1e-9, name
+    (_, of_server), (_, of_engines), (_, garden) = found.items()
+    check_received(expected[str(cases[0])], of_server)
+    assert of_server.kept["asked"] == expected[str(cases[0])].kept["asked"]
+    check_shared(expected[str(cases[1])], of_engines)
+    assert [garden.kept["resets"], garden.kept["others"][0]["resets"]] == [expected["in_a_garden"].kept["resets"], [0]]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what", ["answers", "rewards"])
+def test_what_the_first_rank_makes_must_be_sent(what: str) -> None:
+    """Ranks with answers of their own are noticed before their first pass; with rewards, they log other figures."""
+    message = "different batches of a Trainer" if what == "answers" else None
+    with pytest.raises(CommError if message else (CommError, AssertionError), match=message):
+        ours_each([partial(answers_stay, what=what)], CP2, 2)

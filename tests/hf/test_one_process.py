@@ -1,29 +1,36 @@
-"""Accelerate says one process while trainers of ours are open, and what it said before afterwards."""
+"""Accelerate says one process while trainers of ours are open; what a trainer is given, by name and by keys."""
 
+import os
+import pickle
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from transformers import Trainer, TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, LongspanTrainer
 from longspan.hf.one_process import OneProcess
-from longspan.hf.trainer import layout_line
+from longspan.hf.trainer import GivenArguments, layout_line, prepare_options
 from longspan.testing import run_ranks
-from tests.hf.stock import Run, model_of
+from tests.hf.stock import CP2, RECOMPUTES, Run
 from tests.hf.test_trainer import Texts, pad
+from tests.hf.tiny import model_of
 
-CP2 = LongspanArguments(context_parallel_size=2)
+TWO = LongspanArguments(**CP2)
 
 
 def arguments(**changes: Any) -> TrainingArguments:
     return TrainingArguments(**Run("unused", 2).arguments() | {"output_dir": "unused-folder"} | changes)
 
 
-def trainer(args: TrainingArguments | None = None, longspan: LongspanArguments = CP2, kind: Any = None) -> Any:
+def trainer(args: TrainingArguments | None = None, longspan: LongspanArguments = TWO, kind: Any = None) -> Any:
     keywords: dict[str, Any] = {} if kind is Trainer else {"longspan": longspan}
     return (kind or LongspanTrainer)(
         model=model_of(), args=args or arguments(), data_collator=pad, train_dataset=Texts(8), **keywords
@@ -40,20 +47,43 @@ def state() -> dict[str, Any]:
     return {name: str(value) for name, value in PartialState._shared_state.items()}
 
 
+def wait_for_the_first(rank: int) -> float:
+    one = trainer()
+    with one.args.main_process_first(), PartialState().main_process_first():
+        if rank == 0:
+            time.sleep(0.5)
+        passed = time.monotonic()
+    one.end()
+    return passed
+
+
+def other_rows(rank: int) -> str:
+    """The error of rows of equal lengths that are not the same on the ranks."""
+    one = trainer(arguments(seed=1 + rank, data_seed=1))
+    one.train_dataset = Texts(8)
+    ids = one.train_dataset[0]["input_ids"]
+    one.data_collator = lambda rows: pad([{"input_ids": [i - rank for i in ids], "labels": ids} for _ in rows])
+    try:
+        one.train()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        one.end()
+    return ""
+
+
 def life(rank: int, folder: str) -> dict[str, Any]:
     """What is seen before, between and after trainers."""
-    import os
-
     os.chdir(folder)
+    seen: dict[str, Any] = {"waited": wait_for_the_first(rank)}
     torch.set_default_dtype(torch.float64)
-    seen: dict[str, Any] = {}
     before = arguments()
     seen["before"], first_state = before.world_size, state()
     seen["refused at construction"] = refused(lambda: trainer(arguments(), LongspanArguments(pp=2)))
     seen["after a refusal"] = state() == first_state
     with pytest.raises(ValueError, match="max_steps has to be specified"):
         LongspanTrainer(
-            model_of(), arguments(max_steps=-1), train_dataset=iter([]), longspan=CP2
+            model_of(), arguments(max_steps=-1), train_dataset=iter([]), longspan=TWO
         )  # raised by stock's constructor
     seen["after a constructor that raised"] = state() == first_state and OneProcess.now is None
     one = trainer(before)
@@ -80,11 +110,19 @@ def life(rank: int, folder: str) -> dict[str, Any]:
     again.train()
     again.end()
     seen["again"] = again.state.global_step
+    seen["other rows"] = other_rows(rank)
     return seen
 
 
-def test_accelerates_state(tmp_path: Any) -> None:
+def test_accelerates_state(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = run_ranks(life, 2, str(tmp_path))
+    assert first.pop("waited") <= second.pop("waited")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("longspan: ")]
+    fixed = "training fixed at cp 2, evaluation fixed at cp 2"
+    assert lines == [f"longspan: 2 ranks, 2 slots; {fixed}; weights sharded over 2 ranks"] * 5, "one of each trainer"
+    for seen in (first, second):
+        error = seen.pop("other rows")
+        assert error.startswith("CommError") and "batches of a Trainer" in error and "the same rows" in error, error
     assert first | {"main processes": None} == second | {"main processes": None}
     assert first["main processes"] == (True, True) and second["main processes"] == (False, False)
     assert first["before"] == 2 and first["after"] == (2, 2, 2)
@@ -99,62 +137,76 @@ def test_accelerates_state(tmp_path: Any) -> None:
     assert "call end() of the first" in first["another layout"] and "pp is 2" in first["refused at construction"]
 
 
-def other_rows(rank: int) -> str:
-    """Rows of equal lengths, but not the same on the ranks."""
-    torch.set_default_dtype(torch.float64)
-    one = trainer(arguments(seed=1 + rank, data_seed=1))
-    one.train_dataset = Texts(8)
-    ids = one.train_dataset[0]["input_ids"]
-    one.data_collator = lambda rows: pad([{"input_ids": [i - rank for i in ids], "labels": ids} for _ in rows])
-    try:
-        one.train()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        one.end()
-    return ""
+class PassesAll(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
-def test_ranks_with_other_rows_are_refused() -> None:
-    for found in run_ranks(other_rows, 2):
-        assert found.startswith("CommError") and "batches of a Trainer" in found and "the same rows" in found, found
+class PassesRest(Trainer):
+    def __init__(self, model: Any, *args: Any, weight: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
 
 
-def waits(rank: int) -> list[str]:
-    """The first rank goes first, and the others wait for it."""
-    import time
-
-    one = trainer()
-    order = list[str]()
-    with one.args.main_process_first(), PartialState().main_process_first():
-        if rank == 0:
-            time.sleep(0.5)
-        order.append(f"{time.monotonic():.6f}")
-    one.end()
-    return order
+class Makes(Trainer):
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, TrainingArguments())
 
 
-def test_others_wait_for_the_main_process(capfd: pytest.CaptureFixture[str]) -> None:
-    first, second = run_ranks(waits, 2)
-    assert float(first[0]) <= float(second[0])
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("longspan: ")]
-    fixed = "training fixed at cp 2, evaluation fixed at cp 2"
-    assert lines == [f"longspan: 2 ranks, 2 slots; {fixed}; weights sharded over 2 ranks"]
+def given(kind: type[Trainer], *args: Any, **keywords: Any) -> GivenArguments:
+    mine = type("Mine", (kind,), {})
+    return GivenArguments(mine, kind.__init__.__get__(object()), args, keywords)
+
+
+def bare() -> TrainingArguments:
+    return TrainingArguments.__new__(TrainingArguments)
+
+
+@pytest.mark.parametrize("kind", [Trainer, PassesAll, PassesRest])
+@pytest.mark.parametrize("named", [False, True])
+def test_arguments_are_found_and_replaced(kind: type[Trainer], named: bool) -> None:
+    stock, mine = bare(), bare()
+    found = given(kind, "model", args=stock) if named else given(kind, "model", stock)
+    assert found.args is stock and "train_dataset" in found.parameter_names
+    positional, keywords = found.call_with(mine)
+    values = (*positional, *keywords.values())
+    assert any(value is mine for value in values) and not any(value is stock for value in values)
+
+
+def test_a_constructor_must_take_arguments() -> None:
+    with pytest.raises(ConfigError, match="takes model, and longspan must give it args"):
+        given(Makes, "model").call_with(bare())
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"context_parallel_size": 0}, "context_parallel_size is 0"),
+        ({"memory_bytes": -1}, "^memory_bytes is -1"),
+    ],
+)
+def test_numbers_of_keys_have_bounds(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LongspanArguments(**keys).home(4)
+
+
+def test_keys_are_read_from_a_command_line() -> None:
+    words = ["--hierarchical_context_parallel_sizes", "2", "2", "--context_parallel_size", "4"]
+    words += ["--cp_comm_type", "a2a+p2p", "--max_tokens_per_slot", "512"]
+    words += ["--eval_context_parallel_size", "auto", "--reshard_after_forward", "false"]
+    (keys,) = HfArgumentParser(LongspanArguments).parse_args_into_dataclasses(words)  # pyright: ignore[reportArgumentType]
+    assert keys.home(4).slots == 4
+    assert keys.config().context.hierarchical_context_parallel_sizes == (2, 2)
+    assert LongspanArguments(max_tokens_per_slot=512).config().context.max_tokens_per_slot == 512  # pyright: ignore[reportArgumentType]
+    assert pickle.loads(pickle.dumps(keys)) == keys
 
 
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
         ({}, "8 slots; training fixed at cp 1, evaluation fixed at cp 1; weights sharded over 8 ranks"),
-        (
-            {"planner": "dynamic", "eval_context_parallel_size": "auto"},
-            "training dynamic, evaluation fixed at cp auto",
-        ),
+        ({"planner": "dynamic", "eval_context_parallel_size": "auto"}, "training dynamic, evaluation fixed at cp auto"),
         ({"tp": 2, "dp_replicate": 2}, "4 slots, tp 2, dp_replicate 2; training fixed"),
-        (
-            {"dp_replicate": 2, "context_parallel_size": 4},
-            "evaluation fixed at cp 4; weights sharded over 4 ranks",
-        ),
+        ({"dp_replicate": 2, "context_parallel_size": 4}, "evaluation fixed at cp 4; weights sharded over 4 ranks"),
     ],
 )
 def test_a_line_says_how_ranks_share_documents(keys: dict[str, Any], text: str) -> None:
@@ -165,3 +217,18 @@ def test_a_line_says_how_ranks_share_documents(keys: dict[str, Any], text: str) 
 def test_defaults_are_those_of_a_run_on_a_folder() -> None:
     keys = {"model.config": "the Trainer's model", "context.cp_comm_type": "auto"}
     assert LongspanArguments().config() == load_config(None, keys)
+
+
+def test_layers_are_compiled_as_in_a_run() -> None:
+    trainer = SimpleNamespace(_stock_arguments=TrainingArguments(use_cpu=True), longspan=LongspanArguments())
+    options = [prepare_options(trainer, model_of(), None, training=training) for training in (True, False)]
+    assert [option.compiled for option in options] == ["auto", "none"], "a reference is not"
+
+
+def test_keys_of_memory_hold_without_a_plan() -> None:
+    config = LongspanArguments().config()
+    config = replace(config, train=replace(config.train, offload_activations=True, mlp_tile_rows=64))
+    arguments = TrainingArguments(use_cpu=True, **{RECOMPUTES: True})
+    trainer = SimpleNamespace(_stock_arguments=arguments, longspan=SimpleNamespace(config=lambda: config))
+    options = prepare_options(trainer, model_of(), None, training=True)
+    assert (options.activation_checkpointing, options.offload_activations, options.mlp_tile_rows) == ("full", True, 64)

@@ -16,9 +16,10 @@ from longspan.hf import LongspanArguments, LongspanTrainer, with_longspan
 from longspan.hf.facade import TokenOutput
 from longspan.hf.one_process import OneProcess
 from longspan.testing import run_ranks
-from tests.hf.stock import Run, model_of, tokenizer
+from tests.hf.stock import Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
 from tests.hf.test_trainer import Halved, Texts, pad
+from tests.hf.tiny import model_of, tokenizer
 
 
 def _model(**values: Any) -> Any:
@@ -35,7 +36,8 @@ def _dropping() -> Any:
 
 
 def _bert() -> Any:
-    return BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return BertForMaskedLM(BertConfig(vocab_size=16, **sizes))
 
 
 def _routed() -> Any:
@@ -44,24 +46,13 @@ def _routed() -> Any:
     return model
 
 
-def _reads_logits() -> None:
-    class Reads(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            return model(**inputs).logits.mean()
-
-    trainer = _make(Reads)
-    try:
-        trainer.train()
-    finally:
-        trainer.end()
+class ReadsLogits(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        return model(**inputs).logits.mean()
 
 
-def _reads_first() -> None:
-    trainer = _make(compute_loss_func=lambda outputs, *_, **__: outputs[0].mean())
-    try:
-        trainer.train()
-    finally:
-        trainer.end()
+def _mean_of_first(outputs: Any, *_: Any, **__: Any) -> Any:
+    return outputs[0].mean()
 
 
 def _sees() -> None:
@@ -95,26 +86,17 @@ def _unsaved(folder: str = "unused", **values: Any) -> None:
 
 
 class Saving(TrainerCallback):
-    """Saves as a script for one process does."""
-
     def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:
         model.save_pretrained("saved")
 
 
 class Unwritable(TrainerCallback, ExportableState):
-    """Whose state is no JSON."""
-
     def state(self) -> dict[str, Any]:
         return {"args": {"seen": {1, 2}}, "attributes": {}}
 
 
-def _other_batch(**values: Any) -> None:
-    trainer = _make()
-    trainer.data_collator = lambda rows: pad(rows) | values
-    try:
-        trainer.train()
-    finally:
-        trainer.end()
+def _with_pixels(rows: Any) -> dict[str, Any]:
+    return pad(rows) | {"pixel_values": torch.zeros(1)}
 
 
 def _make(kind: Any = Trainer, longspan: dict[str, Any] | None = None, **keywords: Any) -> Any:
@@ -166,16 +148,19 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda: _make(model=_model(is_quantized=True)),
         "is quantized (transformers), and whole weights are trained",
     ),
-    "no causal model": (
-        lambda: _make(model=BertForMaskedLM(_bert())),
-        "BertForMaskedLM is no causal language model",
-    ),
+    "no causal model": (lambda: _make(model=_bert()), "BertForMaskedLM is no causal language model"),
     "router loss": (lambda: _make(model=_routed()), "output_router_logits of Qwen3MoeForCausalLM adds"),
     "dropout": (lambda: _make(Halved, model=_dropping()), "drops 0.1 of its attention weights of Qwen3ForCausalLM"),
     "search": (lambda: _ended(lambda t: t.hyperparameter_search()), "hyperparameter_search is not run by a longspan"),
-    "logits": (_reads_logits, "a loss reads 'logits' of the model's output; under longspan it may read loss, and"),
-    "first of outputs": (_reads_first, "a loss reads 0 of the model's output; under longspan it may read loss, and"),
-    "images": (lambda: _other_batch(pixel_values=torch.zeros(1)), "pixel_values"),
+    "logits": (
+        lambda: _trained(kind=ReadsLogits),
+        "a loss reads 'logits' of the model's output; under longspan it may read loss, and",
+    ),
+    "first of outputs": (
+        lambda: _trained(compute_loss_func=_mean_of_first),
+        "a loss reads 0 of the model's output; under longspan it may read loss, and",
+    ),
+    "images": (lambda: _trained(data_collator=_with_pixels), "pixel_values"),
     "processor of images": (_sees, "Qwen3ForCausalLM with ProcessorMixin reads images, which a longspan trainer"),
     "generation config": (lambda: _unsaved(temperature=0.7), "a save into unused would fail, tried before training: "),
     "config": (lambda: _unsaved(own=open), "a save into unused would fail, tried before training: TypeError: Object"),
@@ -187,28 +172,29 @@ CASES: dict[str, tuple[Any, str]] = {
         "context_parallel_size 2 does not divide 1 slot (1 rank / tp 1 / pp 1); use 1, or start a multiple of 2 "
         "processes (torchrun --nproc-per-node 2; accelerate launch --cpu starts only one)",
     ),
-    "fraction": (lambda: _make(longspan={"memory_bytes": -1}), "memory_bytes is -1; it must be at least 0"),
+    "bytes": (lambda: _make(longspan={"memory_bytes": -1}), "memory_bytes is -1; it must be at least 0"),
     "rows": (
         lambda: _make(longspan={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
         "hierarchical_context_parallel_sizes (2, 2) multiply to 4, but the group has context_parallel_size 1",
     ),
-    "long document": (
-        lambda: _ended(lambda trainer: trainer.train(), longspan={"max_tokens_per_slot": "16"}),
-        "cp 1",
-    ),
+    "long document": (lambda: _trained(longspan={"max_tokens_per_slot": "16"}), "cp 1"),
     "saving in a callback": (
-        lambda: _ended(lambda trainer: trainer.train(), callbacks=[Saving()]),
+        lambda: _trained(callbacks=[Saving()]),
         "Qwen3ForCausalLM.save_pretrained would write what this rank holds of a prepared model; call "
         "trainer.save_model(folder) on all ranks",
     ),
     "saving an adapter in a callback": (
-        lambda: _ended(lambda trainer: trainer.train(), callbacks=[Saving()], model=get_peft_model(model_of(), LORA)),
+        lambda: _trained(callbacks=[Saving()], model=get_peft_model(model_of(), LORA)),
         "PeftModel.save_pretrained: the model inside it was prepared, and lies on several ranks; call "
         "trainer.save_model(folder) on all ranks",
     ),
     "no Trainer": (lambda: with_longspan(dict), "with_longspan takes a Trainer class, and got <class 'dict'>"),
     "planner": (lambda: _make(longspan={"planner": "fixt"}), "planner"),
 }
+
+
+def _trained(**keywords: Any) -> None:
+    _ended(lambda trainer: trainer.train(), **keywords)
 
 
 def _ended(use: Any, **keywords: Any) -> None:

@@ -20,7 +20,8 @@ from longspan.hf.files import FilesPart
 from longspan.hf.steps import StepsPart
 from longspan.hf.trainer import LongspanMixin
 from longspan.testing import run_ranks
-from tests.hf.stock import Run, model_of
+from tests.hf.stock import Run
+from tests.hf.tiny import model_of
 
 ROWS, BATCH, SAVED, STEPS = 20, 4, 7, 11  # five steps an epoch: saved in the second, at its end, and in the third
 
@@ -30,16 +31,12 @@ def draw() -> list[Any]:
 
 
 class Saver(TrainerCallback):
-    """Saves at the end of an epoch and in one, and draws from every global generator after each step."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_save = state.global_step in (5, SAVED)
         draw()
 
 
 class OwnOrder(Sampler[int]):
-    """An order of rows that a function draws when an epoch begins."""
-
     def __init__(self, draw: Callable[[], list[int]]) -> None:
         self.draw = draw
 
@@ -51,8 +48,6 @@ class OwnOrder(Sampler[int]):
 
 
 class RowByRow(OwnOrder):
-    """Draws each row when it is asked for, from a generator of its own."""
-
     def __init__(self) -> None:
         self.generator = random.Random(3)
 
@@ -61,8 +56,6 @@ class RowByRow(OwnOrder):
 
 
 class Shuffled(IterableDataset[Any]):
-    """A stream in another order each time, by a generator of numpy."""
-
     def __init__(self) -> None:
         self.generator = np.random.default_rng(3)
 
@@ -71,8 +64,6 @@ class Shuffled(IterableDataset[Any]):
 
 
 class GloballyShuffled(IterableDataset[Any]):
-    """A stream in another order each time, by python's global generator."""
-
     def __iter__(self) -> Iterator[Any]:
         return (row(number) for number in random.sample(range(ROWS), ROWS))
 
@@ -117,8 +108,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Callable[..., Any]]]] = {
 
 
 class Rows(Trainer):
-    """Reads batches, makes the next ones ahead and saves as a longspan trainer does; it computes nothing."""
-
     made: dict[str, Callable[..., Any]]
     batches: list[list[int]]
 
@@ -154,7 +143,6 @@ def collate(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def runs(rank: int, root: str, chosen: list[str]) -> dict[str, list[list[list[int]]]]:
-    """Of each case the batches of its runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepsPart, "_runs_ahead", False)
         patch.setattr(StepsPart, "training_step", lambda trainer, model, inputs, *_: read_only(trainer, inputs))
@@ -180,7 +168,6 @@ def data_of(name: str) -> Any:
 
 
 def batches(folder: Path, name: str) -> list[list[list[int]]]:
-    """The batches of a run from the beginning, from the checkpoint inside an epoch, and from that between epochs."""
     trainer, runs = make(folder, name), list[Any]()
     trainer.made = CASES[name][1]
     for step in (0, SAVED, 5):

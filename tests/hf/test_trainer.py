@@ -1,5 +1,10 @@
-"""transformers' Trainer over plans equals stock in one process: losses, norms, rates, evaluations, weights."""
+"""transformers' Trainer over plans equals stock in one process: losses, norms, rates, evaluations, metrics, weights.
 
+Also what scripts do with a Trainer: losses and loaders of their own, streams, callbacks, adapters.
+"""
+
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -7,12 +12,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    EarlyStoppingCallback,
+    EvalPrediction,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from longspan.errors import CommError
+from longspan.errors import CommError, NonFiniteError
 from longspan.hf import steps
-from tests.hf.stock import VOCABULARY, Ran, Run, compare, log_errors, model_of, ours, stock
+from tests.hf.stock import AUTO, CP2, RECOMPUTES, Ran, Run, check, check_each, log_errors, ours_each, stock_each
+from tests.hf.tiny import VOCABULARY, model_of, tokenizer
 from tests.mutation import Change, mutated
 
 EXACT: dict[str, Any] = {"loss": 1e-10, "metric": 1e-10, "weights": 1e-10}
@@ -21,8 +38,6 @@ ROWS, STEPS = 8, 5  # a micro-batch of all ranks; the data has 6 micro-batches, 
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of random ids, a third of each without a label; longer and shorter ones are padded together."""
-
     count: int
     seed: int = 0
 
@@ -37,7 +52,6 @@ class Texts:
 
 
 def pad(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """Rows padded on the right."""
     longest = max(len(row["input_ids"]) for row in rows)
 
     def padded(values: list[int], fill: int) -> list[int]:
@@ -51,7 +65,6 @@ def pad(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 
 def make(run: Run, kind: type[Any] = Trainer, *, rows: int = ROWS, more: Any = None, **changes: Any) -> Any:
-    """A trainer of two epochs, with accumulation, warm-up, cosine, decay, clipping and evaluation."""
     settings: dict[str, Any] = {
         "num_train_epochs": 10,
         "gradient_accumulation_steps": 3,
@@ -70,7 +83,6 @@ def make(run: Run, kind: type[Any] = Trainer, *, rows: int = ROWS, more: Any = N
 
 
 def train(run: Run) -> Any:
-    """Five steps: accumulation 3, six batches an epoch, the last short."""
     trainer = make(run, eval_steps=3)
     with_losses(trainer, run)
     trainer.train()
@@ -78,7 +90,6 @@ def train(run: Run) -> Any:
 
 
 def with_losses(trainer: Any, run: Run) -> None:
-    """Keep the loss of each batch as the step returns it, before it is rounded into the log."""
     step = trainer.training_step
     run.kept["losses"] = []
 
@@ -91,56 +102,10 @@ def with_losses(trainer: Any, run: Run) -> None:
     trainer.training_step = kept
 
 
-@cache
-def one_process() -> Ran:
-    return stock(train)
-
-
-CP2 = {"context_parallel_size": 2, "eval_context_parallel_size": "1"}
-DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": "64", "eval_max_tokens_per_slot": "0", "cp_comm_type": "p2p"}
-
-
-@pytest.mark.parametrize(
-    ("longspan", "ranks"),
-    [
-        pytest.param(CP2, 2, id="cp 2"),
-        pytest.param(DYNAMIC, 4, id="dynamic"),
-        pytest.param({"tp": 2}, 2, id="tp 2", marks=pytest.mark.whole),
-        pytest.param({"tp": 2, **DYNAMIC}, 4, id="tp 2, dynamic", marks=pytest.mark.whole),
-    ],
-)
-def test_equals_one_process(longspan: dict[str, Any], ranks: int) -> None:
-    found = ours(train, longspan, ranks)
-    np.testing.assert_allclose(found.kept["losses"], one_process().kept["losses"], rtol=1e-10)
-    for name, error in log_errors(one_process().logs, found.logs).items():
-        assert error < 1e-10, (name, error)
-    for name, weight in one_process().weights.items():
-        assert np.linalg.norm(found.weights[name] - weight) < 1e-10 * np.linalg.norm(weight), name
-
-
-def count_passes(run: Run) -> Any:
-    """Two steps, and how often a step ran with a backward pass, and how often only forward."""
-    calls = run.kept["calls"] = {"backward": 0, "forward": 0}
-    if run.longspan is not None:
-        step, values = steps.run_step, steps.token_log_probs
-        steps.run_step = lambda *a, **k: (calls.update(backward=calls["backward"] + 1), step(*a, **k))[1]
-        steps.token_log_probs = lambda *a, **k: (calls.update(forward=calls["forward"] + 1), values(*a, **k))[1]
-    trainer = make(run, eval_strategy="no", max_steps=2)
-    trainer.train()
-    return trainer
-
-
-def test_the_cross_entropy_takes_one_pass() -> None:
-    assert ours(count_passes, {"context_parallel_size": 2}, 2).kept["calls"] == {"backward": 2, "forward": 0}
-
-
 class Weighted(Trainer):
-    """A loss of the user's own: late tokens count more, by TRL's way to call a model."""
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean of (1 + 0.01 i) times the cross entropy of column i."""
         out = model(**inputs, fused_lm_head=True)
         weights = 1 + 0.01 * torch.arange(out.log_probs.shape[1], device=out.log_probs.device)
         loss = -(weights * out.log_probs).sum() / num_items_in_batch
@@ -148,20 +113,16 @@ class Weighted(Trainer):
 
 
 class Halved(Trainer):
-    """A loss of the user's own over the model's."""
-
     def compute_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, model: Any, inputs: Any, return_outputs: bool = False, **keywords: Any
     ) -> Any:
-        """Half of the model's loss."""
         out = model(**inputs)
         return (out["loss"] / 2, out) if return_outputs else out.loss / 2
 
 
 def own_loss(run: Run) -> Any:
-    """A loss by the values of tokens."""
     model_kind: Any = Weighted
-    trainer = make(run, model_kind, max_steps=3, eval_strategy="no")
+    trainer = make(run, model_kind, max_steps=2, eval_strategy="no")
     if run.longspan is None:
         from trl.trainer.utils import add_fused_lm_head
 
@@ -171,14 +132,18 @@ def own_loss(run: Run) -> Any:
 
 
 def halved_loss(run: Run) -> Any:
-    """A loss over the model's."""
-    trainer = make(run, Halved, max_steps=3, eval_strategy="no")
+    return with_measures(run, make(run, Halved, max_steps=2, eval_strategy="no", **{RECOMPUTES: True}))
+
+
+def with_measures(run: Run, trainer: Any) -> Any:
+    """Train, and keep what a plan of memory chose for layers."""
     trainer.train()
+    plan = getattr(trainer, "memory_plan", None)
+    run.kept["measures"] = None if plan is None else plan.measures
     return trainer
 
 
 def weighted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """The loss of Weighted, of logits where there are some, and of log-probabilities."""
     log_probs = outputs.get("log_probs")
     if log_probs is None:
         scores = outputs["logits"][:, :-1].log_softmax(-1)
@@ -188,40 +153,37 @@ def weighted(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
 
 
 def loss_function(run: Run) -> Any:
-    """A function of the user's own, which gets the labels apart; evaluations with and without metrics of logits."""
+    """A function that gets the labels apart; evaluations with a metric of logits."""
     more = {"compute_loss_func": weighted, "compute_metrics": count_rows}
-    trainer = make(run, more=more, max_steps=3, eval_steps=2)
+    trainer = make(run, more=more, max_steps=2, eval_steps=2)
     trainer.train()
     return trainer
 
 
 def count_rows(predicted: Any) -> dict[str, float]:
-    """A metric that needs predictions."""
     return {"rows": len(predicted.predictions), "mean": float(np.abs(predicted.predictions).max())}
 
 
-@pytest.mark.parametrize("case", [own_loss, halved_loss, loss_function])
-def test_a_loss_of_the_users_own(case: Any) -> None:
-    compare(case, {"context_parallel_size": 2}, **EXACT)
-
-
 class Stopper(TrainerCallback):
-    """Ends training after two steps."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Stop."""
         control.should_training_stop = state.global_step >= 2
 
 
 def stopped(run: Run) -> Any:
-    """A callback stops it."""
-    trainer = make(run, more={"callbacks": [Stopper()]}, eval_strategy="no")
-    trainer.train()
-    return trainer
+    """A callback stops it; counted are the steps that run with a backward pass, and those that only run forward."""
+    calls = run.kept["calls"] = {"backward": 0, "forward": 0}
+    step, values = steps.run_step, steps.token_log_probs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            steps, "run_step", lambda *a, **k: (calls.update(backward=calls["backward"] + 1), step(*a, **k))[1]
+        )
+        patch.setattr(
+            steps, "token_log_probs", lambda *a, **k: (calls.update(forward=calls["forward"] + 1), values(*a, **k))[1]
+        )
+        return with_measures(run, make(run, more={"callbacks": [Stopper()]}, eval_strategy="no"))
 
 
 def stopped_early(run: Run) -> Any:
-    """The evaluation's loss stops it, as it grows."""
     callbacks = [EarlyStoppingCallback(early_stopping_patience=1)]
     trainer = make(
         run,
@@ -238,14 +200,196 @@ def stopped_early(run: Run) -> Any:
     return trainer
 
 
-@pytest.mark.parametrize("case", [stopped, pytest.param(stopped_early, marks=pytest.mark.whole)])
-def test_callbacks(case: Any) -> None:
-    compare(case, {"context_parallel_size": 2}, **EXACT)
+# ---- evaluations
 
 
-# ---- mutations
+def metrics(predicted: EvalPrediction) -> dict[str, float]:
+    logits, labels = predicted.predictions, predicted.label_ids
+    here = labels[:, 1:] != -100
+    chosen = logits[:, :-1].argmax(-1) == labels[:, 1:]
+    return {"accuracy": float(chosen[here].mean()), "norm": float((logits[:, :-1][here] ** 2).sum())}
 
 
+def reduced(predicted: EvalPrediction) -> dict[str, float]:
+    here = predicted.label_ids[:, 1:] != -100
+    return {"accuracy": float((predicted.predictions[:, :-1] == predicted.label_ids[:, 1:])[here].mean())}
+
+
+def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def with_metrics(run: Run) -> Any:
+    sets = {"short": Texts(5, seed=1), "long": Texts(7, seed=2)}
+    trainer = make(run, rows=4, more={"compute_metrics": metrics}, max_steps=2, eval_steps=1, eval_on_start=True)
+    trainer.eval_dataset = sets
+    trainer.train()
+    unlabelled = Texts(6, seed=3)
+    told = trainer.predict(unlabelled)
+    run.kept["metrics"] = {k: v for k, v in told.metrics.items() if "per_second" not in k and "time" not in k}
+    run.kept["predictions"] = _at_labels(told)
+    trainer.data_collator = lambda rows: {k: v for k, v in pad(rows).items() if k != "labels"}
+    trainer.compute_metrics = None
+    bare = trainer.predict(unlabelled)
+    run.kept["without labels"] = _at_labels(bare, told.label_ids)
+    assert bare.label_ids is None
+    return trainer
+
+
+def _at_labels(told: Any, labels: Any = None) -> np.ndarray:
+    labels = told.label_ids if labels is None else labels
+    return told.predictions[:, :-1][labels[:, 1:] != -100]
+
+
+def with_reduced_logits(run: Run) -> Any:
+    more = {"compute_metrics": reduced, "preprocess_logits_for_metrics": likeliest}
+    trainer = make(run, rows=2, more=more, max_steps=2, eval_steps=1)
+    trainer.train()
+    return trainer
+
+
+def token_loss(run: Run) -> Any:
+    """Of an evaluation by itself, before any training."""
+    trainer = make(run, rows=8)
+    run.kept["evaluated"] = trainer.evaluate()
+    if run.longspan is None:
+        run.kept["dense"] = _dense_loss(trainer.model)
+    return trainer
+
+
+def _dense_loss(model: Any) -> float:
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for number in range(11):
+            row = Texts(11, seed=1)[number]
+            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+            scores = model.eval()(ids).logits[0].log_softmax(-1)
+            here = labels[1:] != -100
+            total -= scores[:-1].gather(1, labels[1:].clamp(min=0)[:, None])[:, 0][here].sum().item()
+            count += int(here.sum())
+    return total / count
+
+
+# ---- what scripts do
+
+
+def walk(run: Run, kind: type[Any] = Trainer, *, steps: int = 4, more: Any = None, **changes: Any) -> Any:
+    """A trainer that ran: four rows a batch of 22, four steps unless told otherwise."""
+    args = TrainingArguments(**run.arguments(steps=steps) | changes)
+    given = {"model": model_of(), "train_dataset": Texts(22), "eval_dataset": Texts(7, seed=1), "data_collator": pad}
+    trainer = run.trainer(kind, args=args, **given | (more or {}))
+    return with_measures(run, trainer)
+
+
+def rows() -> Dataset:
+    return Dataset.from_list([Texts(22)[row] for row in range(22)])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Texts(22)[row] for row in range(22))
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        data: Any = self.train_dataset
+        return DataLoader(data, batch_size=self.args.train_batch_size, collate_fn=self.data_collator)
+
+
+class Unlabelled(Texts):
+    def __getitem__(self, row: int) -> dict[str, list[int]]:
+        text = super().__getitem__(row)
+        return text if row >= 8 else text | {"labels": [-100] * len(text["labels"])}
+
+
+class Short(Texts):
+    def __getitem__(self, row: int) -> dict[str, list[int]]:
+        ids = super().__getitem__(row)["input_ids"][: (1, 2, 40)[row % 3]]
+        return {"input_ids": ids, "labels": [-100, *ids[1:]]}
+
+
+def stream(run: Run) -> Any:
+    trainer = walk(run, more={"train_dataset": Stream()}, gradient_accumulation_steps=4, steps=5)
+    assert run.longspan is None or trainer._runs_ahead, "one pass a step"
+    return trainer
+
+
+def shuffled_stream(run: Run) -> Any:
+    data = rows().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=4)
+    return walk(run, more={"train_dataset": data}, steps=7, dataloader_num_workers=2)
+
+
+class Cutter(TrainerCallback):
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.calls += 1
+        control.should_epoch_stop = self.calls == 3
+        control.should_training_stop = self.calls == 6
+
+
+def cut_steps(run: Run) -> Any:
+    trainer = walk(run, more={"callbacks": [Cutter()]}, gradient_accumulation_steps=3, steps=3)
+    assert run.longspan is None or trainer._runs_ahead, "one pass a step"
+    logs = trainer.state.log_history
+    trainer.train()
+    trainer.state.log_history = logs + trainer.state.log_history
+    return trainer
+
+
+def language_modelling(run: Run) -> Any:
+    data = rows().remove_columns("labels")
+    collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    return walk(run, more={"train_dataset": data, "data_collator": collator})
+
+
+def flattening(run: Run) -> Any:
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    return walk(run, more={"train_dataset": rows(), "data_collator": collator})
+
+
+def own_loader(run: Run) -> Any:
+    return walk(run, OwnLoader, more={"train_dataset": Unlabelled(22)})
+
+
+def few_rows(run: Run) -> Any:
+    return walk(run, more={"train_dataset": Texts(3)}, gradient_accumulation_steps=4, steps=3)
+
+
+def short_rows(run: Run) -> Any:
+    made = {"train_dataset": Short(22), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    return walk(run, more=made, **settings, metric_for_best_model="eval_loss", train_sampling_strategy="sequential")
+
+
+def own_adapter(run: Run) -> Any:
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return walk(run, more={"model": get_peft_model(model_of(tie_word_embeddings=True), lora)})
+
+
+class NotANumber(Trainer):
+    """Its loss is NaN in the second step."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+        loss = model(**inputs).loss
+        return loss * float("nan") if self.state.global_step == 1 else loss
+
+
+def not_a_number(run: Run) -> None:
+    trainer = make(run, NotANumber, gradient_accumulation_steps=2, max_steps=3, eval_strategy="no")
+    with pytest.raises(NonFiniteError) as error:
+        trainer.train()
+    run.kept["error"] = str(error.value)
+    trainer.end()
+
+
+# ---- the tables
+
+
+DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": "64", "cp_comm_type": "p2p"}
+MEMORY = {"memory_bytes": 3_000_000}
 MUTATIONS: dict[str, Change] = {
     "gradients are divided by the number of ranks": (
         "hf.steps", 'return at["coefficient"] * log_probs', 'return at["coefficient"] * log_probs / 2'
@@ -260,23 +404,124 @@ MUTATIONS: dict[str, Change] = {
 }  # fmt: skip
 
 
-def short(run: Run) -> Any:
-    """Three steps of a loss of the user's own, broken where `run` asks."""
-    name = (run.longspan or {}).pop("mutation", None)
-    if name is None:
-        return own_loss(run)
+def broken(run: Run) -> Any:
+    name = (run.longspan or {}).pop("mutation", next(iter(MUTATIONS)))
     with mutated(MUTATIONS[name]):
         return own_loss(run)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.whole] * (i > 0)) for i, name in enumerate(MUTATIONS)]
+COMPARED = (own_loss, halved_loss, loss_function, with_reduced_logits, stream, cut_steps)
+CASES = (
+    *COMPARED,
+    (train, AUTO | {"eval_context_parallel_size": "1"}),
+    (stopped, MEMORY | {"cp_comm_type": "auto"}),
+    (own_loader, AUTO | {"memory_bytes": 1 << 30}),
+    (with_metrics, {"context_parallel_size": 1, "eval_context_parallel_size": "2"}),
+    (token_loss, {"eval_context_parallel_size": "1"}),
 )
-def test_a_mutation_is_seen(name: str) -> None:
-    with pytest.raises((AssertionError, CommError)):
-        compare(short, {"context_parallel_size": 2, "mutation": name}, **EXACT, reference=_short())
+MORE = (shuffled_stream, language_modelling, flattening, few_rows, short_rows, own_adapter, stopped_early)
 
 
 @cache
-def _short() -> Ran:
-    return stock(own_loss)
+def expected() -> dict[str, Ran]:
+    return stock_each(CASES)
+
+
+def check_train(found: Ran) -> None:
+    of_stock = expected()["train"]
+    np.testing.assert_allclose(found.kept["losses"], of_stock.kept["losses"], rtol=1e-10)
+    check(of_stock, found, **EXACT)
+    for name, weight in of_stock.weights.items():
+        assert np.linalg.norm(found.weights[name] - weight) < 1e-10 * np.linalg.norm(weight), name
+
+
+def check_metrics(found: Ran) -> None:
+    of_stock = expected()["with_metrics"]
+    assert max(log_errors(of_stock.logs, found.logs).values()) < 1e-10
+    for name in ("predictions", "without labels"):
+        assert found.kept[name].shape == of_stock.kept[name].shape
+        np.testing.assert_allclose(found.kept[name], of_stock.kept[name], rtol=0, atol=1e-10)
+    for name, value in of_stock.kept["metrics"].items():
+        assert abs(found.kept["metrics"][name] - value) <= 1e-10 * max(1, abs(value)), name
+
+
+def test_equals_one_process() -> None:
+    found = ours_each((*CASES, broken, not_a_number), CP2, 2)
+    wrong, error, alone = (found.pop(name) for name in ("broken", "not_a_number", "token_loss"))
+    check_each(expected(), found, **EXACT)
+    check_train(found["train"])
+    check_metrics(found["with_metrics"])
+    measures = {name: found[name].kept["measures"] for name in ("halved_loss", "stopped", "own_loader")}
+    assert measures == {"halved_loss": None, "stopped": ("selective", "selective"), "own_loader": ("none", "none")}
+    assert found["stopped"].kept["calls"] == {"backward": 2, "forward": 0}, "the cross entropy takes one pass"
+    of_stock, logged = expected()["token_loss"].kept, alone.kept["evaluated"]
+    assert abs(logged["eval_loss"] - of_stock["evaluated"]["eval_loss"]) < 1e-10
+    assert abs(logged["eval_token_loss"] - of_stock["dense"]) < 1e-10
+    assert abs(of_stock["dense"] - logged["eval_loss"]) > 1e-6, "batches have unequal counts of tokens"
+    assert "step 1: the loss of LongspanNotANumber has derivatives that are not" in error.kept["error"]
+    with pytest.raises(AssertionError):
+        check(expected()["own_loss"], wrong, **EXACT)
+
+
+def test_dynamic_plans_on_four_ranks() -> None:
+    check_train(ours_each([train], DYNAMIC | {"eval_max_tokens_per_slot": "0"}, 4)["train"])
+
+
+EVALUATED_DYNAMICALLY = {"context_parallel_size": 2, "eval_planner": "dynamic", "eval_max_tokens_per_slot": "40"}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("ranks", "trained", "evaluated"),
+    [
+        (2, {"tp": 2}, {"tp": 2, "context_parallel_size": 1, "eval_context_parallel_size": "1"}),
+        (4, {"tp": 2, **DYNAMIC, "eval_max_tokens_per_slot": "0"}, EVALUATED_DYNAMICALLY),
+    ],
+)
+def test_other_homes_equal_one_process(ranks: int, trained: dict[str, Any], evaluated: dict[str, Any]) -> None:
+    found = ours_each([(train, trained), (with_metrics, evaluated)], {}, ranks)
+    check_train(found["train"])
+    check_metrics(found["with_metrics"])
+
+
+@pytest.mark.whole
+def test_more_that_equals_stock() -> None:
+    of_stock = stock_each((stream, own_loader, cut_steps, *MORE))
+    check_each(of_stock, ours_each(MORE, CP2, 2), **EXACT)
+    check_each(of_stock, ours_each((stream, own_loader, cut_steps, *MORE[:-1]), DYNAMIC, 4), **EXACT)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", [*MUTATIONS][1:])
+def test_a_mutation_is_seen(name: str) -> None:
+    with pytest.raises((AssertionError, CommError)):
+        check(expected()["own_loss"], ours_each([broken], CP2 | {"mutation": name}, 2)["broken"], **EXACT)
+
+
+# ---- bfloat16
+
+
+def in_float32(run: Run) -> Any:
+    trainer = make(run, more={"model": model_of(dtype=torch.float32)}, max_steps=4, learning_rate=1e-3, eval_steps=2)
+    trainer.train()
+    return trainer
+
+
+def in_bfloat16(run: Run) -> Any:
+    """The same in bfloat16: by its argument in stock, and by the launcher's configuration in ours."""
+    if run.longspan is not None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+    more = {"model": model_of(dtype=torch.float32)}
+    trainer = make(run, more=more, max_steps=4, learning_rate=1e-3, eval_steps=2, bf16=run.longspan is None)
+    assert run.longspan is None or trainer.args.mixed_precision == "bf16"
+    trainer.train()
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+    return trainer
+
+
+def test_bfloat16_is_as_near_to_float32_as_autocast_is() -> None:
+    of_stock = stock_each([in_float32, in_bfloat16], exact=False)
+    found = ours_each([in_bfloat16], CP2, 2, exact=False)["in_bfloat16"]
+    for name, least in (("in_float32", 1e-6), ("in_bfloat16", 0.0)):
+        errors = log_errors(of_stock[name].logs, found.logs)
+        assert least < errors["loss"] < 1e-3 and errors["eval_loss"] < 1e-3 and errors["grad_norm"] < 1e-2, errors

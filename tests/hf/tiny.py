@@ -56,7 +56,6 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def model_of(family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """A tiny model whose weights depend on the seed; its norms, biases and sinks are random too."""
     kind, values = FAMILIES[family]
     config = kind(**SIZES | values | changes)
     attention = "eager" if family == "gpt-oss" else "sdpa"
@@ -78,7 +77,6 @@ WORDS = tuple(f"w{i}" for i in range(VOCABULARY - 5))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A word is a token; 0 is padding, 1 the end of a text, and its chat template marks the assistant's words."""
     words = {word: i for i, word in enumerate(("<pad>", "</s>", "<unk>", "u:", "a:", *WORDS))}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -93,13 +91,11 @@ def _texts(seed: int) -> Callable[[int, int], str]:
 
 
 def texts(count: int, seed: int = 0) -> Dataset:
-    """Plain texts of 5 to 40 words."""
     text = _texts(seed)
     return Dataset.from_list([{"text": text(5, 40)} for _ in range(count)])
 
 
 def conversations(count: int, seed: int = 0) -> Dataset:
-    """Chats of one or two turns."""
     text = _texts(seed)
 
     def turn() -> list[dict[str, str]]:
@@ -109,13 +105,11 @@ def conversations(count: int, seed: int = 0) -> Dataset:
 
 
 def completions(count: int, seed: int = 0) -> Dataset:
-    """Prompts, and a completion of each."""
     text = _texts(seed)
     return Dataset.from_list([{"prompt": text(2, 12) + " ", "completion": text(2, 20)} for _ in range(count)])
 
 
 def preferences(count: int, seed: int = 0) -> Dataset:
-    """Prompts, each with a chosen and a rejected answer."""
     text = _texts(seed)
     return Dataset.from_list(
         [{"prompt": text(2, 12) + " ", "chosen": text(2, 20), "rejected": text(2, 20)} for _ in range(count)]
@@ -123,7 +117,6 @@ def preferences(count: int, seed: int = 0) -> Dataset:
 
 
 def judged(count: int, seed: int = 0) -> Dataset:
-    """Prompts, a completion of each, and whether it is wanted."""
     text = _texts(seed)
     return Dataset.from_list(
         [{"prompt": text(2, 12) + " ", "completion": text(2, 20), "label": i % 3 != 0} for i in range(count)]

@@ -1,4 +1,4 @@
-"""DPOTrainer and KTOTrainer on ranks that share documents: losses, rewards and weights are stock's."""
+"""SFTTrainer, DPOTrainer and KTOTrainer on ranks that share documents: losses, rewards and weights are stock's."""
 
 import os
 from pathlib import Path
@@ -10,20 +10,14 @@ import trl.trainer.utils
 from accelerate.state import PartialState
 from peft import LoraConfig, get_peft_model
 from transformers import training_args
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from longspan.errors import ConfigError, ModelError
-from tests.hf.stock import Run, compare, compare_each, ours, stock
-from tests.hf.tiny import judged, model_of, preferences, texts, tokenizer
+from tests.hf.stock import AUTO, CP2, Ran, Run, check_each, compare_each, ours_each, stock_each
+from tests.hf.tiny import completions, conversations, judged, model_of, preferences, texts, tokenizer
 
-CP2 = {"context_parallel_size": 2}
 DYNAMIC = {"planner": "dynamic", "max_tokens_per_slot": "64"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
-# Losses of pairs, and mixed ones; exo_pair and robust want label smoothing.
-LOSSES = (
-    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
-)  # fmt: skip
 
 
 def lora() -> LoraConfig:
@@ -31,32 +25,98 @@ def lora() -> LoraConfig:
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
 
-def dpo(run: Run, *, model: Any = None, steps: int = 3, **keywords: Any) -> Any:
-    """A trained DPOTrainer."""
-    names = ("ref_model", "peft_config")
-    parts = {name: keywords.pop(name, None) for name in names}
-    data = preferences(16)
+def train(
+    run: Run, dataset: Any, family: str = "qwen3", peft_config: Any = None, dtype: Any = torch.float64, **changes: Any
+) -> Any:
+    args = SFTConfig(**run.arguments(**changes))
     trainer = run.trainer(
-        DPOTrainer,
-        model=model or model_of(),
-        args=DPOConfig(**run.arguments(steps=steps, beta=0.5, **keywords)),
-        train_dataset=data,
-        eval_dataset=data.select(range(6)) if "eval_strategy" in keywords else None,
+        SFTTrainer,
+        model=model_of(family, dtype=dtype),
+        args=args,
+        train_dataset=dataset,
+        eval_dataset=dataset.select(range(6)) if "eval_strategy" in changes else None,
         processing_class=tokenizer(),
-        **parts,
+        peft_config=peft_config,
     )
     trainer.train()
     return trainer
 
 
-def kto(run: Run, *, model: Any = None, **keywords: Any) -> Any:
-    """A trained KTOTrainer."""
+def chats(run: Run) -> Any:
+    more = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 2}
+    return train(run, conversations(16), assistant_only_loss=True, **more)
+
+
+def packed(run: Run) -> Any:
+    return train(run, texts(24), packing=True, max_length=64, rows=2, learning_rate=1e-3)
+
+
+def wrapped(run: Run) -> Any:
+    return train(run, texts(24), packing=True, packing_strategy="wrapped", max_length=48, rows=2)
+
+
+def padding_free(run: Run) -> Any:
+    return train(run, texts(12), padding_free=True, max_length=None)
+
+
+def prompts(run: Run) -> Any:
+    return train(run, completions(12), completion_only_loss=True)
+
+
+def dft(run: Run) -> Any:
+    return train(run, completions(12), loss_type="dft", gradient_accumulation_steps=2)
+
+
+def adapters(run: Run) -> Any:
+    return train(run, conversations(12), peft_config=lora(), assistant_only_loss=True)
+
+
+def moe(run: Run) -> Any:
+    return train(run, completions(12), "qwen3-moe")
+
+
+def gemma3(run: Run) -> Any:
+    return train(run, texts(12), "gemma3", packing=True, max_length=64, rows=2, adam_epsilon=1e-2)
+
+
+def gpt_oss(run: Run) -> Any:
+    return train(run, completions(12), "gpt-oss")
+
+
+def qwen3_next(run: Run) -> Any:
+    """Stock's linear attention is in float32: no update may hang on the sign of a gradient near 0."""
+    return train(run, completions(12), "qwen3-next", adam_epsilon=1e-2)
+
+
+def qwen3_next_packed(run: Run) -> Any:
+    more = {"padding_free": True, "max_length": None} if run.longspan else {}
+    return train(run, completions(12), "qwen3-next", adam_epsilon=1e-2, **more)
+
+
+def streamed(run: Run) -> Any:
+    return train(run, texts(16).to_iterable_dataset())
+
+
+def sft_in_float32(run: Run) -> Any:
+    return train(run, completions(12), dtype=torch.float32)
+
+
+# Losses of pairs, and mixed ones; exo_pair and robust want label smoothing.
+LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+    "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+)  # fmt: skip
+
+
+def preferred(
+    run: Run, kind: Any, config: Any, data: Any, *, model: Any = None, steps: int = 3, **keywords: Any
+) -> Any:
+    """A trained trainer of preferences."""
     parts = {name: keywords.pop(name, None) for name in ("ref_model", "peft_config")}
-    data = judged(16)
     trainer = run.trainer(
-        KTOTrainer,
+        kind,
         model=model or model_of(),
-        args=KTOConfig(**run.arguments(beta=0.5, **keywords)),
+        args=config(**run.arguments(steps=steps, beta=0.5, **keywords)),
         train_dataset=data,
         eval_dataset=data.select(range(6)) if "eval_strategy" in keywords else None,
         processing_class=tokenizer(),
@@ -64,15 +124,21 @@ def kto(run: Run, *, model: Any = None, **keywords: Any) -> Any:
     )
     trainer.train()
     return trainer
+
+
+def dpo(run: Run, **keywords: Any) -> Any:
+    return preferred(run, DPOTrainer, DPOConfig, preferences(16), **keywords)
+
+
+def kto(run: Run, **keywords: Any) -> Any:
+    return preferred(run, KTOTrainer, KTOConfig, judged(16), **keywords)
 
 
 def dpo_with_reference(run: Run) -> Any:
-    """A reference model is given."""
     return dpo(run, ref_model=model_of(seed=1), gradient_accumulation_steps=2, **EVALUATED)
 
 
 def saved_model(run: Run) -> str:
-    """The folder of a model, one for each rank."""
     folder = f"{run.folder}-model-{run.rank}"
     model_of().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -80,30 +146,24 @@ def saved_model(run: Run) -> str:
 
 
 class OnGpu(PartialState):
-    """Accelerate's state as it is on a GPU."""
-
     device = property(lambda _: torch.device("cuda"))
 
 
 def dpo_without_reference(run: Run) -> Any:
-    """The model comes by its path, and TRL loads a reference from there; on a GPU it would spread both over all."""
     if run.longspan:
         trl.trainer.utils.PartialState = OnGpu
     return dpo(run, model=saved_model(run), model_init_kwargs={"dtype": "auto"})
 
 
 def dpo_of_adapters(run: Run) -> Any:
-    """The reference is the model with its adapter off."""
     return dpo(run, peft_config=lora(), **EVALUATED)
 
 
 def dpo_of_a_trained_adapter(run: Run) -> Any:
-    """The reference is the adapter as it was, in an evaluation too, which TRL keeps as a second one."""
     return dpo(run, model=trained_adapter(), gradient_accumulation_steps=2, **EVALUATED)
 
 
 def trained_adapter() -> Any:
-    """A model with an adapter that is trained further; TRL turns its dropout off, and its configuration keeps it."""
     adapted = lora()
     adapted.lora_dropout = 0.1
     torch.manual_seed(3)
@@ -111,63 +171,51 @@ def trained_adapter() -> Any:
 
 
 def dpo_precomputed_of_a_trained_adapter(run: Run) -> Any:
-    """Asked once, before training."""
     return dpo(run, model=trained_adapter(), precompute_ref_log_probs=True)
 
 
 def kto_of_a_trained_adapter(run: Run) -> Any:
-    """The reference is the adapter as it was."""
     return kto(run, model=trained_adapter())
 
 
 def dpo_weighted(run: Run) -> Any:
-    """WPO: weights of pairs, without a gradient."""
     return dpo(run, ref_model=model_of(seed=1), use_weighting=True)
 
 
 def dpo_mixed(run: Run) -> Any:
-    """Three losses with weights, and long answers discounted."""
     losses = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
     return dpo(run, ref_model=model_of(seed=1), ld_alpha=0.5, **losses)
 
 
 def dpo_precomputed(run: Run) -> Any:
-    """The reference is asked once, before training."""
     return dpo(run, ref_model=model_of(seed=1), precompute_ref_log_probs=True, **EVALUATED)
 
 
 def dpo_precomputed_without_reference(run: Run) -> Any:
-    """The reference is the model before training."""
     return dpo(run, precompute_ref_log_probs=True, **EVALUATED)
 
 
 def dpo_precomputed_of_adapters(run: Run) -> Any:
-    """The reference is the model with its adapter off."""
     return dpo(run, peft_config=lora(), precompute_ref_log_probs=True)
 
 
 def dpo_synced(run: Run) -> Any:
-    """The reference follows the model."""
     return dpo(run, ref_model=model_of(seed=1), sync_ref_model=True, ref_model_sync_steps=1)
 
 
 def kto_with_reference(run: Run) -> Any:
-    """With mismatched pairs, for the divergence from the reference."""
     return kto(run, ref_model=model_of(seed=1), gradient_accumulation_steps=2, **EVALUATED)
 
 
 def kto_of_adapters(run: Run) -> Any:
-    """The reference is the model with its adapter off."""
     return kto(run, peft_config=lora())
 
 
 def kto_precomputed(run: Run) -> Any:
-    """Two columns, of which one is of mismatched pairs."""
     return kto(run, ref_model=model_of(seed=1), precompute_ref_log_probs=True, **EVALUATED)
 
 
 def every_loss(run: Run) -> Any:
-    """One step of each loss of DPO; the logs one after another."""
     logs = []
     for loss in LOSSES:
         smoothing = {"label_smoothing": 0.1} if loss in ("exo_pair", "robust", "aot") else {}
@@ -180,7 +228,6 @@ def every_loss(run: Run) -> Any:
 
 
 def cached(run: Run) -> Any:
-    """A second trainer of the same data takes the log-probabilities that the first one wrote."""
     data = preferences(8)
     data.save_to_disk(f"{run.folder}-data-{run.rank}")
     parts: dict[str, Any] = {"train_dataset": data.load_from_disk(f"{run.folder}-data-{run.rank}")}
@@ -189,7 +236,6 @@ def cached(run: Run) -> Any:
 
     class Second(DPOTrainer):
         def compute_ref_log_probs(self, *_: Any) -> Any:
-            """They are there."""
             raise AssertionError("computed again")
 
     trainer = run.trainer(Second, model=model_of(), args=args, processing_class=tokenizer(), **parts)
@@ -201,7 +247,6 @@ def cached(run: Run) -> Any:
 
 
 def default_arguments(run: Run) -> Any:
-    """Without arguments, a trainer makes its own; here SFT, DPO and KTO."""
     os.chdir(Path(run.folder).parent)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     training_args.is_torch_bf16_gpu_available = lambda: True  # they ask for bfloat16
@@ -218,8 +263,8 @@ def default_arguments(run: Run) -> Any:
     return trainers[0]
 
 
-def refused(run: Run) -> Any:
-    """References that are not prepared, and a device_map; the trainer that is returned is none of them."""
+def refused(run: Run) -> None:
+    """References that are not prepared, a device_map, a loss of experts."""
     adapted = get_peft_model(model_of(), lora())
     adapted.add_adapter("other", lora())
     cases: dict[str, Any] = {
@@ -232,46 +277,63 @@ def refused(run: Run) -> Any:
         with pytest.raises((ConfigError, ModelError)) as error:
             make()
         run.kept[name] = str(error.value)
-    return dpo(run, ref_model=model_of(seed=1), steps=1)
 
 
-def in_float32(run: Run) -> Any:
-    """TRL's own head and sums."""
+def dpo_in_float32(run: Run) -> Any:
     return dpo(run, model=model_of(dtype=torch.float32), ref_model=model_of(seed=1, dtype=torch.float32))
 
 
-def test_equals_stock() -> None:
-    cases = (dpo_with_reference, dpo_of_a_trained_adapter, dpo_precomputed, kto_with_reference)
-    compare_each(cases, CP2)
+FLOAT32 = {"weights": 1e-5}  # where stock computes in float32
+CASES = (
+    (chats, AUTO | {"eval_context_parallel_size": "1"}),
+    *(packed, adapters, gpt_oss, qwen3_next),
+    *(dpo_with_reference, dpo_of_a_trained_adapter, dpo_precomputed, kto_with_reference),
+)
 
 
-def test_what_is_refused() -> None:
-    messages = ours(refused, CP2, 2).kept
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Ran]:
+    return stock_each(CASES)
+
+
+def test_equals_stock(expected: dict[str, Ran]) -> None:
+    found = ours_each((*CASES, refused), CP2, 2)
+    messages = found.pop("refused").kept
+    check_each(expected, found, qwen3_next=FLOAT32)
     assert "the model has 2 adapters (default, other), and a longspan trainer runs one" in messages["adapters"]
     assert "ref_model is PeftModel: a longspan trainer prepares models of" in messages["reference"]
     assert "args.model_init_kwargs has device_map 'auto'" in messages["device_map"]
     assert "args.router_aux_loss_coef to 0.0" in messages["aux"]
 
 
-@pytest.mark.whole
-def test_default_arguments() -> None:
-    assert ours(default_arguments, CP2, 2).kept == stock(default_arguments).kept
+def test_dynamic_plans_on_four_ranks(expected: dict[str, Ran]) -> None:
+    check_each(expected, ours_each([chats], DYNAMIC, 4))
 
 
 @pytest.mark.whole
-def test_more_that_equals_stock() -> None:
+def test_more_of_sft_equals_stock() -> None:
+    more = (wrapped, padding_free, prompts, streamed, dft, moe, qwen3_next_packed, gemma3)
+    compare_each(more, CP2, qwen3_next_packed=FLOAT32, gemma3=FLOAT32)
+    compare_each((padding_free, dft, moe), DYNAMIC, ranks=4)
+
+
+@pytest.mark.whole
+def test_more_of_preferences_equals_stock() -> None:
     cases = (dpo_mixed, dpo_precomputed_without_reference, dpo_precomputed_of_adapters, dpo_synced, cached)
     compare_each((*cases, kto_of_adapters, kto_precomputed), CP2)
-    compare_each((dpo_weighted, dpo_of_adapters, dpo_precomputed_of_a_trained_adapter, kto_of_a_trained_adapter), CP2)
-    compare_each((dpo_without_reference,), CP2)
+    cases = (dpo_weighted, dpo_of_adapters, dpo_precomputed_of_a_trained_adapter, kto_of_a_trained_adapter)
+    compare_each((*cases, every_loss, dpo_without_reference), CP2)
     compare_each((dpo_with_reference, dpo_of_adapters, dpo_precomputed, kto_with_reference), DYNAMIC, ranks=4)
 
 
 @pytest.mark.whole
-def test_every_loss_of_dpo() -> None:
-    compare(every_loss, CP2)
+def test_default_arguments() -> None:
+    expected, found = (
+        run([default_arguments])["default_arguments"] for run in (stock_each, lambda c: ours_each(c, CP2, 2))
+    )
+    assert found.kept == expected.kept
 
 
 @pytest.mark.whole
 def test_equals_trls_own_head_in_float32() -> None:
-    compare(in_float32, CP2, exact=False, weights=None)
+    compare_each((sft_in_float32, dpo_in_float32), CP2, exact=False, weights=None)
