@@ -13,10 +13,7 @@ PIPELINE = {"parallel.pp": 4, "context.context_parallel_size": 1, "context.eval_
 ROUNDED = {"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel.vpp": 2}, r"parallel.vpp is 2 and parallel.pp is 1: virtual stages need a pipeline; use pp = 2"),
-    (
-        {"parallel.pp": 2, "parallel.pipeline_schedule": "zbv"},
-        r'"zbv", which folds .* parallel.vpp is 1; use vpp = 2',
-    ),
+    ({"parallel.pp": 2, "parallel.pipeline_schedule": "zbv"}, r'"zbv", which folds .* parallel.vpp is 1; use vpp = 2'),
     (PIPELINE, r"2 does not divide 1 slot \(4 ranks / tp 1 / pp 4"),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
     ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
@@ -35,10 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "is 'loss'; give a figure of an evaluation as metrics.jsonl has it, such as eval_loss",
     ),
     ({"train.keep_best": "eval_loss:best"}, "is 'eval_loss:best'; give a figure"),
-    (
-        {"train.keep_best": "code/eval_loss"},
-        "names eval_loss of the set 'code', which the run has not; its sets: none",
-    ),
+    ({"train.keep_best": "code/eval_loss"}, "names eval_loss of the set 'code', which the run has not; its sets: none"),
 ]
 
 

@@ -19,7 +19,7 @@ from longspan.errors import ConfigError, DataError, LongspanError
 from longspan.model.presets import preset_config
 from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
-from longspan.run.loggers import read_metrics, scalars
+from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.run.run_data import open_set
@@ -30,6 +30,7 @@ from tests.run.runs.homes import ALONE, refusals
 from tests.train.small import small_config, write_texts
 
 HERE = "tests.run.eval_metrics"
+Straight = tuple[RunConfig, str, TrainResult]
 
 
 def said(rank: int, config: RunConfig, ranks: int) -> tuple[str, TrainResult]:
@@ -54,18 +55,17 @@ def rows_of(config: RunConfig, name: str | None = None) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, str, TrainResult]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     config = with_sets(
         tmp_path_factory.mktemp("sets"),
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
         | {"planner": "dynamic", "max_tokens_per_slot": 128},
         {"name": "some", "documents": 3, "context_parallel_size": 1},
-        run__loggers=["tests.run.loggers.fake_loggers.FileLogger"],
     )
     return config, *run(config)
 
 
-def test_the_row_of_a_set_is_of_its_documents(straight: tuple[RunConfig, str, TrainResult]) -> None:
+def test_the_row_of_a_set_is_of_its_documents(straight: Straight) -> None:
     """Whose losses and hits are those of the stock model in tests/evaluation/test_evaluate.py."""
     config, _, result = straight
     books, some = result.named
@@ -82,7 +82,7 @@ def test_the_row_of_a_set_is_of_its_documents(straight: tuple[RunConfig, str, Tr
     assert 0 < row["eval_token_accuracy"] < row["eval_top_five"] < 1
 
 
-def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: tuple[RunConfig, str, TrainResult]) -> None:
+def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: Straight) -> None:
     config, text, _ = straight
     assert [(row["step"], row["cp"]) for row in rows_of(config)] == [(2, 2), (4, 2), (6, 1), (6, 2)]
     assert [(row["step"], row["cp"], row["planner"]) for row in rows_of(config, "books")] == [
@@ -95,21 +95,11 @@ def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: tuple[Run
     assert "step 3/6  evaluation of books: loss " in text and "step 2/6  evaluation loss " in text
 
 
-def test_loggers_get_rows_with_the_names_of_sets(straight: tuple[RunConfig, str, TrainResult]) -> None:
-    folder = Path(straight[0].run.dir)
-    (session,) = (json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines())
-    assert session["rows"] == read_metrics(folder / "metrics.jsonl")
-    row = next(row for row in session["rows"] if row.get("eval_name") == "books")
-    assert scalars(row)["eval/books/top_five_cp2"] == row["eval_top_five"]
-
-
-def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(
-    straight: tuple[RunConfig, str, TrainResult], tmp_path: Path
-) -> None:
+def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: Straight, tmp_path: Path) -> None:
     config, *_ = straight
     books = replace(config.eval[0], metrics=(f"{HERE}.told_to_stop",), planner="padded", context_parallel_size=1)
     many = replace(books, path=str(write_texts(tmp_path / "many", count=16)), max_tokens_per_slot=256)
-    stopped = replace(config, eval=(many,), run=replace(config.run, dir=str(tmp_path / "run"), loggers=()))
+    stopped = replace(config, eval=(many,), run=replace(config.run, dir=str(tmp_path / "run")))
     text, result = run(stopped)
     assert re.search(r"of books after step 3 was stopped after 1 of \d+ micro-batches .*: SIGTERM was received", text)
     assert (result.stopped, result.done) == ("SIGTERM", 3) and not rows_of(stopped, "books")
@@ -121,34 +111,16 @@ def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(
     assert losses == same
 
 
+LONG = r"eval.books.context_parallel_size 1 and \S*slot 64 do not suit the longest document of set 'books' "
+LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* eval.books.max_document_tokens cuts longer texts"
+MEAN = r"eval.books.metrics: the metric 'mean_of_losses' gave a tensor of shape \(\); return \(sum, count\)"
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
     ({"path": "/nowhere"}, {}, DataError, r"eval.books.path '/nowhere' does not exist"),
-    (
-        {"metrics": [f"{HERE}.top_four"]},
-        {},
-        ConfigError,
-        r"eval.books.metrics has '\S*top_four', and \S* has no function",
-    ),
-    (
-        {"metrics": ["nowhere.f"]},
-        {},
-        ConfigError,
-        r"eval.books.metrics has 'nowhere.f', and nowhere cannot be imported",
-    ),
-    (
-        {"metrics": [f"{HERE}.mean_of_losses"]},
-        {},
-        ConfigError,
-        r"eval.books.metrics: the metric 'mean_of_losses' gave a tensor of shape \(\); return \(sum, count\)",
-    ),
+    ({"metrics": [f"{HERE}.top_four"]}, {}, ConfigError, r"eval.books.metrics has '\S*top_four', .* has no function"),
+    ({"metrics": ["nowhere.f"]}, {}, ConfigError, r"metrics has 'nowhere.f', and nowhere cannot be imported"),
+    ({"metrics": [f"{HERE}.mean_of_losses"]}, {}, ConfigError, MEAN),
     ({}, {"train__eval_metrics": [f"{HERE}.mean_of_losses"]}, ConfigError, r"^train.eval_metrics: the metric 'mean_of"),
-    (
-        {"max_document_tokens": 0, "context_parallel_size": 1},
-        {},
-        ConfigError,
-        r"eval.books.context_parallel_size 1 and \S*slot 64 do not suit the longest document of set 'books' "
-        r"\(147 tokens, of file06.py\) on 2 ranks: .* eval.books.max_document_tokens cuts longer texts",
-    ),
+    ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),
 ]
 
 

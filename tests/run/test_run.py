@@ -45,6 +45,7 @@ from tests.run.runs.homes import ALONE, lines_of, refusals, train_rows
 from tests.train.small import small_config, train_rank, without_times
 
 LOGGERS = "tests.run.loggers.fake_loggers"
+Straight = tuple[RunConfig, TrainResult]
 
 
 def run(config: RunConfig, ranks: int) -> TrainResult:
@@ -52,7 +53,7 @@ def run(config: RunConfig, ranks: int) -> TrainResult:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, TrainResult]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     config = small_config(
         tmp_path_factory.mktemp("straight"), train__save_every=3, run__loggers=[f"{LOGGERS}.FileLogger"]
     )
@@ -74,7 +75,7 @@ def copy_cut_at(config: RunConfig, folder: Path, step: int) -> RunConfig:
     return replace(config, run=replace(config.run, dir=str(copied)))
 
 
-def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
+def test_what_a_run_leaves(straight: Straight) -> None:
     config, outcome = straight
     folder = Path(config.run.dir)
     assert load_config(folder / "config.toml") == config
@@ -98,7 +99,7 @@ def test_what_a_run_leaves(straight: tuple[RunConfig, TrainResult]) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] < 1.2 * math.log(300)
 
 
-def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: tuple[RunConfig, TrainResult]) -> None:
+def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: Straight) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = Path(straight[0].run.dir)
@@ -113,7 +114,7 @@ def test_what_is_running_is_kept_and_priced_on_no_other_machine(straight: tuple[
     assert not any({"mfu", "predicted_seconds", "bound_share"} & row.keys() for row in rows)
 
 
-def test_every_plan_is_kept_and_its_groups_are_in_the_metrics(straight: tuple[RunConfig, TrainResult]) -> None:
+def test_every_plan_is_kept_and_its_groups_are_in_the_metrics(straight: Straight) -> None:
     folder = Path(straight[0].run.dir)
     plans, rows = dict(read_plans(folder / "plans.jsonl")), read_metrics(folder / "metrics.jsonl")
     steps = {row["step"]: row["groups"] for row in rows if "groups" in row}
@@ -122,13 +123,13 @@ def test_every_plan_is_kept_and_its_groups_are_in_the_metrics(straight: tuple[Ru
     assert plans[1] == first and plans[1].cost == first.cost
 
 
-def test_loggers_get_every_row_once_in_a_session_from_the_first_rank(straight: tuple[RunConfig, TrainResult]) -> None:
+def test_loggers_get_every_row_once_in_a_session_from_the_first_rank(straight: Straight) -> None:
     folder = Path(straight[0].run.dir)
     sessions = [json.loads(line) for line in (folder / "logged.jsonl").read_text().splitlines()]
     assert sessions == [{"done": 0, "rows": read_metrics(folder / "metrics.jsonl"), "summary": False, "closed": True}]
 
 
-def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, TrainResult]) -> None:
+def test_the_last_evaluations_agree_over_degrees(straight: Straight) -> None:
     _, outcome = straight
     one, two = outcome.final
     assert (one.cp, two.cp) == (1, 2) and (one.tokens, one.targets) == (two.tokens, two.targets)
@@ -136,9 +137,7 @@ def test_the_last_evaluations_agree_over_degrees(straight: tuple[RunConfig, Trai
     assert outcome.text().splitlines()[-2:] and "relative difference" in outcome.text()
 
 
-def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
-    straight: tuple[RunConfig, TrainResult], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(straight: Straight, tmp_path: Path) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
     (Path(again.run.dir) / "summary.json").write_text('{"stopped": "SIGTERM"}')  # as the run before left it
@@ -153,7 +152,7 @@ def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(
     assert old.keys() == new.keys() and all(old[name].equal(new[name]) for name in old)
 
 
-def test_a_finished_run_is_shown_again_and_not_trained(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
+def test_a_finished_run_is_shown_again_and_not_trained(straight: Straight, tmp_path: Path) -> None:
     config, outcome = straight
     again = copy_cut_at(config, tmp_path, 6)
     folder = Path(again.run.dir)
@@ -192,7 +191,7 @@ PLANNERS = [
 
 @pytest.mark.parametrize("changes", PLANNERS, ids=["padded", "dynamic, recomputed"])
 def test_other_plans_of_the_same_tokens_have_the_same_losses(
-    straight: tuple[RunConfig, TrainResult], tmp_path: Path, changes: dict[str, object]
+    straight: Straight, tmp_path: Path, changes: dict[str, object]
 ) -> None:
     config = small_config(tmp_path, train__eval_every=0, **changes)
     run(config, 2)
@@ -214,9 +213,7 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(
         assert plan.cost.closing_seconds == pytest.approx(cpus.micro_batch_seconds + wire, rel=1e-12)
 
 
-def test_dropout_of_a_configuration_is_that_of_training(
-    straight: tuple[RunConfig, TrainResult], tmp_path: Path
-) -> None:
+def test_dropout_of_a_configuration_is_that_of_training(straight: Straight, tmp_path: Path) -> None:
     values = json.loads((Path(straight[0].run.dir) / "model" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"attention_dropout": 0.3}))
     keys = {"model__config": str(tmp_path), "train__steps": 1, "train__eval_every": 0, **ALONE}
@@ -224,7 +221,7 @@ def test_dropout_of_a_configuration_is_that_of_training(
     assert abs(row["loss"] - rows_of(straight[0])[0]["loss"]) > 1e-4  # type: ignore[operator]
 
 
-def test_what_does_not_fit_is_the_error_of_every_rank(straight: tuple[RunConfig, TrainResult], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_path: Path) -> None:
     folder = Path(straight[0].run.dir)
     fresh = partial(small_config, tmp_path)
     resumed = partial(small_config, folder.parent, train__save_every=3)
@@ -234,52 +231,27 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: tuple[RunConfig,
     model = str(folder / "model")
     bare = Path(shutil.copytree(model, tmp_path / "model"))
     (bare / "tokenizer.json").unlink()
+    vocabulary = fresh(model__config=str(bare), data__vocab_size=400)
+    on_nodes = fresh(context__node_size=8, run__dir=str(tmp_path / "none"))
+    refusing = fresh(run__loggers=[f"{LOGGERS}.FileLogger", f"{LOGGERS}.Refusing"])
     cases: list[tuple[RunConfig, type[LongspanError], str]] = [
         (resumed(run__resume="never"), CheckpointError, r"run.resume is 'never' and .*step-000006 is there"),
-        (
-            resumed(train__seed=1),
-            ConfigError,
-            r"train.seed was 0 when .*step-000006 was saved and is 1 now; set it back",
-        ),
-        (
-            resumed(data__max_document_tokens=32),
-            ConfigError,
-            r"data.max_document_tokens was 64 .* and is 32 now",
-        ),
+        (resumed(train__seed=1), ConfigError, r"train.seed was 0 when .*000006 .* and is 1 now; set it back"),
+        (resumed(data__max_document_tokens=32), ConfigError, r"data.max_document_tokens was 64 .* and is 32 now"),
         (resumed(train__steps=5), ConfigError, r"is at step 6, beyond train.steps 5"),
         (
             ended,
             ConfigError,
-            r"has come to its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
+            r"its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
         ),
         (fresh(run__resume="must"), CheckpointError, r"run.resume is 'must' and there is no checkpoint"),
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
         (fresh(model__path=model, data__path=str(tmp_path / "none")), DataError, r"does not exist"),
-        (
-            fresh(model__path=str(bare)),
-            DataError,
-            r"has no tokenizer.json, and its weights know the ids of its own tokenizer",
-        ),
-        (
-            fresh(model__config=str(bare), data__vocab_size=400),
-            DataError,
-            r"has ids up to 399, the embedding of .*model has 300 rows",
-        ),
-        (
-            fresh(context__cp_comm_type=["p2p"] * 3),
-            ConfigError,
-            r"context.cp_comm_type lists 3 types, the model has 2 layers",
-        ),
-        (
-            fresh(context__node_size=8, run__dir=str(tmp_path / "none")),
-            ConfigError,
-            r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$",
-        ),
-        (
-            fresh(run__loggers=[f"{LOGGERS}.FileLogger", f"{LOGGERS}.Refusing"]),
-            ConfigError,
-            r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run",
-        ),
+        (fresh(model__path=str(bare)), DataError, r"has no tokenizer.json, and its weights know the ids of its own"),
+        (vocabulary, DataError, r"has ids up to 399, the embedding of .*model has 300 rows"),
+        (fresh(context__cp_comm_type=["p2p"] * 3), ConfigError, r"cp_comm_type lists 3 types, the model has 2 layers"),
+        (on_nodes, ConfigError, r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$"),
+        (refusing, ConfigError, r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run"),
     ]
     for error, (_, kind, message) in zip(refusals([config for config, *_ in cases]), cases, strict=True):
         assert type(error) is kind and re.search(message, str(error)), (message, error)
@@ -352,7 +324,7 @@ def test_a_refused_run_leaves_its_folder_as_it_was(tmp_path: Path) -> None:
         (folder / "notes.txt").touch()
 
 
-def test_a_corpus_that_changed_is_refused(straight: tuple[RunConfig, TrainResult]) -> None:
+def test_a_corpus_that_changed_is_refused(straight: Straight) -> None:
     config, changed = straight[0], Path(straight[0].data.path) / "file03.py"
     context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
     before = changed.read_text()

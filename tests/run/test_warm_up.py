@@ -16,13 +16,7 @@ from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
 from longspan.run.loggers import read_metrics
-from longspan.run.warm_up import (
-    kind_of_group,
-    repeat_on_all_slots,
-    smallest_group_of_each_kind,
-    warm_up,
-    warm_up_plans,
-)
+from longspan.run.warm_up import kind_of_group, repeat_on_all_slots, smallest_group_of_each_kind, warm_up, warm_up_plans
 from longspan.testing import run_ranks
 from longspan.train.optim.optimizer import allocate_adam_states
 from tests.run.runs.test_lora_run import write_base

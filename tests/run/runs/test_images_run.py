@@ -27,8 +27,7 @@ def model_folder(folder: Path) -> Path:
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in SPECIAL.items()}
     vision = QWEN | {"patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1]}
     return _with_model(
-        folder,
-        Qwen2_5_VLConfig(text_config=TEXT | MROPE | {"vocab_size": len(tokenizer)}, vision_config=vision, **ids),
+        folder, Qwen2_5_VLConfig(text_config=TEXT | MROPE | {"vocab_size": len(tokenizer)}, vision_config=vision, **ids)
     )
 
 

@@ -33,7 +33,8 @@ from tests.mutation import mutated
 from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
 from tests.train.small import small_config
 
-LORA = {"lora.rank": 4, "train.steps": 4, "train.save_every": 2, "train.eval_every": 4, "train.lr": 0.05}
+LORA = {"lora__rank": 4, "train__steps": 4, "train__save_every": 2, "train__eval_every": 4, "train__lr": 0.05}
+Trained = tuple[RunConfig, list[float]]
 IDS = torch.arange(40)[None] * 5 % 257
 HOMES = {"tp 2": ParallelConfig(tp=2), "pp 2": ParallelConfig(pp=2)}
 
@@ -54,28 +55,26 @@ def adapter(config: RunConfig) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, list[float]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("lora")
     base = write_base(folder / "base")
-    keys = {"model.path": str(base), "model.dtype": "float64", **LORA}
-    config = small_config(folder, **{name.replace(".", "__"): value for name, value in keys.items()})
+    config = small_config(folder, model__path=str(base), model__dtype="float64", **LORA)
     return config, losses_of_run(config, 2)
 
 
-def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: tuple[RunConfig, list[float]]) -> None:
+def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: Trained) -> None:
     config, losses = trained
     stored = read_metadata(Path(config.run.dir) / "checkpoints/step-000004").state_dict_metadata
     weights = {name for name in stored if name.startswith("model.")}
     assert len(weights) == 2 * 7 * 2 and all(".lora_" in name for name in weights)
     assert all(".lora_" in name for name in stored if name.startswith("optimizer."))
     assert losses[3] < losses[0]
-    assert json.loads((Path(config.run.dir) / "run.json").read_text())["trained"] == sum(
-        tensor.numel() for tensor in adapter(config).values()
-    )
+    facts = json.loads((Path(config.run.dir) / "run.json").read_text())
+    assert facts["trained"] == sum(tensor.numel() for tensor in adapter(config).values())
 
 
 @pytest.mark.parametrize("home", [pytest.param("tp 2", marks=pytest.mark.whole), "pp 2"])
-def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, list[float]], home: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Path) -> None:
     config, losses = trained
     other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", HOMES[home])
     context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
@@ -87,7 +86,7 @@ def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, list[float]], h
 
 
 def test_stock_peft_and_transformers_read_what_is_saved(
-    trained: tuple[RunConfig, list[float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = trained
     assert export_main([config.run.dir, str(tmp_path / "adapter")]) == 0
@@ -96,12 +95,8 @@ def test_stock_peft_and_transformers_read_what_is_saved(
     cards = [(tmp_path / name / "README.md").read_text() for name in ("adapter", "merged")]
     assert "library_name: peft" in cards[0] and "\nAn adapter of " in cards[0] and "# needs peft" in cards[0]
     assert "library_name: transformers" in cards[1] and "\nTrained from " in cards[1] and "peft" not in cards[1]
-    saved, exported = (
-        load_file(x / "adapter_model.safetensors") for x in (Path(config.run.dir) / "model", tmp_path / "adapter")
-    )
-    assert (
-        all(torch.equal(saved[name], tensor) for name, tensor in exported.items()) and saved.keys() == exported.keys()
-    )
+    saved, exported = adapter(config), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == exported.keys() and all(torch.equal(saved[name], x) for name, x in exported.items())
     stock, merged = _stock(config), _merged(tmp_path / "merged")
     with torch.no_grad():
         wanted = stock(input_ids=IDS).logits
@@ -121,7 +116,7 @@ def _merged(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
+def test_one_export_takes_the_place_of_another(trained: Trained, tmp_path: Path) -> None:
     config, out = trained[0], tmp_path / "out"
     names = list[set[str]]()
     for words in (["--merge"], [], ["--merge", "--dtype", "float32"]):
@@ -135,7 +130,7 @@ def test_one_export_takes_the_place_of_another(trained: tuple[RunConfig, list[fl
         assert (_merged(out, torch.float32)(input_ids=IDS).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
 
 
-def test_a_merge_that_forgets_the_scaling_is_noticed(trained: tuple[RunConfig, list[float]], tmp_path: Path) -> None:
+def test_a_merge_that_forgets_the_scaling_is_noticed(trained: Trained, tmp_path: Path) -> None:
     with mutated(("checkpoint.export", "saved.scalings[linear] * ", "")):
         assert export_main([trained[0].run.dir, str(tmp_path / "out"), "--merge"]) == 0
     with torch.no_grad():
@@ -155,7 +150,7 @@ def test_the_adapter_of_a_tied_head_is_not_merged(tmp_path: Path, capfd: pytest.
 
 
 def test_the_folder_of_an_adapter_is_no_model(
-    trained: tuple[RunConfig, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(trained[0].run.dir) / "model"
     wanted = f"without the model that it belongs to. Name the run that trained it ({folder.parent})"
@@ -166,9 +161,7 @@ def test_the_folder_of_an_adapter_is_no_model(
             read(folder)
 
 
-def test_evaluation_with_and_without_the_adapter(
-    trained: tuple[RunConfig, list[float]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_with_and_without_the_adapter(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     config, losses = trained
 
     def record(ranks: int, *words: str) -> dict[str, Any]:
@@ -189,7 +182,7 @@ def test_evaluation_with_and_without_the_adapter(
 
 @pytest.mark.parametrize("words", [["--without-adapter"], ["--compare", "base"]])
 def test_what_has_no_adapter_is_not_evaluated_without_one(
-    words: list[str], trained: tuple[RunConfig, list[float]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = small_config(tmp_path)
     Path(whole.run.dir).mkdir()
@@ -202,9 +195,7 @@ def test_what_has_no_adapter_is_not_evaluated_without_one(
 
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
-    with pytest.raises(
-        ConfigError, match=r"lora.rank is 4, and peft, .* not installed: pip install 'longspan\[lora\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"lora.rank is 4, and peft, .* installed: pip install 'longspan\[lora\]'"):
         check_config(load_config(None, {"lora.rank": 4}), 4)
 
 

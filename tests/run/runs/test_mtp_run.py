@@ -27,8 +27,8 @@ KEYS = {"mtp__depths": 2, "mtp__loss_weight": 0.5, "model__dtype": "float64"}
 STEPS = {"train__steps": 4, "train__save_every": 2, "train__eval_every": 4}
 COLUMNS = ("loss", "mtp_loss_1", "mtp_loss_2", "grad_norm", "eval_loss")
 
-
 Losses = dict[str, list[float]]
+Trained = tuple[RunConfig, Losses]
 
 
 def run(config: RunConfig, ranks: int) -> Losses:
@@ -43,7 +43,7 @@ def close(found: Losses, wanted: Losses) -> bool:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Losses]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     config = small_config(tmp_path_factory.mktemp("mtp"), **KEYS, **STEPS)
     return config, run(config, 2)
 
@@ -54,13 +54,13 @@ def alone(config: RunConfig, folder: Path) -> RunConfig:
     return replace(config, context=context, run=replace(config.run, dir=str(folder)))
 
 
-def test_losses_of_depths_are_those_of_one_rank(trained: tuple[RunConfig, Losses], tmp_path: Path) -> None:
+def test_losses_of_depths_are_those_of_one_rank(trained: Trained, tmp_path: Path) -> None:
     config, losses = trained
     assert close(run(alone(config, tmp_path / "run"), 1), losses)
     assert all(len(losses[key]) == 4 and losses[key][-1] < losses[key][0] for key in COLUMNS[:3])
 
 
-def test_what_a_run_says_of_its_depths(trained: tuple[RunConfig, Losses]) -> None:
+def test_what_a_run_says_of_its_depths(trained: Trained) -> None:
     config, losses = trained
     folder = RunFolder.read(config.run.dir)
     assert folder.facts is not None and folder.facts.mtp == "2 depths of multi-token prediction, loss weight 0.5"
@@ -72,13 +72,13 @@ def test_what_a_run_says_of_its_depths(trained: tuple[RunConfig, Losses]) -> Non
 
 
 @pytest.mark.parametrize("home", [pytest.param("tp", marks=pytest.mark.whole), "pp"])
-def test_a_run_goes_on_at_another_home(trained: tuple[RunConfig, Losses], home: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Path) -> None:
     config, losses = trained
     other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", ParallelConfig(**{home: 2}))
     assert close(run(alone(other, tmp_path / "run"), 2), losses)
 
 
-def test_depths_are_fixed_where_a_run_goes_on(trained: tuple[RunConfig, Losses]) -> None:
+def test_depths_are_fixed_where_a_run_goes_on(trained: Trained) -> None:
     config, _ = trained
     other = replace(config, mtp=replace(config.mtp, depths=1), train=replace(config.train, steps=5))
     with pytest.raises(ConfigError, match=r"mtp.depths was 2 when .* and is 1 now"):
@@ -86,7 +86,7 @@ def test_depths_are_fixed_where_a_run_goes_on(trained: tuple[RunConfig, Losses])
 
 
 def test_exports_have_the_depths_or_leave_them_out(
-    trained: tuple[RunConfig, Losses], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, _ = trained
     saved = load_file(Path(config.run.dir) / "model" / "model.safetensors")
@@ -105,9 +105,7 @@ def test_exports_have_the_depths_or_leave_them_out(
     assert all(torch.equal(x, saved[name]) for name, x in read.named_parameters())
 
 
-def test_a_saved_run_is_evaluated_without_its_depths(
-    trained: tuple[RunConfig, Losses], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_saved_run_is_evaluated_without_its_depths(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     config, losses = trained
     flags = ["--world", "1", "--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
     assert eval_main([config.run.dir, *flags]) == 0
@@ -115,22 +113,20 @@ def test_a_saved_run_is_evaluated_without_its_depths(
 
 
 @pytest.mark.filterwarnings("ignore:.*are no part of the")  # the depths, which are added then
-def test_depths_of_a_folder_are_trained_on(trained: tuple[RunConfig, Losses], tmp_path: Path) -> None:
+def test_depths_of_a_folder_are_trained_on(trained: Trained, tmp_path: Path) -> None:
     config, _ = trained
     keys: dict[str, Any] = {**KEYS, "model__path": config.run.dir + "/model", "train__lr": 1e-3, "train__steps": 1}
     read = run(alone(small_config(tmp_path, **keys), tmp_path / "read"), 1)
     drawn = run(alone(small_config(tmp_path, **keys, mtp__weights="random"), tmp_path / "drawn"), 1)
     assert drawn["loss"] == read["loss"] and all(drawn[key][0] > read[key][0] + 0.1 for key in COLUMNS[1:3])
-    with pytest.raises(
-        ModelError, match=r"mtp.depths is 3, .* weights of 2 depths .*mtp.depths = 2, or mtp.weights = "
-    ):
+    with pytest.raises(ModelError, match=r"mtp.depths is 3, .* weights of 2 depths .*mtp.depths = 2, or mtp.weights"):
         run(alone(small_config(tmp_path, **{**keys, "mtp__depths": 3}), tmp_path / "more"), 1)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("whole", [False, True], ids=["adapted depths", "whole depths"])
 @pytest.mark.filterwarnings("ignore")  # peft's, of what a base model without depths has no place for
-def test_an_adapter_beside_depths(trained: tuple[RunConfig, Losses], whole: bool, tmp_path: Path) -> None:
+def test_an_adapter_beside_depths(trained: Trained, whole: bool, tmp_path: Path) -> None:
     base = trained[0].run.dir + "/model"
     lora = {"model__path": base, "lora__rank": 4, "train__lr": 0.05, "mtp__train_whole": whole}
     config = small_config(tmp_path, **{**KEYS, **STEPS, **lora})

@@ -16,13 +16,7 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import (
-    count_held_out,
-    make_step_order,
-    order_lengths,
-    set_epoch_steps,
-    source_lines,
-)
+from longspan.train.plans.order import count_held_out, make_step_order, order_lengths, set_epoch_steps, source_lines
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, train_rows
 from tests.run.runs.test_lora_run import write_base
@@ -143,8 +137,7 @@ def test_a_run_of_epochs_goes_on_in_the_middle_of_one_and_with_one_more(tmp_path
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [pytest.param({}, id="whole", marks=pytest.mark.whole), pytest.param({"data__pack_to": 32}, id="packed")],
+    "changes", [pytest.param({}, id="whole", marks=pytest.mark.whole), pytest.param({"data__pack_to": 32}, id="packed")]
 )
 def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     keys = {"train__steps": 8, "train__eval_every": 0, "data__eval_documents": 2, **ALONE}
