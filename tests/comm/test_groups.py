@@ -57,7 +57,6 @@ def talk(rank: int, max_groups: int) -> list[GroupRecord]:
 
 
 def only_its_communicator(world: World, channel: Channel) -> AbstractContextManager[object]:
-    """Where the members have a communicator, in whatever order, nothing goes point to point."""
     if world.process_groups.communicator(channel.ranks) is None:
         return nullcontext()
     return mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("point to point"))
@@ -128,8 +127,6 @@ def test_the_error_of_a_sum_does_not_grow_with_the_number_of_members() -> None:
 
 
 class Noted:
-    """A watch that notes what it is asked to watch."""
-
     def __init__(self) -> None:
         self.seen: list[str] = []
         self.current, self.named, self.finished, self.timeout = None, None, "", 60.0
@@ -156,7 +153,6 @@ def test_works_that_hold_much_are_not_kept_to_be_watched(work_bytes: int, seen: 
 
 
 def pairs(rank: int) -> None:
-    """Several tensors between the same two members match in order; empty ones are dropped on both sides."""
     with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
         channel = world.channels.find_channel((2, 0, 1))
         peers = [m for m in range(3) if m != channel.index]
@@ -220,7 +216,6 @@ def test_the_number_of_communicators_is_bounded(most: int, plans: list[Plan], ga
 
 
 def test_slots_that_can_gain_nothing_are_not_counted() -> None:
-    """So that plans of ever other groups do not add up."""
     plans = [plan_of(((0, 1), (2, 3)))] + [plan_of((slots, (5, 6, 7))) for slots in ((0, 2), (1, 3), (3, 4), (1, 5))]
     for most, counted in ((0, set()), (1, {(5, 6, 7)}), (2, {(5, 6, 7), (0, 2), (1, 3), (3, 4), (1, 5)})):
         choice = CommunicatorChoice(most)
@@ -230,7 +225,6 @@ def test_slots_that_can_gain_nothing_are_not_counted() -> None:
 
 
 def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of planes and of plans over NCCL; layers wait for those of FSDP2 and of tensor parallelism."""
     options: list[Any] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **more: options.append(more["pg_options"]))

@@ -18,7 +18,6 @@ from longspan.testing import run_ranks
 
 
 def texts(rank: int, home: Layout) -> list[Any]:
-    """Texts and numbers of all ranks, joined in the order of the home."""
     n = len(home.ranks)
     with World(home, backend="gloo", timeout=60) as world:
         control, joined = world.control, "".join(map(str, home.ranks))
@@ -39,9 +38,7 @@ def texts(rank: int, home: Layout) -> list[Any]:
         return [sums, rounds.reduce(torch.tensor([rank, 1]), torch.add, "ranks").tolist()]
 
 
-@pytest.mark.parametrize(
-    "home", [Layout(1), Layout(2), Layout(ranks=(2, 0, 1)), Layout(5), Layout(6), Layout(8)], ids=str
-)
+@pytest.mark.parametrize("home", [Layout(1), Layout(ranks=(2, 0, 1)), Layout(5), Layout(8)], ids=str)
 def test_every_rank_gets_the_same_in_the_order_of_the_home(home: Layout) -> None:
     n = len(home.ranks)
     results = run_ranks(texts, n, home)
@@ -61,7 +58,6 @@ def test_sums_count_each_slot_of_the_stages_once() -> None:
 
 
 def differences(rank: int) -> list[str]:
-    """The messages of what differs between four ranks."""
     with World(Layout(ranks=4), backend="gloo", timeout=60) as world:
         world.step = 12
         with pytest.raises(CommError) as plans:
@@ -100,7 +96,6 @@ CALLS = 10
 
 
 def traffic_of_calls(rank: int, ranks: int) -> tuple[Traffic, Traffic]:
-    """What opening a world takes, without the group of a CPU's tensors, and what ten comparisons take."""
     before = traffic()
     with World(Layout(ranks=ranks), backend="gloo", timeout=60) as world:
         opened = traffic() - before
@@ -120,7 +115,6 @@ def test_sockets_and_messages_grow_with_the_rounds(ranks: int, rounds: int) -> N
 
 
 def requests_of_watching(rank: int) -> tuple[int, list[str]]:
-    """The store requests of two seconds in which nothing happens, and what the watching thread asks."""
     asked, has_news = list[str](), FailureReports.has_news
 
     def counted(self: FailureReports) -> bool:
@@ -131,7 +125,7 @@ def requests_of_watching(rank: int) -> tuple[int, list[str]]:
     with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
         world.control.barrier()
         before, asked[:] = traffic(), []
-        time.sleep(2)
+        time.sleep(1)
         requests = (traffic() - before).store_messages
         return requests - len(asked), asked[:1]
 

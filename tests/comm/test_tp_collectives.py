@@ -34,7 +34,6 @@ def _gathers(dim: int, gradient: Gradient) -> Through:
 
 
 def _apply(fn: Through, world: World, part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The result and the gradient of (result · weight).sum(), on the CPU."""
     x = part.to(world.device, copy=True).requires_grad_()
     out = fn(x, world.key)
     assert out._base is None, "FSDP2 hooks what modules return, which must be no view"
