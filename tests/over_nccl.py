@@ -27,7 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "comm/test_shard.py::test_labels_of_padding_rows_are_no_targets",
         "comm/test_shard.py::test_rows_positions_and_segments_of_every_kind_of_micro_batch",
         "comm/test_tp_collectives.py::test_sums_slices_and_their_gradients",
-        "comm/test_nested_worlds.py::test_nested_worlds_share_groups_of_the_same_ranks_and_purpose",
+        "comm/test_world.py::test_nested_worlds_share_groups_of_the_same_ranks_and_purpose",
         "comm/test_meshes.py::test_a_world_after_a_world_has_meshes_of_its_own",
         "comm/test_world.py::test_the_control_group_and_meshes_of_every_home pp=2,",
         "comm/test_world.py::test_the_control_group_and_meshes_of_every_home dp_replicate=2)",

@@ -2,14 +2,23 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm.row_exchange import RowExchange, RowGradient
+from longspan.comm import to_device
+from longspan.comm.row_exchange import (
+    RowExchange,
+    RowGradient,
+    all_to_all_rows,
+    exchange_counts,
+    moves_on_device,
+)
 from longspan.comm.world import World
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange, Layout, Partition
+from longspan.layout.exchange import cut_into_blocks, plan_moves
 from longspan.testing import backend, run_ranks
 
 Lists = list[list[int]]
@@ -103,7 +112,6 @@ def test_rows_and_gradients(n: int) -> None:
 
 
 def frozen(rank: int) -> None:
-    """Where only some ranks' rows need a gradient, all enter backward; under no_grad nobody does."""
     exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         x = torch.ones(1, 1, device=world.device, requires_grad=rank == 0)
@@ -138,7 +146,6 @@ OPERATIONS = {"aten::index": "index", "aten::index_copy_": "copies", "c10d::send
 
 
 def counts(rank: int) -> list[dict[str, int]]:
-    """Indexing kernels and messages of a rank, forward and backward, and where the layout comes again."""
     have = [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9], [], []]
     need = [[9, 0, 6, 2], [7, 5, 3], [], []]
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
@@ -153,7 +160,6 @@ def counts(rank: int) -> list[dict[str, int]]:
 
 
 def operations(run: Callable[[], object]) -> dict[str, int]:
-    """How often operators that move rows ran."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
     events = {event.key: event.count for event in profile.key_averages()}
@@ -188,7 +194,6 @@ def test_sums_of_half_precision_are_rounded_once() -> None:
 
 
 def any_strides(rank: int) -> None:
-    """Rows of any shape and strides, of no values too."""
     have, need = [[0, 1, 2], [3, 4]], [[4, 1, 0, 4], [0, 3]]
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
@@ -207,7 +212,6 @@ def test_rows_of_any_shape_and_strides() -> None:
 
 
 def written(rank: int) -> None:
-    """What arrives is the caller's to write into, whatever it was made from, and leaves his rows as they were."""
     layouts = (([[0, 1], [2]], [[0, 1], [0, 1]]), ([[0, 1], [2]], [[2], [0]]), ([[0], [0]], [[], [0]]))
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         for have, need in layouts:
@@ -223,3 +227,104 @@ def written(rank: int) -> None:
 
 def test_rows_that_arrive_can_be_written_into() -> None:
     run_ranks(written, 2)
+
+
+@pytest.mark.parametrize(
+    ("have", "need", "used"),
+    [
+        ([[0, 1], [2]], [[0, 2, 1], []], {"local", "arrived"}),  # straight to their places in the result
+        ([[0, 1], [2]], [[2, 0, 7], []], {"local", "arrived", "absent"}),
+        ([[0], [2, 4]], [[4, 7, 2], []], {"arrived", "absent"}),
+        ([[0, 1], [2]], [[2, 2, 0], []], {"stays", "places"}),  # one row in two places: through the pool
+        ([[0, 4, 2], [1]], [[1, 2, 4, 0], []], {"stays"}),  # the pool is the result
+        ([[0, 1, 2], []], [[2, 0, 1], []], {"places"}),  # nothing arrives
+        ([[0, 1, 2], []], [[], [0, 2]], {"leaves"}),
+    ],
+)
+def test_indices_that_are_not_used_stay_on_the_host(have: Lists, need: Lists, used: set[str]) -> None:
+    moves = plan_moves(*cut_into_blocks(Partition.from_rows(have), Partition.from_rows(need)), 0)
+    there = vars(moves_on_device(moves, torch.device("cpu")))
+    assert {name for name, value in there.items() if isinstance(value, torch.Tensor) and len(value)} == used
+
+
+# ---- rows to members that know only by asking how many come, and their gradients back
+
+TABLES = {
+    "uneven": [[0, 3, 1], [2, 0, 5], [4, 1, 2]],
+    "one sends nothing, one receives nothing": [[0, 0, 0], [3, 0, 1], [2, 0, 0]],
+    "nothing moves": [[0, 0, 0]] * 3,
+}
+
+
+def _row(sender: int, member: int, i: int) -> float:
+    return 100.0 * sender + 10.0 * member + i
+
+
+def _travel(rank: int, table: list[list[int]]) -> tuple[list[list[int]], list[float], list[float]]:
+    """Counts that this rank learns, the rows that arrive, and the gradient of those sent: 2 x the arrived place + 1."""
+    with World(Layout(ranks=3), backend=backend()) as world:
+        channel = world.channels.find_channel(range(3))
+        counts = exchange_counts(torch.tensor(table[rank], device=world.device), channel)
+        going = [_row(rank, m, i) for m, n in enumerate(table[rank]) for i in range(n)]
+        x = torch.tensor(going, dtype=torch.float64, device=world.device).unsqueeze(1).expand(-1, 2).contiguous()
+        x.requires_grad_()
+        arrived = all_to_all_rows(x, table[rank], [row[rank] for row in table], channel)
+        places = torch.arange(len(arrived), device=world.device).unsqueeze(1)
+        (arrived * (2 * places + 1)).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad[:, 0], x.grad[:, 1])
+        return counts, arrived[:, 0].tolist(), x.grad[:, 0].tolist()
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_rows_travel_and_their_gradients_return(case: str) -> None:
+    table = TABLES[case]
+    answers = run_ranks(_travel, 3, table)
+    expected = [[_row(s, m, i) for s in range(3) for i in range(table[s][m])] for m in range(3)]
+    places = {value: 2.0 * place + 1.0 for rows in expected for place, value in enumerate(rows)}
+    for rank, (counts, arrived, gradient) in enumerate(answers):
+        assert counts == table and arrived == expected[rank]
+        assert gradient == [places[_row(rank, m, i)] for m in range(3) for i in range(table[rank][m])]
+
+
+def _refused(rank: int) -> None:
+    with World(Layout(ranks=1)) as world:
+        for sends, receives in (([3], [2]), ([1, 1], [2]), ([2], [])):
+            with pytest.raises(CommError, match="all_to_all_rows got 2 rows to send as"):
+                all_to_all_rows(torch.zeros(2, 1), sends, receives, world.channels.find_channel((0,)))
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    run_ranks(_refused, 1)
+
+
+# ---- arrays of the host on the device: pytest --backend nccl for a GPU
+
+DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
+
+
+@pytest.mark.parametrize(
+    "array", (np.arange(7), np.zeros(0, np.int64), np.ones((2, 3), np.int32), np.float64(1) * np.eye(2))
+)
+def test_an_array_arrives_as_it_is(array: np.ndarray) -> None:
+    tensor = to_device(array, DEVICE)
+    assert tensor.device.type == DEVICE.type and tensor.shape == array.shape
+    assert np.array_equal(tensor.cpu().numpy(), array) and tensor.cpu().numpy().dtype == array.dtype
+
+
+def test_on_a_cpu_memory_is_shared() -> None:
+    array = np.arange(3)
+    to_device(array, "cpu")[0] = 5
+    assert array[0] == 5
+
+
+def test_on_a_gpu_the_array_may_change_at_once() -> None:
+    """What arrives is what it held when it was given, also where the device is busy meanwhile."""
+    if DEVICE.type != "cuda":
+        pytest.skip("needs --backend nccl and a GPU")
+    busy = torch.randn(4096, 4096, device=DEVICE)
+    for _ in range(20):
+        busy = busy @ busy * 1e-3
+    array = np.arange(1 << 16)
+    tensor = to_device(array, DEVICE)
+    array[:] = -1
+    assert torch.equal(tensor.cpu(), torch.arange(1 << 16))

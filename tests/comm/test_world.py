@@ -1,10 +1,17 @@
-"""A world opens on the right processes, agrees on host values, and refuses what does not fit, on every rank."""
+"""A world opens on the right processes, agrees on host values, and refuses what does not fit, on every rank.
+
+Worlds of different homes over the same ranks may be open inside each other, and through a store that outlives them.
+"""
 
 import math
 import os
 import re
 import resource
+import socket
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,12 +20,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore
+from torch.distributed.tensor import DTensor, Shard
 
+from longspan.comm import leave_together
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.rendezvous import CONNECTIONS, allow_open_files
+from longspan.comm.rendezvous import CONNECTIONS, Place, allow_open_files, wait_for_all_ranks
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
-from longspan.errors import CommError
+from longspan.errors import CheckpointError, CommError, DataError
 from longspan.layout import Layout
 from longspan.plan import MicroBatch
 from longspan.testing import backend, run_ranks
@@ -26,7 +37,6 @@ from longspan.testing import backend, run_ranks
 HOMES = [
     Layout(ranks=1),
     Layout(ranks=3),
-    Layout(ranks=4, tp=2),
     Layout(ranks=4, pp=2, tp=2),
     Layout(ranks=4, dp_replicate=2),
     Layout(ranks=(2, 0, 3, 1)),
@@ -34,7 +44,6 @@ HOMES = [
 
 
 def visit(rank: int, home: Layout) -> None:
-    """Every host value, in two worlds in turn."""
     n = len(home.ranks)
     for _ in range(2):
         files = open_files()
@@ -54,7 +63,6 @@ def visit(rank: int, home: Layout) -> None:
             assert not world.control.agree("0f" * 32) and world.control.agree("0f" * 32, flag=rank == n - 1)
             world.step = 3
             assert world.watch.step == world.step == 3
-            check_mesh(world)
             check_files(world, files)
             assert [record.kind for record in world.process_groups.made][:2] == ["control", "parent"]
     with pytest.raises(CommError, match="not open"):
@@ -71,19 +79,6 @@ def check_files(world: World, before: int) -> None:
     _ = world.channels.everyone, world.home.tp > 1 and world.channels.tp, world.channels.pipeline
     spare = 40 if backend() == "gloo" else 256
     assert open_files() - before <= spare + CONNECTIONS * len(world.home.ranks)
-
-
-def check_mesh(world: World) -> None:
-    mesh, copies = world.meshes.fsdp, world.home.dp_replicate
-    assert mesh is world.meshes.fsdp and mesh.size() == world.home.slots
-    assert mesh.mesh_dim_names == (("slots",) if copies == 1 else ("replicate", "slots"))
-    group = mesh.get_group("slots")
-    assert group is not world.process_groups.parent("plane"), "point-to-point never runs on FSDP's group"
-    total = torch.ones(1, device=world.device) * world.rank
-    dist.all_reduce(total, group=group)
-    width = world.home.slots // copies
-    begin = world.slot // width * width
-    assert total.item() == sum(world.plane[begin : begin + width])
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)
@@ -106,7 +101,6 @@ def test_an_initialised_default_group_is_reused_and_left_alone() -> None:
 
 
 def renew(rank: int, folder: Path) -> None:
-    """A world is never left, and the default group that it was opened with is destroyed and made anew."""
     for turn in range(2):
         dist.init_process_group(backend(), init_method=f"file://{folder}/{turn}", rank=rank, world_size=2)
         world = World(Layout(ranks=2), backend=backend(), timeout=20)
@@ -149,7 +143,6 @@ def test_processes_that_are_not_the_home_are_refused_before_they_meet() -> None:
 
 
 def open_again(rank: int) -> list[str]:
-    """Worlds that one or both ranks fail to open, each followed by one that opens."""
     said, pair = [], Layout(ranks=2)
 
     def fails(**keywords: Any) -> None:
@@ -182,7 +175,6 @@ def open_again(rank: int) -> list[str]:
 
 
 def end_slowly() -> None:
-    """Leave a world with an error whose groups take longer to end than a rank waits for them."""
     destroy = dist.destroy_process_group
     slow = mock.patch.object(dist, "destroy_process_group", lambda: time.sleep(1.3) or destroy())
     with slow, pytest.raises(KeyError), World(Layout(ranks=2), backend=backend(), timeout=60):
@@ -192,11 +184,8 @@ def end_slowly() -> None:
 
 def test_after_any_failure_to_open_the_next_world_opens() -> None:
     said, said_by_rank_1 = run_ranks(open_again, 2)
-    for message, pattern in zip(
-        said,
-        ("needs cuda:99", r"world of 2 ranks in 0.5 s: rank\(s\) \(1\) did not come", "gloo: no route"),
-        strict=True,
-    ):
+    late = r"world of 2 ranks in 0.5 s: rank\(s\) \(1\) did not come"
+    for message, pattern in zip(said, ("needs cuda:99", late, "gloo: no route"), strict=True):
         assert re.search(pattern, message)
     assert len(said_by_rank_1) == 1
 
@@ -237,11 +226,6 @@ def misuse(rank: int) -> None:
                 world.channels.find_channel(slots)
         channel = world.channels.find_channel((0, 1))
         assert channel is world.channels.find_channel([0, 1]) and channel is not world.channels.find_channel((1, 0))
-        digest = ("ab", "cd")[rank] * 32
-        with pytest.raises(
-            CommError, match=r"hold 2 different plans for step 0: ranks \(0\) hold abab.*ranks \(1\) hold"
-        ):
-            world.control.agree(digest)
     x = torch.ones(1)
     for call in (
         lambda: channel.exchange([(1 - rank, x)], [(1 - rank, x)], "late"),
@@ -255,16 +239,6 @@ def misuse(rank: int) -> None:
 
 def test_misuse_is_named() -> None:
     run_ranks(misuse, 2)
-
-
-def come_or_not(rank: int) -> None:
-    if rank != 1:
-        with pytest.raises(CommError, match=r"world of 3 ranks in 3 s: rank\(s\) \(1\) did not come"):
-            World(Layout(ranks=3), backend="gloo", timeout=3).__enter__()
-
-
-def test_a_rank_that_does_not_come_is_named() -> None:
-    run_ranks(come_or_not, 3)
 
 
 def test_a_world_that_is_not_open_says_so() -> None:
@@ -287,3 +261,260 @@ def test_one_rank_needs_no_launcher() -> None:
     with World(Layout(ranks=1), backend="gloo") as world:
         assert world.control.sum_over_slots([2.5]) == [2.5]
     assert not dist.is_initialized()
+
+
+# ---- worlds of different homes over the same ranks, open inside each other
+
+RANKS = 4
+
+
+def every_group(world: World) -> dict[str, dist.ProcessGroup]:
+    _ = world.channels.everyone
+    groups = {"control": world.control.group, "parent": world.process_groups.parent("plane")}
+    groups["slots"] = world.meshes.fsdp.get_group("slots")
+    if world.home.tp > 1:
+        groups |= {"tp": world.channels.tp.group, "everyone": world.channels.everyone.group}
+    return groups
+
+
+def kinds_of(world: World) -> list[str]:
+    return [record.kind for record in world.process_groups.made]
+
+
+def nested(rank: int) -> None:
+    with World(Layout(RANKS, tp=2), backend=backend(), timeout=60) as world:
+        with World(Layout(RANKS), backend=backend(), timeout=60) as encoder_world:
+            inner, outer = every_group(encoder_world), every_group(world)
+            world.step = 3
+            assert encoder_world.step == 3
+            assert outer["control"] is inner["control"] and kinds_of(encoder_world) == ["parent", "slots"]
+            # Messages to all ranks go where the encoder's do, of which FSDP2 has its own
+            assert outer["everyone"] is inner["parent"] is not inner["slots"]
+            assert len({*outer.values()}) == 5 and kinds_of(world) == ["control", "parent", "slots", "tp"]
+            with World(Layout(RANKS, tp=2), backend=backend(), timeout=60) as third:
+                assert every_group(third) == outer and kinds_of(third) == [] and third.step == 3
+            with World(Layout(RANKS), backend=backend(), timeout=50) as other:
+                assert not {*every_group(other).values()} & {*inner.values()}, "with another limit of time"
+            check_reductions(world, encoder_world)
+        check_reductions(world)  # the encoder's group of all ranks lives on, as this world uses it
+        assert world.channels.everyone.group is inner["parent"]
+    assert not dist.is_initialized()
+
+
+def check_reductions(*worlds: World) -> None:
+    for world in worlds:
+        assert world.control.sum_over_ranks([1.0]) == [RANKS]
+        x = torch.ones(1, device=world.device)
+        assert sum(part.item() for part in world.channels.everyone.all_gather(x, [1] * RANKS, "ones").wait()) == RANKS
+        total: Any = DTensor.from_local(x, world.meshes.fsdp, [Shard(0)]).sum()
+        assert total.full_tensor().item() == world.home.slots
+
+
+def test_nested_worlds_share_groups_of_the_same_ranks_and_purpose() -> None:
+    run_ranks(nested, RANKS)
+
+
+def apart(rank: int) -> str:
+    with (
+        pytest.raises(CommError) as error,
+        World(Layout(RANKS, tp=2), backend="gloo", timeout=3) as world,
+        World(Layout(RANKS), backend="gloo", timeout=3) as encoder_world,
+    ):
+        if rank == 2:
+            encoder_world.control.barrier("encoding")
+        else:
+            world.control.gather_objects(rank, "embedding")
+    return str(error.value)
+
+
+def test_a_report_says_what_a_rank_does_in_another_world() -> None:
+    reports = run_ranks(apart, RANKS)  # that of the first rank whose time is over has all of them
+    assert any("rank 2 is in 'encoding'" in said and "is in 'embedding'" in said for said in reports), reports
+
+
+# ---- opened and closed without a block, and open when a program ends
+
+
+def test_open_and_close_as_with_does() -> None:
+    world = World(Layout(1), backend="gloo")
+    world.close()  # it was never open
+    assert world.open() is world and world.rank == 0
+    with pytest.raises(CommError, match="already open"):
+        world.open()
+    world.close()
+    world.close()
+    assert not dist.is_initialized()
+    with pytest.raises(CommError, match=r"not open; use it inside `with .*world.open\(\)"):
+        world.check_open()
+    with world:  # it may be opened again
+        assert world.rank == 0
+
+
+def close_after(rank: int) -> None:
+    """The one rank fails, the other waits for it."""
+    world = World(Layout(2), backend="gloo", timeout=30).open()
+    inner = world.open_inner(Layout(2, tp=2))
+    inner.control.barrier("both are there")
+    if rank == 1:
+        try:
+            raise KeyError("boom")
+        except KeyError:
+            world.close()
+        return
+    try:
+        world.control.barrier("a rank waits")
+    except CommError as error:
+        assert "rank 1 left with KeyError: 'boom'" in str(error)
+        world.close()
+    assert not dist.is_initialized()
+
+
+def test_closed_in_finally_the_others_learn_of_the_error() -> None:
+    run_ranks(close_after, 2)
+
+
+PROGRAM = """
+import os, sys
+from longspan import Layout, World
+from longspan.errors import CommError
+
+ranks = []
+while len(ranks) < 2:
+    os.environ["RANK"] = str(len(ranks))
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        break
+else:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    print("codes", codes)
+    sys.exit()
+world = World(Layout(2), backend="gloo", timeout=30).open()
+world.control.barrier("both are there")
+if sys.argv[1] == "raise" and world.rank == 1:
+    raise KeyError("boom")
+if sys.argv[1] == "raise":
+    try:
+        world.control.barrier("a rank waits")
+    except CommError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("how", [pytest.param("end", marks=pytest.mark.whole), "raise"])
+def test_a_program_may_end_with_an_open_world(how: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM, how]
+    ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=240, check=False)
+    if how == "end":
+        assert (ran.stdout, ran.stderr) == ("codes [0, 0]\n", "")
+    else:
+        assert "codes [0, 1]" in ran.stdout, ran.stderr
+        assert "rank 1 left with KeyError: 'boom'" in ran.stdout and "KeyError: 'boom'" in ran.stderr
+
+
+# ---- what one rank does for all, and what all do at once: the same result, or the same error, everywhere
+
+
+def rank_outcomes(rank: int) -> list[object]:
+    results: list[object] = []
+
+    def failing(where: int) -> int:
+        if rank == where:
+            raise OSError(5, "Input/output error", "file.bin")
+        return rank
+
+    with World(Layout(3), backend=backend(), timeout=30) as world:
+        results.append(run_on_every_rank(world, lambda: failing(-1), DataError))
+        results.append(run_on_first_rank(world, lambda: f"from {rank}", DataError))
+        with pytest.raises(CheckpointError) as error:
+            run_on_every_rank(world, lambda: failing(1), CheckpointError)
+        results.append(str(error.value))
+        with pytest.raises(DataError) as other:
+            run_on_first_rank(world, lambda: failing(0), DataError)
+        results.append(str(other.value))
+    return results
+
+
+def test_every_rank_gets_the_same_results_and_errors() -> None:
+    lack = "file.bin: Input/output error"
+    expected = ["from 0", f"{lack} (on rank 1)", lack]
+    assert run_ranks(rank_outcomes, 3) == [[rank, *expected] for rank in range(3)]
+
+
+TIMEOUT = 3.0
+
+
+def slow_work(rank: int) -> int:
+    with World(Layout(2), backend=backend(), timeout=TIMEOUT) as world:
+        run_on_every_rank(world, lambda: time.sleep(1.3 * TIMEOUT * rank), DataError)
+        with pytest.raises(KeyError), leave_together(world):
+            raise KeyError(rank)
+        return run_on_first_rank(world, lambda: rank + 1, DataError)
+
+
+def test_work_may_take_longer_than_the_time_out() -> None:
+    assert run_ranks(slow_work, 2) == [1, 1]
+
+
+# ---- ranks meet through a store that outlives them, as torchrun's does when it starts them again
+
+Attempt = tuple[int, tuple[int, ...]]  # the ranks of a launch, and those that come
+
+
+def open_worlds(store: HashStore, size: int, ranks: tuple[int, ...]) -> list[str]:
+    def open_world(rank: int) -> str:
+        try:
+            return wait_for_all_ranks(store, Place(rank, size, rank, "", f"node {rank}"), 5.0 if whole else 0.3)
+        except CommError as error:
+            assert "could not open the world" in str(error) and not whole
+            return ""
+
+    whole = len(ranks) == size
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(open_world, ranks))
+
+
+@pytest.mark.parametrize(
+    "launches",
+    [
+        [(2, (0, 1)), (2, (0, 1)), (2, (1, 0))],
+        [(4, (0, 1, 2, 3)), (2, (0, 1)), (4, (3, 2, 1, 0)), (3, (0, 1, 2))],
+        [(3, (1, 2)), (3, (0, 1, 2)), (3, (0,)), (3, (0, 1)), (3, (2, 1, 0))],
+        [(3, (0, 2)), (3, (1,)), (2, (1,)), (2, (1, 0)), (3, (0, 2, 1))],
+        [(1, (0,)), (2, (1, 0)), (1, (0,))],
+    ],
+)
+def test_each_launch_opens_a_world_of_its_own(launches: list[Attempt]) -> None:
+    store, opened = HashStore(), set[str]()
+    for size, ranks in launches:
+        worlds = set(open_worlds(store, size, ranks))
+        if len(ranks) == size:
+            (world,) = worlds
+            assert world not in opened
+            opened.add(world)
+        else:
+            assert worlds == {""}
+
+
+def test_a_world_that_killed_ranks_had_joined_is_passed_over() -> None:
+    store = HashStore()
+    store.set("longspan/newest", "longspan/world 1")
+    store.add("longspan/worlds", 1)
+    dead = PrefixStore("longspan/world 1", store)
+    for rank in (1, 3):
+        dead.add(f"joined/{rank}", 1)
+        dead.add("joined", 1)
+    assert open_worlds(store, 4, (1, 2, 3, 0)) == ["longspan/world 2"] * 4
+
+
+def test_a_world_that_is_open_is_not_left_for_the_next() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(wait_for_all_ranks, store, Place(1, 2, 1, ""), 5.0)
+        first = wait_for_all_ranks(store, Place(0, 2, 0, ""), 5.0)
+        with pytest.raises(CommError, match=r"rank\(s\) \(1\) did not come"):
+            wait_for_all_ranks(store, Place(0, 2, 0, ""), 0.0)
+        assert slow.result() == first
