@@ -157,27 +157,26 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
     Those that layers keep, by communication type, key/value heads and measure; then slices of heads and the peak of
     backward, by key/value heads, measure and order of slices.
     """
-    rows = ROWS // 2
     kept, peaks = dict[str, tuple[float, float]](), dict[str, tuple[int, float, float]]()
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(2), backend=backend()) as world:
         use_kernel_norms(monkeypatch)
         settings, config = MemorySettings(parameter_bytes=2, shard_parameters=False), config_of("qwen3")
         cases = (("p2p", 2, "none"), ("all_gather", 2, "none"), ("a2a", 2, "none"), ("a2a", 1, "none"))
         for kind, config.num_key_value_heads, word in (*cases, ("a2a", 1, "selective")):
-            plan = plan_fixed([rows * 2], world.home, cp=2, cp_comm_type=kind)
+            plan = plan_fixed([ROWS], world.home, cp=2, cp_comm_type=kind)
             counted = count_step(config, plan, world, activation_checkpointing=word)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             name = f"{kind} {config.num_key_value_heads} {word}"
             kept[name] = _kept(needs, word, 2), float(sum(counted.kept))
         monkeypatch.setattr(all_to_all, "SLICE_BYTES", 0)  # tensors are taken for large
         monkeypatch.setattr(layer_table, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
-        settings = replace(settings, mlp_tile_rows=64)
-        plan = plan_fixed([4 * rows], world.home, cp=2, cp_comm_type="a2a")
+        settings = replace(settings, mlp_tile_rows=128)
+        plan = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a")
         orders: tuple[tuple[int, Any, str], ...] = ((8, "full", "at once"), (8, "full", "one by one"))
         orders += ((8, "selective", "one by one"), (2, "full", "at once"))
         for config.num_key_value_heads, word, order in orders:
             monkeypatch.setattr(head_split, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
-            counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=64)
+            counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=128)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
             layer = place.layer_bytes(1, load, word)
