@@ -1,6 +1,11 @@
-"""Multi-token prediction written plainly: one process, the stock model and its depths on each document by itself."""
+"""Multi-token prediction of any family, written plainly: one process, depths called as the stock model calls its layer.
 
-from collections.abc import Sequence
+A document keeps all its rows at every depth: those at its end read tokens of its beginning, and, since every row sees
+earlier ones alone, nothing that has a target. What Zamba 2 and Gemma 4 give a layer of the rows' own tokens is made of
+the later ones here by formulas of these families.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +18,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.add_depths import add_mtp
 from longspan.model.exactness.small_copies import shrink_configuration
+from longspan.model.layers import base_model, decoder_layers, decoder_model, layer_list
 from longspan.model.mtp import MtpBlocks
 from longspan.model.presets import preset_config
-from longspan.model.seams.mixers import find_mixers
 from tests.model.deep import deep
 from tests.model.seams.families import tiny as of_family
-from tests.model.stock import at_random, gradients_of, tiny
+from tests.model.stock import at_random, gradients_of, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 3, 9)
 WEIGHT = 0.7
-
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Two layers, of which the last is attention or a scan: preset, and what says which.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -41,20 +46,18 @@ GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
     ),
 }
-AS_CALLED = ("zamba2", *GEMMA4)  # whose layers get what is made of the rows' tokens: `as_called.py` says how
 
 
 def _hybrid(family: str) -> PreTrainedModel:
-    preset, types = HYBRIDS[family]
-    if not preset:
-        config: Any = shrink_configuration(CONFIG_MAPPING[family.replace("-", "_")](**types))
+    preset, changes = HYBRIDS[family]
+    if preset:
+        config: Any = preset_config(preset, vocab_size=64)
+        sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        small = {"mamba_n_heads": 4, "mamba_d_head": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+        config.update(sizes | {key: value for key, value in small.items() if hasattr(config, key)} | changes)
+    else:
+        config = shrink_configuration(CONFIG_MAPPING[family.replace("-", "_")](**changes))
         config.update({"vocab_size": 64})
-        config._experts_implementation = "eager"
-        return at_random(config)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    small = {"mamba_n_heads": 4, "mamba_d_head": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2}
-    config: Any = preset_config(preset, vocab_size=64)
-    config.update(sizes | {key: value for key, value in small.items() if hasattr(config, key)} | types)
     config._experts_implementation = "eager"
     return at_random(config)
 
@@ -71,12 +74,15 @@ def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
         model = tiny(family, torch.float64, attention="eager", vocabulary=64)
     else:
         model = deep(family, torch.float64, layers, vocabulary=64)
+    return add_drawn_depths(model, depths)
+
+
+def add_drawn_depths(model: Any, depths: int) -> Any:
     add_mtp(model, depths)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        for name, parameter in model.named_parameters():
-            if name.startswith("mtp."):
-                parameter.data += 0.1 * torch.randn_like(parameter)
+        for parameter in model.mtp.parameters():
+            parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
 
@@ -88,56 +94,97 @@ class Answer:
     mtp_losses: tuple[float, ...]
     gradients: dict[str, Tensor]
 
+    def error(self, result: Any, gradients: dict[str, Tensor], *, in_part: bool = False) -> float:
+        """The largest relative error of a step's losses and gradients, of which `in_part` not all are here."""
+        pairs = zip((result.loss, *result.mtp_losses), (self.loss, *self.mtp_losses), strict=True)
+        here = {name: self.gradients[name] for name in gradients} if in_part else self.gradients
+        return max(*(abs(loss / max(there, 1e-30) - 1) for loss, there in pairs), worst(gradients, here))
 
-def dense(model: Any, documents: Sequence[np.ndarray], masks: Sequence[np.ndarray], weights: Sequence[float]) -> Answer:
-    """Depth by depth each document gets shorter: its rows without a later token are left out.
 
-    `masks[i]` says which tokens of document i are targets, `weights[i]` what their losses count.
-    """
-    depths = list(model.mtp.layers)
+def dense(
+    model: Any,
+    documents: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray] | None = None,
+    weights: Sequence[float] | None = None,
+) -> Answer:
+    """`masks[i]` says which tokens of document i are targets (none: all), `weights[i]` what their losses count."""
+    depths = [*model.mtp.layers]
     sums: list[Any] = [0.0] * (1 + len(depths))
     counts = [0] * (1 + len(depths))
-    for document, mask, weight in zip(documents, masks, weights, strict=True):
-        ids, targets = torch.from_numpy(document), torch.from_numpy(mask)
-        hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state
-        for depth in range(1 + len(depths)):
-            if depth:
-                hidden = _next(model, depths[depth - 1], hidden[:, :-1], ids[depth:])
-            if len(ids) > depth:
-                labels, known = ids[depth + 1 :], targets[depth + 1 :]
-                losses = F.cross_entropy(_logits(model, hidden)[0, :-1], labels, reduction="none")
-                sums[depth] = sums[depth] + weight * losses[known].sum()
-                counts[depth] += int(known.sum())
-            else:
-                break
+    for i, document in enumerate(documents):
+        ids, mask = torch.from_numpy(document), torch.from_numpy(masks[i]) if masks else torch.ones(len(document)) > 0
+        for ahead, logits in enumerate(_logits_of_depths(model, ids)):
+            losses = F.cross_entropy(logits[: len(ids) - 1 - ahead], ids[1 + ahead :], reduction="none")
+            sums[ahead] = sums[ahead] + (weights[i] if weights else 1.0) * losses[mask[1 + ahead :]].sum()
+            counts[ahead] += int(mask[1 + ahead :].sum())
     means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
     (means[0] + WEIGHT / len(depths) * sum(means[1:])).backward()
     loss, *deeper = (float(torch.as_tensor(mean).detach()) for mean in means)
     return Answer(loss, tuple(deeper), gradients_of(model))
 
 
-def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor) -> Tensor:
-    """One depth on the rows that have a later token; positions are those of the tokens, as in transformers."""
-    if not len(ids):
-        return hidden
+def _logits_of_depths(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """(T, V) of the model, then of each depth that has a target."""
+    hidden, call = _base(model, ids)
+    logits = [_head(model, ids, hidden)]
+    for ahead, depth in enumerate(model.mtp.layers, 1):
+        if len(ids) > 1 + ahead:
+            hidden = _next(model, depth, hidden, ids.roll(-ahead), call)
+            logits.append(_head(model, ids, hidden))
+    return logits
+
+
+def _base(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Call]:
+    """The model's last hidden states, and what it calls the layer with that its depths are copies of."""
+    calls: list[Call] = []
+    layer = [*decoder_layers(model).values()][_copied(model)]
+    note = lambda _, args, kwargs: calls.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))  # noqa: E731
+    handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+    hidden = base_model(model)(input_ids=ids[None], use_cache=False)[0]
+    handle.remove()
+    return hidden, calls[0]
+
+
+def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor, call: Call) -> Tensor:
     later = model.get_input_embeddings()(ids[None])
+    args, kwargs = LATER.get(model.config.get_text_config().model_type, lambda *_: call)(model, call, later, ids)
     x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
-    positions = torch.arange(len(ids))[None] + 1
-    layer, config = depth.mtp_block, model.config
-    types = getattr(config, "layer_types", None)
-    full = types is not None and types[-1] == "full_attention"
-    window = None if full else getattr(config, "sliding_window", None)
-    age = positions[0, :, None] - positions[0, None, :]
-    hidden_rows = (age < 0) | (age >= (window or len(ids)))
-    mask = torch.zeros(age.shape, dtype=x.dtype).masked_fill(hidden_rows, torch.finfo(x.dtype).min)
-    rotary = model.model.rotary_emb(x, positions) if hasattr(model.model, "rotary_emb") else None
-    for block in layer if isinstance(layer, MtpBlocks) else [layer]:
-        causal = None if find_mixers(block) else mask[None, None]
-        out = block(x, attention_mask=causal, position_embeddings=rotary, position_ids=positions)
+    for block in depth.mtp_block if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]:
+        out = block(x, *args, **kwargs)
         x = out if isinstance(out, Tensor) else out[0]
     return depth.post_norm(x)
 
 
-def _logits(model: Any, hidden: Tensor) -> Tensor:
-    logits, cap = model.lm_head(hidden), getattr(model.config, "final_logit_softcapping", None)
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+def _head(model: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+    """Logits (T, V) of the model's own forward, where what is around its layers answers with these hidden states."""
+
+    def answer(_: Any, __: Any, output: Any) -> Any:
+        output["last_hidden_state"] = hidden
+        return output
+
+    around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
+    handle = around.register_forward_hook(answer)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    handle.remove()
+    return logits
+
+
+def _copied(model: PreTrainedModel) -> int:
+    """The last layer, or the last that has keys of its own."""
+    config: Any = model.config.get_text_config()
+    return len(decoder_layers(model)) - 1 - getattr(config, "num_kv_shared_layers", 0)
+
+
+def _zamba2(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
+    return (later, *call[0][1:]), call[1]
+
+
+def _gemma4(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
+    text, kwargs = decoder_model(model), call[1] | {"shared_kv_states": {}}
+    if not text.hidden_size_per_layer_input:
+        return call[0], kwargs
+    inputs = text.project_per_layer_inputs(later, text.get_per_layer_inputs(ids[None], later))
+    return (inputs[:, :, _copied(model)],), kwargs
+
+
+LATER: dict[str, Callable[[Any, Call, Tensor, Tensor], Call]] = {"zamba2": _zamba2, "gemma4_text": _gemma4}

@@ -7,7 +7,6 @@ from typing import Any
 
 import peft
 import pytest
-import torch
 
 from longspan import Layout, MtpLoss, World, plan_dynamic, plan_fixed, prepare, run_step
 from longspan.doctor.stock import whole_float64
@@ -15,13 +14,11 @@ from longspan.errors import ModelError
 from longspan.model import add_mtp
 from longspan.testing import run_ranks
 from tests.model.lora.adapted import drawn
-from tests.model.mtp.as_called import dense_as_called
-from tests.model.mtp.dense import AS_CALLED, LENGTHS, WEIGHT, Answer, dense, with_depths
+from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, dense, with_depths
 from tests.model.stock import gradients_of, texts, tiny, worst
-from tests.mutation import mutate, restore
+from tests.mutation import each_mutated
 
 EXACT, WHOLE = 1e-11, "model.mtp"
-ONES = [1.0] * len(LENGTHS)
 HOMES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "cp 2": (Layout(ranks=2), {"activation_checkpointing": "full"}),
     "tp 2, rows in parts": (Layout(ranks=2, tp=2), {"sequence_parallel": True}),
@@ -34,20 +31,17 @@ LINEARS = ["eh_proj", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_pr
 
 
 def adapted(family: str, **more: Any) -> Any:
-    """A model with two depths and an adapter of no matrix of which is zero."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, **more}
     return drawn(peft.get_peft_model(with_depths(family, 2), peft.LoraConfig(**settings)))
 
 
 @cache
 def wanted(family: str, trained: str) -> Answer:
-    """What one process says; peft's copy of depths that are trained whole is called by its name in the model."""
     with whole_float64():
         model = adapted(family, **TRAINED[trained]).train().get_base_model()
         mtp: Any = model.mtp
         model.mtp = getattr(mtp, "modules_to_save", {"default": mtp})["default"]
-        masks = [torch.ones(n, dtype=torch.bool).numpy() for n in LENGTHS]
-        return (dense_as_called if family in AS_CALLED else dense)(model, texts(LENGTHS), masks, ONES)
+        return dense(model, texts(LENGTHS))
 
 
 def _errors(rank: int, trained: str, families: Sequence[str]) -> dict[str, float]:
@@ -66,10 +60,7 @@ def _errors(rank: int, trained: str, families: Sequence[str]) -> dict[str, float
                     found = gradients_of(model)
                     assert all(".lora_" in key or (trained == "whole" and key.startswith("mtp.")) for key in found)
                     assert layout.pp > 1 or any(key.startswith("mtp.layers.1.eh_proj.") for key in found)
-                    pairs = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
-                    losses = max(abs(loss / there - 1) for loss, there in pairs)
-                    here = exact.gradients if layout.pp == 1 else {key: exact.gradients[key] for key in found}
-                    errors[f"{name}, {family}, {kind}"] = max(losses, worst(found, here))
+                    errors[f"{name}, {family}, {kind}"] = exact.error(result, found, in_part=layout.pp > 1)
                     model.zero_grad()
     return errors
 
@@ -90,12 +81,10 @@ MUTATIONS = {
 
 
 def _mutated(rank: int) -> dict[str, float]:
-    """The error of depths that are trained whole, by what is wrong; of a change that raises, infinity."""
     errors = dict[str, float]()
     with World(Layout(ranks=2)) as world, whole_float64():
         exact = wanted("qwen3", "whole").gradients
-        for name, mutation in {"nothing": None, **MUTATIONS}.items():
-            undo = mutate(*mutation) if mutation else []
+        for name in each_mutated(MUTATIONS):
             try:
                 model = prepare(adapted("qwen3", **TRAINED["whole"]), world)
                 plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=40)
@@ -103,7 +92,6 @@ def _mutated(rank: int) -> dict[str, float]:
                 errors[name] = worst(gradients_of(model), exact)
             except ModelError:
                 errors[name] = math.inf
-            restore(undo)
     return errors
 
 

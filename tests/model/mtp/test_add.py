@@ -18,7 +18,7 @@ from longspan.testing import run_ranks
 from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
 from tests.model.mtp.dense import LENGTHS, with_depths
 from tests.model.seams.families import FAMILIES
-from tests.model.stock import config_of, texts, tiny, weights_of
+from tests.model.stock import config_of, prepare_untried, texts, tiny, weights_of
 
 
 def _depths(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -50,52 +50,41 @@ def test_drawn_weights_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first["mtp.layers.0.eh_proj.weight"], first["mtp.layers.1.eh_proj.weight"])
 
 
-HOMES = {
-    "cp": Layout(ranks=2),
-    "tp": Layout(ranks=2, tp=2),
-    "pp": Layout(ranks=2, pp=2),
-    "ep": Layout(ranks=2, ep=2),
-}
+HOMES = {"cp": Layout(2), "tp": Layout(2, tp=2), "pp": Layout(2, pp=2), "ep": Layout(2, ep=2)}
 
 
-def _model(home: Layout) -> PreTrainedModel:
-    return (with_depths("qwen3-moe", 2, layers=3) if home.ep > 1 else with_depths("llama", 2)).float()
+def _round_trip(rank: int, home: Layout, folder: Path) -> list[dict[str, Tensor]]:
+    """Weights that are here of a model that was trained for a step, and as a folder and a checkpoint have them."""
 
+    def made() -> Any:
+        return (with_depths("qwen3-moe", 2, layers=3) if home.ep > 1 else with_depths("llama", 2)).float()
 
-def _saved(rank: int, home: Layout, folder: Path) -> dict[str, Tensor]:
-    """A model that was trained for a step, saved both ways, and its weights that are here."""
     with World(home) as world:
-        model = prepare(_model(home), world)
+        model = prepare_untried(made(), world)
         optimizer = build_optimizer(model, "adamw", lr=1e-2)
-        plan = plan_fixed(LENGTHS, home, cp=home.slots)
-        run_step(model, plan, texts(LENGTHS), world, optimizer, mtp=MtpLoss())
+        run_step(model, plan_fixed(LENGTHS, home, cp=home.slots), texts(LENGTHS), world, optimizer, mtp=MtpLoss())
         save_model(model, folder / "model", world)
         save_checkpoint(folder / "checkpoint", model, optimizer, world, step=1)
-        return weights_of(model)
-
-
-def _read(
-    rank: int, home: Layout, saved_under: Layout, folder: Path, sharded: bool
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights of a folder, and those of a checkpoint."""
-    with World(home) as world:
-        model = add_mtp(load_model(folder / "model", sharded=sharded), 2, weights=folder / "model")
-        read = weights_of(prepare(model, world))
-        other = prepare(_model(saved_under), world)
-        load_checkpoint(folder / "checkpoint" / "step-000001", other, build_optimizer(other, "adamw", lr=1e-2), world)
-        return read, weights_of(other)
+        weights = [weights_of(model)]
+    for there, sharded in ((Layout(ranks=2), False), (home, True)):
+        with World(there) as world:
+            model = add_mtp(load_model(folder / "model", sharded=sharded), 2, weights=folder / "model")
+            other = prepare_untried(made(), world)
+            optimizer = build_optimizer(other, "adamw", lr=1e-2)
+            load_checkpoint(folder / "checkpoint" / "step-000001", other, optimizer, world)
+            weights += [weights_of(prepare_untried(model, world)), weights_of(other)]
+    return weights
 
 
 @pytest.mark.parametrize("home", ["cp", *(pytest.param(home, marks=pytest.mark.whole) for home in ("tp", "pp", "ep"))])
 def test_saved_depths_are_read_again_and_stock_transformers_reads_the_rest(home: str, tmp_path: Path) -> None:
-    saved = {name: x for weights in run_ranks(_saved, 2, HOMES[home], tmp_path) for name, x in weights.items()}
+    ranks = run_ranks(_round_trip, 2, HOMES[home], tmp_path)
+    saved = {name: x for weights, *_ in ranks for name, x in weights.items()}
     last = "model.layers.2." if home == "ep" else "model.layers.1."
     assert len(_depths(saved)) == 2 * (4 + sum(name.startswith(last) for name in saved))
-    for there, sharded in (("cp", False), (home, True)):
-        read = run_ranks(_read, 2, HOMES[there], HOMES[home], tmp_path, sharded)
-        for weights in (weights for both in read for weights in both):
-            assert all(torch.equal(x, saved[name]) for name, x in weights.items())
-        assert saved.keys() == {name for weights, _ in read for name in weights}
+    for read in list(zip(*ranks, strict=True))[1:]:
+        assert saved.keys() == {name for weights in read for name in weights}
+        assert all(torch.equal(x, saved[name]) for weights in read for name, x in weights.items())
     stock = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "model").named_parameters())
     assert stock.keys() == saved.keys() - _depths(saved).keys()
     assert all(torch.equal(x, saved[name]) for name, x in stock.items())
@@ -117,7 +106,6 @@ def test_what_cannot_have_depths_is_refused() -> None:
 
 
 def _steps(rank: int) -> list[str]:
-    """What a step says of each wrong mtp=."""
     messages = list[str]()
     with World(Layout(ranks=2)) as world:
         model, bare = prepare(add_mtp(tiny("qwen3")), world), prepare(tiny("qwen3"), world)
@@ -157,13 +145,10 @@ def test_models_whose_layers_take_something_else_are_refused_before_weights_are_
         assert not hasattr(model, "mtp")
 
 
-def test_the_layer_that_is_copied_is_the_last_with_keys_of_its_own() -> None:
+def test_a_depth_copies_the_last_layer_with_keys_of_its_own_and_has_the_norms_that_the_model_has() -> None:
     depth = add_mtp(_family("gemma4")).mtp.layers[0]
     assert depth.mtp_block.self_attn.layer_idx == 1 and not depth.mtp_block.self_attn.is_kv_shared_layer
     assert add_mtp(_family("gemma4 without sharing")).mtp.copied.index == 3
-
-
-def test_a_model_without_a_norm_after_its_layers_has_none_in_its_depths() -> None:
     depth = add_mtp(_family("opt, norms after", word_embed_proj_dim=32)).mtp.layers[0]
     assert isinstance(depth.post_norm, torch.nn.Identity) and type(depth.enorm) is torch.nn.LayerNorm
     assert type(add_mtp(_family("opt")).mtp.layers[0].post_norm) is torch.nn.LayerNorm
@@ -171,7 +156,6 @@ def test_a_model_without_a_norm_after_its_layers_has_none_in_its_depths() -> Non
 
 @pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_drawn_depths_begin_as_a_new_model_does(sharded: bool) -> None:
-    """Gemma 4's layers are scaled by a buffer, which is trained; Apertus' activations begin at constants."""
     family, values = FAMILIES["gemma4 without sharing"]
     for config in (getattr(transformers, family)(**values), config_of("apertus")):
         model = load_model(config=config, sharded=sharded)

@@ -11,12 +11,11 @@ import torch
 from bench.census.models import default_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from longspan import Layout, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
+from longspan import Layout, MtpLoss, World, plan_fixed, prepare, run_step
 from longspan.doctor.stock import whole_float64
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.testing import run_ranks
-from tests.model.mtp.as_called import dense_as_called
-from tests.model.mtp.dense import WEIGHT, Answer
+from tests.model.mtp.dense import WEIGHT, Answer, add_drawn_depths, dense
 from tests.model.stock import gradients_of
 from tests.versions import transformers_before
 
@@ -38,13 +37,8 @@ LENGTHS = (13, 1, 5, 2)
 
 
 def _model(name: str) -> Any:
-    model = add_mtp(make_tiny_model(shrink_configuration(default_config(name)), torch.float64, attention="eager"), 2)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.startswith("mtp."):
-                parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.train()
+    tiny = make_tiny_model(shrink_configuration(default_config(name)), torch.float64, attention="eager")
+    return add_drawn_depths(tiny, 2).train()
 
 
 def _error(result: Any, gradients: dict[str, torch.Tensor], exact: Answer) -> float:
@@ -59,7 +53,7 @@ def _errors(rank: int, names: Sequence[str]) -> dict[str, float]:
     documents, errors = [np.arange(n) * 7 % 40 + 3 for n in LENGTHS], dict[str, float]()
     with World(Layout(ranks=2)) as world, whole_float64():
         for name in names:
-            exact, model = dense_as_called(_model(name), documents), prepare(_model(name), world)
+            exact, model = dense(_model(name), documents), prepare(_model(name), world)
             result = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world, mtp=MtpLoss(WEIGHT))
             errors[name] = _error(result, gradients_of(model), exact)
     return errors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan import Group, Layout, MicroBatch, MtpLoss, World, add_mtp, plan_fixed, prepare, run_step
+from longspan import Group, Layout, MicroBatch, MtpLoss, World, plan_fixed, prepare, run_step
 from longspan.bridge.bridge import AHEAD, embedding_arguments
 from longspan.comm import SequenceShard
 from longspan.doctor.stock import whole_float64
@@ -19,31 +19,21 @@ from longspan.model.seams.mixers import find_mixers
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
 from longspan.testing import run_ranks
+from tests.model.mtp.dense import WEIGHT, add_drawn_depths
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, Raw, documents_of, raw
 from tests.model.vision.joined import Case, own_names
 from tests.model.vision.models import IMAGE, config_of, here, tiny
 from tests.mutation import each_mutated
 
-EXACT, WEIGHT, DEPTHS = 1e-11, 0.7, 2
+EXACT, DEPTHS = 1e-11, 2
 FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl", "qwen3.5") if name in here()]
-
-
-def with_depths(name: str) -> Any:
-    """A tiny model in float64 with depths of random weights."""
-    model = add_mtp(tiny(name), DEPTHS)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        for parameter in model.mtp.parameters():  # pyright: ignore[reportAttributeAccessIssue]
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
 
 
 @cache
 def wanted(name: str) -> tuple[Answer, tuple[float, ...]]:
-    """The main loss with every gradient, and the loss of each depth."""
     with whole_float64():
-        model = with_depths(name).train()
+        model = add_drawn_depths(tiny(name), DEPTHS).train()
         sums: list[Any] = [0.0] * (1 + DEPTHS)
         counts = [0] * (1 + DEPTHS)
         for document in raw(image_tokens(model.config)):
@@ -57,11 +47,7 @@ def wanted(name: str) -> tuple[Answer, tuple[float, ...]]:
 
 
 def _losses(model: Any, document: Raw) -> list[tuple[Tensor, int]]:
-    """Of each depth the sum of the losses of tokens of text, and how many they are.
-
-    Each depth has one row less; the embeddings of later tokens are those that the text model got, images' rows among
-    them, and rows have the rotary frequencies of their own places.
-    """
+    """Of each depth, which has one row less, the sum of the losses of tokens of text, and how many they are."""
     ids, images = torch.from_numpy(document.ids)[None], {}
     if document.images:
         images["pixel_values"] = torch.cat([image.pixels for image in document.images])
@@ -99,7 +85,6 @@ def _loss(model: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 
 def all_of(ranks: int) -> list[Case]:
-    """Every model under the plans of so many ranks."""
     one = Layout(ranks)
     cases = [Case(name, one, one, cp) for name in FAMILIES for cp in (0, ranks)]
     if ranks == 2:
@@ -118,10 +103,11 @@ def all_of(ranks: int) -> list[Case]:
 
 
 def _error(case: Case) -> float:
-    """The largest relative error of a step."""
     answer, of_depths = wanted(case.name)
     with whole_float64(), World(case.home) as world:
-        model = prepare(with_depths(case.name), world, encoder=case.encoder, probe=False, **dict(case.options))
+        model = prepare(
+            add_drawn_depths(tiny(case.name), DEPTHS), world, encoder=case.encoder, probe=False, **dict(case.options)
+        )
         documents = documents_of(image_tokens(config_of(case.name)))
         plan = case.plan(documents.lengths, documents.targets)
         result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
@@ -141,8 +127,6 @@ def test_steps_are_those_of_one_process(ranks: int) -> None:
 
 
 class _EmbedsTwice(nn.Module):
-    """Embeds ids as those of later tokens than the shard's rows, and again as those of the rows."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(4, 3)
@@ -202,7 +186,7 @@ def test_mutations_are_noticed() -> None:
 
 def _refused(rank: int, name: str) -> str:
     with World(Layout(1)) as world:
-        model = prepare(with_depths(name), world, encoder=Layout(1), probe=False)
+        model = prepare(add_drawn_depths(tiny(name), DEPTHS), world, encoder=Layout(1), probe=False)
         documents = documents_of(image_tokens(config_of(name)))
         plan = plan_fixed(documents.lengths, world.home, 1, targets=documents.targets)
         with pytest.raises(ModelError) as error:

@@ -26,17 +26,10 @@ NORMS = {
     "Qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")),
 }
 OURS = ("enorm", "hnorm", "post_norm", "eh_proj")
-# The layer's own names, and a model of so many layers.
-LAYERS = {
-    "DeepSeek": "model.layers.2.",
-    "Ling": "model.layers.2.",
-    "MiMo": "model.mtp_layers.0.",
-    "Qwen": "mtp.layers.0.",
-}
+LAYERS = {family: NORMS[family][0] for family in NORMS} | {"Qwen": "mtp.layers.0."}
 
 
 def _deepseek(layers: int) -> PreTrainedModel:
-    """DeepSeek-V3 whose layers but the first have experts."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
     config = config_of("deepseek-v3")
     config.update(experts | {"num_hidden_layers": layers})
@@ -52,7 +45,6 @@ def _qwen2(layers: int) -> PreTrainedModel:
 
 
 def _qwen3_next(layers: int) -> PreTrainedModel:
-    """A gated delta net, then attention, with experts."""
     config = preset_config("qwen3-next-tiny", vocab_size=64)
     types = ["linear_attention", *["full_attention"] * (layers - 1)]
     config.update({"num_hidden_layers": layers, "layer_types": types, "hidden_size": 32})
@@ -60,7 +52,6 @@ def _qwen3_next(layers: int) -> PreTrainedModel:
 
 
 def _ling(layers: int) -> PreTrainedModel:
-    """Kimi's delta attention, then MLA, with experts."""
     if "bailing_hybrid" not in CONFIG_MAPPING:
         pytest.skip("this transformers has no bailing_hybrid")
     config: Any = shrink_configuration(CONFIG_MAPPING["bailing_hybrid"]())
@@ -73,10 +64,7 @@ MODELS = {"DeepSeek": _deepseek, "Ling": _ling, "MiMo": _qwen2, "Qwen": _qwen3_n
 
 
 def _published(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A folder with a depth whose layer is the last one of a deeper model, as stock transformers writes it.
-
-    Returns that model and what else the depth has, by the names in the files.
-    """
+    """A folder whose depth's layer is the last one of a deeper model: that model, and what else the depth has."""
     deeper, (prefix, names) = MODELS[family](3), NORMS[family]
     deeper.save_pretrained(folder)
     files = load_file(folder / "model.safetensors")
@@ -136,7 +124,6 @@ def _nemotron(types: list[str]) -> Any:
 
 
 def test_a_depth_of_several_layers_is_read_as_it_is_published(tmp_path: Path) -> None:
-    """Of Nemotron-H: attention, then experts, under the names in vLLM's `nemotron_h_mtp.py`."""
     deeper = _nemotron([*NEMOTRON, "full_attention", "moe"])
     deeper.save_pretrained(tmp_path)
     files = load_file(tmp_path / "model.safetensors")
@@ -183,7 +170,6 @@ def test_published_names_are_those_that_are_read(model_type: str, depths: int) -
 
 
 def test_stock_transformers_reads_what_is_published(tmp_path: Path) -> None:
-    """It leaves the depth out, in silence."""
     _published("Qwen", tmp_path)
     config = _qwen3_next(2).config
     config.save_pretrained(tmp_path)
