@@ -10,10 +10,9 @@ from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.lora.test_exact import OF_MIXERS as OF_ADAPTED_MIXERS
-from tests.model.mtp.test_adapters import MUTATIONS as OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
 from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
-from tests.model.mtp.test_mutations import OF_TOKENS
+from tests.model.mtp.test_mutations import OF_TOKENS, OF_WHOLE_DEPTHS
 from tests.model.tensor_parallel.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
 from tests.model.tensor_parallel.test_split_mixers import OF_SHARED
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS

@@ -1,33 +1,18 @@
 """Tiny Hugging Face models, and what the stock model says about documents that it sees one by one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from transformers import (
-    ApertusConfig,
-    AutoModelForCausalLM,
-    CodeGenConfig,
-    DeepseekV3Config,
-    Gemma2Config,
-    GPTJConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-    NanoChatConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.comm import World
-from longspan.model import prepare
+from longspan import World, prepare
 from longspan.testing import backend
 
 VOCABULARY = 61
@@ -53,30 +38,32 @@ def config_of(family: str) -> PreTrainedConfig:
     mixture-of-experts models alone: they have one expert, or dense layers in its place. Apertus with a learnt
     activation; NanoChat with its norm before and after the layers. GPT-J and CodeGen with a table of rotary angles."""
     if family == "apertus":
-        return ApertusConfig(**SIZES)
+        return transformers.ApertusConfig(**SIZES)
     if family == "nanochat":
-        return NanoChatConfig(**SIZES)
+        return transformers.NanoChatConfig(**SIZES)
     if family == "qwen3":
-        return Qwen3Config(**SIZES, tie_word_embeddings=True)
+        return transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)
     if family == "mistral":
-        return MistralConfig(**SIZES, sliding_window=5)
+        return transformers.MistralConfig(**SIZES, sliding_window=5)
     if family == "gemma2":
-        return Gemma2Config(**SIZES, sliding_window=5, query_pre_attn_scalar=8)
+        return transformers.Gemma2Config(**SIZES, sliding_window=5, query_pre_attn_scalar=8)
     if family in ("gpt-j", "codegen"):
-        kind = GPTJConfig if family == "gpt-j" else CodeGenConfig
+        kind = transformers.GPTJConfig if family == "gpt-j" else transformers.CodeGenConfig
         drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
         ids = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         return kind(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=64, **ids, **drops)
     if family == "gpt-oss":
-        return GptOssConfig(**SIZES, sliding_window=5, num_local_experts=1, num_experts_per_tok=1)
+        return transformers.GptOssConfig(**SIZES, sliding_window=5, num_local_experts=1, num_experts_per_tok=1)
     if family == "qwen3-moe":
-        return Qwen3MoeConfig(**SIZES, num_experts=1, num_experts_per_tok=1, mlp_only_layers=[0, 1])
+        return transformers.Qwen3MoeConfig(**SIZES, num_experts=1, num_experts_per_tok=1, mlp_only_layers=[0, 1])
     if family == "deepseek-v3":
         mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
         experts = {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
         sizes = {name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
-        return DeepseekV3Config(**sizes, **mla, **experts, first_k_dense_replace=2)
-    return LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        return transformers.DeepseekV3Config(**sizes, **mla, **experts, first_k_dense_replace=2)
+    return transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
 
 
 def tiny(
@@ -89,14 +76,29 @@ def tiny(
     """A tiny model whose weights depend on the seed and its vocabulary alone."""
     config = config_of(family)
     config.vocab_size = vocabulary
+    return random_model(config, dtype, seed, attn_implementation=attention)
+
+
+def random_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    make: Callable[..., Any] = transformers.AutoModelForCausalLM.from_config,
+    **settings: Any,
+) -> PreTrainedModel:
+    """A stock model with random weights, norms and biases among them: at one and zero they would hide gradients."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        for parameter in model.parameters():  # norms start at one and biases at zero, which would hide their gradients
+        model = make(config, **settings)
+        for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn_like(parameter)
     if dtype == torch.float64 and backend() == "nccl":
         _norms_in_float64(model)
     return model.to(dtype)
+
+
+def at_random(config: PreTrainedConfig, attention: str = "sdpa") -> PreTrainedModel:
+    return random_model(config, attn_implementation=attention)
 
 
 def _norms_in_float64(model: PreTrainedModel) -> None:
@@ -115,12 +117,35 @@ def texts(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Stock:
-    """Logits of every document, the loss and every gradient, of a stock model that sees documents one by one."""
+class Answer:
+    """The mean cross entropy, its gradients, their norm, and the logits of each document."""
 
-    logits: list[Tensor]
     loss: float
     gradients: dict[str, Tensor]
+    norm: float
+    logits: list[Tensor]
+
+
+def answer(
+    model: PreTrainedModel,
+    documents: Sequence[np.ndarray],
+    device: torch.device | str = "cpu",
+    extra_loss: Callable[[], Tensor | float] = lambda: 0.0,
+    targets: int | None = None,
+) -> Answer:
+    """What a stock model says that sees documents one by one; gradients are of what is added to the loss too."""
+    torch.nn.Module.to(model, device)
+    targets = targets or sum(len(d) - 1 for d in documents)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    logits = list[Tensor]()
+    for document in documents:
+        ids = torch.from_numpy(document).to(device)
+        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
+        loss = loss + F.cross_entropy(logits[-1][:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
+    (loss + extra_loss()).backward()
+    gradients = gradients_of(model)
+    norm = torch.cat([gradient.flatten().double() for gradient in gradients.values()]).norm().item()
+    return Answer(loss.item(), gradients, norm, [x.detach().cpu() for x in logits])
 
 
 def stock_answer(
@@ -130,49 +155,22 @@ def stock_answer(
     device: torch.device | str,
     seed: int = 0,
     vocabulary: int = VOCABULARY,
-) -> Stock:
+) -> Answer:
     """Eager attention in float32; its softmax is float32 always, so float64 takes torch's own attention in float64."""
-    model = tiny(family, dtype, seed, "eager" if dtype == torch.float32 else "sdpa", vocabulary).eval()
-    model.to(device)
-    targets = sum(len(document) - 1 for document in documents)
-    logits, loss = [], torch.zeros((), dtype=torch.float64, device=device)
-    for document in documents:
-        ids = torch.from_numpy(document).to(device)
-        logits.append(model(input_ids=ids[None], use_cache=False).logits[0])
-        loss = loss + F.cross_entropy(logits[-1][:-1], ids[1:], reduction="none").sum(dtype=torch.float64) / targets
-    loss.backward()
-    return Stock([x.detach().cpu() for x in logits], loss.item(), gradients_of(model))
+    attention = "eager" if dtype == torch.float32 else "sdpa"
+    return answer(tiny(family, dtype, seed, attention, vocabulary).eval(), documents, device)
 
 
-def at_random(config: PreTrainedConfig) -> PreTrainedModel:
-    """A stock model in float64 with random weights, norms and biases among them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
-
-
-def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a stock model in training mode that sees documents one by one."""
-    model.train()
-    targets = sum(len(document) - 1 for document in documents)
-    losses: list[Tensor] = []
-    for document in documents:
-        ids = torch.from_numpy(document)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-        losses.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / targets)
-    total = torch.stack(losses).sum()
-    total.backward()
-    return total.item(), gradients_of(model)
+def dense_answer(
+    model: PreTrainedModel, documents: Sequence[np.ndarray]
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a stock model in training mode."""
+    exact = answer(model.train(), documents)
+    return exact.loss, exact.gradients
 
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
-    """A prepared model whose rows are not tried before its steps, as another of its class is tried by the same test.
-
-    The trials of a model of two layers take as long as two of its steps.
-    """
+    """A prepared model whose rows are not tried before its steps: trials take as long as two of them."""
     prepared = prepare(model, world, probe=False, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared

@@ -1,7 +1,7 @@
 """Decoder layers compiled around attention: how many graphs there are, and that the numbers stay those of the layer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from shutil import which
 from typing import Any
@@ -14,20 +14,17 @@ from torch._dynamo.backends.debugging import aot_eager, eager
 from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
-from longspan.comm import World
+from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.config.file import load_config
 from longspan.errors import ModelError
-from longspan.layout import Layout
-from longspan.model import compiled_layers, load_model, prepare
+from longspan.model import compiled_layers
 from longspan.model.compiled_layers import Compiled, compile_layers, read_compiled_parts
 from longspan.model.execution import model_execution
 from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.presets import preset_config
-from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
 from tests.model.float8.dense import float8_on_cpus, random_model
 from tests.model.stock import VOCABULARY, gradients_of, texts, tiny, worst
 
@@ -61,7 +58,6 @@ class Graphs:
 
 
 def take_step(model: nn.Module, world: World, lengths: tuple[int, ...], *, backward: bool = True) -> dict[str, Tensor]:
-    """The loss and every gradient of a step over these documents, at the highest degree."""
     cp = world.home.slots
     plan = plan_fixed(lengths, world.home, cp=cp, max_tokens_per_slot=96, row_multiple=world.home.tp)
     model.zero_grad(set_to_none=True)
@@ -137,50 +133,38 @@ def test_attention_before_experts_has_no_hook_where_its_layer_is_compiled(word: 
     assert {len(module._forward_pre_hooks) for module in attention} == {hooks}
 
 
-@pytest.mark.whole
-def test_layers_with_adapters_and_depths() -> None:
-    """The first layer of a model whose embedding is frozen gets rows without a gradient, and runs the same graphs."""
-    torch.compiler.reset()
-    graphs, answers = Graphs(), []
-    with World(Layout(ranks=1)) as world:
-        for compiled in ("none", "layers"):
-            model = add_lora(tiny("qwen3", torch.float64), NewAdapter(rank=4, seed=0))
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "lora_B" in name:
-                        parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
-            with graphs.counted():
-                answers.append(take_step(prepare(model, world, compiled=compiled), world, LENGTHS))
-    assert worst(answers[1], answers[0]) <= 1e-12
-    assert graphs.made == [0, 2]
+def with_adapter() -> PreTrainedModel:
+    """Its frozen embedding gives the first layer rows without a gradient, which run the same graphs."""
+    model = add_lora(tiny("qwen3", torch.float64), NewAdapter(rank=4, seed=0))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter += torch.linspace(-1, 1, parameter.numel(), dtype=torch.float64).view_as(parameter)
+    return model
+
+
+TILES: dict[str, Any] = {"mlp_tile_rows": 16, "activation_checkpointing": "selective"}
+FLOAT8: dict[str, Any] = {"float8": "rows", "activation_checkpointing": "selective"}
+SEAMS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], float, range]] = {  # error and graphs at most
+    "an adapter": (with_adapter, {}, 1e-12, range(2, 3)),
+    "tiles": (lambda: preset_model("qwen3-tiny"), TILES, 1e-12, range(1, 7)),
+    "tiles and experts": (lambda: preset_model("qwen3-moe-tiny"), TILES, 1e-12, range(1, 7)),
+    "float8": (random_model, FLOAT8, 0.0, range(2, 3)),
+}
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("preset", ["qwen3-tiny", "qwen3-moe-tiny"])
-def test_tiles_run_between_graphs(preset: str) -> None:
+@pytest.mark.parametrize("seam", SEAMS)
+def test_adapters_tiles_and_float8_run_in_and_between_graphs(seam: str) -> None:
     torch.compiler.reset()
+    make, how, limit, of_layers = SEAMS[seam]
     graphs, answers = Graphs(), []
-    with World(Layout(ranks=1)) as world:
+    with float8_on_cpus() if seam == "float8" else nullcontext(), World(Layout(ranks=1)) as world:
         for compiled in ("none", "layers"):
-            how: dict[str, Any] = {"mlp_tile_rows": 16, "activation_checkpointing": "selective"}
             with graphs.counted():
-                model = prepare(preset_model(preset), world, compiled=compiled, **how)
-                answers.append(take_step(model, world, LENGTHS))
-    assert worst(answers[1], answers[0]) <= 1e-12
-    assert 0 < graphs.made[1] <= 6
-
-
-@pytest.mark.whole
-def test_linears_in_float8_run_inside_the_graphs() -> None:
-    torch.compiler.reset()
-    graphs, answers = Graphs(), []
-    with float8_on_cpus(), World(Layout(ranks=1)) as world:
-        for compiled in ("none", "layers"):
-            how: dict[str, Any] = {"float8": "rows", "activation_checkpointing": "selective"}
-            with graphs.counted():
-                answers.append(take_step(prepare(random_model(), world, compiled=compiled, **how), world, LENGTHS))
-    assert worst(answers[1], answers[0]) == 0
-    assert graphs.made[1] == 2
+                answers.append(take_step(prepare(make(), world, compiled=compiled, **how), world, LENGTHS))
+    assert worst(answers[1], answers[0]) <= limit
+    assert graphs.made[0] == 0 and graphs.made[1] in of_layers
 
 
 HOMES: dict[str, tuple[Layout, str, dict[str, Any]]] = {
@@ -207,10 +191,7 @@ def layers_under_home(rank: int, home: str) -> tuple[float, int]:
 @pytest.mark.whole
 @pytest.mark.parametrize("home", HOMES)
 def test_layers_under_every_home(home: str) -> None:
-    """Layers share their graphs; under tensor parallelism these end at each sum.
-
-    Compilers before torch 2.13 also end them where a module's attributes are replaced by views: 15 at most.
-    """
+    # Under tensor parallelism graphs end at each sum; before torch 2.13 also where views replace a module's attributes.
     of_tensor_parallelism = 12 if TorchVersion(torch.__version__) >= (2, 13) else 15
     for error, graphs in run_ranks(layers_under_home, 2, home):
         assert error <= 1e-12
@@ -218,7 +199,6 @@ def test_layers_under_every_home(home: str) -> None:
 
 
 def rounding_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
-    """How far a step's gradients are from float64, of the model's own code and of compiled layers."""
     errors = {}
     with World(Layout(ranks=1)) as world:
         expected = take_step(prepare(tiny("qwen3", torch.float64), world, probe=False), world, LENGTHS)
@@ -250,12 +230,8 @@ def test_generated_kernels_compute_the_formulas_and_round_no_more_often() -> Non
 
 def test_words_of_the_option() -> None:
     model, cpu, gpu = tiny("qwen3"), torch.device("cpu"), torch.device("cuda")
-    assert [read_compiled_parts(w, model, cpu) for w in (True, False, "auto", "layers")] == [
-        "modules",
-        "none",
-        "none",
-        "layers",
-    ]
+    for word, parts in ((True, "modules"), (False, "none"), ("auto", "none"), ("layers", "layers")):
+        assert read_compiled_parts(word, model, cpu) == parts
     assert read_compiled_parts("auto", model, gpu) == "none"
     model.config.hidden_size = 2048
     assert [read_compiled_parts("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from longspan.comm import World
-from longspan.layout import Layout
+from longspan import Layout, World
 from longspan.model.sharding import SumsInComputeMemory, _sums_become_gradients, fsdp_modules
 from longspan.testing import run_ranks
 from tests.model.stock import prepare_untried, tiny
@@ -20,7 +19,7 @@ GPU = torch.device("cuda", 0)
 
 
 class FakeStreams:
-    """torch.cuda's streams, by name; `made` has the stream and size of each tensor, and who may still use it."""
+    """By name; `made` has the stream and size of each tensor, and who may still use it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current, self.made = "computing", list[tuple[str, int, list[str]]]()
@@ -44,17 +43,16 @@ class FakeStreams:
             comm.allocate((size,), dtype=torch.float32, device=GPU)
 
 
-def test_a_sum_is_in_memory_of_the_stream_of_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_is_in_memory_of_the_stream_of_its_message_and_after_an_error_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     comm, streams = SumsInComputeMemory(), FakeStreams(monkeypatch)
     for _ in range(2):
         streams.allocate(comm, 8, "computing")
         streams.allocate(comm, 4, "sums")
     assert streams.made == [("computing", 8, []), ("computing", 4, ["sums"])] * 2
     assert streams.current == "computing"
-
-
-def test_a_message_after_an_error_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    comm, streams = SumsInComputeMemory(), FakeStreams(monkeypatch)
+    streams.made.clear()
     streams.allocate(comm, 8, "computing")  # copying into it failed
     streams.allocate(comm, 6, "computing")
     streams.allocate(comm, 3, "sums")
@@ -62,8 +60,6 @@ def test_a_message_after_an_error_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Recorded(DefaultReduceScatter):
-    """FSDP2's own, with the sizes that it is asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.sizes = list[int]()
@@ -73,46 +69,38 @@ class Recorded(DefaultReduceScatter):
         return super().allocate(size, **options)
 
 
-def take_recorded_step(_: int) -> list[list[int]]:
+CASES: list[tuple[Layout, torch.dtype, torch.dtype | None, bool]] = [
+    (Layout(2), torch.float32, torch.bfloat16, True),
+    (Layout(2), torch.float32, None, True),
+    (Layout(2), torch.bfloat16, None, False),  # cast to bfloat16 behind the sum
+    (Layout(2, dp_replicate=2), torch.float32, torch.bfloat16, False),  # summed again, on one more stream
+]
+
+
+def look_at_sums(_: int) -> tuple[list[list[int]], list[set[bool]]]:
+    """The sizes that FSDP2 asks for, by module, and whether its sums become gradients, by case."""
     with World(Layout(2)) as world:
-        model = prepare_untried(tiny("qwen3"), world)
-        comms = list[Recorded]()
+        model, comms = prepare_untried(tiny("qwen3"), world), list[Recorded]()
         for module in fsdp_modules(model):
             comms.append(Recorded())
             module.set_custom_reduce_scatter(comms[-1])
         take_step(model, world, LENGTHS)
-        return [comm.sizes for comm in comms if comm.sizes]
+    stay = list[set[bool]]()
+    for home, dtype, compute, _ in CASES:
+        with World(home) as world:
+            modules: list[Any] = [*fsdp_modules(prepare_untried(tiny("qwen3", dtype), world, compute_dtype=compute))]
+            (reduced,) = {module._get_fsdp_state()._mp_policy.reduce_dtype for module in modules}
+            policy: Any = SimpleNamespace(reduce_dtype=reduced)
+            stay.append({_sums_become_gradients(module, policy) for module in modules})
+    return [comm.sizes for comm in comms if comm.sizes], stay
 
 
-def test_fsdp2_asks_for_a_message_and_then_for_its_sum() -> None:
-    for asked_sizes in run_ranks(take_recorded_step, 2):
-        assert len(asked_sizes) > 1
-        for sizes in asked_sizes:
+def test_fsdp2_asks_for_a_message_and_then_for_its_sum_which_stays_where_nothing_follows() -> None:
+    for all_sizes, stay in run_ranks(look_at_sums, 2):
+        assert len(all_sizes) > 1
+        for sizes in all_sizes:
             assert len(sizes) % 2 == 0 and all(a == 2 * b for a, b in zip(sizes[::2], sizes[1::2], strict=True))
-
-
-def sums_become_gradients(_: int, home: Layout, dtype: torch.dtype, compute: torch.dtype | None) -> list[bool]:
-    with World(home) as world:
-        model: Any = prepare_untried(tiny("qwen3", dtype), world, compute_dtype=compute)
-        policies: Any = {module._get_fsdp_state()._mp_policy.reduce_dtype for module in fsdp_modules(model)}
-        policy = SimpleNamespace(reduce_dtype=policies.pop())
-        assert not policies
-        return [_sums_become_gradients(module, policy) for module in fsdp_modules(model)]  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("home", "dtype", "compute", "expected"),
-    [
-        (Layout(2), torch.float32, torch.bfloat16, True),
-        (Layout(2), torch.float32, None, True),
-        (Layout(2), torch.bfloat16, None, False),  # cast to bfloat16 behind the sum
-        (Layout(2, dp_replicate=2), torch.float32, torch.bfloat16, False),  # summed again, on one more stream
-    ],
-    ids=["float32 computed in bfloat16", "float32", "bfloat16", "replicas"],
-)
-def test_only_sums_that_stay(home: Layout, dtype: torch.dtype, compute: torch.dtype | None, expected: bool) -> None:
-    for answers in run_ranks(sums_become_gradients, 2, home, dtype, compute):
-        assert set(answers) == {expected}
+        assert stay == [{expected} for *_, expected in CASES]
 
 
 @pytest.mark.gpu

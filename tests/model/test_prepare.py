@@ -1,6 +1,7 @@
-"""What `prepare` promises beyond equal numbers: refused calls, the shard through FSDP2, saved folders."""
+"""What `prepare` promises beyond equal numbers: refused calls, the shard in FSDP2, saved folders, shared blocks."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,28 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, GPT2Config, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import longspan
-import longspan.model
-from longspan.comm import SequenceShard, World, bind
-from longspan.errors import LongspanError, ModelError
-from longspan.layout import Layout
+from longspan import Layout, LongspanError, SequenceShard, World, bind, plan_fixed, run_step
+from longspan.comm import run_local
+from longspan.errors import ModelError
 from longspan.model import load_model, prepare, prepared, save_model
 from longspan.model.exactness.row_trial import try_rows
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
+from longspan.model.layers import decoder_layers
 from longspan.model.prepared import PrepareOptions
+from longspan.model.seams.attention_calls import number_layers
 from longspan.model.seams.call_rules import is_prepared
-from longspan.plan import plan_fixed
+from longspan.model.sharding import fsdp_modules, shared_blocks
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, run_step
+from longspan.train import build_optimizer
 from tests.model.stock import (
-    VOCABULARY,
+    SIZES,
     at_random,
     dense_answer,
     error,
     gradients_of,
+    prepare_untried,
     texts,
     tiny,
     weights_of,
@@ -96,27 +100,7 @@ def test_wrong_calls_are_refused() -> None:
             raise ModelError(refusals[name])
 
 
-def _refused_models(rank: int) -> list[str]:
-    refusals = []
-    config = FalconConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY)
-    with World(Layout(ranks=2), backend=backend()) as world:
-        falcon, both = FalconForCausalLM(config), tiny("qwen3")
-        for model, options in ((falcon, {}), (both, {"shard_parameters": False, "compute_dtype": torch.bfloat16})):
-            with pytest.raises(ModelError) as caught:
-                prepare(model, world, **options)
-            assert not is_prepared(model)
-            refusals.append(str(caught.value))
-    return refusals
-
-
-def test_models_and_settings_that_are_refused() -> None:
-    for falcon, precision in run_ranks(_refused_models, 2):
-        assert "transformer.h.0.self_attention" in falcon and "(FalconAttention) bypasses" in falcon
-        assert "needs shard_parameters=True" in precision
-
-
 def _identity(rank: int, compute_dtype: torch.dtype | None) -> tuple[bool, bool, float, set[torch.dtype]]:
-    """A pre-hook inside a decoder layer's attention sees the shard that the model was given, uncast."""
     seen = []
     with World(Layout(ranks=2), backend=backend()) as world:
         model = prepare(tiny("qwen3"), world, compute_dtype=compute_dtype, activation_checkpointing=True)
@@ -141,36 +125,21 @@ def test_the_shard_passes_through_fsdp2_unchanged(compute_dtype: torch.dtype | N
 
 
 def _shards(rank: int) -> list[str]:
-    unsharded = []
+    def unsharded() -> list[str]:
+        return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+
     with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare(tiny("llama"), world)
-        unsharded += [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-        unsharded += [name for name, layer in model.model.layers.named_children() if not isinstance(layer, FSDPModule)]
+        model = prepare_untried(tiny("llama"), world)
+        names = unsharded()
+        names += [name for name, layer in model.model.layers.named_children() if not isinstance(layer, FSDPModule)]
         before = weights_of(model)
         result = run_step(model, plan_fixed(LENGTHS, world.home, cp=2), texts(LENGTHS), world, backward=False)
-        unsharded += [] if worst(weights_of(model), before) == 0 and result.loss > 0 else ["weights changed"]
-        unsharded += [
-            name for name, p in model.named_parameters() if not isinstance(p, DTensor)
-        ]  # evaluation freed them
-    return unsharded
+        names += [] if worst(weights_of(model), before) == 0 and result.loss > 0 else ["weights changed"]
+        return names + unsharded()  # evaluation freed them
 
 
 def test_every_parameter_is_sharded_and_freed_after_evaluation() -> None:
     assert run_ranks(_shards, 2) == [[], []]
-
-
-def _one_rank(rank: int) -> float:
-    answers = []
-    with World(Layout(ranks=1), backend=backend()) as world:
-        for sharded in (True, False):
-            model = prepare(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
-            run_step(model, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
-            answers.append(gradients_of(model))
-    return worst(*answers)
-
-
-def test_a_world_of_one_rank() -> None:
-    assert run_ranks(_one_rank, 1)[0] < 1e-12
 
 
 def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +147,9 @@ def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     warned = list[object]()
     monkeypatch.setattr(PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args: warned.append(args))
     drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, eos_token_id=3, pad_token_id=3, **drops)
+    config = GPT2Config(
+        vocab_size=SIZES["vocab_size"], n_embd=32, n_layer=2, n_head=4, eos_token_id=3, pad_token_id=3, **drops
+    )
     model = at_random(config)
     loss, gradients = dense_answer(model, texts(LENGTHS))
     assert warned
@@ -190,18 +161,6 @@ def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not warned
 
 
-def _save(rank: int, folder: str, family: str, sharded: bool, home: Layout) -> dict[str, torch.Tensor]:
-    with World(home, backend=backend(), timeout=60) as world:
-        model = prepare(tiny(family), world, shard_parameters=sharded)
-        optimizer = build_optimizer(model, "sgd", lr=0.5)
-        plan = plan_fixed(LENGTHS, home, cp=home.slots)
-        for _ in range(2):
-            run_step(model, plan, texts(LENGTHS), world, optimizer)
-            save_model(model, folder, world)
-        run_step(model, plan, texts(LENGTHS), world, backward=False)  # goes on after saving
-        return weights_of(model)
-
-
 SAVED = [
     ("qwen3", True, Layout(ranks=(1, 0))),
     ("llama", True, Layout(ranks=(1, 0), dp_replicate=2)),
@@ -210,74 +169,84 @@ SAVED = [
 ]
 
 
-@pytest.mark.parametrize(("family", "sharded", "home"), SAVED)
-def test_a_saved_folder_loads_in_stock_transformers(tmp_path: Path, family: str, sharded: bool, home: Layout) -> None:
-    folder = tmp_path / "saved"
-    weights = run_ranks(_save, 2, str(folder), family, sharded, home)[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
-    stock = AutoModelForCausalLM.from_pretrained(folder).eval()
-    assert stock.config._attn_implementation == "sdpa" and stock.config.use_cache
-    assert type(stock) is type(tiny(family)) and stock.config.architectures == [type(stock).__name__]
-    assert worst(dict(stock.named_parameters()), weights) == 0.0
-    tied = stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
-    assert tied == (family == "qwen3")
-    fresh = tiny(family).eval()
-    fresh.load_state_dict(weights, strict=False)
-    ids = torch.from_numpy(texts(LENGTHS)[0])[None]
-    assert error(stock(ids).logits, fresh(ids).logits) == 0.0
-    assert worst(dict(load_model(folder).named_parameters()), weights) == 0.0
+def _save(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
+    weights = list[dict[str, torch.Tensor]]()
+    for number, (family, sharded, home) in enumerate(SAVED):
+        with World(home, backend=backend(), timeout=60) as world:
+            model = prepare_untried(tiny(family), world, shard_parameters=sharded)
+            optimizer, plan = build_optimizer(model, "sgd", lr=0.5), plan_fixed(LENGTHS, home, cp=home.slots)
+            for _ in range(2):
+                run_step(model, plan, texts(LENGTHS), world, optimizer)
+                save_model(model, folder / str(number), world)
+            run_step(model, plan, texts(LENGTHS), world, backward=False)  # goes on after saving
+            weights.append(weights_of(model))
+    return weights
 
 
-def _others(rank: int, folder: str) -> list[str]:
-    """What prepared models say when transformers is to save them, or torch to wrap them, and what is left behind."""
-    refusals: list[str] = []
+def test_saved_folders_load_in_stock_transformers(tmp_path: Path) -> None:
+    for number, weights in enumerate(run_ranks(_save, 2, tmp_path)[0]):
+        family, folder = SAVED[number][0], tmp_path / str(number)
+        stock = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert stock.config._attn_implementation == "sdpa" and stock.config.use_cache
+        assert type(stock) is type(tiny(family)) and stock.config.architectures == [type(stock).__name__]
+        assert worst(dict(stock.named_parameters()), weights) == 0.0
+        tied = stock.get_output_embeddings().weight is stock.get_input_embeddings().weight
+        assert tied == (family == "qwen3")
+        fresh = tiny(family).eval()
+        fresh.load_state_dict(weights, strict=False)
+        ids = torch.from_numpy(texts(LENGTHS)[0])[None]
+        assert error(stock(ids).logits, fresh(ids).logits) == 0.0
+        assert worst(dict(load_model(folder).named_parameters()), weights) == 0.0
+    assert len([*tmp_path.iterdir()]) == len(SAVED)
+
+
+def _others(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    """What is said where models are not prepared or saved, and where others save or wrap prepared ones."""
+    refusals, of_others = list[str](), list[str]()
+
+    def note(messages: list[str], call: Callable[[], Any]) -> None:
+        with pytest.raises(LongspanError) as caught:
+            call()
+        messages.append(str(caught.value))
+
     for home in (Layout(ranks=2), Layout(ranks=2, pp=2)):
         with World(home, backend=backend()) as world:
             for sharded in (True, False):
-                model: Any = prepare(tiny("qwen3"), world, shard_parameters=sharded)
-                calls: list[Callable[[], Any]] = [
-                    lambda model=model: model.save_pretrained(folder),
-                    lambda model=model: model.model.save_pretrained(folder, safe_serialization=True),
-                    lambda model=model: model.push_to_hub("me/model"),
-                    lambda model=model: torch.nn.parallel.DistributedDataParallel(model),
-                ]
-                for call in calls if home.pp == 1 else (calls[0], *calls[2:]):
-                    with pytest.raises(ModelError) as caught:
-                        call()
-                    refusals.append(str(caught.value))
-    assert not Path(folder).exists()
-    return refusals
+                model: Any = prepare_untried(tiny("qwen3"), world, shard_parameters=sharded)
+                note(of_others, partial(model.save_pretrained, folder / "saved"))
+                note(of_others, partial(model.push_to_hub, "me/model"))
+                note(of_others, partial(torch.nn.parallel.DistributedDataParallel, model))
+                if home.pp == 1:
+                    note(of_others, partial(model.model.save_pretrained, folder / "saved", safe_serialization=True))
+    assert not (folder / "saved").exists()
+    with World(Layout(ranks=2), backend=backend()) as world:
+        note(refusals, lambda: save_model(prepare_untried(tiny("qwen3"), world), folder / "file" / "model", world))
+        falcon = FalconConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=SIZES["vocab_size"]
+        )
+        for model, options in (
+            (FalconForCausalLM(falcon), {}),
+            (tiny("qwen3"), {"shard_parameters": False, "compute_dtype": torch.bfloat16}),
+        ):
+            note(refusals, partial(prepare, model, world, **options))
+            assert not is_prepared(model)
+    return refusals, of_others
 
 
-def test_others_do_not_save_or_wrap_a_prepared_model(tmp_path: Path) -> None:
-    for refusals in run_ranks(_others, 2, str(tmp_path / "saved")):
-        assert len(refusals) == 14
-        saving, wrapping = (
-            ("Qwen3ForCausalLM." in said for said in refusals),
-            [said for said in refusals if "was prep" in said],
-        )
-        assert sum(saving) == 10 and all(
-            "call longspan.save_model(" in said for said in refusals if said not in wrapping
-        )
-        assert len(wrapping) == 4 and all("in DistributedDataParallel, nor give it to acc" in said for said in wrapping)
-        assert all(said.endswith('docs/own-loop.md, "From a Trainer script"') for said in wrapping)
+def test_what_is_not_prepared_or_saved_is_told_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for (unwritable, falcon, precision), of_others in run_ranks(_others, 2, tmp_path):
+        assert "could not be saved" in unwritable and "NotADirectoryError" in unwritable and "file/model" in unwritable
+        assert "transformer.h.0.self_attention" in falcon and "(FalconAttention) bypasses" in falcon
+        assert "needs shard_parameters=True" in precision
+        wrapping = [said for said in of_others if "in DistributedDataParallel, nor give it to acc" in said]
+        assert len(of_others) == 14 and len(wrapping) == 4
+        assert sum("Qwen3ForCausalLM." in said for said in of_others) == 10
+        assert all("call longspan.save_model(" in said for said in of_others if said not in wrapping)
         assert all("longspan.hf.with_longspan(Trainer) takes the model before prepare" in said for said in wrapping)
+        assert all(said.endswith('docs/own-loop.md, "From a Trainer script"') for said in wrapping)
     page = Path(__file__).parents[2] / "docs/own-loop.md"
     assert "\n## From a Trainer script\n" in page.read_text(encoding="utf-8")
-
-
-def _unwritable(rank: int, folder: str) -> str:
-    with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare(tiny("qwen3"), world)
-        with pytest.raises(LongspanError) as caught:
-            save_model(model, folder, world)
-        return str(caught.value)
-
-
-def test_a_failed_save_is_told_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    for message in run_ranks(_unwritable, 2, str(tmp_path / "file" / "model")):
-        assert "could not be saved" in message and "NotADirectoryError" in message and "file/model" in message
 
 
 def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,5 +258,37 @@ def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch)
         prepare(model, model, virtual_stage=1)
 
 
-def test_names_are_the_same_from_both_packages() -> None:
-    assert longspan.prepare is longspan.model.prepare and longspan.load_model is longspan.model.load_model
+def _zamba2(hybrids: int, blocks: int) -> PreTrainedModel:
+    """One layer of Mamba 2 and then hybrids, whose shared blocks take turns."""
+    config = shrink_configuration(CONFIG_MAPPING["zamba2"]())
+    config.num_hidden_layers, config.num_mem_blocks = hybrids + 1, blocks
+    config.layers_block_type = ["linear_attention"] + ["hybrid"] * hybrids
+    config.hybrid_layer_ids = list(range(1, hybrids + 1))
+    return make_tiny_model(config, torch.float32)
+
+
+def test_blocks_are_found_and_numbered() -> None:
+    model = _zamba2(5, blocks=2)
+    blocks = [layer.shared_transformer for layer in model.model.layers[1:]]
+    found = shared_blocks(decoder_layers(model))
+    assert [[blocks.index(module) for module in modules] for modules in found] == [[0, 2, 4], [1, 3]]
+    number_layers(model)
+    assert [block.self_attn.layer_idx for block in blocks] == [1, 2, 3, 4, 5]
+    llama = tiny("llama")
+    assert shared_blocks(decoder_layers(llama)) == []
+    llama.model.layers[1].mlp = llama.model.layers[0].mlp  # one module, which FSDP2 would gather twice
+    assert shared_blocks(decoder_layers(llama)) == []
+
+
+def _save_zamba2(rank: int, folder: str) -> int:
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare_untried(_zamba2(2, blocks=1), world)
+        save_model(model, folder, world)
+        states = {id(module._get_fsdp_state()) for module in fsdp_modules(model)}
+        return len(states)
+
+
+def test_what_is_saved_is_the_stock_model(tmp_path: Path) -> None:
+    assert run_local(_save_zamba2, 2, (str(tmp_path),), timeout=60) == [5, 5]  # three layers, one block and the root
+    saved, stock = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), _zamba2(2, blocks=1).state_dict()
+    assert saved.keys() == stock.keys() and all(torch.equal(saved[name], stock[name]) for name in stock)

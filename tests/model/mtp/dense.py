@@ -7,9 +7,10 @@ the later ones here by formulas of these families.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import peft
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from longspan.model.layers import base_model, decoder_layers, decoder_model, lay
 from longspan.model.mtp import MtpBlocks
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
+from tests.model.lora.adapted import drawn
 from tests.model.seams.families import tiny as of_family
 from tests.model.stock import at_random, gradients_of, tiny, worst
 
@@ -77,6 +79,15 @@ def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
     return add_drawn_depths(model, depths)
 
 
+LINEARS = ["eh_proj", "q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "down_proj"]
+
+
+def adapted(model: Any, **more: Any) -> Any:
+    """The model with an adapter no matrix of which is zero."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, **more}
+    return drawn(peft.get_peft_model(model, peft.LoraConfig(**settings)))
+
+
 def add_drawn_depths(model: Any, depths: int) -> Any:
     add_mtp(model, depths)
     with torch.random.fork_rng(devices=[]):
@@ -106,14 +117,21 @@ def dense(
     documents: Sequence[np.ndarray],
     masks: Sequence[np.ndarray] | None = None,
     weights: Sequence[float] | None = None,
+    images: Sequence[dict[str, Tensor]] | None = None,
 ) -> Answer:
-    """`masks[i]` says which tokens of document i are targets (none: all), `weights[i]` what their losses count."""
+    """`masks[i]` says which tokens of document i are targets (none: all), `weights[i]` what their losses count.
+
+    `images[i]` are inputs of the model beside its ids.
+    """
+    if isinstance(model, peft.PeftModel):  # whose copy of depths that are trained whole has the name of depths
+        model = cast(Any, model.get_base_model())
+        model.mtp = getattr(model.mtp, "modules_to_save", {"default": model.mtp})["default"]
     depths = [*model.mtp.layers]
     sums: list[Any] = [0.0] * (1 + len(depths))
     counts = [0] * (1 + len(depths))
     for i, document in enumerate(documents):
         ids, mask = torch.from_numpy(document), torch.from_numpy(masks[i]) if masks else torch.ones(len(document)) > 0
-        for ahead, logits in enumerate(_logits_of_depths(model, ids)):
+        for ahead, logits in enumerate(_logits_of_depths(model, ids, images[i] if images else {})):
             losses = F.cross_entropy(logits[: len(ids) - 1 - ahead], ids[1 + ahead :], reduction="none")
             sums[ahead] = sums[ahead] + (weights[i] if weights else 1.0) * losses[mask[1 + ahead :]].sum()
             counts[ahead] += int(mask[1 + ahead :].sum())
@@ -123,30 +141,35 @@ def dense(
     return Answer(loss, tuple(deeper), gradients_of(model))
 
 
-def _logits_of_depths(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+def _logits_of_depths(model: Any, ids: Tensor, images: dict[str, Tensor]) -> list[Tensor]:
     """(T, V) of the model, then of each depth that has a target."""
-    hidden, call = _base(model, ids)
-    logits = [_head(model, ids, hidden)]
+    inputs = {"input_ids": ids[None], "use_cache": False, **images}
+    hidden, embedded, call = _base(model, inputs)
+    logits = [_head(model, inputs, hidden)]
     for ahead, depth in enumerate(model.mtp.layers, 1):
         if len(ids) > 1 + ahead:
-            hidden = _next(model, depth, hidden, ids.roll(-ahead), call)
-            logits.append(_head(model, ids, hidden))
+            hidden = _next(model, depth, hidden, embedded.roll(-ahead, 1), ids.roll(-ahead), call)
+            logits.append(_head(model, inputs, hidden))
     return logits
 
 
-def _base(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, Call]:
-    """The model's last hidden states, and what it calls the layer with that its depths are copies of."""
+def _base(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Call]:
+    """Last hidden states, embeddings with rows of images, and what the layer is called with that depths copy."""
     calls: list[Call] = []
     layer = [*decoder_layers(model).values()][_copied(model)]
     note = lambda _, args, kwargs: calls.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))  # noqa: E731
-    handle = layer.register_forward_pre_hook(note, with_kwargs=True)
-    hidden = base_model(model)(input_ids=ids[None], use_cache=False)[0]
-    handle.remove()
-    return hidden, calls[0]
+    embedded = [model.get_input_embeddings()(inputs["input_ids"])]
+    handles = [layer.register_forward_pre_hook(note, with_kwargs=True)]
+    if len(inputs) > 2:
+        text, with_images = decoder_model(model), lambda _, __, kwargs: embedded.append(kwargs["inputs_embeds"])
+        handles.append(text.register_forward_pre_hook(with_images, with_kwargs=True))
+    hidden = base_model(model)(**inputs)[0]
+    for handle in handles:
+        handle.remove()
+    return hidden, embedded[-1], calls[0]
 
 
-def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor, call: Call) -> Tensor:
-    later = model.get_input_embeddings()(ids[None])
+def _next(model: Any, depth: Any, hidden: Tensor, later: Tensor, ids: Tensor, call: Call) -> Tensor:
     args, kwargs = LATER.get(model.config.get_text_config().model_type, lambda *_: call)(model, call, later, ids)
     x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
     for block in depth.mtp_block if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]:
@@ -155,7 +178,7 @@ def _next(model: Any, depth: Any, hidden: Tensor, ids: Tensor, call: Call) -> Te
     return depth.post_norm(x)
 
 
-def _head(model: Any, ids: Tensor, hidden: Tensor) -> Tensor:
+def _head(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
     """Logits (T, V) of the model's own forward, where what is around its layers answers with these hidden states."""
 
     def answer(_: Any, __: Any, output: Any) -> Any:
@@ -164,7 +187,7 @@ def _head(model: Any, ids: Tensor, hidden: Tensor) -> Tensor:
 
     around = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
     handle = around.register_forward_hook(answer)
-    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    logits = model(**inputs).logits[0]
     handle.remove()
     return logits
 

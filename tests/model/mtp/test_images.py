@@ -2,24 +2,20 @@
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from longspan import Group, Layout, MicroBatch, MtpLoss, World, plan_fixed, prepare, run_step
+from longspan import Group, Layout, MicroBatch, MtpLoss, SequenceShard, World, plan_fixed, prepare, run_step
 from longspan.bridge.bridge import AHEAD, embedding_arguments
-from longspan.comm import SequenceShard
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
-from longspan.model.seams.mixers import find_mixers
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.items.encoding_plan import _plan_modality  # pyright: ignore[reportPrivateUsage]
 from longspan.testing import run_ranks
-from tests.model.mtp.dense import WEIGHT, add_drawn_depths
+from tests.model.mtp.dense import WEIGHT, add_drawn_depths, dense
 from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, Raw, documents_of, raw
 from tests.model.vision.joined import Case, own_names
@@ -34,54 +30,20 @@ FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
 def wanted(name: str) -> tuple[Answer, tuple[float, ...]]:
     with whole_float64():
         model = add_drawn_depths(tiny(name), DEPTHS).train()
-        sums: list[Any] = [0.0] * (1 + DEPTHS)
-        counts = [0] * (1 + DEPTHS)
-        for document in raw(image_tokens(model.config)):
-            for depth, (loss, targets) in enumerate(_losses(model, document)):
-                sums[depth], counts[depth] = sums[depth] + loss, counts[depth] + targets
-        means = [total / count for total, count in zip(sums, counts, strict=True)]
-        (means[0] + WEIGHT / DEPTHS * sum(means[1:])).backward()
-    gradients = {key: g for key, g in gradients_of(model).items() if g.abs().max() > 0}
-    first, *deeper = (float(mean.detach()) for mean in means)
-    return Answer(first, gradients), tuple(deeper)
+        documents = raw(image_tokens(model.config))
+        ids = [document.ids for document in documents]
+        exact = dense(model, ids, [x != IMAGE for x in ids], images=[_images(document) for document in documents])
+    return Answer(exact.loss, {key: g for key, g in exact.gradients.items() if g.abs().max() > 0}), exact.mtp_losses
 
 
-def _losses(model: Any, document: Raw) -> list[tuple[Tensor, int]]:
-    """Of each depth, which has one row less, the sum of the losses of tokens of text, and how many they are."""
-    ids, images = torch.from_numpy(document.ids)[None], {}
-    if document.images:
-        images["pixel_values"] = torch.cat([image.pixels for image in document.images])
-        if document.images[0].grid is not None:
-            images["image_grid_thw"] = torch.tensor([image.grid for image in document.images])
-            images["mm_token_type_ids"] = (ids == IMAGE).int()
-    text, given = model.model.language_model, dict[str, Any]()
-    text_hook = text.register_forward_pre_hook(lambda _, args, kwargs: given.update(kwargs), with_kwargs=True)
-    layer_hook = text.layers[-1].register_forward_pre_hook(
-        lambda _, args, kwargs: given.update({"rotary": kwargs["position_embeddings"]}), with_kwargs=True
-    )
-    hidden = model.model(input_ids=ids, use_cache=False, **images).last_hidden_state
-    text_hook.remove()
-    layer_hook.remove()
-    losses = [_loss(model, hidden, ids[:, 1:])]
-    for number, depth in enumerate(model.mtp.layers, 1):
-        hidden, later = hidden[:, :-1], given["inputs_embeds"][:, number:]
-        if hidden.shape[1]:
-            x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
-            rotary = tuple(part[:, : x.shape[1]] for part in given["rotary"])
-            n = x.shape[1]
-            later_rows = torch.ones(n, n).triu(1) > 0
-            causal = torch.zeros(1, 1, n, n, dtype=x.dtype).masked_fill(later_rows, torch.finfo(x.dtype).min)
-            mask = None if find_mixers(depth.mtp_block) else causal
-            out = depth.mtp_block(x, attention_mask=mask, position_embeddings=rotary)
-            hidden = depth.post_norm(out if isinstance(out, Tensor) else out[0])
-        losses.append(_loss(model, hidden, ids[:, number + 1 :]))
-    return losses
-
-
-def _loss(model: Any, hidden: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-    targets = labels[0].masked_fill(labels[0] == IMAGE, -100)
-    logits = model.lm_head(hidden)[0, : len(targets)]
-    return F.cross_entropy(logits, targets, reduction="sum"), int((targets != -100).sum())
+def _images(document: Raw) -> dict[str, Tensor]:
+    if not document.images:
+        return {}
+    images = {"pixel_values": torch.cat([image.pixels for image in document.images])}
+    if document.images[0].grid is not None:
+        images["image_grid_thw"] = torch.tensor([image.grid for image in document.images])
+        images["mm_token_type_ids"] = torch.from_numpy(document.ids == IMAGE)[None].int()
+    return images
 
 
 def all_of(ranks: int) -> list[Case]:

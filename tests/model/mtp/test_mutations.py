@@ -1,6 +1,7 @@
 """What multi-token prediction could get wrong without an error, put into the code: the test would show it."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from longspan import Layout, MtpLoss, World, plan_fixed, run_step
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
 from longspan.testing import run_ranks
-from tests.model.mtp.dense import LENGTHS, WEIGHT, dense, with_depths
+from tests.model.mtp.dense import LENGTHS, WEIGHT, adapted, dense, with_depths
 from tests.model.stock import gradients_of, prepare_untried, texts
 from tests.mutation import each_mutated
 
@@ -58,15 +59,26 @@ OF_TOKENS: dict[str, tuple[str, str, str]] = {
 }
 
 
+OF_WHOLE_DEPTHS: dict[str, tuple[str, str, str]] = {  # beside an adapter
+    "the depths that were there before": (DEPTHS, "model._modules[PREFIX] = copies[0]", "pass"),
+    "a configuration of their own": (DEPTHS, "copies[0].get_submodule(name).config = config", "pass"),
+}
+
+
 def _errors(rank: int, family: str, mutations: dict[str, tuple[str, str, str]]) -> dict[str, float]:
     """The largest error of a step by what is wrong; of a change that raises, infinity."""
     errors, documents = dict[str, float](), texts(LENGTHS)
+
+    def make() -> Any:
+        model = with_depths(family, 2)
+        return adapted(model, modules_to_save=["mtp"]) if mutations.keys() == OF_WHOLE_DEPTHS.keys() else model
+
     with World(Layout(ranks=2)) as world, whole_float64():
-        exact = dense(with_depths(family, 2).train(), documents)
+        exact = dense(make().train(), documents)
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
         for name in each_mutated(mutations):
             try:
-                model = prepare_untried(with_depths(family, 2), world)
+                model = prepare_untried(make(), world)
                 result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
                 errors[name] = exact.error(result, gradients_of(model))
             except ModelError:
@@ -75,7 +87,9 @@ def _errors(rank: int, family: str, mutations: dict[str, tuple[str, str, str]]) 
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("family", "mutations"), [("qwen3", MUTATIONS), ("gemma4, keys shared", OF_TOKENS)])
+@pytest.mark.parametrize(
+    ("family", "mutations"), [("qwen3", MUTATIONS), ("gemma4, keys shared", OF_TOKENS), ("qwen3", OF_WHOLE_DEPTHS)]
+)
 def test_mutations_are_noticed(family: str, mutations: dict[str, tuple[str, str, str]]) -> None:
     """Gemma's layers get what is made of the rows' tokens."""
     for errors in run_ranks(_errors, 2, family, mutations, timeout=280):

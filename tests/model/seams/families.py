@@ -1,18 +1,13 @@
-"""Tiny models of families that need a seam of their own, and how far a prepared one is from the stock model."""
+"""Tiny models of families that need a seam of their own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from longspan.comm import World
-from longspan.model import prepare
-from longspan.plan import plan_fixed
-from longspan.train import run_step
-from tests.model.stock import SIZES, VOCABULARY, at_random, gradients_of, texts
+from tests.model.stock import SIZES, VOCABULARY, at_random
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 PLAIN = {name: size for name, size in SIZES.items() if name != "head_dim"}
@@ -62,26 +57,8 @@ def here(families: Sequence[str]) -> list[str]:
 
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
-    """A model in float64 with random weights, norms and biases among them."""
     config_class, values = FAMILIES[family]
     return at_random(getattr(transformers, config_class)(**values | changes))
-
-
-def errors_of(
-    make: Callable[[], PreTrainedModel],
-    world: World,
-    stock: tuple[float, dict[str, Tensor]],
-    *,
-    cp: int,
-    cp_comm_type: str = "p2p",
-    documents: Sequence[np.ndarray] | None = None,
-    **options: Any,
-) -> tuple[float, float]:
-    """How far loss and gradients of one step are from the stock model's; all ranks call it together."""
-    model = prepare(make(), world, **options)
-    plan = plan_fixed(LENGTHS, world.home, cp=cp, cp_comm_type=cp_comm_type)
-    result = run_step(model, plan, texts(LENGTHS) if documents is None else documents, world)
-    return abs(result.loss / stock[0] - 1), gradient_error(gradients_of(model), stock[1])
 
 
 def gradient_error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

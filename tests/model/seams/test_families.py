@@ -1,75 +1,221 @@
-"""Families that need a seam of their own equal the stock model, document by document: loss and every gradient."""
+"""Families that need a seam of their own equal the stock model, document by document, or are refused by name.
 
+Loss and every gradient, over slots, under tensor parallelism and over pipeline stages; and text through a model of
+several modalities.
+"""
+
+import re
 from collections.abc import Sequence
-from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers
+from torch import Tensor
 
-from longspan.comm import World
+from longspan import Layout, World, bind, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import whole_float64
-from longspan.layout import Layout
+from longspan.errors import ModelError
+from longspan.model.exactness.check_model import refuse_unsupported
+from longspan.model.layers import base_model, base_name, decoder_layers, other_towers
+from longspan.model.parts import find_parts
+from longspan.model.pipeline.stages import refuse_dependent_layers
+from longspan.model.seams.attention_calls import IMPLEMENTATION, keep_layer_arguments
 from longspan.testing import backend, run_ranks
-from tests.model.seams.families import FAMILIES, LENGTHS, errors_of, here, tiny
-from tests.model.stock import dense_answer, texts
-from tests.mutation import mutated
+from longspan.train import build_optimizer
+from tests.model.exactness.test_refusals import build
+from tests.model.seams import wrappers
+from tests.model.seams.families import FAMILIES, LENGTHS, gradient_error, here, tiny
+from tests.model.stock import SIZES, dense_answer, gradients_of, prepare_untried, texts, weights_of
+from tests.mutation import each_mutated
 
-IN_CI = ("opt", "nemotron", "stablelm", "gemma4", "dbrx")  # a family of each kind of block
-CASES = {2: ((2, "p2p", "full"), (2, "all_gather", "selective")), 3: ((3, "p2p", "full"),)}
+Row = tuple[str, dict[str, int], str, dict[str, Any]]  # a family, the axes of its home, a type, options of prepare
+TP, PP = {"tp": 2}, {"pp": 2}
+FULL, SELECTIVE = {"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}
+COPIES = {"activation_checkpointing": "none", "shard_parameters": False}
+TEXT = "text of "  # a model of several modalities
+WRAPPERS = [TEXT + name for name in wrappers.here()]
+IN_CI = here(["opt", "nemotron", "stablelm", "gemma4", "dbrx"])  # a family of each kind of block
+OTHERS = [family for family in here([*FAMILIES]) if family not in IN_CI]
 
 
-def _errors(rank: int, ranks: int, families: Sequence[str]) -> dict[tuple[object, ...], tuple[float, float]]:
-    errors = {}
-    with World(Layout(ranks=ranks), backend=backend()) as world, whole_float64():
-        for family in families:
-            stock = dense_answer(tiny(family), texts(LENGTHS))
-            for cp, kind, recompute in CASES[ranks]:
-                errors[family, cp, kind, recompute] = errors_of(
-                    partial(tiny, family), world, stock, cp=cp, cp_comm_type=kind, activation_checkpointing=recompute
-                )
+def _over_slots(families: Sequence[str], kind: str, options: dict[str, Any]) -> list[Row]:
+    return [(family, {}, kind, options) for family in families]
+
+
+TABLES: dict[str, tuple[int, list[Row]]] = {
+    "2 ranks": (
+        2,
+        [
+            *_over_slots(IN_CI[::2] + WRAPPERS, "p2p", FULL),
+            *_over_slots(IN_CI[1::2], "all_gather", SELECTIVE),
+            *_over_slots([name for name in WRAPPERS if name[len(TEXT) :] == "gemma4"], "all_gather", COPIES),
+            *(  # Nemotron has a plan from transformers 5.21 on
+                (family, TP, "p2p", {})
+                for family in here(["nemotron", "gemma4", "gemma4 without sharing"])
+                if tiny(family).config.base_model_tp_plan
+            ),
+            ("text of gemma3", TP, "p2p", {}),
+            *((family, PP, "p2p", FULL) for family in here(["nemotron", "stablelm", "gemma4 without sharing"])),
+        ],
+    ),
+    "2 ranks, others": (2, _over_slots(OTHERS, "p2p", FULL) + _over_slots(OTHERS, "all_gather", SELECTIVE)),
+    "3 ranks": (
+        3,
+        _over_slots(
+            [*here([*FAMILIES]), *(name for name in WRAPPERS if name[len(TEXT) :] in ("gemma3", "gemma4"))], "p2p", FULL
+        ),
+    ),
+}
+
+
+def _errors(rank: int, ranks: int, rows: list[Row]) -> dict[str, tuple[float, set[str], set[str]]]:
+    """The largest error of each row, the gradients that are here, and those of the stock model."""
+    errors: dict[str, tuple[float, set[str], set[str]]] = {}
+    for family, axes, kind, options in rows:
+        of_text = family.startswith(TEXT)
+        with World(Layout(ranks=ranks, **axes), backend=backend()) as world, whole_float64():
+            stock, ours = (wrappers.tiny(family[len(TEXT) :]) if of_text else tiny(family) for _ in range(2))
+            documents = wrappers.plain_texts() if of_text else texts(LENGTHS)
+            loss, exact = dense_answer(stock, documents)
+            model = prepare(ours, world, **options)
+            vars(model)["modes_of_row_trial"] = {False, True}  # trials of rows take as long as two steps
+            tokens = 40 if world.home.pp > 1 else None
+            plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, cp_comm_type=kind, max_tokens_per_slot=tokens)
+            found = abs(run_step(model, plan, documents, world).loss / loss - 1)
+            gradients = gradients_of(model)
+            expected = {name: exact[name] for name in gradients} if world.home.pp > 1 else exact
+            error = max(found, gradient_error(gradients, expected))
+            errors[f"{family}, {axes}, {kind}"] = error, {*gradients}, {*exact}
     return errors
 
 
-@cache
-def _results(ranks: int, in_ci: bool) -> list[dict[tuple[object, ...], tuple[float, float]]]:
-    return run_ranks(_errors, ranks, ranks, [family for family in here([*FAMILIES]) if (family in IN_CI) == in_ci])
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.whole] * (name not in IN_CI)) for name in here([*FAMILIES])]
-)
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.whole)])
-def test_equals_the_stock_model(family: str, ranks: int) -> None:
-    for errors in _results(ranks, family in IN_CI):
-        of_family = {case: pair for case, pair in errors.items() if case[0] == family}
-        assert of_family and max(max(pair) for pair in of_family.values()) < 1e-12, of_family
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n != "2 ranks")) for n in TABLES])
+def test_equals_the_stock_model(name: str) -> None:
+    ranks, rows = TABLES[name]
+    answers = run_ranks(_errors, ranks, ranks, rows, timeout=240)
+    assert len(answers[0]) == len(rows)
+    for row in answers[0]:
+        assert max(answer[row][0] for answer in answers) < 1e-12, (row, [answer[row][0] for answer in answers])
+        assert set[str]().union(*(answer[row][1] for answer in answers)) == answers[0][row][2], row
 
 
 MUTANTS = {
     "a window of one more": (
-        "attention_calls",
+        "model.seams.attention_calls",
         '"causal": causal, "window": sliding_window,',
         '"causal": causal, "window": sliding_window and sliding_window + 1,',
     ),
-    "no scale": ("attention_calls", "scale=scaling,", "scale=None,"),
+    "no scale": ("model.seams.attention_calls", "scale=scaling,", "scale=None,"),
     "hidden states of the head": (
-        "row_loss",
+        "model.seams.row_loss",
         "_BaseOutput(self._hidden)",
         "_BaseOutput(self._hidden * 1.001)",
     ),
 }
 
 
-def _mutants(rank: int) -> dict[str, float]:
-    errors = {}
+def _losses(rank: int) -> dict[str, float]:
     with World(Layout(ranks=2), backend=backend()) as world, whole_float64():
-        stock = dense_answer(tiny("gemma4"), texts(LENGTHS))
-        for name, (module, old, new) in MUTANTS.items():
-            with mutated((f"model.seams.{module}", old, new)):
-                errors[name] = errors_of(partial(tiny, "gemma4"), world, stock, cp=2)[1]
-    return errors
+        model, plan = prepare_untried(tiny("gemma4"), world), plan_fixed(LENGTHS, world.home, cp=2)
+        return {n: run_step(model, plan, texts(LENGTHS), world, backward=False).loss for n in each_mutated(MUTANTS)}
 
 
 @pytest.mark.skipif(not here(["gemma4"]), reason="this transformers has no Gemma 4")
 def test_what_is_dropped_is_noticed() -> None:
-    for errors in run_ranks(_mutants, 2):
-        assert all(error > 1e-6 for error in errors.values()), errors
+    losses = run_ranks(_losses, 2)[0]
+    exact = losses.pop("nothing")
+    assert len(losses) == 3 and all(abs(loss / exact - 1) > 1e-6 for loss in losses.values()), (exact, losses)
+
+
+REFUSED = {
+    "opt over tp": ("opt", TP, "OPTForCausalLM has no tensor-parallel plan"),
+    "stablelm over tp": ("stablelm", TP, "StableLmForCausalLM has no tensor-parallel plan"),
+    "dbrx over tp": ("dbrx", TP, "DbrxForCausalLM has no tensor-parallel plan"),
+    "opt over stages": ("opt", PP, "OPTForCausalLM cannot be cut into pipeline stages"),
+    "inputs of each layer": ("gemma4", PP, "parameters that its pipeline plan does not place .*per_layer"),
+}
+
+
+def _refusals(rank: int) -> dict[str, str]:
+    messages = {}
+    for case, (family, home, _) in REFUSED.items():
+        with World(Layout(ranks=2, **home), backend=backend()) as world:
+            if here([family]):
+                with pytest.raises(ModelError) as refused:
+                    prepare(tiny(family), world)
+                messages[case] = str(refused.value)
+    return messages
+
+
+def test_refused_by_name_on_every_rank() -> None:
+    for messages in run_ranks(_refusals, 2):
+        for case, message in messages.items():
+            assert re.search(REFUSED[case][2], message), (case, message)
+
+
+def test_layers_that_need_more_of_earlier_ones_than_their_hidden_states() -> None:
+    model, kept = tiny("nemotron"), dict[str, int]()
+    model.set_attn_implementation(IMPLEMENTATION)
+    keep_layer_arguments(model)
+    stages, parts = (range(1), range(1, 2)), find_parts(model)
+    refuse_dependent_layers(model, parts, stages)
+    first, second = model.model.layers
+    model.model.register_forward_pre_hook(lambda *_: kept.clear())
+    first.register_forward_hook(lambda *_: kept.update(keys=1))
+    second.register_forward_pre_hook(lambda *_: kept.__getitem__("keys") and None)
+    with pytest.raises(ModelError, match=r"layers 1 to 1 do not run without those before them \(KeyError: 'keys'\)"):
+        refuse_dependent_layers(model, parts, stages)
+
+
+# ---- models of several modalities
+
+
+def _trained(rank: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
+    """Weights after a step, those of the folder that was saved, read sharded, and what is said of an image."""
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare_untried(load_model(folder, dtype="float32", sharded=True), world)
+        plan = plan_fixed(LENGTHS, world.home, cp=2)
+        run_step(model, plan, wrappers.plain_texts(), world, optimizer=build_optimizer(model, lr=0.1))
+        save_model(model, folder / "saved", world)
+        again = prepare(load_model(folder / "saved", dtype="float32", sharded=True), world)
+        shard = bind(plan.micro_batches[0], world).with_padding()
+        inputs = {"input_ids": torch.ones(1, shard.local_rows, dtype=torch.long), "shard": shard}
+        with pytest.raises(ModelError) as refused:
+            model(**inputs, position_ids=shard.position_ids[None], pixel_values=torch.zeros(1, 3, 8, 8))
+        return weights_of(model), weights_of(again), str(refused.value)
+
+
+def test_training_from_a_folder_leaves_the_towers_alone(tmp_path: Path) -> None:
+    stock = wrappers.tiny("gemma3").float()
+    assert [*decoder_layers(stock)] == [f"model.language_model.layers.{i}" for i in range(2)]
+    assert [type(tower).__name__ for tower in other_towers(stock)] == ["SiglipVisionModel", "Gemma3MultiModalProjector"]
+    stock.save_pretrained(tmp_path)
+    towers = {id(parameter) for tower in other_towers(stock) for parameter in tower.parameters()}
+    for trained, saved, refused in run_ranks(_trained, 2, tmp_path):
+        for name, parameter in stock.named_parameters():
+            assert torch.equal(trained[name], saved[name])
+            assert torch.equal(trained[name], parameter) == (id(parameter) in towers), name
+        assert "Gemma3ForConditionalGeneration got pixel_values=" in refused.replace("FSDP", "")
+        assert "longspan.MultimodalModel, docs/bridge.md" in refused
+
+
+def test_heads_that_are_no_language_model_name_the_class_that_is() -> None:
+    with torch.device("meta"):
+        model = transformers.Gemma3ForSequenceClassification(wrappers.tiny("gemma3").config)
+    with pytest.raises(ModelError, match=r"its head \(ForSequenceClassification\) is .*; use Gemma3ForCausalLM"):
+        refuse_unsupported(model)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "name"), [("LlamaConfig", "model"), ("GPT2Config", "transformer"), ("Llama4TextConfig", "model")]
+)
+def test_base_models(config_class: str, name: str) -> None:
+    model = build(config_class)
+    assert base_name(model) == name
+    assert base_model(model) is model.get_submodule(name)
+    assert base_model(base_model(model)) is base_model(model) and base_name(base_model(model)) == ""
+    with torch.device("meta"):
+        headless = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    assert base_model(headless) is headless

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.comm import World, bind
+from longspan import Layout, World, bind, plan_fixed, prepare
 from longspan.errors import AttentionError
-from longspan.layout import Layout
-from longspan.model import prepare
-from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.model.stock import tiny
 from tests.train.small import small_config, train_rank
@@ -20,11 +17,10 @@ MISSING = "torch_flash" if backend() == "gloo" else "cpu_flash"
 SAID = "needs cuda tensors, got cpu" if backend() == "gloo" else "needs cpu tensors, got cuda"
 
 
-def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
-    """By name: the kernels that layers chose, and the logits."""
+def _used(rank: int) -> list[tuple[set[str], Any]]:
+    """The kernels that layers chose, and the logits, by default, by name, and by name in recomputed layers."""
     packing: Any = import_module("longspan.attention.attend")
-    chosen: set[str] = set()
-    choose = packing.choose_kernel
+    chosen, choose, used = set[str](), packing.choose_kernel, list[tuple[set[str], Any]]()
 
     def noted(call: Any, name: str | None = None) -> Any:
         kernel = choose(call, name)
@@ -32,64 +28,45 @@ def _used(rank: int) -> dict[str, tuple[set[str], Any]]:
         return kernel
 
     packing.choose_kernel = noted  # in this process only
-    by_way: dict[str, tuple[set[str], Any]] = {}
     with World(Layout(ranks=1), backend=backend()) as world:
         batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]
         ids = torch.arange(13, device=world.device)[None]
-        for name, checkpointing in (("", False), ("reference", False), ("reference", True)):
-            model = prepare(
-                tiny("mistral"), world, attention_kernel=name or None, activation_checkpointing=checkpointing
-            )
+        for name, recompute in ((None, False), ("reference", False), ("reference", True)):
+            model = prepare(tiny("mistral"), world, attention_kernel=name, activation_checkpointing=recompute)
             chosen.clear()
             shard = bind(batch, world)  # a choice is kept with the shard
             logits = model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard).logits
             logits.sum().backward()
-            by_way[f"{name} {checkpointing}"] = (set(chosen), logits.detach().cpu())
+            used.append((set(chosen), logits.detach().cpu()))
             chosen.clear()
             shard = bind(batch, world)
             with torch.no_grad():
                 model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard, attention_kernel="reference")
             assert chosen == {"reference"}, "the argument of a call wins"
             assert "attention_kernel" not in model.config.to_dict()
-    return by_way
+    return used
 
 
 def test_the_named_kernel_is_what_every_layer_runs() -> None:
-    by_way = run_ranks(_used, 1)[0]
-    (first, default), (named, logits), (again, recomputed) = by_way.values()
+    (first, default), (named, logits), (again, recomputed) = run_ranks(_used, 1)[0]
     assert named == again == {"reference"}
     assert backend() == "nccl" or first == {"cpu_flash"}
     assert (logits - default).abs().max() <= 1e-4 and torch.equal(logits, recomputed)
 
 
+WITH_WINDOW = f"MistralForCausalLM attends with heads of 8 with values of 8, window: kernel {MISSING} {SAID}"
 REFUSED = [
-    (
-        "mistral",
-        "fa5",
-        "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, cpu_flash, reference",
-    ),
-    (
-        "mistral",
-        MISSING,
-        f"MistralForCausalLM attends with heads of 8 with values of 8, window: kernel {MISSING} {SAID}",
-    ),
+    ("mistral", "fa5", "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, cpu_flash, ref"),
+    ("mistral", MISSING, WITH_WINDOW),
     ("deepseek-v3", MISSING, "attends with heads of 12 with values of 6"),
+    *([("gemma2", "cpu_flash", "a call without softcap")] if backend() == "gloo" else []),
 ]
 
 
 @pytest.mark.parametrize(("family", "name", "message"), REFUSED)
 def test_a_kernel_that_is_missing_is_an_error_when_the_model_is_prepared(family: str, name: str, message: str) -> None:
     with World(Layout(ranks=1), backend=backend()) as world, pytest.raises(AttentionError, match=message):
-        prepare(tiny(family), world, attention_kernel=name)
-
-
-@pytest.mark.skipif(backend() == "nccl", reason="of the kernel for CPUs")
-def test_a_kernel_without_a_feature_of_a_layer_is_an_error_too() -> None:
-    with (
-        World(Layout(ranks=1), backend=backend()) as world,
-        pytest.raises(AttentionError, match="a call without softcap"),
-    ):
-        prepare(tiny("gemma2", attention="eager"), world, attention_kernel="cpu_flash")
+        prepare(tiny(family, attention="eager"), world, attention_kernel=name)
 
 
 def test_a_run_with_a_missing_kernel_makes_no_step(tmp_path: Path) -> None:

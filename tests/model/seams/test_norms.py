@@ -7,16 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World
+from longspan import Layout, World, plan_dynamic, prepare, run_step
 from longspan.errors import ModelError
-from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, runs_in_one_pass
-from longspan.plan import plan_dynamic
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
-from tests.model.stock import error, gradients_of, stock_answer, texts, tiny, worst
+from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 NORMS = {"qwen3": 9, "llama": 5, "mistral": 5, "gpt-oss": 5, "qwen3-moe": 9, "deepseek-v3": 9}
@@ -28,7 +24,6 @@ HOMES = {
 
 
 def answer(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Logits and every gradient, in float64."""
     ids = torch.from_numpy(texts((40,))[0])
     logits = model.to(dtype)(input_ids=ids[None], use_cache=False).logits
     logits.float().square().mean().backward()
@@ -84,8 +79,6 @@ def test_what_norms_of_families_compute_is_found(kind: tuple[str, str, tuple[flo
 
 
 class OffByTwo(nn.Module):
-    """As Gemma's, with a two in place of the one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.zeros(8)), 1e-6
@@ -95,15 +88,11 @@ class OffByTwo(nn.Module):
 
 
 class NoEps(OffByTwo):
-    """Tells plain rows apart from tiny ones."""
-
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True)) * self.weight
 
 
 class Gated(OffByTwo):
-    """Takes a gate beside x, and no norm."""
-
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x * gate
 
@@ -122,18 +111,13 @@ def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
         fuse_norms(nn.ModuleDict({"other": named()}))
 
 
-def test_a_model_without_such_norms_is_an_error() -> None:
+def test_norms_that_cannot_be_fused_are_an_error_where_they_are_asked_for() -> None:
     with pytest.raises(ModelError, match="Linear has no module whose name ends in RMSNorm"):
         fuse_norms(nn.Linear(2, 2))
-
-
-def test_norms_that_cannot_be_fused_are_no_error_unless_asked_for() -> None:
     assert fuse_norms(nn.ModuleDict({"other": type("OffByTwoRMSNorm", (OffByTwo,), {})()}), required=False) == 0
 
 
 class SometimesWeighted(nn.Module):
-    """As Gemma 4's: one class with a weight and without."""
-
     def __init__(self, weighted: bool) -> None:
         super().__init__()
         self.eps = 1e-6
@@ -146,8 +130,6 @@ class SometimesWeighted(nn.Module):
 
 
 class Refuses(OffByTwo):
-    """Raises what norms do not raise."""
-
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError
 
@@ -168,10 +150,10 @@ def compared(rank: int, home: Layout) -> tuple[float, float]:
         stock = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
         with pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'off'"):
             prepare(tiny("qwen3", vocabulary=62), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
-        model = prepare(tiny("qwen3", vocabulary=62), world, fused_norms="on", **HOMES[home])
+        model = prepare_untried(tiny("qwen3", vocabulary=62), world, fused_norms="on", **HOMES[home])
         assert all("forward" in vars(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
         if not HOMES[home]:  # others set a forward of their own
-            by_itself = prepare(tiny("qwen3", vocabulary=62), world)
+            by_itself = prepare_untried(tiny("qwen3", vocabulary=62), world)
             fused = ["forward" in vars(m) for m in by_itself.modules() if type(m).__name__.endswith("RMSNorm")]
             assert fused and all(x is (world.device.type == "cuda") for x in fused)
         rows = home.tp if "sequence_parallel" in HOMES[home] else 1

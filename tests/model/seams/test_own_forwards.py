@@ -1,30 +1,29 @@
-"""Forwards that are the user's own: run as they are, or refused by name; and what a probe leaves of a module."""
+"""Forwards that are the user's own, and attention that is: run as they are, or refused by name on every rank."""
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from longspan.comm import World
+from longspan import Group, Layout, MicroBatch, Plan, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
-from longspan.layout import Layout
-from longspan.model import add_mtp, prepare
+from longspan.model import add_mtp
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_inexact
 from longspan.model.presets import preset_config
+from longspan.model.seams.meta_pass import FirstPass
 from longspan.model.seams.norms import fuse_norms
-from longspan.plan import plan_fixed
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
-from tests.model.stock import SIZES, VOCABULARY, at_random, config_of, dense_answer, gradients_of, texts, worst
+from longspan.train import build_optimizer
+from tests.model.stock import SIZES, at_random, config_of, dense_answer, gradients_of, texts, tiny, weights_of, worst
+from tests.versions import transformers_before
 
 LENGTHS = (20, 9, 5)
 EXACT = 1e-12
@@ -38,15 +37,6 @@ class _Scaled(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, inputs_embeds: Any = None, position_ids: Any = None, **more: Any) -> Any:
         if inputs_embeds is None:
             inputs_embeds = self.model.embed_tokens(input_ids) * 3
-        out = self.model(inputs_embeds=inputs_embeds, position_ids=position_ids, **more)
-        return _ends(self.lm_head(out.last_hidden_state))
-
-
-class _Bigram(LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, position_ids: Any = None, **more: Any) -> Any:
-        if inputs_embeds is None:
-            embedded = self.model.embed_tokens(input_ids)
-            inputs_embeds = embedded + F.pad(embedded, (0, 0, 1, 0))[:, :-1]
         out = self.model(inputs_embeds=inputs_embeds, position_ids=position_ids, **more)
         return _ends(self.lm_head(out.last_hidden_state))
 
@@ -73,7 +63,7 @@ class _Keyword(LlamaForCausalLM):
 class _ByIds(LlamaForCausalLM):
     def forward(self, input_ids: Any = None, position_ids: Any = None, **more: Any) -> Any:
         logits = self.lm_head(self.model(input_ids=input_ids, position_ids=position_ids, **more)[0])
-        return _ends(logits if input_ids is None else logits + F.one_hot(input_ids, VOCABULARY))
+        return _ends(logits if input_ids is None else logits + F.one_hot(input_ids, SIZES["vocab_size"]))
 
 
 class _NormAgain(LlamaForCausalLM):
@@ -83,16 +73,12 @@ class _NormAgain(LlamaForCausalLM):
 
 
 class _Warm(LlamaForCausalLM):
-    """Its logits are its parent's, at a temperature."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         out = super().forward(*args, **kwargs)
         return _ends(0.5 * out.logits)
 
 
 class _HandsOn(LlamaForCausalLM):
-    """Every argument, by its place, and some that say nothing."""
-
     def forward(self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, **more: Any) -> Any:
         more = {**more, "return_dict": True, "inputs_embeds": more.get("inputs_embeds"), "output_attentions": False}
         assert input_ids is None or input_ids.shape[0] == 1  # shapes may be read
@@ -105,7 +91,6 @@ OTHERS: dict[str, tuple[type[LlamaForCausalLM], str]] = {
         _Scaled,
         "reads input_ids itself .*; it gives its base model inputs_embeds of its own making",
     ),
-    "bigrams of embeddings": (_Bigram, "reads input_ids itself"),
     "the base model twice": (_Twice, "calls its base model 2 times, not once"),
     "other positions": (_OtherPlaces, "reads position_ids itself .*; it gives its base model position_ids of"),
     "another keyword": (_Keyword, "gives its base model output_hidden_states of its own making"),
@@ -121,12 +106,6 @@ def _llama(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
     return kind._from_config(config, dtype=torch.float64).train()
 
 
-@contextmanager
-def _one_rank() -> Iterator[World]:
-    with World(Layout(ranks=1), backend=backend()) as world:
-        yield world
-
-
 def _step(model: PreTrainedModel, world: World, **options: Any) -> tuple[float, PreTrainedModel]:
     prepared: Any = prepare(model, world, **options)
     return run_step(prepared, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world).loss, prepared
@@ -135,8 +114,9 @@ def _step(model: PreTrainedModel, world: World, **options: Any) -> tuple[float, 
 @pytest.mark.parametrize("case", OTHERS)
 @pytest.mark.parametrize("probe", [True, False])
 def test_what_a_forward_does_before_its_base_model_is_refused(case: str, probe: bool) -> None:
-    kind, says = OTHERS[case]
-    with _one_rank() as world, pytest.raises(ModelError, match=f"{kind.__name__}: its forward {says}"):
+    kind, what = OTHERS[case]
+    says = f"{kind.__name__}: its forward {what}"
+    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=says):
         _step(_llama(kind), world, probe=probe)
 
 
@@ -144,7 +124,7 @@ def test_what_a_forward_does_before_its_base_model_is_refused(case: str, probe: 
 @pytest.mark.parametrize("probe", [True, False])
 def test_forwards_that_hand_their_arguments_on_are_exact(case: str, probe: bool) -> None:
     loss, gradients = dense_answer(_llama(SAME[case]), texts(LENGTHS))
-    with _one_rank() as world:
+    with World(Layout(1), backend=backend()) as world:
         ours, prepared = _step(_llama(SAME[case]), world, probe=probe)
         assert abs(ours - loss) <= EXACT * loss and worst(gradients_of(prepared), gradients) <= EXACT
 
@@ -164,8 +144,17 @@ def test_stages_without_a_probe_refuse_it_on_every_rank() -> None:
 # ---- forwards set on an instance, or wrapped
 
 
-def _hybrid() -> PreTrainedModel:
-    return at_random(preset_config("bamba-tiny", vocab_size=VOCABULARY))
+def _plain() -> Any:
+    return at_random(config_of("llama"))
+
+
+def _hybrid() -> Any:
+    return at_random(preset_config("bamba-tiny", vocab_size=SIZES["vocab_size"]))
+
+
+def _dynamic() -> Any:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    return at_random(LlamaConfig(**SIZES, rope_parameters=rope))
 
 
 def _set(module: Any, factor: float = 1.5) -> None:
@@ -178,13 +167,22 @@ def _mixer(model: nn.Module) -> Any:
     return next(module for name, module in model.named_modules() if name.endswith("mamba"))
 
 
-def test_a_forward_set_on_a_mixer_is_refused() -> None:
-    model = _hybrid()
-    _set(_mixer(model))
-    with (
-        _one_rank() as world,
-        pytest.raises(ModelError, match=r"mamba \(BambaMixer\) has a forward set on the instance"),
-    ):
+SET: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "a mixer": (_hybrid, _mixer, r"mamba \(BambaMixer\) has a forward set on the instance"),
+    "the model": (_plain, lambda model: model, r"the model itself \(LlamaForCausalLM\) has a forw"),
+    "frequencies by length": (
+        _dynamic,
+        lambda model: model.model.rotary_emb,
+        r"rotary_emb .* has a forward set on the instance",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SET)
+def test_a_forward_that_longspan_would_not_run_is_refused(case: str) -> None:
+    make, find, says = SET[case]
+    _set(find(model := make()))
+    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=says):
         prepare(model, world)
 
 
@@ -198,14 +196,8 @@ def test_a_wrapped_forward_of_a_mixer_s_class_is_refused(monkeypatch: pytest.Mon
         return 1.5 * inner(*args, **kwargs)
 
     monkeypatch.setattr(kind, "forward", louder)
-    with _one_rank() as world, pytest.raises(ModelError, match="forward in a wrapper that is not transformers' own"):
-        prepare(model, world)
-
-
-def test_a_forward_set_on_the_model_is_refused() -> None:
-    model = at_random(config_of("llama"))
-    _set(model)
-    with _one_rank() as world, pytest.raises(ModelError, match=r"the model itself \(LlamaForCausalLM\) has a forw"):
+    says = "forward in a wrapper that is not transformers' own"
+    with World(Layout(1), backend=backend()) as world, pytest.raises(ModelError, match=says):
         prepare(model, world)
 
 
@@ -215,27 +207,17 @@ def test_a_model_that_could_not_be_prepared_can_be_prepared_again(monkeypatch: p
     def fail(_: object) -> None:
         raise ModelError("no weights")
 
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    for model in (at_random(LlamaConfig(**SIZES, rope_parameters=rope)), _hybrid()):
+    for model in (_dynamic(), _hybrid()):
         fuse_norms(model)
-        with _one_rank() as world:
+        with World(Layout(1), backend=backend()) as world:
             with monkeypatch.context() as patched, pytest.raises(ModelError, match="no weights"):
                 patched.setattr("longspan.model.prepared.pop_deferred_weights", fail)
                 prepare(model, world)
             prepare(model, world)
 
 
-def test_a_forward_set_on_a_rotary_module_that_goes_by_length_is_refused() -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model: Any = at_random(LlamaConfig(**SIZES, rope_parameters=rope))
-    _set(model.model.rotary_emb)
-    with _one_rank() as world, pytest.raises(ModelError, match=r"rotary_emb .* has a forward set on the instance"):
-        prepare(model, world)
-
-
 def test_a_norm_with_a_forward_of_its_own_is_not_fused() -> None:
-    model: Any = at_random(config_of("llama"))
-    norms = fuse_norms(deepcopy(model))
+    model, norms = _plain(), fuse_norms(_plain())
     model.model.layers[1].input_layernorm.forward = lambda x: 2 * x
     assert fuse_norms(model) == norms - 1
     x = torch.randn(1, 3, 32, dtype=torch.float64)
@@ -251,44 +233,39 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _kept(rank: int, ranks: int, **home: int) -> list[tuple[str, float]]:
+def _kept(rank: int, ranks: int, **home: int) -> dict[str, float]:
     """The error of a model with a forward set on an instance, beside the same stock model."""
-    errors = list[tuple[str, float]]()
+    errors = dict[str, float]()
     with World(Layout(ranks=ranks, **home), backend=backend()) as world:
         for name, module in KEPT.items():
-            stock = at_random(config_of("llama"))
-            _set(module(stock))
-            model = at_random(config_of("llama"))
-            _set(module(model))
+            stock, model = _plain(), _plain()
+            for each in (stock, model):
+                _set(module(each))
             exact = dense_answer(stock, texts(LENGTHS))[0]
-            ours = _step(model, world)[0]
-            errors.append((name, abs(ours - exact) / exact))
+            errors[name] = abs(_step(model, world)[0] - exact) / exact
     return errors
 
 
 def test_forwards_set_on_other_modules_are_run() -> None:
-    assert all(error <= EXACT for _, error in _kept(0, 1)), _kept(0, 1)
+    errors = _kept(0, 1)
+    assert max(errors.values()) <= EXACT, errors
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("home", [{"tp": 2}, {"pp": 2}], ids=str)
 def test_forwards_set_on_other_modules_are_run_under_every_home(home: dict[str, int]) -> None:
     for errors in run_ranks(functools.partial(_kept, ranks=2, **home), 2):
-        assert all(error <= EXACT for _, error in errors), errors
+        assert max(errors.values()) <= EXACT, errors
 
 
-def test_stages_refuse_a_base_model_with_a_forward_of_its_own() -> None:
-    model: Any = at_random(config_of("llama"))
+def test_stages_and_depths_refuse_forwards_that_they_would_not_call_or_would_share() -> None:
+    model = _plain()
     inner = model.model.forward
     model.model.forward = lambda *args, **kwargs: inner(*args, use_cache=False, **kwargs)
     with pytest.raises(ModelError, match=r"model \(LlamaModel\) has a forward set on the instance .*stages"):
         refuse_inexact(model, find_parts(model))
     del model.model.forward
     refuse_inexact(model, find_parts(model))
-
-
-def test_depths_refuse_a_layer_whose_forward_they_would_share() -> None:
-    model: Any = at_random(config_of("llama"))
     _set(model.model.layers[1].mlp)
     with pytest.raises(ModelError, match=r"LlamaDecoderLayer mlp \(LlamaMLP\) has a forward set on the instance"):
         add_mtp(model)
@@ -323,9 +300,125 @@ def test_a_probe_leaves_attributes_of_modules_as_they_were() -> None:
     base.load_state_dict(model.model.state_dict(), strict=False)
     model.model = base
     exact = dense_answer(AutoModelForCausalLM.from_config(model.config).double(), texts(LENGTHS))[0]
-    with _one_rank() as world:
+    with World(Layout(1), backend=backend()) as world:
         prepared: Any = prepare(model, world, shard_parameters=False)
         assert (base.last, base.lengths, base.by_name) == (None, [], {"calls": 0})
         assert not any(tensor.is_meta for tensor in base.buffers())
         run_step(prepared, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
         assert base.by_name["calls"] == len(base.lengths) == 1 and exact > 0
+
+
+SHORT = (9, 4)
+_COMMON: dict[str, Any] = {
+    "vocab_size": SIZES["vocab_size"],
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+_PLAIN = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+NO_DROPOUT = {
+    f"{name}_{kind}": 0.0
+    for name in ("attn", "resid", "embd", "embed", "hidden", "attention")
+    for kind in ("pdrop", "dropout")
+}
+BYPASSING: dict[str, tuple[str, dict[str, Any]]] = {
+    "FalconConfig": ("FalconAttention", _PLAIN),
+    "MptConfig": ("MptAttention", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+    **({"CodeGenConfig": ("CodeGenAttention", _GPT | {"rotary_dim": 4})} if transformers_before("5.24") else {}),
+    "GPTNeoConfig": (
+        "GPTNeo",
+        {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
+    ),
+    "RwkvConfig": ("Rwkv", {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}),
+    "xLSTMConfig": ("xLSTM", {"hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2}),
+}
+
+
+class OwnAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+def _bypassing(*bypassing: int) -> PreTrainedModel:
+    model = tiny("llama")
+    for layer in bypassing:
+        model.get_submodule(f"model.layers.{layer}").self_attn = OwnAttention()
+    return model
+
+
+def _stock(config_class: str) -> PreTrainedModel:
+    kind = getattr(transformers, config_class)
+    values = {**_COMMON, **BYPASSING[config_class][1]}
+    config = kind(**values)
+    for name, value in NO_DROPOUT.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _free(home: Layout) -> Plan:
+    micro_batch = MicroBatch((Group((0,), (0, 1), SHORT),))
+    return Plan(home.slots, SHORT, (micro_batch,), targets=sum(SHORT) - len(SHORT), mode="free")
+
+
+def _refused(
+    model: PreTrainedModel, world: World, plan: Plan | None = None, *, train: bool = True, **options: Any
+) -> str:
+    """What a step of AdamW, or an evaluation, says; the weights must be as they were."""
+    plan = plan or plan_fixed(SHORT, world.home, cp=world.home.slots)
+    prepared: Any = None
+    with pytest.raises(ModelError) as caught:
+        prepared = prepare(model, world, probe=False, **options)
+        before = weights_of(prepared)
+        optimizer = build_optimizer(prepared, "adamw", 0.1)
+        run_step(prepared, plan, texts(SHORT), world, optimizer if train else None, backward=train)
+    assert prepared is None or worst(weights_of(prepared), before) == 0
+    return str(caught.value)
+
+
+def _is_accepted(world: World, **options: Any) -> bool:
+    """Whether a model whose layers all attend runs, and is not watched from its second pass on."""
+
+    def is_watched() -> bool:
+        return any(isinstance(hook, FirstPass) for hook in model._forward_pre_hooks.values())
+
+    model, plan = (
+        prepare(_bypassing(), world, probe=False, **options),
+        plan_fixed(SHORT, world.home, cp=world.home.slots),
+    )
+    watched = is_watched() or not getattr(model, "probed", True)
+    losses = [run_step(model, plan, texts(SHORT), world).loss for _ in range(2)]
+    return watched and losses[0] == losses[1] and not is_watched() and getattr(model, "probed", True)
+
+
+def _run(rank: int) -> dict[str, str]:
+    """What is said, by what must be in it."""
+    messages: dict[str, str] = {}
+    second = "LlamaForCausalLM: model.layers.1.self_attn (OwnAttention) bypasses"
+    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+        for family, (kind, _) in BYPASSING.items():
+            messages[f"{kind}|{family}"] = _refused(_stock(family), world, shard_parameters=False)
+        for train, options in ((True, {}), (False, {"shard_parameters": False})):
+            messages[f"{second}|{train}"] = _refused(_bypassing(1), world, train=train, activation_checkpointing=True)
+            messages[f"{second}|free {train}"] = _refused(
+                _bypassing(1), world, _free(world.home), train=train, **options
+            )
+        bidirectional = _bypassing()
+        bidirectional.get_submodule("model.layers.0.self_attn").is_causal = False
+        messages["model.layers.0.self_attn is not causal"] = _refused(bidirectional, world)
+        assert _is_accepted(world, activation_checkpointing=True)
+    with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
+        messages["model.layers.0.self_attn (OwnAttention) bypasses"] = _refused(_bypassing(0), world)
+        messages[f"{second}|of the last stage"] = _refused(_bypassing(1), world)
+        assert _is_accepted(world)
+    return messages
+
+
+def test_layers_that_do_not_attend_are_refused_on_every_rank_before_the_weights_move() -> None:
+    for messages in run_ranks(_run, 2):
+        assert len(messages) == len(BYPASSING) + 7
+        for says, message in messages.items():
+            assert says.partition("|")[0] in message, (says, message)

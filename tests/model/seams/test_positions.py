@@ -1,24 +1,162 @@
-"""Tables of positions: which models have one, and documents beyond it refused on every rank, before the model runs."""
+"""Positions: tables that end, and scaled rotary ones, exact at every degree and read back by transformers."""
 
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from transformers import PreTrainedConfig
 
-from longspan.comm import World, bind
-from longspan.errors import LongspanError
-from longspan.layout import Layout
-from longspan.model import prepare
+from longspan import Group, Layout, LongspanError, MicroBatch, Plan, World, bind, plan_fixed, prepare, run_step
+from longspan.errors import ModelError
+from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.call_rules import position_table
-from longspan.plan import Group, MicroBatch, Plan, plan_fixed
+from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_factor
 from longspan.testing import backend, run_ranks
-from longspan.train import run_step
-from tests.model.stock import SIZES, VOCABULARY, tiny
+from tests.model.seams.test_mixers import here, small_config
+from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, prepare_untried, texts, tiny, worst
 from tests.versions import transformers_before
 
-_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": VOCABULARY}
+LENGTHS = (61, 40, 17, 9)  # beyond the 16 positions of the model
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+
+def _config(**more: Any) -> PreTrainedConfig:
+    return transformers.Qwen3Config(**SIZES | {"max_position_embeddings": 16, "tie_word_embeddings": True} | more)
+
+
+def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and gradients of stock transformers, document by document, under these rope parameters."""
+    model = at_random(_config(rope_parameters=dict(parameters), max_position_embeddings=64))
+    return dense_answer(model, texts(LENGTHS))
+
+
+CASES: list[tuple[str, dict[str, int], tuple[int, ...]]] = [  # a scaling, a home, degrees
+    ("yarn", {}, (1, 2)),
+    ("linear", {}, (1, 2)),
+    ("yarn", {"pp": 2}, (1,)),
+]
+
+
+def _sharded(rank: int) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    answers: list[tuple[list[float], dict[str, torch.Tensor]]] = []
+    for kind, axes, degrees in CASES:
+        with World(Layout(ranks=2, **axes)) as world:
+            model, losses = prepare_untried(at_random(scale_rope(_config(), kind, 4.0)), world), list[float]()
+            for cp in degrees:
+                model.zero_grad()
+                losses.append(run_step(model, plan_fixed(LENGTHS, world.home, cp=cp), texts(LENGTHS), world).loss)
+            answers.append((losses, gradients_of(model)))
+    return answers
+
+
+def test_scaled_positions_are_exact_at_every_degree_and_over_stages() -> None:
+    exact = {"yarn": _dense(YARN), "linear": _dense(LINEAR)}
+    for answers in run_ranks(_sharded, 2):
+        for (kind, *case), (losses, found) in zip(CASES, answers, strict=True):
+            loss, gradients = exact[kind]
+            assert max(abs(x - loss) for x in losses) <= 1e-12 * loss, (kind, case)
+            assert found and worst(found, {name: gradients[name] for name in found}) <= 1e-12, (kind, case)
+    for parameters, least in ((LINEAR | {"rope_type": "default"}, 1e-3), (YARN | {"attention_factor": 1.0}, 1e-4)):
+        loss = exact["yarn" if "attention_factor" in parameters else "linear"][0]
+        assert abs(_dense(parameters)[0] - loss) > least * loss, parameters
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_stock_transformers_reads_a_scaled_configuration_back(kind: str, tmp_path: Path) -> None:
+    scaled = scale_rope(_config(), kind, 2.5)
+    scaled.save_pretrained(tmp_path)
+    again = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == scaled.rope_parameters and position_limit(again) == 40
+    assert json.loads((tmp_path / "config.json").read_text())["rope_parameters"]["rope_type"] == kind
+    with pytest.raises(ModelError, match=rf"a rope scaling of its own \('{kind}', for documents of up to 40 tokens\)"):
+        scale_rope(again, "yarn", 2.0)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+    "original_max_position_embeddings": 4096,
+}
+LIMITS: list[tuple[PreTrainedConfig, int | None]] = [
+    (_config(), 16),
+    (transformers.LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)), 131072),
+    (
+        transformers.LlamaConfig(
+            max_position_embeddings=32768, rope_parameters=YARN | {"original_max_position_embeddings": 32768}
+        ),
+        131072,
+    ),
+    (transformers.LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(LINEAR)), 16384),
+    (transformers.LlamaConfig(max_position_embeddings=4096, rope_parameters=LINEAR | {"rope_type": "dynamic"}), 16384),
+    (transformers.Phi3Config(max_position_embeddings=131072, rope_parameters=dict(LONGROPE)), 131072),
+    (transformers.Gemma3TextConfig(max_position_embeddings=1024), 1024),
+    (transformers.GPT2Config(n_positions=512), 512),
+]
+
+
+@pytest.mark.parametrize(("config", "limit"), LIMITS, ids=[f"{c.model_type} {n}" for c, n in LIMITS])
+def test_the_limit_of_a_configuration_is_that_of_its_own_scaling(config: PreTrainedConfig, limit: int) -> None:
+    assert position_limit(config) == limit
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            transformers.LlamaConfig(max_position_embeddings=131072, rope_parameters=dict(LLAMA3)),
+            "own .'llama3', for .* 131072 tokens",
+        ),
+        (transformers.GPT2Config(), "gpt2 cannot be scaled"),
+        (transformers.Gemma3TextConfig(), "gemma3_text cannot be scaled"),
+    ],
+    ids=["llama3", "learnt", "one for each type of layer"],
+)
+def test_models_that_cannot_be_scaled_are_refused(config: PreTrainedConfig, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        scale_rope(config, "yarn", 2.0)
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(3, 1.0), (16, 1.0), (17, 1.25), (20, 1.25), (21, 1.5), (64, 4.0)])
+def test_the_smallest_factor_is_in_quarters(longest: int, factor: float) -> None:
+    assert smallest_factor(_config(), longest) == factor
+    assert factor == 1.0 or (position_limit(scale_rope(_config(), "yarn", factor)) or 0) >= longest
+
+
+# ---- hybrids whose attention has no positions
+
+WITHOUT = {"nemotron_h": {}, "kimi_linear": {}, "granitemoehybrid": {}, "zamba2": {"use_mem_rope": False}}
+WITH = {"bamba": {}, "granitemoehybrid": {"position_embedding_type": "rope"}, "zamba2": {}, "qwen3_next": {}}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "left"),
+    [(f, kinds[f], kinds is WITHOUT) for kinds in (WITHOUT, WITH) for f in here(tuple(kinds))],
+)
+def test_hybrids_without_positions_have_no_limit(family: str, changes: dict[str, Any], left: bool) -> None:
+    config = small_config(family)
+    config.update(changes)
+    assert has_no_positions(config) == left == (position_limit(config) is None)
+    model, ids = make_tiny_model(config, torch.float64).eval(), torch.arange(9)[None]
+    seen = {"attention_mask": torch.ones_like(ids), "use_cache": False}  # or positions would mean packed documents
+    with torch.no_grad():
+        near, far = (model(input_ids=ids, position_ids=step * ids, **seen).logits for step in (1, 3))
+    assert torch.equal(near, far) == left
+    if left:
+        with pytest.raises(ModelError, match=r"no rotary positions that 'yarn' could scale.*leave model.rope_scaling"):
+            scale_rope(config, "yarn", 2.0)
+
+
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "vocab_size": SIZES["vocab_size"]}
 _NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _BASE: dict[str, Any] = {
     name: value for name, value in SIZES.items() if name not in ("head_dim", "num_key_value_heads")
@@ -55,43 +193,37 @@ def test_tables_of_positions(config_class: str) -> None:
     assert table == (None if name is None else (type(model).__name__, name, 16))
 
 
-LENGTHS = (5, 17, 9)
-
-
-def _plans(home: Layout) -> dict[str, tuple[tuple[int, ...], Plan]]:
-    padded = MicroBatch((Group((0, 1), (0, 1), (15, 3), pad_to=18),))
-    return {
-        "too long": (LENGTHS, plan_fixed(LENGTHS, home, cp=1)),
-        "padded": ((15, 3), Plan(home.slots, (15, 3), (padded,), targets=16)),
-        "fits": ((16, 4), plan_fixed((16, 4), home, cp=2)),
-    }
+TOO_LONG = (5, 17, 9)
 
 
 def _run(rank: int) -> dict[str, str]:
-    refusals: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         config = transformers.GPT2Config(**(_GPT | _NO_DROPOUT), bos_token_id=None, eos_token_id=None)
+        padded = MicroBatch((Group((0, 1), (0, 1), (15, 3), pad_to=18),))
+        plans = {
+            "too long": plan_fixed(TOO_LONG, world.home, cp=1),
+            "padded": Plan(2, (15, 3), (padded,), targets=16),
+            "fits": plan_fixed((16, 4), world.home, cp=2),
+        }
         models = {"GPT-2": prepare(transformers.GPT2LMHeadModel(config), world), "Llama": prepare(tiny("llama"), world)}
-        for name, model in models.items():
-            for kind, (lengths, plan) in _plans(world.home).items():
-                documents = [np.arange(length) for length in lengths]
-                try:
-                    refusals[f"{name}, {kind}"] = f"{run_step(model, plan, documents, world).loss:.1f}"
-                except LongspanError as refusal:
-                    refusals[f"{name}, {kind}"] = f"{type(refusal).__name__}: {refusal}"
-        shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world).with_padding()
+        for (name, model), (kind, plan) in itertools.product(models.items(), plans.items()):
+            documents = [np.arange(length) for length in plan.lengths]
+            try:
+                outcomes[f"{name}, {kind}"] = f"{run_step(model, plan, documents, world).loss:.1f}"
+            except LongspanError as refusal:
+                outcomes[f"{name}, {kind}"] = f"{type(refusal).__name__}: {refusal}"
+        shard = bind(plans["too long"].micro_batches[0], world).with_padding()
         ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
         with pytest.raises(LongspanError) as caught:
             models["GPT-2"](input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
-        refusals["a call"] = f"{type(caught.value).__name__}: {caught.value}"
-    return refusals
+        outcomes["a call"] = f"{type(caught.value).__name__}: {caught.value}"
+    return outcomes
 
 
 def test_documents_beyond_the_table_are_refused_on_every_rank() -> None:
-    says = (
-        "ModelError: document 1 takes 17 rows, GPT2LMHeadModel knows 16 positions (transformer.wpe); use documents of"
-    )
-    for refusals in run_ranks(_run, 2):
-        assert says in refusals["GPT-2, too long"] and says in refusals["a call"]
-        assert all(float(loss) > 0 for name, loss in refusals.items() if "Llama" in name or "fits" in name), refusals
-        assert "ModelError: document 0 takes 18 rows (15 tokens, padded)" in refusals["GPT-2, padded"]
+    says = "ModelError: document 1 takes 17 rows, GPT2LMHeadModel knows 16 positions (transformer.wpe); use documents"
+    for outcomes in run_ranks(_run, 2):
+        assert says in outcomes["GPT-2, too long"] and says in outcomes["a call"]
+        assert all(float(loss) > 0 for name, loss in outcomes.items() if "Llama" in name or "fits" in name), outcomes
+        assert "ModelError: document 0 takes 18 rows (15 tokens, padded)" in outcomes["GPT-2, padded"]

@@ -3,19 +3,15 @@
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tests.model.seams.families import GEMMA4, LENGTHS
-from tests.model.stock import SIZES, texts
+from tests.model.stock import SIZES, random_model, texts
 
 TEXT = SIZES | {"pad_token_id": 0}
-PLAIN = {name: size for name, size in TEXT.items() if name not in ("head_dim", "num_key_value_heads")}
 VISION = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 PATCHES = VISION | {"image_size": 8, "patch_size": 4}
-AUDIO = {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8}
-GOT = {"output_channels": 8, "image_size": 16, "patch_size": 4, "mlp_dim": 24, "window_size": 2}
 TOKENS = {"image_token_id": 60, "video_token_id": 59, "audio_token_id": 58}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 QWEN_VISION = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
@@ -43,31 +39,6 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], str | None]] = {
         None,
     ),
     "gemma4_unified": ("Gemma4UnifiedConfig", {"text_config": GEMMA4 | {"pad_token_id": 0}} | TOKENS, None),
-    "fuyu": (
-        "FuyuConfig",
-        {"text_config": PLAIN | {"model_type": "persimmon"}, "patch_size": 4, "num_channels": 3, "image_token_id": 60},
-        None,
-    ),
-    "got_ocr2": (
-        "GotOcr2Config",
-        {
-            "text_config": {**PLAIN, "num_key_value_heads": 2, "model_type": "qwen2"},
-            "vision_config": {k: v for k, v in VISION.items() if k != "intermediate_size"}
-            | GOT
-            | {"global_attn_indexes": [1]},
-            "image_token_id": 60,
-        },
-        None,
-    ),
-    "moss": (
-        "MossTranscribeDiarizeConfig",
-        {
-            "text_config": TEXT | {"model_type": "qwen3"},
-            "audio_config": AUDIO | {"max_source_positions": 20},
-            "audio_token_id": 60,
-        },
-        None,
-    ),
     "mistral3": (
         "Mistral3Config",
         {
@@ -97,24 +68,12 @@ def here() -> list[str]:
     return [name for name, (config, _, _) in WRAPPERS.items() if hasattr(transformers, config)]
 
 
-def config_of(name: str) -> PreTrainedConfig:
-    """Its configuration."""
-    config_class, values, _ = WRAPPERS[name]
-    return getattr(transformers, config_class)(**values)
-
-
 def tiny(name: str) -> PreTrainedModel:
     """A model in float64 with random weights, norms and biases among them."""
-    model_class = WRAPPERS[name][2]
-    make: Any = AutoModelForCausalLM.from_config
-    if model_class is not None:
-        make = getattr(transformers, model_class)._from_config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = make(config_of(name), attn_implementation="eager")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
+    config_class, values, model_class = WRAPPERS[name]
+    config: PreTrainedConfig = getattr(transformers, config_class)(**values)
+    make = getattr(transformers, model_class)._from_config if model_class else AutoModelForCausalLM.from_config
+    return random_model(config, make=make, attn_implementation="eager")
 
 
 def plain_texts() -> list[np.ndarray]:

@@ -1,25 +1,32 @@
-"""Models whose heads, widths, vocabulary and experts' rows are split over tp equal the stock model, in every layout."""
+"""Models whose heads, widths, vocabulary and rows of experts are split over tp equal the stock model or are refused."""
 
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from longspan.comm import World, bind
-from longspan.errors import LongspanError, ModelError, PlanError
-from longspan.layout import Layout
-from longspan.model import prepare
+from longspan import Layout, LongspanError, World, bind, prepare, run_step
+from longspan.errors import ModelError, PlanError
+from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.tensor_parallel.plan import (
+    COLWISE,
+    PACKED,
+    PARTIAL_GRADIENT,
+    ROWWISE,
+    list_partial_gradients,
+    list_styles,
+)
+from longspan.model.tensor_parallel.split_trial import mixes_features, refuse_mixed_features
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer, run_step
 from tests.model.experts.moe_models import moe_answer, moe_model
-from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
+from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
@@ -42,9 +49,6 @@ CASES = {
     },
 }
 MODELS = [(f, dtype, k) for dtype, families in CASES.items() for f, kinds in families.items() for k in kinds]
-FEW = [  # the others run with make test-all
-    m for m in MODELS if m[1] == torch.float64 and m[2] != COPIES and m != ("qwen3-moe", torch.float64, RECOMPUTED)
-]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 Case = tuple[str, torch.dtype, str]
 Found = dict[tuple[object, ...], tuple[float, float, float]]
@@ -97,10 +101,9 @@ def _wanted(family: str, dtype: torch.dtype, device: torch.device) -> tuple[floa
 
 
 def _plans_of(home: Layout, case: Case) -> tuple[str, ...]:
-    """Every plan for the first model at tp 2; what depends on the plan does not depend on the dtype."""
     family, dtype, kind = case
     if family == "qwen3" and home.tp > 1:
-        return tuple(PLANS) if kind == "sharded" else ("fixed", "idle slots", "free")
+        return ("padded" if kind == "sharded" else "fixed", "idle slots", "free")
     return ("dynamic", "idle slots") if dtype == torch.float64 else ("idle slots",)
 
 
@@ -129,18 +132,18 @@ def _compare(home: Layout, cases: list[Case]) -> Found:
     return results
 
 
-HOMES: dict[Layout, list[Case]] = {
-    Layout(ranks=4, tp=2): MODELS,
+IN_CI: dict[Layout, list[Case]] = {  # the others run with make test-all
+    Layout(ranks=4, tp=2): [("qwen3", torch.float64, "sharded"), ("llama", torch.float64, RECOMPUTED)],
+    Layout(ranks=2, tp=2): [("qwen3-moe", torch.float64, "copies"), ("apertus", torch.float64, "sharded")],
+}
+IN_ANY = [case for cases in IN_CI.values() for case in cases]
+OTHERS: dict[Layout, list[Case]] = {
+    Layout(ranks=4, tp=2): [case for case in MODELS if case not in IN_ANY],
     Layout(ranks=4, dp_replicate=2): [("qwen3", torch.float64, "sharded")],
     Layout(ranks=4, tp=2, dp_replicate=2): [("llama", torch.float64, RECOMPUTED)],
     Layout(ranks=4, pp=2, tp=2): [("llama", torch.float64, RECOMPUTED)],
     Layout(ranks=8, tp=2, ep=2, dp_replicate=2): [("qwen3-moe", torch.float64, "sharded, sequence parallel")],
 }
-
-
-def _in_ci(home: Layout, case: Case) -> bool:
-    """Stages and gpt-oss beside tp are in the matrix of training too, replicas without tp in test_step.py."""
-    return case in FEW and home.pp == 1 and home.tp == 2 and case[0] != "gpt-oss"
 
 
 def _compare_homes(rank: int, homes: dict[Layout, list[Case]]) -> dict[Layout, Found]:
@@ -149,88 +152,51 @@ def _compare_homes(rank: int, homes: dict[Layout, list[Case]]) -> dict[Layout, F
 
 
 @cache
-def _results(ranks: int, few: bool) -> list[dict[Layout, Found]]:
-    homes = {home: [case for case in cases if _in_ci(home, case) == few] for home, cases in HOMES.items()}
-    return run_ranks(_compare_homes, ranks, {h: c for h, c in homes.items() if len(h.ranks) == ranks}, timeout=240)
+def _results(ranks: int, in_ci: bool) -> list[dict[Layout, Found]]:
+    homes = {home: cases for home, cases in (IN_CI if in_ci else OTHERS).items() if len(home.ranks) == ranks}
+    return run_ranks(_compare_homes, ranks, homes, timeout=240)
 
 
-def _check(answers: list[Found], home: Layout, case: Case) -> None:
-    for answer in answers:
-        of_case = {key: errors for key, errors in answer.items() if key[:3] == case}
+ROWS = [
+    pytest.param(home, case, table is IN_CI, id=f"{home}-{case}", marks=[pytest.mark.whole] * (table is OTHERS))
+    for table in (IN_CI, OTHERS)
+    for home, cases in table.items()
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("home", "case", "in_ci"), ROWS)
+def test_equals_the_stock_model(home: Layout, case: Case, in_ci: bool) -> None:
+    """Heads and widths over tp, with replicas, stages and dealt experts too."""
+    for answers in _results(len(home.ranks), in_ci):
+        of_case = {key: errors for key, errors in answers[home].items() if key[:3] == case}
         assert len(of_case) == len(_plans_of(home, case))
         for key, (loss, norm, gradients) in of_case.items():
             assert gradients < TOLERANCE[case[1]] and norm < TOLERANCE[case[1]], (key, of_case[key])
             assert loss < (1e-12 if case[1] == torch.float64 else 1e-6), (key, of_case[key])
 
 
-ROWS = [
-    pytest.param(home, case, id=f"{home}-{case}", marks=[pytest.mark.whole] * (not _in_ci(home, case)))
-    for home, cases in HOMES.items()
-    for case in cases
-]
-
-
-@pytest.mark.parametrize(("home", "case"), ROWS)
-def test_equals_the_stock_model(home: Layout, case: Case) -> None:
-    """Heads and widths over tp, with replicas, stages and dealt experts too."""
-    _check([answers[home] for answers in _results(len(home.ranks), _in_ci(home, case))], home, case)
-
-
-STEPS, RATE, NORM = 3, 0.5, 1.0
-
-
-def _train(rank: int, dtype: torch.dtype) -> tuple[float, float, list[str]]:
-    """Parameters after three clipped steps of SGD and the last loss, against the stock model; what is split how."""
-    documents, targets = texts(LENGTHS), sum(LENGTHS) - len(LENGTHS)
-    with World(Layout(ranks=4, tp=2), backend=backend()) as world:
-        stock = nn.Module.to(_model("qwen3", dtype), world.device)
-        plain = torch.optim.SGD(stock.parameters(), lr=RATE)
-        exact = 0.0
-        for _ in range(STEPS):
-            plain.zero_grad()
-            rows = [torch.from_numpy(document).to(world.device) for document in documents]
-            out = [stock(input_ids=ids[None], use_cache=False).logits[0, :-1] for ids in rows]
-            loss = F.cross_entropy(torch.cat(out), torch.cat([ids[1:] for ids in rows]), reduction="sum") / targets
-            loss.backward()
-            nn.utils.clip_grad_norm_(stock.parameters(), NORM)
-            plain.step()
-            exact = loss.item()
-        model = _prepared("qwen3", dtype, RECOMPUTED, world)
-        optimizer = build_optimizer(model, "sgd", lr=RATE)
-        plans = [PLANS[name](world.home, 2) for name in ("fixed", "dynamic", "idle slots")]
-        losses = [run_step(model, plan, documents, world, optimizer, max_grad_norm=NORM).loss for plan in plans]
-        evaluated = run_step(model, PLANS["padded"](world.home, 2), documents, world, backward=False).loss
-        assert evaluated < losses[-1] < losses[0]
-        split = [name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 2]
-        return worst(weights_of(model), weights_of(stock)), abs(losses[-1] / exact - 1), split
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.whole)], ids=str)
-def test_parameters_after_three_steps(dtype: torch.dtype) -> None:
-    for weights, loss, split in run_ranks(_train, 4, dtype):
-        assert weights < TOLERANCE[dtype] and loss < TOLERANCE[dtype]
-        layers = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
-        names = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in layers} | {"model.embed_tokens.weight"}
-        assert set(split) == names
-
-
-def _look(rank: int) -> tuple[float, list[tuple[object, ...]]]:
-    """Logits of a tied, split head, whole on every rank; and how parameters without FSDP2 lie on the tp mesh."""
+def _look(rank: int) -> tuple[float, list[tuple[object, ...]], set[str]]:
+    """Logits of a tied, split head, whole on every rank; how parameters without FSDP2 lie on the tp mesh, and which."""
     with World(Layout(ranks=2, tp=2), backend=backend()) as world:
-        model = _prepared("qwen3", torch.float64, COPIES, world)
+        model = _prepared("qwen3", torch.float64, COPIES, world, try_rows=False)
         shard = bind(plan_fixed(LENGTHS[:1], world.home, cp=1).micro_batches[0], world).with_padding(multiple=2)
         ids = torch.from_numpy(texts(LENGTHS[:1])[0]).to(world.device)
         inputs = {"position_ids": shard.position_ids, "shard": shard}
         logits = model(input_ids=shard.scatter(ids), **inputs).logits[0, : len(ids)]
         stock = nn.Module.to(_model("qwen3", torch.float64), world.device)
-        lie = [(p.placements, p.to_local().shape) for p in model.parameters() if isinstance(p, DTensor)]
-        return error(logits, stock(input_ids=ids[None]).logits[0]), lie
+        split = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        lie = [(p.placements, p.to_local().shape) for p in split.values()]
+        return error(logits, stock(input_ids=ids[None]).logits[0]), lie, {*split}
 
 
 def test_logits_are_whole_and_slices_are_even() -> None:
-    for logits, lie in run_ranks(_look, 2):
+    layers = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    names = {f"model.layers.{i}.{name}.weight" for i in range(2) for name in layers} | {"model.embed_tokens.weight"}
+    for logits, lie, split in run_ranks(_look, 2):
         assert logits < 1e-12
-        assert ((Shard(0),), (EVEN // 2, 32)) in lie and ((Shard(1),), (32, 24)) in lie and len(lie) == 15
+        assert ((Shard(0),), (EVEN // 2, 32)) in lie and ((Shard(1),), (32, 24)) in lie
+        assert split == names and len(lie) == len(names)
 
 
 def _no_plan(model: PreTrainedModel) -> None:
@@ -312,3 +278,129 @@ def test_what_tp_does_not_fit_is_refused_before_anything_is_split() -> None:
         for refusal, says in zip(refusals, [*(case[-1] for case in REFUSED), plan, shard], strict=True):
             with pytest.raises(AssertionError, match=says):
                 raise AssertionError(refusal)
+
+
+class Gain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+class Normed(Gain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / x.square().mean(-1, keepdim=True).sqrt())
+
+
+def _activation(mlp: nn.Module, activation: nn.Module) -> None:
+    mlp.act_fn = activation
+
+
+def _gain_of_the_sum(mlp: nn.Module) -> None:
+    inner, gain = mlp.forward, Gain()
+    mlp.gain, mlp.forward = gain, lambda x: gain(inner(x))
+
+
+def _gain_of_the_input(mlp: nn.Module) -> None:
+    inner, gain = mlp.forward, Gain()
+    mlp.gain, mlp.forward = gain, lambda x: inner(gain(x)) + gain(x)
+
+
+def _number_of_the_block(mlp: nn.Module) -> None:
+    inner = mlp.forward
+    mlp.gain = nn.Parameter(torch.ones(1))
+    mlp.forward = lambda x: inner(x) * mlp.gain
+
+
+NOT_A_SUM: dict[str, Callable[[nn.Module], None]] = {
+    "gain": lambda mlp: _activation(mlp, Normed()),
+    "weight": lambda mlp: _activation(mlp, nn.RMSNorm(48)),
+    "gain of the sum": _gain_of_the_sum,
+    "gain of the input": _gain_of_the_input,
+    "gain of the block": _number_of_the_block,
+}
+
+
+@pytest.mark.parametrize("case", NOT_A_SUM)
+def test_a_parameter_whose_gradient_would_not_be_a_sum_is_refused(case: str) -> None:
+    model = tiny("llama")
+    NOT_A_SUM[case](model.get_submodule("model.layers.1.mlp"))
+    says = rf"model.layers.1.mlp.\w*\.?{case.partition(' ')[0]} \(\w+\) is not in the .* plan of LlamaForCausalLM"
+    with pytest.raises(ModelError, match=says):
+        list_partial_gradients(model, list_styles(model))
+
+
+def test_parameters_of_attention_and_of_packed_linears_are_refused() -> None:
+    model = tiny("llama")
+    model.get_submodule("model.layers.0.self_attn").gain = nn.Parameter(torch.ones(4))
+    with pytest.raises(ModelError, match=r"model.layers.0.self_attn.gain \(LlamaAttention\)"):
+        list_partial_gradients(model, list_styles(model))
+    model = tiny("llama")
+    _activation(model.get_submodule("model.layers.0.mlp"), Gain())
+    styles = [x._replace(style=PACKED) if ".mlp." in x.name and x.style == COLWISE else x for x in list_styles(model)]
+    with pytest.raises(ModelError, match=r"model.layers.0.mlp.act_fn.gain \(Gain\) is not in the .* plan"):
+        list_partial_gradients(model, styles)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_learnt_activation_is_summed_once(shared: bool) -> None:
+    model, gain = tiny("llama"), Gain()
+    for i in range(2):
+        _activation(model.get_submodule(f"model.layers.{i}.mlp"), gain if shared else Gain())
+    entries = list_partial_gradients(model, list_styles(model))
+    assert [entry.name for entry in entries] == [f"model.layers.{i}.mlp.act_fn.gain" for i in range(2 - shared)]
+    assert all(entry.style == PARTIAL_GRADIENT and entry.parameter == "gain" for entry in entries)
+    assert not gain.gain.is_meta and gain.gain.grad is None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "deepseek-v3"])
+def test_plans_that_name_everything_add_nothing(family: str) -> None:
+    model = tiny(family)
+    assert list_partial_gradients(model, list_styles(model)) == []
+
+
+# ---- features that depend on each other
+
+BETWEEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "gated": (lambda gate, up: F.silu(gate) * up, False),
+    "without a gate": (lambda gate, up: F.relu(up).square(), False),
+    "threshold over all features": (lambda gate, up: F.relu(gate - gate.mean(-1, keepdim=True)) * up, True),
+    "largest twentieth": (
+        lambda gate, up: F.relu(gate - gate.mean(-1, True) - 1.64 * gate.std(-1, keepdim=True)) * up,
+        True,
+    ),
+    "softmax": (lambda gate, up: gate.softmax(-1) * up, True),
+    "normed": (lambda gate, up: F.rms_norm(gate, gate.shape[-1:]) * up, True),
+    "halves of one linear": (lambda gate, up: gate.chunk(2, -1)[0] * gate.chunk(2, -1)[1], True),
+}
+
+
+class _Block(nn.Module):
+    def __init__(self, between: Callable[[Tensor, Tensor], Tensor], device: str) -> None:
+        super().__init__()
+        self.between = between
+        self.gate, self.up, self.down = (nn.Linear(a, b, device=device) for a, b in ((6, 10), (6, 10), (10, 6)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(self.between(self.gate(hidden), self.up(hidden)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_mixed_features_are_found(name: str, device: str) -> None:
+    between, mixed = BETWEEN[name]
+    block = _Block(between, device)
+    styles = {id(block.gate): COLWISE, id(block.up): COLWISE, id(block.down): ROWWISE}
+    assert mixes_features(block, styles) is mixed
+    assert "forward" not in vars(block.gate) and block.down.weight.device.type == device
+
+
+def test_gemma3n_is_refused_before_anything_is_split() -> None:
+    config = pytest.importorskip("transformers.models.gemma3n").Gemma3nTextConfig()
+    model = make_tiny_model(shrink_configuration(config), torch.float32)
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.mlp \(Gemma3nTextMLP\) computes from all its features .* use tp 1"
+    ):
+        refuse_mixed_features(model, list_styles(model))
