@@ -16,9 +16,7 @@ from tests.model.experts.moe_models import router_losses
 from tests.model.stock import SIZES, VOCABULARY, Answer, random_model, weights_of
 
 
-def deep_config(
-    family: str, layers: int, vocabulary: int = VOCABULARY, **changes: Any
-) -> PreTrainedConfig:
+def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedConfig:
     """Qwen3 with tied and Llama with untied embeddings; gpt-oss with sinks, experts and windows; tied Qwen3-MoE whose
     second layer is dense. Their pipelines have stages with and without experts."""
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "vocab_size": vocabulary} | changes

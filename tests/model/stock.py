@@ -161,9 +161,7 @@ def stock_answer(
     return answer(tiny(family, dtype, seed, attention, vocabulary).eval(), documents, device)
 
 
-def dense_answer(
-    model: PreTrainedModel, documents: Sequence[np.ndarray]
-) -> tuple[float, dict[str, Tensor]]:
+def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a stock model in training mode."""
     exact = answer(model.train(), documents)
     return exact.loss, exact.gradients
