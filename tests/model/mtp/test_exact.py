@@ -141,10 +141,10 @@ TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
     "inputs of tokens on 2 slots of tp 2": (Layout(4, tp=2), OF_TOKENS_SPLIT),
     "inputs of tokens in 2 stages": (Layout(2, pp=2), OF_TOKENS_STAGES),
     "inputs of tokens in 2 stages of rows split over tp 2": (Layout(4, tp=2, pp=2), OF_TOKENS_SPLIT[1:2]),
-    "adapters on 2 slots": (Layout(2), _adapted(_FULL)),
+    "adapters and cp 2": (Layout(2), _adapted(_FULL)),
     "adapters and rows split over tp 2": (Layout(2, tp=2), _adapted(*_ROWS)),
-    "adapters over tp 2": (Layout(2, tp=2), _adapted(("shard_parameters", False))),
-    "adapters in 2 stages": (Layout(2, pp=2), _adapted()),
+    "adapters and tp 2": (Layout(2, tp=2), _adapted(("shard_parameters", False))),
+    "adapters and pp 2": (Layout(2, pp=2), _adapted()),
 }
 
 
