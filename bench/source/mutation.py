@@ -47,7 +47,7 @@ USUAL = {
     "comm": ["comm/test_groups.py", "comm/test_ring.py", "comm/test_world.py"],
     "launch": ["launch/test_launch.py", "launch/test_rank_pool.py"],
     "layout": ["layout/test_layout.py", "layout/test_partition.py"],
-    "model": ["model/test_prepare.py", "model/test_load.py", "model/pipeline/test_pipeline.py"],
+    "model": ["model/test_prepare.py", "model/weights/test_folders.py", "model/pipeline/test_pipeline.py"],
     "plan": ["plan/test_plan.py", "plan/test_dynamic.py", "plan/test_fixed.py"],
     "report": ["report/test_run_page.py", "cli/test_verbs.py"],
     "train": ["train/steps/test_step.py", "run/test_run.py", "corpus/test_data.py", "cli/test_train.py"],
