@@ -161,35 +161,30 @@ def prepare(
     >>> shard = bind(plan.micro_batches[0], world).with_padding()
     >>> logits = model(input_ids=ids[None], position_ids=shard.position_ids[None], shard=shard).logits  # (1, T, V)
 
-    All ranks call it together, with equal weights. Options are keywords of `PrepareOptions`, or `options=` as one
-    value. `shard_parameters` shards them over the slots with FSDP2, otherwise every rank keeps a copy;
-    `reshard_after_forward` frees a layer's gathered parameters between forward and backward (not over stages).
-    `compute_dtype` (such as bfloat16) is what FSDP2 computes in, over parameters and gradient sums in their own type.
+    All ranks call it together, with equal weights. Keywords are those of `PrepareOptions`, or `options=` as one value:
 
-    `activation_checkpointing` recomputes each decoder layer in backward: "full" (or True) all of it, "selective" all
-    but attention; `offload_activations` keeps in the host's memory what recomputation starts from. `measures` replaces
-    these two: one word of `longspan.plan.MEASURES`, or one for each decoder layer and then each depth of multi-token
-    prediction, ("none", "selective+host", …). `host_bytes` is how much of the host's memory a rank takes for it (0:
-    what the first step needs). Of `segment_layers` n layers in a row that recompute, only the first one's input is kept
-    (0: each one's). `mlp_tile_rows` is the most rows that MLPs and experts compute at once (0: all rows); each
-    parameter still gets one gradient, summed in float32.
+    shard_parameters: over the slots with FSDP2; False: every rank keeps a copy.
+    reshard_after_forward: free a layer's gathered parameters between forward and backward (not over stages).
+    compute_dtype: of FSDP2's arithmetic, such as bfloat16; parameters and sums of gradients keep their type.
+    activation_checkpointing: recompute decoder layers in backward: "full" (or True), or "selective": all but attention.
+    offload_activations: keep what recomputation starts from in the host's memory.
+    measures: in place of these two, a word of `longspan.plan.MEASURES`, or one for each layer and then each depth of
+        multi-token prediction; host_bytes: what a rank takes of the host for it, 0: what the first step needs.
+    segment_layers: of so many recomputed layers in a row, only the first one's input is kept; 0: each one's.
+    mlp_tile_rows: most rows that MLPs and experts compute at once; 0: all.
+    attention_kernel: a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
+    fused_norms: RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can.
+    float8: "rows": linears and experts of decoder layers multiply in float8 (docs/precision.md).
+    compiled: "layers" (each as two halves around attention), "modules" or True (its norms and MLPs), "none", or "auto":
+        layers on GPUs without tensor parallelism, from 2048 features on.
+    probe: False: no trial on the meta device that every layer reaches `attend`; the first pass shows it.
+    virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b", "gpipe", "zero_bubble" or "zbv".
+    sequence_parallel: where `home.tp` is above 1, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
+    encoder: the home of tower and projector of a model from images and text: a Layout over the same ranks, an open
+        World of one, or an `EncoderHome`.
 
-    `attention_kernel` names a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
-    `fused_norms` runs RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can. `float8="rows"`
-    multiplies in float8 in the linears and experts of decoder layers, with one scale a row (docs/precision.md).
-    `compiled` is "layers" (by torch.compile, each decoder layer as two halves around attention), "modules" or True (its
-    norms and MLPs), "auto" (layers on GPUs without tensor parallelism, from 2048 features on), or "none". `probe=False`
-    skips the trial on the meta device that shows whether every layer reaches `attend`: the first pass then shows it,
-    and raises ModelError.
-
-    Where `home.pp` is above 1, this rank's stages are cut out, `virtual_stages` of them, and returned as a
-    PipelineModel; the rest is freed. `pipeline_schedule` is "1f1b", "gpipe", "zero_bubble" or "zbv" (two virtual
-    stages, folded). Where `home.tp` is above 1, heads, widths and vocabulary are split by the model's plan; with
-    `sequence_parallel`, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
-
-    With `encoder`, a Layout over the same ranks, an open World of one, or an `EncoderHome` with settings, a model from
-    images and text to text becomes a MultimodalModel: tower and projector run under that home. Of a PeftModel with a
-    LoRA adapter the model inside is returned; its adapter alone is trained and saved.
+    Returns a PipelineModel of this rank's stages where `home.pp` is above 1, a MultimodalModel with `encoder`, and the
+    model inside of a PeftModel with a LoRA adapter, which alone is trained and saved.
 
     A model that draws at random outside attention in training is evaluated as it is; training it is refused. Whether
     rows influence each other outside attention is tried by a few passes before the first step or call (docs/limits.md).
