@@ -6,13 +6,13 @@ degrees (`plans/compare.py`).
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.cli.flags import Groups, check_least, parse_flags, write_text
+from longspan.cli.flags import Groups, parse_flags, write_text
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
 from longspan.cli.plans.planning import (
@@ -30,7 +30,7 @@ from longspan.hub import find_local
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import name_arguments
-from longspan.plan.items.encoder_shape import EncoderLoad, EncoderShape
+from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
 from longspan.plan.ways import plan_with_partition
 from longspan.train.plans.choice import KEYS
@@ -45,7 +45,7 @@ class PlanFlags(CompareFlags):
     longspan train may stand behind it. Planner, degree, rows of a slot and measures are chosen where they are not
     given.
 
-    With --compare, price plans instead: planners next to each other, saved plans, or degrees of an evaluation. With
+    With --compare, price plans instead: planners next to each other, or degrees of an evaluation. With
     --gpu too, each planner has the rows that memory holds; without it, times follow the cost model alone.
 
     longspan plan --same 8x8192 --slots 4
@@ -66,7 +66,6 @@ class PlanFlags(CompareFlags):
             "--world",
             "--tp",
             "--pp",
-            "--plans",
             "--which_eval_degree",
         ),
     }
@@ -75,11 +74,6 @@ class PlanFlags(CompareFlags):
     and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""
     row_multiple: int = 1
     """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
-    images: str = ""
-    """With --model of a vision-language model: images of each document, such as 16x256: 16 images of 256 rows each,
-    which are among its tokens. Their encoding is priced, dealt to all slots."""
-    max_image_rows: int = 0
-    """With --images: rows of images that a slot encodes at once; 0: all."""
     plot: tuple[str, ...] = ()
     """Draw the plan to these files: .html (a page to explore), .svg or .png (viz extra)."""
 
@@ -115,7 +109,6 @@ def _plan_step(flags: PlanFlags) -> int:
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
     check_degrees(flags)
     check_slots(flags)
-    check_least(flags, max_image_rows=0)
     lengths, source = read_lengths(flags, flags.slots)
     began = time.perf_counter()
     plan, reason = make_plan(flags, lengths, read_price(flags, slots=flags.slots, mode=flags.mode))
@@ -124,9 +117,10 @@ def _plan_step(flags: PlanFlags) -> int:
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *([UNPRICED] if flags.mode == "free" and not plan.cost.closing_seconds else []),
         *([reason] if reason else []),
-        *_image_notes(flags, plan),
     ]
-    # Files are written only now, because making the notes checks the images; their notes stand behind the first one.
+    with suppress(PlanError):  # of a model without a tower whose work is known
+        if flags.model and EncoderShape.of(flags.model):
+            notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
     if flags.plot:
         from longspan.report import plan_document, plan_page, write_png
 
@@ -168,35 +162,3 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Pla
         return planner(lengths, home, flags.cp or smallest_degree(lengths, home, way), options=way)
 
     return plan_with_partition(make, options, flags.partition)
-
-
-def _image_notes(flags: PlanFlags, plan: Plan) -> Iterator[str]:
-    if flags.images and not flags.model:
-        raise ConfigError(f"--images {flags.images} needs the model whose tower encodes them; give its --model FOLDER")
-    if not flags.images:
-        with suppress(PlanError):  # of a model without a tower whose work is known
-            if flags.model and EncoderShape.of(flags.model):
-                yield "the model has a tower for images, which is not in these seconds; --images COUNTxROWS adds it"
-        return
-    words = flags.images.lower().partition("x")
-    if not words[0].isdecimal() or not words[2].isdecimal() or not int(words[0]) * int(words[2]):
-        raise ConfigError(f"--images {flags.images!r} is not COUNTxROWS, such as 16x256")
-    count, rows = int(words[0]), int(words[2])
-    shape = EncoderShape.of(flags.model)
-    if too_short := [n for n in plan.lengths if n < count * rows]:
-        raise ConfigError(
-            f"--images {flags.images} takes {count * rows:,} tokens of each document, and {len(too_short)} of "
-            f"{len(plan.lengths)} are shorter (the shortest {min(too_short):,}); give fewer or smaller images"
-        )
-    images = [[rows] * count] * len(plan.lengths)
-    load = EncoderLoad.of(plan, images, shape.cost(), max_rows=flags.max_image_rows or None)
-    share = load.seconds / (load.seconds + plan.predicted_seconds)
-    yield (
-        f"encoder: {count * len(images):,} images of {rows:,} rows dealt to {plan.slots} slots take {load.seconds:.3g} "
-        f"s beside the plan's {plan.predicted_seconds:.3g} s on H200s, {share:.0%} of the step; the busiest slot has "
-        f"{load.balance:.2f} of the mean"
-    )
-    yield (
-        f"every slot encoding all images of its documents would take {load.replicated_seconds:.3g} s, "
-        f"{load.replicated_seconds / load.seconds:.1f} times as long"
-    )

@@ -1,4 +1,4 @@
-"""`longspan plan --compare`: what planners, saved plans and degrees of an evaluation would cost, in one table.
+"""`longspan plan --compare`: what planners and degrees of an evaluation would cost, in one table.
 
 Each row is made at its best: under the fastest communication type, at the best partition of a hybrid and, of an
 evaluation, at the limit of rows that suits the pipeline (`plan/ways.py`). Imports no torch.
@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from longspan.cli.flags import check_least
@@ -27,7 +26,7 @@ from longspan.cli.plans.question import GpuFlags
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plain_text import seconds_text, text_table
-from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
+from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.planners.options import PlanOptions
 from longspan.plan.ways import plan_evaluation, plan_type_text, plan_with_partition, which_degree, widest_degree
@@ -36,7 +35,6 @@ NamedPlan = tuple[str, Plan | str]  # its name; the plan, or why there is none
 NOTHING_POSSIBLE = 2  # status
 MOST_DEGREES = 5  # of fixed plans
 LEAST_DIFFERENCE = 5e-4  # relative, of two plans' times; a smaller one is told as "as much time as"
-OF_MADE_PLANS = ("planner", "cp", "min_cp", "max_cp", "micro_batch_multiple")  # flags
 NOTE = """\
 type: how groups share attention, the fastest for each (--cp-comm-type chooses one for all). x bound: time over a lower
 bound; 1.000 cannot be improved. bubble: share of a stage's time that the pipeline leaves empty; idle: share that slots
@@ -71,14 +69,11 @@ class CompareFlags(GpuFlags):
     accumulation: int = 0
     """With --which-eval-degree: micro-batches to which a loop fills up each pass, with which it is compared; 0: the
     stages."""
-    plans: tuple[str, ...] = ()
-    """With --compare: price these saved plans instead, those in a run's folder, or those of all its steps
-    (RUN/plans.jsonl)."""
 
 
 def check_comparison_flags(flags: CompareFlags) -> None:
     """Raise ConfigError for a flag of one plan with --compare, for one of comparisons without it, and for one that the
-    comparison would not read: saved plans are as they were made, and --which-eval-degree takes all degrees."""
+    comparison would not read: --which-eval-degree takes all degrees."""
     shared = {field.name for field in fields(PlanningFlags)} | {"compare"}
     of_comparisons = {field.name for field in fields(CompareFlags)} - {field.name for field in fields(GpuFlags)}
     for name in (field.name for field in fields(flags) if getattr(flags, field.name) != field.default):
@@ -92,22 +87,11 @@ def check_comparison_flags(flags: CompareFlags) -> None:
                 f"{flag} {getattr(flags, name)} is one row, and --which-eval-degree compares all degrees; leave one "
                 "of them out"
             )
-        if flags.plans and name in OF_MADE_PLANS:
-            raise ConfigError(
-                f"{flag} is of plans that are made, and those of --plans are as they were saved; leave it out"
-            )
 
 
 def run_comparison(flags: CompareFlags) -> int:
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, accumulation=0)
     check_degrees(flags)
-    if flags.plans:
-        rows = [*_price_saved_plans(flags)]
-        plans = [plan for _, plan in rows]
-        seconds = seconds_text(sum(plan.predicted_seconds for plan in plans))
-        together = f", {seconds} together" * all(plan.cost.source for plan in plans)
-        sources = ", ".join(dict.fromkeys(plan.cost.source or "no machine" for plan in plans))
-        return _show_rows(flags, f"{plural(len(rows), 'saved plan')}{together}, priced for {sources}", rows)
     if flags.world and flags.slots:
         raise ConfigError(f"give --world or --slots, one of them; got --world {flags.world} --slots {flags.slots}")
     if not flags.world:
@@ -193,32 +177,6 @@ def _compare_degrees(
     )
     conclusion = {"best_cp": comparison.best.cp, "reason": comparison.reason(), "filled": loop}
     return _show_rows(flags, title, rows, conclusion)
-
-
-def _price_saved_plans(flags: CompareFlags) -> Iterator[tuple[str, Plan]]:
-    for name, plan in _read_saved_plans(flags.plans):
-        if plan.mode == "free" and flags.pp > 1:
-            raise ConfigError(f"{name} is a plan of free mode, which has no {flags.pp} pipeline stages; leave --pp out")
-        flags_price = _slot_price(flags, plan.slots, plan.mode)  # checks the flags even where it is not used
-        price = flags_price if flags.machine or flags.model or flags.tflops else plan.cost
-        if flags.evaluation or plan.cost.passes == "forward":
-            price = price.forward_only()
-        stages, chunks = (flags.pp, flags.vpp) if flags.pp > 1 else (plan.cost.stages, plan.cost.chunks)
-        yield name, plan.reprice(replace(price, stages=stages, chunks=chunks))
-
-
-def _read_saved_plans(names: Sequence[str]) -> Iterator[tuple[str, Plan]]:
-    for name in names:
-        path = Path(name)
-        folder = path / "plans" if (path / "plans").is_dir() else path
-        files = sorted(folder.glob("*.json")) if folder.is_dir() else [path]
-        if not files or not all(file.is_file() for file in files):
-            raise ConfigError(f"{name} is neither a plan's JSON file nor a folder with plans")
-        for file in files:
-            if file.suffix == ".jsonl":
-                yield from ((f"step {step}", plan) for step, plan in read_plans(file))
-            else:
-                yield file.stem, Plan.from_json(file.read_bytes())
 
 
 def _show_rows(
