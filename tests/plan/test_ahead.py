@@ -49,8 +49,7 @@ def test_the_same_plans_as_inline_in_any_order(plans: PlanAhead, steps: Any) -> 
         plan = plans.plan(step)
         assert plan == inline.plan(step) == planners.plan_step(step)
         assert plan.digest() == planners.plan_step(step).digest()
-        assert plans._planning is not None  # plans of past steps are forgotten
-        assert {request.step for request in plans._planning._answers} <= {step, step + 1, step + 2}
+        assert {*plans._answers} <= {step, step + 1, step + 2}  # plans of past steps are forgotten
 
 
 def test_the_next_steps_are_planned_and_no_more(tmp_path: Path) -> None:
@@ -142,8 +141,8 @@ def test_closing_leaves_no_process() -> None:
 
 
 def _pid(plans: PlanAhead) -> int:
-    assert plans._planning is not None
-    return plans._planning.pid
+    assert plans._worker is not None
+    return plans._worker.process.pid
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def planner(step):
 def main():
     print("rank", os.environ.get("RANK"), flush=True)
     with PlanAhead({planner}, ahead=1) as plans:
-        print(plans.plan(2) == planners.plan_step(2), plans._planning.pid, flush=True)
+        print(plans.plan(2) == planners.plan_step(2), plans._worker.process.pid, flush=True)
         {end}
 
 if {guard}:
