@@ -5,7 +5,6 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan import Group, Layout, MicroBatch, World, attend, bind, plan_fixed
 from longspan.attention import PATTERNS, all_to_all, ring
+from longspan.attention.attend import find_pattern
 from longspan.attention.call import Members, cache_of
 from longspan.attention.saved_outputs import Recording, active_recording
 from longspan.attention.tiles import Mask
@@ -165,6 +165,7 @@ def used(rank, slots):
             return forward(*args)
 
         PATTERNS[kind] = noting, backward
+    find_pattern.cache_clear()  # where ranks on GPUs ran other tests before
     with World(Layout(ranks=slots), backend=backend()) as world:
         kinds = ("all_gather", "p2p", "a2a", "a2a+p2p", "auto")
         group = Group((0, 1), (0,), (8,), kinds, (1, 2))
@@ -304,9 +305,8 @@ def test_messages_travel_ahead_in_one_order_on_every_rank() -> None:
 
 
 def calls(rank: int, slots: int) -> list[tuple[tuple[int, ...], ...]]:
-    patterns: Any = import_module("longspan.attention.attend").PATTERNS
     ran: list[tuple[int, ...]] = []
-    for cp_comm_type, functions in list(patterns.items()):
+    for cp_comm_type, functions in list(PATTERNS.items()):
 
         def noted(function: Any) -> Any:
             def call(*args: Any) -> Any:
@@ -315,7 +315,8 @@ def calls(rank: int, slots: int) -> list[tuple[tuple[int, ...], ...]]:
 
             return call
 
-        patterns[cp_comm_type] = tuple(noted(function) for function in functions)
+        PATTERNS[cp_comm_type] = noted(functions[0]), noted(functions[1])
+    find_pattern.cache_clear()
     with World(Layout(ranks=slots), backend=backend(), timeout=60) as world:
         shard = bind(batch_of(FOUR["chains that overlap"]), world)
         q, k, v = (torch.ones(shard.local_rows, n, 8, device=shard.device, requires_grad=True) for n in (4, 2, 2))
