@@ -1,6 +1,5 @@
-"""`longspan plan --compare`: planners next to each other, saved plans, and degrees of an evaluation."""
+"""`longspan plan --compare`: planners next to each other, and degrees of an evaluation."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +11,6 @@ from longspan.cli.main import main
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Machine, plan_fixed
 from longspan.plan.distributions import sample_lengths
-from longspan.plan.plan import plan_row
-from tests.report.runs import write_run
 
 COMPARE = ("plan", "--compare")
 Rows = dict[str, dict[str, Any]]
@@ -88,33 +85,11 @@ def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.Captur
     assert "less time than the fastest plan of one degree (fixed, cp 32 under " in out
 
 
-def test_saved_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_run(tmp_path / "first")
-    assert main([*COMPARE, "--plans", str(path), str(path / "plans" / "step-000060.json"), "--pp", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "4 saved plans" in out and out.count("step-000060") == 2
-    assert main([*COMPARE, "--plans", str(path), "--json"]) == 0
-    plan = plan_fixed([900, 300, 250, 20, 700], Layout(4), cp=2, max_tokens_per_slot=512)
-    evaluation, first, last = json.loads(capsys.readouterr().out)["plans"]
-    assert first["seconds"] == last["seconds"] == plan.predicted_seconds
-    assert evaluation["name"] == "evaluation-cp4"
-    assert evaluation["seconds"] == pytest.approx(plan.timeline(plan.cost.forward_only()).step_seconds)
-    seconds = list[float]()
-    for tflops in ("100", "400"):
-        assert main([*COMPARE, "--plans", str(path), "--json", "--tflops", tflops]) == 0
-        seconds.append(json.loads(capsys.readouterr().out)["plans"][1]["seconds"])
-    assert seconds[0] > 3 * seconds[1] and first["seconds"] not in seconds
-
-
-def test_the_closing_of_free_mode_has_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_closing_of_free_mode_has_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--slots 8 --tp 2 --distribution expo --longest-document 30000 --mode free"
     assert main([*COMPARE, *words.split()]) == 0
     out = capsys.readouterr().out
     assert "not priced" in out and "--gpu NAME --gpus N --model FOLDER prices it" in out
-    plan = plan_fixed([900, 300, 250], Layout(4), 1, mode="free", cost=Cost(closing_seconds=2.0))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    assert main([*COMPARE, "--plans", str(tmp_path / "plan.json"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["closing_seconds"] == 2.0
 
 
 def test_a_planner_that_cannot_is_named_and_nothing_possible_is_an_error(
@@ -145,12 +120,8 @@ OF_SLOTS = "--slots 4 --same 2x5"
         (f"{OF_SLOTS} --mtp-depths 1", "--mtp-depths 1 with no --model; give --model FOLDER"),
         (f"{OF_SLOTS} --cp 2 --which-eval-degree", "--cp 2 is one row, and --which-"),
         (f"{OF_SLOTS} --min-cp 4 --max-cp 2", "--min-cp is 4 and --max-cp 2; give"),
-        ("--plans nowhere --max-cp 2", "--max-cp is of plans that are made, and those of --plans are as"),
-        (f"{OF_SLOTS} --images 1x1", "--images is of one plan"),
-        ("--plans nowhere --planner a.b", "--planner is of plans that are made, and those of --plans"),
         (f"{OF_SLOTS} --planner my.planner --which-eval-degree", "--planner my.planner is one row"),
         (f"{OF_SLOTS} --plot a.svg", "--plot is of one plan"),
-        ("--plans nowhere", "nowhere is neither a plan's JSON file nor a folder with plans"),
         ("--slots 4 --same 1x90 --which-eval-degree --max-tokens-per-slot 9", "to 23 or more"),
     ],
 )
@@ -184,25 +155,6 @@ def test_a_comparison_at_given_degrees(tmp_path: Path, compared: Callable[..., R
     words = "--slots 8 --same 3x9000 --which-eval-degree --max-tokens-per-slot 9000"
     one = compared(words, "--max-cp", "1")["dynamic"]["seconds"]
     assert one > 1.5 * compared(words)["dynamic"]["seconds"]
-
-
-def test_saved_plans_say_what_they_are_priced_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, plan = tmp_path / "plan.json", plan_fixed([900, 300], Layout(4), cp=2)
-    path.write_text(plan.to_json())
-    assert main([*COMPARE, "--plans", str(path)]) == 0
-    assert "1 saved plan, " in (out := capsys.readouterr().out) and "priced for Qwen3-8B on GPUs of 400 TFLOP/s" in out
-    rows = tmp_path / "plans.jsonl"
-    rows.write_text("".join(plan_row(step, plan) + "\n" for step in (7, 8)))
-    assert main([*COMPARE, "--plans", str(rows), "--json"]) == 0
-    assert [row["name"] for row in json.loads(capsys.readouterr().out)["plans"]] == ["step 7", "step 8"]
-    path.write_text(dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, source="")).to_json())
-    assert main([*COMPARE, "--plans", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("1 saved plan, priced for no machine") and "relative" in out and "seconds  x bound" not in out
-    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": 1000}))
-    assert main([*COMPARE, "--plans", str(path), "--model", str(tmp_path)]) == 0
-    assert f"priced for {tmp_path.name} on H200s" in capsys.readouterr().out
 
 
 def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, compared: Callable[..., Rows]) -> None:

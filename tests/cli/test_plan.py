@@ -246,17 +246,7 @@ def test_a_planner_of_ones_own(kind: str, capsys: pytest.CaptureFixture[str]) ->
     assert rows[f"{own}one_by_one"]["seconds"] == plan.predicted_seconds > rows["dynamic"]["seconds"]
 
 
-def test_images_are_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tower_that_is_not_priced_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(VISION_LANGUAGE))
-    words = ["plan", "--same", "8x32768", "--slots", "8", "--max-tokens-per-slot", "16384", "--cp", "4"]
-    words += ["--model", str(tmp_path)]
-    assert main([*words, "--images", "64x256"]) == 0
-    out = capsys.readouterr().out
-    assert "encoder: 512 images of 256 rows dealt to 8 slots take" in out and "has 1.00 of the mean" in out
-    assert "4.0 times as long" in out  # of which three parts are other ranks' images
-    assert main(words) == 0 and "--images COUNTxROWS adds it" in capsys.readouterr().out
-    for more, message in (
-        (["--images", "256x256"], "--images 256x256 takes 65,536 tokens of each document, and 8 of 8 are shorter"),
-        (["--images", "16"], "--images '16' is not COUNTxROWS, such as 16x256"),
-    ):
-        assert main([*words, *more]) == 2 and message in capsys.readouterr().err
+    assert main(["plan", "--same", "8x32768", "--slots", "8", "--cp", "4", "--model", str(tmp_path)]) == 0
+    assert "the model has a tower for images, which is not in these seconds" in capsys.readouterr().out

@@ -41,10 +41,6 @@ bound; 1.000 cannot be improved. bubble: share of a stage's time that the pipeli
 wait for slower ones. rows: the most that a slot holds at once; --gpu NAME --gpus N finds the rows that memory holds."""
 CLOSING_NOTE = """\
 closing: share of a free step that gathers sharded parameters before it and sums their gradients after it."""
-UNTIMED = (
-    "relative: the plans are of a run on CPUs, whose speed nothing told; the numbers only compare plans.\n"
-    "--machine FILE, of longspan bench calibrate, or --model FOLDER, on H200s, makes seconds of them"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,8 +187,8 @@ def _show_rows(
     if not plans:
         print("\n".join([title, "", *lines]))
         return NOTHING_POSSIBLE
-    free, timed = [plan for _, plan in plans if plan.mode == "free"], all(plan.cost.source for _, plan in plans)
-    names = ["plan", "type", "seconds" if timed else "relative", "x bound", "micro-batches", "bubble", "idle", "rows"]
+    free = [plan for _, plan in plans if plan.mode == "free"]
+    names = ["plan", "type", "seconds", "x bound", "micro-batches", "bubble", "idle", "rows"]
     cells = list[tuple[str, ...]]()
     for name, plan in plans:
         of = _plan_figures(plan)
@@ -202,7 +198,7 @@ def _show_rows(
         closing = "none" if plan.mode == "lockstep" else f"{share:.1%}" if share else "not priced"
         cells.append((*row, *[closing] * bool(free)))
     lines += [conclusion["reason"], conclusion["filled"]] if conclusion else _fastest_line(plans)
-    notes = [NOTE] + [CLOSING_NOTE] * bool(free) + [UNTIMED] * (not timed)
+    notes = [NOTE] + [CLOSING_NOTE] * bool(free)
     notes += [UNPRICED] * (not all(plan.cost.closing_seconds for plan in free))
     print("\n".join([title, "", text_table([*names, *["closing"] * bool(free)], cells, left=2), *lines, "", *notes]))
     return 0
