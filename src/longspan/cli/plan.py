@@ -113,14 +113,6 @@ def _plan_step(flags: PlanFlags) -> int:
     began = time.perf_counter()
     plan, reason = make_plan(flags, lengths, read_price(flags, slots=flags.slots, mode=flags.mode))
     seconds = time.perf_counter() - began
-    notes = [
-        f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
-        *([UNPRICED] if flags.mode == "free" and not plan.cost.closing_seconds else []),
-        *([reason] if reason else []),
-    ]
-    with suppress(PlanError):  # of a model without a tower whose work is known
-        if flags.model and EncoderShape.of(flags.model):
-            notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
     if flags.plot:
         from longspan.report import plan_document, plan_page, write_png
 
@@ -131,7 +123,15 @@ def _plan_step(flags: PlanFlags) -> int:
             else:
                 draw = plan_page if path.lower().endswith(".html") else plan_document
                 write_text(path, draw(plan, title=title))
-    notes[1:1] = [f"wrote {path}" for path in flags.plot]
+    notes = [
+        f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
+        *(f"wrote {path}" for path in flags.plot),
+        *([UNPRICED] if flags.mode == "free" and not plan.cost.closing_seconds else []),
+        *([reason] if reason else []),
+    ]
+    with suppress(PlanError):  # of a model without a tower whose work is known
+        if flags.model and EncoderShape.of(flags.model):
+            notes.append("the model has a tower for images, which is not in these seconds (docs/planning.md)")
     print(plan.to_json() if flags.json else plan.table())
     print("\n".join(notes), file=sys.stderr if flags.json else sys.stdout)
     return 0
