@@ -1,8 +1,9 @@
 """Do the tests notice a wrong line? A seeded sample of mutants of src/longspan, each run against tests chosen for it.
 
-    python bench/source/mutation.py --count 150 --out bench/records/mutation.json  # draws, runs, resumes
+    python bench/source/mutation.py --count 150 --out bench/records/mutants.json  # draws, runs, resumes
     python bench/source/mutation.py --only plan/cost/cost.py:Cost.with_closing:arithmetic:2  # one, on today's tree
-    python bench/source/mutation.py --again bench/records/mutation.json --out after.json  # those that lived, today
+    python bench/source/mutation.py --again bench/records/mutants.json --out after.json  # those that lived, today
+    python bench/source/mutation.py --caught bench/records/mutants.json --out after.json  # those that were killed
 
 A mutant is one change of one expression or statement. Docstrings, annotations, f-strings, `raise`, `assert`, `del` and
 imports are left alone, and so are files that only a GPU runs. Its name says file, function, operator and ordinal in
@@ -308,11 +309,12 @@ def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[
     """The names of the mutants to run."""
     if flags.only:
         return [name for pattern in flags.only for name in every if name == pattern]
-    if not flags.again:
+    if not (file := flags.again or flags.caught):
         return draw(every, flags.seed, flags.count)
     names: list[str] = []
-    for name, before in json.loads(flags.again.read_text())["mutants"].items():
-        if before["verdict"] in NOT_NOTICED:  # the same change, although functions around it may have moved
+    for name, before in json.loads(file.read_text())["mutants"].items():
+        # The same change is found although functions around it may have moved.
+        if (before["verdict"] in NOT_NOTICED) == bool(flags.again):
             function = name.rsplit(":", 1)[0] + ":"
             same = [x for x in every if x.startswith(function) and every[x]["before"] == before["before"]]
             names += [x for x in same if every[x]["after"] == before["after"]][:1] or [f"{name} (gone)"]
@@ -338,6 +340,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="names of mutants")
     parser.add_argument("--tests", nargs="*", help="files or names of tests that pass, instead of those chosen")
     parser.add_argument("--again", type=Path, help="a record: its mutants that lived")
+    parser.add_argument("--caught", type=Path, help="a record: its mutants that were killed")
     parser.add_argument("--out", type=Path, help="a .json file; what it holds already is not run again")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     flags = parser.parse_args()
