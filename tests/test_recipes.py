@@ -58,8 +58,8 @@ def test_commands_name_files_that_are_there(run: GpuRun, tmp_path: Path) -> None
 
 
 def test_runs_go_on_where_they_were_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = GpuRun("good", 1, "{python} -c \"print('fine')\"")
-    bad = GpuRun("bad", 1, '{python} -c "raise SystemExit(3)"')
+    good = GpuRun("good", 20, "{python} -c \"print('fine')\"")
+    bad = GpuRun("bad", 20, '{python} -c "raise SystemExit(3)"')
     slow = GpuRun("slow", 1, '{python} -c "import time; time.sleep(60)"')
     long = GpuRun("long", 900, "{python} --version")
     assert not take_runs([good, bad, slow, long], tmp_path, 60)

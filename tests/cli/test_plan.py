@@ -137,7 +137,6 @@ BAD = [
     (f"{OF_SLOTS} --min-cp 5", "error: --min-cp 5 is above the 4 slots; use at most 4"),
     (f"{OF_SLOTS} --tp 2", "--tp is of comparisons; add --compare, or leave it out"),
     (f"{OF_SLOTS} --evaluation", "--evaluation is of comparisons; add --compare"),
-    (f"{OF_SLOTS} --images 1x1", "give its --model FOLDER"),
 ]
 
 

@@ -148,7 +148,7 @@ def test_against_a_simulation_slot_by_slot(data: st.DataObject) -> None:
     np.testing.assert_allclose(times.end, end, rtol=1e-12)
     assert times.step_seconds == pytest.approx(max(end[-1]), rel=1e-12)
     if plan.mode == "lockstep":
-        np.testing.assert_allclose(times.idle, 1 - busy.mean(axis=1) / busy.max(axis=1))
+        np.testing.assert_allclose(times.idle, 1 - busy.mean(axis=1) / busy.max(axis=1), atol=1e-12)
     assert (times.rows <= plan.max_tokens_per_slot).all()
     table = GroupTable.of(plan.micro_batches)
     assert table in {table} and table != replace(table)  # equal to itself alone

@@ -174,7 +174,7 @@ def test_types_of_layers_in_every_spelling(values: dict[str, Any], types: list[s
     assert layer_types(ConfigReader.of(values)) == types
 
 
-NO_PRICE = "has .*layers of .*, which no configuration prices; give a Cost"
+NO_PRICE = "has .*layers of .*, which no configuration prices; leave --model out"
 REFUSED = {
     "zamba": "state-space layers of zamba, Mamba 1",
     "jamba": "of jamba",

@@ -150,7 +150,7 @@ def test_every_number_of_the_machine_counts() -> None:
         (SMALL | {"intermediate_size": None}, "no intermediate_size or moe_intermediate_size"),
         (SMALL | {"num_attention_heads": "two"}, "num_attention_heads of dict is 'two'; it must be a count"),
         (SMALL | {"num_attention_heads": -2}, "is -2; it must be a count"),
-        (SMALL | {"kv_lora_rank": 512}, "latent attention, which no configuration prices; give a Cost of your own"),
+        (SMALL | {"kv_lora_rank": 512}, "latent attention, which no configuration prices; leave --model out"),
         (SMALL | {"mamba_d_state": 128}, "state-space layers"),
         (SMALL | {"layer_types": ["full_attention", "linear_attention"]}, "layers of type 'linear_attention'"),
         ("no/such/config.json", "cannot read a model's configuration from no/such/config.json: No such file"),
