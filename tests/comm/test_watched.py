@@ -1,5 +1,6 @@
 """Every collective of whole small runs is started inside of a watch, so that a report can name it: also torch's own."""
 
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,40 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.comm.world import World
+import longspan
+from longspan.comm.world import World, open_worlds
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
-from tests.comm.watched import WatchedCollectives
 from tests.hf.stock import ours
 from tests.hf.test_trainer import make
 from tests.train.small import small_config, train_rank
+
+on_gloo = pytest.mark.skipif(backend() != "gloo", reason="backward passes on GPUs run in threads the mode does not see")
+PACKAGE = f"{Path(longspan.__file__).parent}/"
+SPACES = ("c10d", "_c10d_functional")
+NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+class WatchedCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[str]()
+        self.nameless = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if func.namespace in SPACES and func._opname not in NO_COLLECTIVES:
+            self.seen.add(name)
+            watches = [world.watch for world in open_worlds()]
+            if not any(watch.current or watch.named for watch in watches):
+                frames = [frame for frame in traceback.extract_stack() if PACKAGE in frame.filename]
+                where = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-3:]]
+                self.nameless.add(f"{name} at {' '.join(where)}")
+        return func(*args, **(kwargs or {}))
+
 
 MOE = {"model__preset": "qwen3-moe-tiny", "parallel__ep": 2}
 ONE = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
@@ -29,20 +55,18 @@ RUNS: dict[str, tuple[int, dict[str, Any], str]] = {  # ranks, keys, and a colle
     "copies": (4, {**DYNAMIC, "parallel__dp_replicate": 2}, "c10d.allreduce_.default"),
     "adapters, free": (2, {**DYNAMIC, "lora__rank": 2, "context__mode": "free"}, "c10d._allgather_base_.default"),
 }
-QUICK = ("fsdp",)  # the others are whole
 
 
 def train_watched(rank: int, config: RunConfig, ranks: int) -> tuple[set[str], set[str]]:
-    """What a run calls that is saved and evaluated after each of two steps, and goes on to a third."""
     with WatchedCollectives() as mode:
-        for steps in (2, 3):
+        for steps in (1, 2):
             train_rank(rank, replace(config, train=replace(config.train, steps=steps)), ranks)
     return mode.seen, mode.nameless
 
 
-@pytest.mark.skipif(backend() != "gloo", reason="backward passes on GPUs run in threads that the mode does not see")
+@on_gloo
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.whole) for kind in RUNS]
+    "kind", [pytest.param(kind, marks=() if kind == "fsdp" else pytest.mark.whole) for kind in RUNS]
 )
 def test_no_collective_of_a_run_is_nameless(kind: str, tmp_path: Path) -> None:
     ranks, keys, expected = RUNS[kind]
@@ -54,7 +78,6 @@ def test_no_collective_of_a_run_is_nameless(kind: str, tmp_path: Path) -> None:
 
 
 def train_with_trainer(run: Any) -> Any:
-    """A Trainer that evaluates and saves after its second of three steps, and another that goes on from there."""
     with WatchedCollectives() as mode:
         for keywords in ({}, {"resume_from_checkpoint": True}):
             trainer = make(run, max_steps=3, eval_steps=2, save_strategy="steps", save_steps=2)
@@ -66,13 +89,12 @@ def train_with_trainer(run: Any) -> Any:
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(backend() != "gloo", reason="as above")
+@on_gloo
 def test_no_collective_of_a_trainer_is_nameless() -> None:
     ours(train_with_trainer, {"context_parallel_size": 2, "eval_context_parallel_size": "1"}, 2)
 
 
 def talk(rank: int) -> tuple[list[str], list[str]]:
-    """One collective inside of a watch, and one outside."""
     with World(Layout(ranks=2), backend="gloo") as world, WatchedCollectives() as mode:
         group, x = world.meshes.fsdp.get_group(), torch.ones(2)
         mode.seen.clear()
@@ -83,7 +105,5 @@ def talk(rank: int) -> tuple[list[str], list[str]]:
 
 
 def test_a_collective_outside_is_noticed() -> None:
-    assert (
-        run_ranks(talk, 2)
-        == [(["c10d.allreduce_.default", "c10d.broadcast_.default"], ["c10d.broadcast_.default"])] * 2
-    )
+    seen = ["c10d.allreduce_.default", "c10d.broadcast_.default"]
+    assert run_ranks(talk, 2) == [(seen, seen[1:])] * 2
