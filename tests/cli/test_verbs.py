@@ -199,3 +199,8 @@ def test_a_record_goes_on_with_figures_of_its_own_kind_alone(tmp_path: Path) -> 
     assert open_record("some", out, "gloo", tmp_path, ranks=4) == begun
     with pytest.raises(ConfigError, match="figures of ranks 4, asked for 2: give another --out"):
         open_record("some", out, "gloo", tmp_path, ranks=2)
+
+
+def test_an_error_shows_control_characters_and_keeps_its_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "no\x1bwhere\nruns", "folder"]) == 2
+    assert "no\\x1bwhere\nruns" in capsys.readouterr().err
