@@ -313,8 +313,8 @@ def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[
         return draw(every, flags.seed, flags.count)
     names: list[str] = []
     for name, before in json.loads(file.read_text())["mutants"].items():
-        # The same change is found although functions around it may have moved.
         if (before["verdict"] in NOT_NOTICED) == bool(flags.again):
+            # the same change, although functions around it may have moved
             function = name.rsplit(":", 1)[0] + ":"
             same = [x for x in every if x.startswith(function) and every[x]["before"] == before["before"]]
             names += [x for x in same if every[x]["after"] == before["after"]][:1] or [f"{name} (gone)"]

@@ -13,13 +13,11 @@ from longspan.checkpoint.files import PARTIAL
 from longspan.cli.eval import _bucket_tables, result_tables
 from longspan.cli.main import main
 from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer import train_tokenizer
 from longspan.evaluation.metrics import Bucket, Mean
-from longspan.model import load_model
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.evaluation.saved.test_comparison import result
-from tests.train.small import small_config, train_rank, write_texts
+from tests.train.small import small_config, train_rank, write_model, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +106,7 @@ def test_tables_leave_out_what_nobody_can_read() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("eval_folder")
-    texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
-    load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
-    train_tokenizer(texts, 300).save_pretrained(root / "model")
+    write_model(root)
     return root
 
 

@@ -245,7 +245,9 @@ def test_the_rank_that_served_the_store_is_missed() -> None:
     with pytest.raises(CommError, match="rank 0 of 2 left with exit code 0") as raised:
         run_ranks(lose_the_store, 2, port)
     (note,) = raised.value.__notes__
-    assert re.search("'last barrier' .* the store does not answer, so the rank or launcher that served it is", note)
+    assert re.search(
+        "'last barrier' .* the store does not answer, so the rank or launcher that served it is gone", note
+    )
 
 
 def hang_on_a_gpu(rank: int) -> None:

@@ -208,8 +208,14 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"context.eval_cp_comm_type": "a2b"}, r"context.eval_cp_comm_type is 'a2b'; did you mean 'a2a'"),
     ({"context.mode": "free", "parallel.ep": 2}, r'context.mode is "free" and parallel.ep is 2|parallel.ep is 2'),
     ({"context.max_tokens_per_slot": "most"}, r"max_tokens_per_slot is 'most'; give a number, or .auto."),
-    (OFFLOADED | {"train.activation_checkpointing": "none"}, r'checkpointing is "none"; use "full" or "selective"'),
-    (OFFLOADED | {"train.memory": "none"}, r'"auto", which is "none" under train.memory "none"; use "full"'),
+    (
+        OFFLOADED | {"train.activation_checkpointing": "none"},
+        r'train.activation_checkpointing is "none"; use "full" or "selective"',
+    ),
+    (
+        OFFLOADED | {"train.memory": "none"},
+        r'train.offload_activations is true: .* "auto", which is "none" under train.memory "none"; use "full"',
+    ),
     ({"parallel.pp": 2, "context.eval_context_parallel_size": 4}, r"size 4 does not divide 2 slots .*pp 2"),
     ({"parallel.vpp": 2}, r"parallel.vpp is 2"),
     (ONE | {"parallel.pipeline_schedule": "zero_bubble"}, r'is "zero_bubble" and parallel.pp is 1: there is no'),

@@ -115,7 +115,13 @@ BAD_FIXED: list[tuple[list[int], Layout, Any, dict[str, Any], str]] = [
         SMALL,
         r"document 2 has 50 rows, .* the 40 that cp 2 x max_tokens_per_slot 20 hold \(2 ",
     ),
-    ([50], Layout(4), 2, SMALL, r"raise max_tokens_per_slot to 25, raise cp, or cut the document"),
+    (
+        [50],
+        Layout(4),
+        2,
+        SMALL,
+        r"document 0 has 50 rows, more than the 40 .*; raise max_tokens_per_slot to 25, raise cp, or cut the document",
+    ),
     ([35], Layout(2), 2, SMALL | {"row_multiple": 16}, "35 rows, more than the 32 .* hold in multiples of 16 .* to 32"),
     ([41], Layout(4), 2, SMALL, "document 0 has 41 rows, more than the 40"),
     (

@@ -117,7 +117,12 @@ def test_an_interrupted_run(tmp_path: Path) -> None:
         (run / folder).mkdir(parents=True)
     (run / "plans" / "step-000001.json").write_text("{")
     words = words_of(report_of(run))
-    notes = ("has not finished", "1 line of metrics.jsonl could not", "plans/step-000001.json is left", "folder hang")
+    notes = (
+        "has not finished",
+        "1 line of metrics.jsonl could not",
+        "plans/step-000001.json is left out",
+        "folder hang",
+    )
     assert [note for note in notes if note not in words] == []
 
 

@@ -117,7 +117,12 @@ MEAN = r"eval.books.metrics: the metric 'mean_of_losses' gave a tensor of shape 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
     ({"path": "/nowhere"}, {}, DataError, r"eval.books.path '/nowhere' does not exist"),
     ({"metrics": [f"{HERE}.top_four"]}, {}, ConfigError, r"eval.books.metrics has '\S*top_four', .* has no function"),
-    ({"metrics": ["nowhere.f"]}, {}, ConfigError, r"metrics has 'nowhere.f', and nowhere cannot be imported"),
+    (
+        {"metrics": ["nowhere.f"]},
+        {},
+        ConfigError,
+        r"eval.books.metrics has 'nowhere.f', and nowhere cannot be imported",
+    ),
     ({"metrics": [f"{HERE}.mean_of_losses"]}, {}, ConfigError, MEAN),
     ({}, {"train__eval_metrics": [f"{HERE}.mean_of_losses"]}, ConfigError, r"^train.eval_metrics: the metric 'mean_of"),
     ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),

@@ -280,5 +280,8 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
         assert watch.columns() == {"allocator_retries": retries} and watch.of_step == retries
         lines.append(watch.warning(retries))
     assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
-    for words in ("out of memory 3 times a step", "(137 GiB taken at most, 125 GiB in use)", "train.memory_bytes"):
-        assert words in lines[4]
+    assert lines[4] == (
+        "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "
+        "and takes it again (137 GiB taken at most, 125 GiB in use); a lower train.memory_bytes leaves it room "
+        "(docs/memory.md)"
+    )

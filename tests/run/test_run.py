@@ -242,14 +242,22 @@ def test_what_does_not_fit_is_the_error_of_every_rank(straight: Straight, tmp_pa
         (
             ended,
             ConfigError,
-            r"its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
+            r"has come to its end at step 6 .*: train.lr was 0.006 and is 0.5 now; train.weight_decay was .*raise",
         ),
         (fresh(run__resume="must"), CheckpointError, r"run.resume is 'must' and there is no checkpoint"),
         (fresh(model__path=str(tmp_path / "nowhere")), ModelError, r"no model folder .*nowhere"),
         (fresh(model__path=model, data__path=str(tmp_path / "none")), DataError, r"does not exist"),
-        (fresh(model__path=str(bare)), DataError, r"has no tokenizer.json, and its weights know the ids of its own"),
+        (
+            fresh(model__path=str(bare)),
+            DataError,
+            r"has no tokenizer.json, and its weights know the ids of its own tokenizer",
+        ),
         (vocabulary, DataError, r"has ids up to 399, the embedding of .*model has 300 rows"),
-        (fresh(context__cp_comm_type=["p2p"] * 3), ConfigError, r"cp_comm_type lists 3 types, the model has 2 layers"),
+        (
+            fresh(context__cp_comm_type=["p2p"] * 3),
+            ConfigError,
+            r"context.cp_comm_type lists 3 types, the model has 2 layers",
+        ),
         (on_nodes, ConfigError, r"^context\.node_size is 8, and this world has 2 slots a host[^\n]*$"),
         (refusing, ConfigError, r"logger tests\.run\.loggers\.fake_loggers\.Refusing .* no server for run"),
     ]

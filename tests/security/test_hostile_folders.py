@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from longspan.cli.main import main
-from longspan.corpus.tokenizer import train_tokenizer
-from longspan.model import load_model
 from tests.security.test_hostile_checkpoints import Hostile
-from tests.train.small import small_config, train_rank, write_texts
+from tests.train.small import small_config, train_rank, write_model
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
 CODE = "from pathlib import Path\nPath(__file__ + '.ran').touch()\nclass Own: ...\n"
@@ -43,9 +41,7 @@ def test_every_read_of_transformers_trusts_no_code() -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("folders")
-    texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
-    load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
-    train_tokenizer(texts, 300).save_pretrained(root / "model")
+    write_model(root)
     keys = {"model__path": str(root / "model"), "train__steps": 1, "train__save_every": 1, "train__eval_every": 0}
     degrees = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
     train_rank(0, small_config(root, **keys, **degrees), 1)

@@ -253,7 +253,10 @@ def _wrong(rank: int) -> None:
                 r"q of \(6, 2, 4\), wanted \(7, 2, 4\); the shard holds 7",
                 lambda: linear_scan(q[:6], k, v, g, beta, shard),
             ),
-            ("2 decays a head; give 1, or 4, one for each key", lambda: linear_scan(q, k, v, g[..., :2], beta, shard)),
+            (
+                "2 decays a head; give 1, or 4, one for each key number",
+                lambda: linear_scan(q, k, v, g[..., :2], beta, shard),
+            ),
             (r"g of \(7, 2, 4\), wanted \(7, 2, 1\)", lambda: linear_scan(q, k, v, g, None, shard)),
             (r"k of \(2, 4\); it has rows, heads and numbers", lambda: linear_scan(q, k[0], v, g, beta, shard)),
             (r"NoneType for a shard; give bind\(micro_batch, world\)", lambda: linear_scan(q, k, v, g, beta, none)),
@@ -263,7 +266,10 @@ def _wrong(rank: int) -> None:
             (r"bias of \(1,\) for 6 channels: \(C,\)", lambda: causal_conv(x, weight, torch.ones(1), shard)),
             ("float64, bfloat16; torch's .* needs one dtype", lambda: causal_conv(x, weight.bfloat16(), None, shard)),
             (r"NoneType for a shard; give bind\(micro_batch, world\)", lambda: causal_conv(x, weight, None, none)),
-            ("heads=-2, key_size=0; each is", lambda: state_bytes(group, heads=-2, key_size=0, value_size=3)),
+            (
+                "heads=-2, key_size=0; each is at least 1",
+                lambda: state_bytes(group, heads=-2, key_size=0, value_size=3),
+            ),
         ]
         for index, (message, call) in enumerate(table):
             name = "state_bytes" if index == 11 else "linear_scan" if index < 5 else "causal_conv"

@@ -10,6 +10,8 @@ from longspan import World
 from longspan.config.file import load_config
 from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
+from longspan.corpus.tokenizer import train_tokenizer
+from longspan.model import load_model
 from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
 from longspan.run.loop import train
@@ -45,6 +47,13 @@ def write_texts(folder: Path, count: int = 12) -> Path:
         words = draw.choice(WORDS, size=int(draw.integers(5, 90)))
         (folder / f"file{i:02}.py").write_text(" ".join(words) + "\n")
     return folder
+
+
+def write_model(root: Path) -> None:
+    """A folder of texts, and a model with a tokenizer of these texts."""
+    texts = [file.read_text() for file in sorted(write_texts(root / "texts").iterdir())]
+    load_model(preset="qwen3-tiny", vocab_size=300, seed=3).save_pretrained(root / "model")
+    train_tokenizer(texts, 300).save_pretrained(root / "model")
 
 
 def small_config(folder: Path, **changes: object) -> RunConfig:

@@ -45,7 +45,8 @@ class PlanAhead:
 
     def __init__(self, planner: Planner, *, ahead: int = 2) -> None:
         self.ahead: int = check_count("ahead", ahead, least=0)
-        self._planner, self._worker, self._owner = planner, cast(Worker | None, None), 0
+        self._planner, self._owner = planner, 0
+        self._worker: Worker | None = None
         self._thread: ThreadPoolExecutor  # which asks for one plan after the other
         self._answers = dict[int, Future[bytes]]()  # pickled until they are read, of the steps that may come
         self._died_before: int | None = None  # the step at which the process was found dead

@@ -31,8 +31,8 @@ from longspan.layout import Layout
 from longspan.plain_text import bytes_text
 from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
 from longspan.plan.memory.memory_plan import step_seconds
-from longspan.plan.memory.settings import MOMENTS, gib_text
-from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, GPU_SHARE, ModelNumbers
+from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS, gib_text
+from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.plans import PlanChoice, plan_row_multiple
 from longspan.train.plans.run_cost import find_run_cost, fixed_keys, read_run_machine, run_memory_settings
@@ -139,7 +139,6 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
 
 
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
-HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
 MOST_STEPS = 1024  # whose documents are looked at
 FEW_STEPS = 4  # for which plans are made that are priced as those of the run
 

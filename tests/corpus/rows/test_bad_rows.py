@@ -109,7 +109,7 @@ WRONG: list[tuple[Kind, dict[str, Any], str]] = [
     *(("input_ids", values, reason) for values, reason in BAD_TOKENS),
     *(("conversations", {"conversations": value}, reason) for value, reason in BAD_TURNS),
     ("conversations", {"conversations": turns(*TURNS), "system": "a"}, '"system" stands beside conversations'),
-    ("conversations", {"conversations": turns(*TURNS), "messages": []}, "and also conversations"),
+    ("conversations", {"conversations": turns(*TURNS), "messages": []}, "holds messages (chat) and also conversations"),
     ("instruction+output", {**ALPACA, "instruction": 1}, '"instruction" is a number'),
     ("instruction+output", {**ALPACA, "history": [["c", "d"]]}, '"history" stands beside instruction'),
     ("prompt+completion", {**PROMPT, "label": False}, '"label" stands beside prompt and completion, and is not read'),

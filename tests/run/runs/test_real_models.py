@@ -73,7 +73,7 @@ def test_models_and_data_that_do_not_fit_are_refused_before_texts_are_read(
         (
             {"model__path": str(bare)},
             DataError,
-            r"no tokenizer.json, and its weights know .* name .* with data.tokenizer",
+            r"has no tokenizer.json, and its weights know .* name .* with data.tokenizer",
         ),
         ({"model__path": str(small)}, DataError, r"tokenizer .*/small has ids up to 26\d, .* has 250 rows"),
         ({"model__path": str(more)}, ModelError, r"hold 1 tensor that a Qwen3ForCausalLM .* take: .*weight_scale"),

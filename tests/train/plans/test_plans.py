@@ -170,7 +170,7 @@ def test_a_world_has_the_machine_of_the_run_and_all_ranks_refuse_one_of_others(t
         assert own == ("", replace(MEASURED, source=files[0]), [])
         messages = (
             "was measured on NVIDIA H200, and this run is on cpu",
-            "was measured with 4 ranks on a host, and this",
+            "was measured with 4 ranks on a host, and this run has 2",
         )
         for (error, machine, _), file, message in zip(refused, files[1:], messages, strict=True):
             assert error.startswith(f"run.machine {file} {message}") and machine == Machine.cpus()

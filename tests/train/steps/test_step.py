@@ -277,7 +277,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
     ),
     "optimizer in evaluation": ({"backward": False, "optimizer": True}, ModelError, "leave out one of optimizer"),
     "unprepared": ({"model": "stock"}, ModelError, "Qwen3ForCausalLM was not prepared"),
-    "plans of ranks": ({"degrees": (1, 2, 4, 4)}, CommError, "different plans"),
+    "plans of ranks": (
+        {"degrees": (1, 2, 4, 4)},
+        CommError,
+        r"hold 3 different plans for step 0: ranks \(0\) hold .*ranks \(1\) hold ",
+    ),
 }
 
 

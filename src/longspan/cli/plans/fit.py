@@ -27,7 +27,7 @@ from longspan.plan import (
     choose_memory,
 )
 from longspan.plan.memory.memory_plan import any_choice_fits, largest_fitting, leanest_plans, step_seconds
-from longspan.plan.memory.stage_bytes import GPU_SHARE
+from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, has_mixers, no_experts_text, read_experts, read_query_heads
 from longspan.run.checks import (

@@ -27,11 +27,10 @@ from longspan.errors import ConfigError, plural
 from longspan.host_memory import free_host_bytes
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_device
-from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint, gib_text
+from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint, gib_text
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
-HOST_SHARE = 0.85  # of the host's free memory, as a run takes it
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 ASKING = ("--gpu", "--gpu_bytes")  # one of them makes a question of memory and time
 # Flags of plans, and the keys of training that they stand for here.

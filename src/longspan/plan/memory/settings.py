@@ -8,6 +8,8 @@ from longspan.errors import PlanError
 from longspan.plan.check import check_count
 from longspan.plan.cost.machine import Compiled
 
+GPU_SHARE = 0.92  # of a GPU's free memory, which a run may fill
+HOST_SHARE = 0.85  # of the host's free memory: the rest is for reading documents, and for saving
 LEAST_OF_GPU = 1 << 30  # a CUDA context takes more: fewer bytes are GiB or MiB, written as bytes
 
 

@@ -210,7 +210,6 @@ def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -
     return tuple(stages)
 
 
-GPU_SHARE = 0.92  # of a GPU's free memory, which a run may fill
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels, as measured on an H200
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group, as measured on H200s
 # Rows that a depth of multi-token prediction keeps around its layer: the embedded tokens, these joined with the hidden
