@@ -220,12 +220,13 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
             (77, 1, keys, 77),
             (77, 4, keys, 8194),
             (77, 1, keys | {"train.memory_bytes": 10**9}, 8194),
+            (77, 1, keys | {"train.memory_fraction": 0.92}, 77),  # a key of 0.2
         ):
             if rows is not None:
                 (tmp_path / FILE).write_text(json.dumps(vars(SlotRows(rows, 8194, ranks, its_keys))))
             found, plan = choose_rows(run, world, lines.append)
             assert (found.context.max_tokens_per_slot, plan) == (chosen, None)
-            assert _kept(tmp_path) == vars(SlotRows(chosen, 8194, 1, keys))
+            assert _kept(tmp_path) == vars(SlotRows(chosen, 8194, 1, its_keys if chosen == rows else keys))
             assert ("77 rows (of 8,194, for which a rank had no memory)" in lines[-1]) == (chosen == 77)
         (tmp_path / FILE).write_text("{}")
         with pytest.raises(ConfigError, match=r"is damaged: .*; remove it and rows are chosen again"):

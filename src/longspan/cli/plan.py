@@ -45,8 +45,8 @@ class PlanFlags(CompareFlags):
     longspan train may stand behind it. Planner, degree, rows of a slot and measures are chosen where they are not
     given.
 
-    With --compare, price plans instead: planners next to each other, or degrees of an evaluation. With
-    --gpu too, each planner has the rows that memory holds; without it, times follow the cost model alone.
+    With --compare, price planners next to each other, or degrees of an evaluation: with --gpu at the rows that memory
+    holds, without it by the cost model alone.
 
     longspan plan --same 8x8192 --slots 4
 

@@ -360,7 +360,7 @@ def choose_rows(
 ) -> "tuple[RunConfig, MemoryPlan | None]":
     """Return the configuration, with rows of a slot in place of "auto", and the plan of memory; entered by all ranks.
 
-    Rows that an earlier start chose on as many ranks, under the same keys, hold again. A `finished` run plans nothing.
+    Rows that an earlier start chose on as many ranks, under these keys, hold again. A `finished` run plans nothing.
     """
     config = run.config
     if config.context.max_tokens_per_slot != AUTO:
@@ -374,7 +374,7 @@ def choose_rows(
             slot_rows = SlotRows(**read_json(file))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{file} is damaged: {error}; remove it and rows are chosen again") from error
-        return slot_rows if (slot_rows.ranks, slot_rows.keys) == (ranks, keys) else None
+        return slot_rows if slot_rows.ranks == ranks and slot_rows.keys.items() >= keys.items() else None
 
     slot_rows: SlotRows | None = run_on_first_rank(world, read_rows, ConfigError)
     if slot_rows is not None:
