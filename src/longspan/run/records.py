@@ -204,7 +204,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
     """Hold the lock of a run's folder, creating the folder if needed; entered by all ranks.
 
     Raises RunFolderError on every rank if another process holds it. A new folder goes where an error comes before
-    run.json.
+    run.json, unless it has checkpoints: a folder that was removed meanwhile, into which the run has saved again.
     """
     to_remove = is_first_rank(world) and not directory.exists()
     file = run_on_every_rank(
@@ -218,7 +218,7 @@ def run_lock(directory: Path, world: World, log: LogLine) -> Iterator[None]:
             with suppress(OSError):
                 file.truncate(0)
                 file.close()
-        if to_remove and not (directory / "run.json").exists():
+        if to_remove and not any((directory / name).exists() for name in ("run.json", "checkpoints")):
             shutil.rmtree(directory, ignore_errors=True)
 
 
