@@ -4,7 +4,7 @@
     python bench/training/training_matrix.py --ranks 4 --most 20                             # twenty combinations
     python bench/training/training_matrix.py --ranks 4 --backend nccl                        # one rank a GPU
 
-The matrix is that of `tests/train/steps/matrix.py`; `make test-all` runs it too. Combinations that the record has
+The matrix is that of `tests/train/steps/matrix.py`; the tests run every pair of it. Combinations that the record has
 already, of the same commit, are not run again.
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> None:
     """Run what the record lacks of the combinations on so many processes, in an order drawn once, piece by piece."""
-    there = [c for c in every(ranks) if c.refusal is None]
+    there = [c for c in every(ranks) if c.fits]
     refused = len(every(ranks)) - len(there)
     none = {"combinations": 0, "all": len(there), "refused": refused, "wrong": [], "worst": {}, "seconds": 0.0}
     part = record["ranks"].setdefault(str(ranks), none)

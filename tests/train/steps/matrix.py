@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.errors import plural
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
@@ -66,10 +65,9 @@ class Combination:
         return self.ranks // self.tp[0] // self.stages[0]
 
     @property
-    def refusal(self) -> str | None:
-        if self.slots % self.ep:
-            return f"ep {self.ep} does not divide {plural(self.slots, 'slot')}"
-        return "has no experts to deal out" if self.ep > 1 and self.family == "qwen3" else None
+    def fits(self) -> bool:
+        """Whether ep divides the slots, and there are experts to deal out."""
+        return not self.slots % self.ep and (self.ep == 1 or self.family != "qwen3")
 
     @property
     def layers(self) -> int:
@@ -103,7 +101,7 @@ def every(ranks: int) -> list[Combination]:
 
 
 def fits(values: tuple[Any, ...]) -> bool:
-    return Combination(*values).refusal is None
+    return Combination(*values).fits
 
 
 class Wanted(NamedTuple):

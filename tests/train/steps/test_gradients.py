@@ -1,9 +1,10 @@
 """The norm of a step's gradients, clipping, what is not finite, and how often replicas of weights sum gradients."""
 
-import re
-from functools import cache
+from collections.abc import Callable
+from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
 from longspan.model import prepare
+from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, run_step
@@ -45,11 +47,19 @@ NORMS = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.
 
 
 @pytest.mark.parametrize("dtype", NORMS)
-def test_norm_of_gradients_in_any_type(dtype: torch.dtype) -> None:
-    parameters = _parameters(dtype)
-    wanted = torch.cat([p.grad.double().flatten() for p in parameters if p.grad is not None]).norm().item()
+@pytest.mark.parametrize("max_norm", [0.25, 1e6])
+def test_norms_of_gradients_in_any_type_and_clipping_that_rounds_once(dtype: torch.dtype, max_norm: float) -> None:
+    parameters, norm = _parameters(dtype), 45.5
+    before = [p.grad.clone() for p in parameters if p.grad is not None]
+    wanted = torch.cat([gradient.double().flatten() for gradient in before]).norm().item()
     assert square_sum(parameters, _world()) ** 0.5 == pytest.approx(wanted, rel=NORMS[dtype])
-    assert square_sum(parameters[2:], _world()) == 0.0
+    clip_gradients(parameters, max_norm, norm)
+    factor = min(1.0, max_norm / (norm + 1e-6))
+    for parameter, old in zip(parameters, before, strict=False):
+        assert parameter.grad is not None
+        wide = old if dtype == torch.float64 else old.float()
+        assert torch.equal(parameter.grad, (wide * factor).to(dtype))
+    assert parameters[2].grad is None and square_sum(parameters[2:], _world()) == 0.0
 
 
 def test_plain_gradients_are_counted_by_the_first_rank_of_every_stage() -> None:
@@ -58,26 +68,12 @@ def test_plain_gradients_are_counted_by_the_first_rank_of_every_stage() -> None:
     assert counting == [0, 4]
 
 
-@pytest.mark.parametrize("dtype", NORMS)
-@pytest.mark.parametrize("max_norm", [0.25, 1e6])
-def test_clipping_rounds_once(dtype: torch.dtype, max_norm: float) -> None:
-    parameters, norm = _parameters(dtype), 45.5
-    before = [p.grad.clone() for p in parameters if p.grad is not None]
-    clip_gradients(parameters, max_norm, norm)
-    factor = min(1.0, max_norm / (norm + 1e-6))
-    for parameter, old in zip(parameters, before, strict=False):
-        assert parameter.grad is not None
-        wide = old if dtype == torch.float64 else old.float()
-        assert torch.equal(parameter.grad, (wide * factor).to(dtype))
-    assert parameters[2].grad is None
-
-
 # ---- over ranks
 
 
-def _frozen(stage: int, sharded: bool, dtype: torch.dtype) -> tuple[float, float]:
-    """With a frozen pipeline stage: the norm, and the larger error of it and of the clipped gradients here."""
-    documents = texts(LENGTHS)
+def _frozen(stage: int, sharded: bool, dtype: torch.dtype) -> None:
+    """With a frozen stage of a pipeline all ranks have the same norm, and the gradients of the others are clipped."""
+    documents, limit = texts(LENGTHS), 1e-12 if dtype == torch.float64 else 1e-5
     with World(Layout(ranks=4, pp=2), backend=backend(), timeout=60) as world:
         model = prepare_untried(deep("llama", dtype, layers=2), world, shard_parameters=sharded)
         trained = [name for name, _ in model.named_parameters() if world.coordinates.pp != stage]
@@ -89,108 +85,85 @@ def _frozen(stage: int, sharded: bool, dtype: torch.dtype) -> tuple[float, float
         optimizer = build_optimizer(model, "sgd", lr=0.5)
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=16)
         result = run_step(model, plan, documents, world, optimizer, max_grad_norm=norm / 8)
-        assert result.grad_norm is not None
+        assert result.grad_norm == pytest.approx(norm, rel=limit)
+        assert len(set(world.control.gather_objects(result.grad_norm))) == 1
         gradients = {name: gradient.double() for name, gradient in gradients_of(model).items()}
         assert bool(gradients) == (world.coordinates.pp != stage)
         factor = norm / 8 / (norm + 1e-6)
-        far = max([0.0, *(error(gradient, factor * wanted[name]) for name, gradient in gradients.items())])
-        return result.grad_norm, max(far, abs(result.grad_norm / norm - 1))
+        assert all(error(gradient, factor * wanted[name]) < limit for name, gradient in gradients.items())
 
 
-def _spoil_backward(model: nn.Module) -> None:
-    """Add 0 to what an MLP gives, in a way whose derivative is not finite."""
-    for name, module in model.named_modules():
-        if name.endswith("layers.1.mlp"):
-            module.register_forward_hook(lambda _, __, out: out + (0 * out).abs().sqrt())
-
-
-def _spoil_loss(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if name.endswith("layers.1.mlp"):
-            module.register_forward_hook(lambda _, __, out: out * float("inf"))
-
-
-def _spoil_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if name.endswith("layers.1.mlp.down_proj.weight"):
-            parameter.data.mul_(float("inf"))
-
-
-SPOILT = {
-    "backward": (
-        _spoil_backward,
+SPOILT: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {  # what an MLP gives; None: its weights
+    "backward": (  # plus 0, in a way whose derivative is not finite
+        lambda out: out + (0 * out).abs().sqrt(),
         r"step 2: the loss is [\d.]+, the gradient norm nan; .* ranks \(0, 1, 2, 3\), .* up to",
     ),
-    "loss": (_spoil_loss, "step 2: the loss is (inf|nan), .* lower the learning rate"),
+    "loss": (lambda out: out * float("inf"), "step 2: the loss is (inf|nan), .* lower the learning rate"),
     "weights": (
-        _spoil_weights,
+        None,
         r"were not finite before this step: ranks \(0, 1, 2, 3\), .*layers.1.mlp.down_proj.weight",
     ),
 }
 
 
-def _refused(home: Layout, spoil: str) -> tuple[str, bool]:
-    """What a step that was not finite said, and whether weights and the optimizer's state stayed as they were."""
+def _spoil(model: nn.Module, change: Callable[[Tensor], Tensor] | None) -> None:
+    for name, module in model.named_modules():
+        if name.endswith("layers.1.mlp"):
+            if change is None:
+                module.get_parameter("down_proj.weight").data.mul_(float("inf"))
+            else:
+                module.register_forward_hook(lambda _, __, out: change(out))
+
+
+def _refused(home: Layout, spoil: str) -> None:
+    """A step that is not finite says the same on every rank, and leaves weights and the optimizer's state."""
     documents = texts(LENGTHS)
     with World(home, backend=backend(), timeout=60) as world:
         model = prepare_untried(deep("qwen3", torch.float32, layers=2), world)
         optimizer, plan = build_optimizer(model, "adamw"), plan_fixed(LENGTHS, home, cp=2)
         run_step(model, plan, documents, world, optimizer, step=1)
-        SPOILT[spoil][0](model)
-        before = weights_of(model), _moments(optimizer)
-        with pytest.raises(NonFiniteError) as caught:
+        _spoil(model, SPOILT[spoil][0])
+        before = weights_of(model) | _moments(optimizer)
+        with pytest.raises(NonFiniteError, match=SPOILT[spoil][1]) as caught:
             run_step(model, plan, documents, world, optimizer, max_grad_norm=1.0, step=2)
-        after = weights_of(model), _moments(optimizer)
-        pairs = ((a[name], b[name]) for a, b in zip(before, after, strict=True) for name in a)
-        same = all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+        after = weights_of(model) | _moments(optimizer)
+        assert all(torch.equal(before[name].nan_to_num(), x.nan_to_num()) for name, x in after.items())
+        assert len(set(world.control.gather_objects(str(caught.value)))) == 1
         free = run_step(model, plan, documents, world)  # whoever has no optimizer here looks at the result
-        return str(caught.value), same and not np.isfinite([free.loss, free.grad_norm or 0.0]).all()
+        assert not np.isfinite([free.loss, free.grad_norm or 0.0]).all()
 
 
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{index} {name}": x.to_local().clone() if hasattr(x, "to_local") else x.clone()
+        f"{index} {name}": local_tensor(x).clone()
         for index, state in optimizer.state_dict()["state"].items()
         for name, x in state.items()
     }
 
 
-def _fail_once(model: nn.Module) -> None:
-    calls = list[int]()
-
-    def fail(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("boom")
-
-    model.get_submodule("model.layers.1").register_forward_pre_hook(fail)
-
-
-def _summed(sharding: str, plans: str) -> tuple[int, float]:
-    """All-reduces and errors of a step over two replicas, and another; "keep" comes after one that failed midway."""
+def _summed(sharding: str, plans: str) -> None:
+    """Two replicas sum gradients once a step, in which they are exact; "keep" comes after a step that failed midway."""
     documents, pp = texts(LENGTHS), 2 if plans == "pipeline" else 1
     home = Layout(ranks=4, pp=pp, dp_replicate=2)
     with World(home, backend=backend(), timeout=60) as world:
-        wanted = stock_answer("qwen3", torch.float64, documents, world.device).gradients
+        wanted = stock_answer("qwen3", torch.float64, documents, world.device)
         model = prepare_untried(tiny("qwen3", torch.float64), world, reshard_after_forward=sharding == "reshard")
         plan = plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=16)
         if plans == "free":
             plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, mode="free")
         assert len(plan.micro_batches) > 1
         if (sharding, plans) == ("keep", "fixed"):
-            _fail_once(model)
+            second_fails = Mock(side_effect=chain([None, ValueError("boom")], repeat(None)))
+            model.get_submodule("model.layers.1").register_forward_pre_hook(second_fails)
             with pytest.raises(ValueError, match="boom"):
                 run_step(model, plan, documents, world)
             model.zero_grad()
         with _CountedAllReduces() as count:
             result = run_step(model, plan, documents, world)
-            once = len(count)
-        run_step(model, plan, documents, world)
-        gradients = {name: gradient / 2 for name, gradient in gradients_of(model).items()}
-        norm = torch.cat([g.flatten() for g in wanted.values()]).norm().item()
-        assert result.grad_norm is not None
-        here = {name: gradient for name, gradient in wanted.items() if name in gradients}
-        return once, max(worst(gradients, here), abs(result.grad_norm / norm - 1))
+        assert len(count) == (2 if pp == 2 else 3)  # two layers and the rest; one layer and the rest
+        assert result.grad_norm == pytest.approx(wanted.norm, rel=1e-12)
+        gradients = gradients_of(model)
+        assert worst(gradients, {name: wanted.gradients[name] for name in gradients}) < 1e-12
 
 
 class _CountedAllReduces:
@@ -212,48 +185,11 @@ class _CountedAllReduces:
         self._module.dist = dist
 
 
-FROZEN = [(0, True, torch.float32), (1, False, torch.float64)]
-REFUSED = [(Layout(ranks=4), "backward"), (Layout(ranks=4), "weights"), (Layout(ranks=4, pp=2), "loss")]
-SUMMED = [("reshard", "fixed"), ("keep", "fixed"), ("keep", "free"), ("keep", "pipeline")]
-Found = tuple[list[tuple[float, float]], list[tuple[str, bool]], list[tuple[int, float]]]
-
-
-@cache
-def _found() -> list[Found]:
-    return run_ranks(_look, 4)
-
-
-def _look(rank: int) -> Found:
-    return [_frozen(*case) for case in FROZEN], [_refused(*case) for case in REFUSED], [_summed(*c) for c in SUMMED]
-
-
-def test_ranks_of_a_frozen_stage_have_the_same_norm_and_others_clip_exactly() -> None:
-    for i, (_, _, dtype) in enumerate(FROZEN):
-        answers = [frozen[i] for frozen, _, _ in _found()]
-        assert len({norm.hex() for norm, _ in answers}) == 1, FROZEN[i]
-        limit = 1e-12 if dtype == torch.float64 else 1e-5
-        assert all(error < limit for _, error in answers), (FROZEN[i], answers)
-
-
-def test_what_is_not_finite_reaches_no_weight() -> None:
-    for i, (home, spoil) in enumerate(REFUSED):
-        answers = [refused[i] for _, refused, _ in _found()]
-        assert len({said for said, _ in answers}) == 1 and all(untouched for _, untouched in answers), (home, spoil)
-        assert re.search(SPOILT[spoil][1], answers[0][0]), answers[0]
-
-
-def test_replicas_sum_gradients_once_a_step() -> None:
-    for i, case in enumerate(SUMMED):
-        answers = [summed[i] for _, _, summed in _found()]
-        groups = {"pipeline": 2}.get(case[1], 3)  # two layers and the rest; one layer and the rest
-        assert all(count == groups and error < 1e-12 for count, error in answers), (case, answers)
-
-
 # ---- clipping in a loop of one's own
 
 
-def clip_rank(rank: int, home: Layout, family: str) -> tuple[float, float, bool]:
-    """The norms of `run_step` with its own clipping and of `clip_grad_norm`, and whether weights come out the same."""
+def _own_clipping(home: Layout, family: str) -> None:
+    """`clip_grad_norm` says the norm of `run_step` with its own clipping, and weights come out the same."""
     documents = texts(LENGTHS)
     with World(home, backend=backend(), timeout=60) as world:
         plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=32, micro_batch_multiple=home.pp)
@@ -261,6 +197,8 @@ def clip_rank(rank: int, home: Layout, family: str) -> tuple[float, float, bool]
         for own in (False, True):
             model = prepare_untried(deep(family, torch.float64, 2), world)
             optimizer = build_optimizer(model, "sgd", lr=0.5)
+            for parameter in () if own else model.parameters():
+                parameter.grad = torch.ones_like(parameter)  # left over from something else: zeroed by the step
             if own:
                 run_step(model, plan, documents, world)
                 norms.append(clip_grad_norm(model, 0.1, world))
@@ -268,43 +206,48 @@ def clip_rank(rank: int, home: Layout, family: str) -> tuple[float, float, bool]
             else:
                 norms.append(run_step(model, plan, documents, world, optimizer, max_grad_norm=0.1).grad_norm)
             weights.append(weights_of(model))
-        return norms[0], norms[1], all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+        assert len({norm for pair in world.control.gather_objects(norms) for norm in pair}) == 1 and norms[0] > 0.1
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.parametrize(
-    ("home", "family"),
-    [
-        (Layout(ranks=2, pp=2), "qwen3"),
-        pytest.param(Layout(ranks=4, ep=2), "qwen3-moe", marks=pytest.mark.whole),
-    ],
-)
-def test_own_clipping_is_that_of_a_step(home: Layout, family: str) -> None:
-    answers = run_ranks(clip_rank, len(home.ranks), home, family)
-    assert len({norm.hex() for pair in answers for norm in pair[:2]}) == 1 and answers[0][0] > 0.1
-    assert all(same for _, _, same in answers)
-
-
-def refuse_rank(rank: int) -> str:
+def _what_cannot_clip(rank: int) -> None:
     documents = texts(LENGTHS)
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
         model = prepare(tiny("qwen3"), world, probe=False)
         with pytest.raises(ModelError, match="max_norm is 0; give a positive norm"):
             clip_grad_norm(model, 0, world)
         run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world)
-        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        before = [x.clone() for x in _local_gradients(model)]
         assert clip_grad_norm(model, float("inf"), world) > 0
-        assert all(map(torch.equal, before, (p.grad for p in model.parameters() if p.grad is not None)))
-        last = list(model.parameters())[-1]
-        if rank == 1 and last.grad is not None:
-            last.grad.mul_(float("nan"))
-        before = [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        with pytest.raises(NonFiniteError) as error:
+        assert all(map(torch.equal, before, _local_gradients(model)))
+        if rank == 1:
+            for x in _local_gradients(model)[-1:]:
+                x.mul_(float("nan"))
+        before = [x.clone() for x in _local_gradients(model)]
+        said = "the gradient norm is nan; weights and optimizer are as before the step. Weights are finite, and"
+        with pytest.raises(NonFiniteError, match=said) as error:
             clip_grad_norm(model, 0.1, world)
-        after = [p.grad.to_local() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
-        return str(error.value)
+        assert len(set(world.control.gather_objects(str(error.value)))) == 1
+        pairs = zip(before, _local_gradients(model), strict=True)
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
-def test_what_cannot_clip_is_refused_on_every_rank() -> None:
-    (said,) = set(run_ranks(refuse_rank, 2))
-    assert "the gradient norm is nan; weights and optimizer are as before the step. Weights are finite, and" in said
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    return [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def _look(rank: int) -> None:
+    _frozen(0, True, torch.float32)
+    _frozen(1, False, torch.float64)
+    _refused(Layout(ranks=4), "backward")
+    _refused(Layout(ranks=4), "weights")
+    _refused(Layout(ranks=4, pp=2), "loss")
+    for sharding, plans in (("reshard", "fixed"), ("keep", "fixed"), ("keep", "free"), ("keep", "pipeline")):
+        _summed(sharding, plans)
+    _own_clipping(Layout(ranks=4, pp=2), "qwen3")
+    _own_clipping(Layout(ranks=4, ep=2), "qwen3-moe")
+    _what_cannot_clip(rank)
+
+
+def test_norms_clipping_what_is_not_finite_and_sums_of_replicas() -> None:
+    run_ranks(_look, 4)

@@ -86,20 +86,18 @@ def test_ids_labels_and_what_is_read(data: st.DataObject) -> None:
     assert labels_of == wanted
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_loss_is_a_sum_over_targets(dtype: torch.dtype) -> None:
+def test_loss_is_a_sum_over_targets_in_float32_at_least() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(7, 11, dtype=dtype, requires_grad=True)
+    logits = torch.randn(7, 11, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.tensor([3, NO_TARGET, 0, 10, NO_TARGET, 5, 1])
     total = summed_cross_entropy(logits, labels)
     (total / 5).backward()
     exact = logits.detach().double().requires_grad_()
     wanted = F.cross_entropy(exact, labels, ignore_index=NO_TARGET)
     wanted.backward()
-    assert total.dtype == torch.float64 and logits.grad is not None and exact.grad is not None
-    tolerance = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype]
-    assert abs(total.item() / 5 - wanted.item()) < min(tolerance, 1e-6) * wanted.item()
-    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=tolerance, atol=tolerance)
+    assert total.dtype == torch.float64 and total.item() / 5 == pytest.approx(wanted.item(), rel=1e-6)
+    assert logits.grad is not None and exact.grad is not None
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-2, atol=1e-2)
     assert (logits.grad[[1, 4]] == 0).all()
 
 
@@ -161,7 +159,7 @@ def _whole(hidden: Tensor, labels: Tensor, head: Plain) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", [0, 1, 4, 11, 100])
+@pytest.mark.parametrize("rows", [0, 1, 4])
 @pytest.mark.parametrize(("bias", "cap"), [(False, None), (True, None), (True, 0.7)])
 def test_loss_and_gradients_are_those_of_all_logits(
     dtype: torch.dtype, rows: int, bias: bool, cap: float | None
@@ -248,34 +246,17 @@ def _families(rank: int) -> dict[object, tuple[float, float]]:
             gradients = worst(gradients_of(model), wanted.gradients)
             seen = run_step(model, plan, documents, world, backward=False, loss_chunk_rows=5).loss
             found[family, dtype] = (max(abs(loss / wanted.loss - 1), abs(seen / wanted.loss - 1)), gradients)
-        # bfloat16 over float32 parameters: the loss beside float32, and the type of the gradients (0: float32)
-        wanted = stock_answer("gemma2", torch.float32, documents, world.device)
-        model = prepare_untried(tiny("gemma2", attention="eager"), world, compute_dtype=torch.bfloat16)
-        loss = run_step(model, plan, documents, world, loss_chunk_rows=4).loss
-        kinds = {p.grad.dtype for p in model.parameters() if p.grad is not None}
-        found["mixed"] = abs(loss / wanted.loss - 1), float(kinds != {torch.float32})
     return found
 
 
 def test_families_under_fsdp_equal_the_stock_model() -> None:
     for found in run_ranks(_families, 2):
-        loss, kinds = found.pop("mixed")
-        assert loss < 1e-2 and kinds == 0
         for (family, dtype), (loss, gradients) in found.items():
             assert loss < (1e-12 if dtype == torch.float64 else 1e-6), (family, loss)
             assert gradients < TOLERANCE[dtype], (family, gradients)
 
 
 PHI = PhiConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=61)
-
-
-def test_a_head_with_a_bias() -> None:
-    with World(Layout(ranks=1), backend="gloo") as world:
-        model = prepare(PhiForCausalLM(PHI), world, shard_parameters=False)
-        hidden = torch.randn(5, 32)
-        model.lm_head.bias.data.normal_()
-        seen = OutputHead(model, type(model).forward)
-        assert torch.equal(seen(hidden), model.lm_head(hidden)) and len(seen.parameters) == 2
 
 
 class Beside(PhiForCausalLM):
@@ -286,9 +267,15 @@ class Beside(PhiForCausalLM):
         self.temperature = nn.Parameter(torch.ones(()))
 
 
-def test_a_loss_that_depends_on_more_is_refused() -> None:
-    with World(Layout(ranks=1), backend="gloo") as world, pytest.raises(ModelError, match=r"beside.*temperature"):
-        prepare(Beside(PHI), world, shard_parameters=False)
+def test_a_head_has_its_bias_and_one_that_depends_on_more_is_refused() -> None:
+    with World(Layout(ranks=1), backend="gloo") as world:
+        model = prepare(PhiForCausalLM(PHI), world, shard_parameters=False)
+        hidden = torch.randn(5, 32)
+        model.lm_head.bias.data.normal_()
+        seen = OutputHead(model, type(model).forward)
+        assert torch.equal(seen(hidden), model.lm_head(hidden)) and len(seen.parameters) == 2
+        with pytest.raises(ModelError, match=r"beside.*temperature"):
+            prepare(Beside(PHI), world, shard_parameters=False)
 
 
 # ---- documents with labels, masks and values
@@ -315,9 +302,8 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
         count = sum(target_count(x) for x in documents)
         loss, gradients = answer(stock, rows_of(stock, as_labelled), weighted, count)
         model = prepare_untried(tiny("qwen3", torch.float64), world)
-        plans = {f"cp {cp}": plan_fixed(LENGTHS, world.home, cp=cp, targets=count) for cp in (1, 2, 4)}
-        for mode in ("lockstep", "free"):
-            plans[mode] = plan_dynamic(LENGTHS, world.home, targets=count, max_tokens_per_slot=16, mode=mode)
+        plans = {"cp 2": plan_fixed(LENGTHS, world.home, cp=2, targets=count)}
+        plans["free"] = plan_dynamic(LENGTHS, world.home, targets=count, max_tokens_per_slot=16, mode="free")
         for name, plan in plans.items():
             result = run_step(model, plan, documents, world)
             assert result.targets == count
@@ -330,10 +316,18 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
             errors[choice.planner] = (abs(result.loss / loss - 1),)
         with pytest.raises(PlanError, match=rf"by 77 targets, its 8 documents predict {count} tokens; plan with"):
             run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world)
+        for rows in (2, 1):  # one micro-batch, and one for each document
+            plan = plan_fixed((3, 4), world.home, cp=4, max_tokens_per_slot=rows)
+            assert len(plan.micro_batches) == 3 - rows
+            with pytest.raises(DataError, match="document 0 has 'advantage' and document 1 has not"):
+                run_step(model, plan, [Document([5, 7, 9], advantage=1.0), Document([1, 2, 3, 4])], world)
+        said = r"document 0 is a dict of input_ids, labels; give its token ids, or longspan.Document\("
+        with pytest.raises(PlanError, match=said):
+            run_step(model, plan, [{"input_ids": [5, 7, 9], "labels": [5, 7, 9]}] * 2, world)
     return errors
 
 
-def test_masked_tokens_are_no_targets() -> None:
+def test_masked_tokens_are_no_targets_and_documents_of_a_step_have_the_same_values() -> None:
     for errors in run_ranks(_steps, 4):
         assert all(max(of_plan) < 1e-12 for of_plan in errors.values()), errors
 
@@ -345,9 +339,11 @@ def test_what_a_document_says() -> None:
     assert document.labels(positions).tolist() == [-100, 3]
     values = {name: numbers.tolist() for name, numbers in document.token_values(positions).items()}
     assert values == {"weights": [0, 0.5], "advantage": [-0.25, -0.25]}
-    assert Document([5, 7, 9], loss_mask=[1, 0, 1]).targets == 1 and target_count(Document([5])) == 0 == target_count(
-        []
-    )
+    assert Document([5, 7, 9], loss_mask=[1, 0, 1]).targets == 1
+    assert target_count(Document([5])) == 0 == target_count([])
+    old = torch.tensor([0.5, 1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
+    document = Document(torch.tensor([5, 7, 9]), loss_mask=torch.tensor([True, False, True]), old=old, weights=old)
+    assert document.token_values(np.arange(3))["old"].tolist() == [0.5, 1.0, -2.0] and document.targets == 1
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -371,33 +367,3 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(DataError) as raised:  # long values are cut
         Document([5] * 500, advantage=["much"] * 500)
     assert len(str(raised.value)) < 300
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_of_any_floating_type_are_values(dtype: torch.dtype) -> None:
-    values = torch.tensor([0.5, 1.0, -2.0], dtype=dtype, requires_grad=True)
-    document = Document(
-        torch.tensor([5, 7, 9]), loss_mask=torch.tensor([True, False, True]), old=values, weights=values
-    )
-    assert document.token_values(np.arange(3))["old"].tolist() == [0.5, 1.0, -2.0] and document.targets == 1
-
-
-def _mixed(rank: int) -> list[str]:
-    documents, messages = [Document([5, 7, 9], advantage=1.0), Document([1, 2, 3, 4])], list[str]()
-    with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare(tiny("qwen3"), world)
-        for rows in (10, 2):  # one micro-batch, and one for each document
-            plan = plan_fixed((3, 4), world.home, cp=2, max_tokens_per_slot=rows)
-            assert len(plan.micro_batches) == (1 if rows == 10 else 2)
-            with pytest.raises(DataError) as raised:
-                run_step(model, plan, documents, world)
-            messages.append(str(raised.value))
-        with pytest.raises(PlanError) as refused:
-            run_step(model, plan, [{"input_ids": [5, 7, 9], "labels": [5, 7, 9]}] * 2, world)
-        return [*messages, str(refused.value)]
-
-
-def test_documents_of_a_step_have_the_same_values() -> None:
-    for *messages, of_dictionaries in run_ranks(_mixed, 2):
-        assert all("document 0 has 'advantage' and document 1 has not" in message for message in messages)
-        assert "document 0 is a dict of input_ids, labels; give its token ids, or longspan.Document(" in of_dictionaries

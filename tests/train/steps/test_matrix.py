@@ -1,58 +1,26 @@
-"""The matrix of training: every pair of its entries always, all of it in `make test-all`; dropped terms are noticed."""
+"""The matrix of training: every pair of its entries; dropped terms are noticed. A bench runs all of it."""
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 
-from longspan.errors import LongspanError
-from longspan.model.experts.moe import check_experts
 from longspan.testing import run_ranks
 from tests.mutation import mutated
-from tests.pairs import every_pair, pairs_of
+from tests.pairs import every_pair
 from tests.train.steps import matrix
 from tests.train.steps.matrix import AXES, BATCHES, RANKS, Combination, Errors, fits, worst_of_ranks
 
 PAIRS = [Combination(*values) for values in every_pair(AXES, 0, fits)]
 
 
-def check(combinations: list[Combination], steps: list[int] | None = None, timeout: float = 280) -> list[Errors]:
-    wanted = matrix.wanted_of(combinations)
-    of_ranks = run_ranks(matrix.run, combinations[0].ranks, combinations, wanted, steps, timeout=timeout)
-    found = worst_of_ranks(of_ranks)
-    over = [e.over_limit(c.dtype, wanted[c.key].own_error) for c, e in zip(combinations, found, strict=True)]
-    wrong = [(c, e) for c, e, most in zip(combinations, found, over, strict=True) if not most <= 1]
-    assert not wrong, f"{len(wrong)} of {len(combinations)}:\n" + "\n".join(f"{error} {c}" for c, error in wrong)
-    return found
-
-
-def test_pairs_are_all_there() -> None:
-    there = filter(fits, itertools.product(*AXES))
-    assert set().union(*map(pairs_of, there)) == set().union(*(pairs_of(tuple(vars(c).values())) for c in PAIRS))
-    assert len(PAIRS) < 2 * max(len(a) * len(b) for a, b in itertools.combinations(AXES, 2))
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=[pytest.mark.whole] * (ranks > 4)) for ranks in RANKS])
 def test_every_pair_of_the_matrix(ranks: int) -> None:
     combinations = [c for c in PAIRS if c.ranks == ranks]
-    check(combinations, [1 if i % 3 else len(BATCHES) for i in range(len(combinations))])
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("ranks", RANKS)
-def test_the_whole_matrix(ranks: int) -> None:
-    found = check([c for c in matrix.every(ranks) if c.refusal is None], timeout=7000)
-    print(f"{ranks} processes: {len(found)} combinations, worst {worst_of_ranks([[e] for e in found])[0]}")
-
-
-def test_the_rest_of_the_matrix_is_refused() -> None:
-    refused = [c for c in itertools.starmap(Combination, itertools.product(*AXES)) if c.refusal is not None]
-    models = {c.family: c.model() for c in refused if c.dtype == "float32"}
-    for c in refused:
-        assert c.refusal is not None
-        with pytest.raises(LongspanError, match=c.refusal):
-            check_experts(models[c.family], c.home, shard_parameters=True)
+    wanted, steps = matrix.wanted_of(combinations), [1 if i % 3 else len(BATCHES) for i in range(len(combinations))]
+    found = worst_of_ranks(run_ranks(matrix.run, ranks, combinations, wanted, steps, timeout=280))
+    over = [e.over_limit(c.dtype, wanted[c.key].own_error) for c, e in zip(combinations, found, strict=True)]
+    wrong = [(c, e) for c, e, most in zip(combinations, found, over, strict=True) if not most <= 1]
+    assert not wrong, f"{len(wrong)} of {len(combinations)}:\n" + "\n".join(f"{error} {c}" for c, error in wrong)
 
 
 # What is dropped, and what must notice it: the combinations of four ranks that every run of the suite has.

@@ -75,7 +75,22 @@ def _errors(rank: int, names: tuple[str, ...]) -> dict[str, tuple[float, float]]
     for name in names:
         with World(CASES[name].home, backend=backend(), timeout=60) as world:
             errors[name] = _of_case(CASES[name], world)
+    with World(Layout(4), backend=backend(), timeout=60) as world:
+        _sum_copies(rank, world)
+        said = r"compute_dtype is torch.float64 \(53 significant bits\) over parameters of torch.float32 \(24\)"
+        with pytest.raises(ModelError, match=said):
+            prepare(tiny("qwen3"), world, compute_dtype=torch.float64)
     return errors
+
+
+def _sum_copies(rank: int, world: World) -> None:
+    """Gradients in bfloat16 of copies that are not sharded are summed over four slots in more."""
+    module = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16, device=world.device)
+    parts = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+    with gradients_summed_over_slots(module, world):
+        module.weight.grad = parts[rank].to(world.device, copy=True)
+    assert module.weight.grad is not None
+    assert torch.equal(module.weight.grad.cpu(), torch.stack(parts).double().sum(0).bfloat16())
 
 
 def _of_case(case: Case, world: World) -> tuple[float, float]:
@@ -103,23 +118,3 @@ def test_gradients_are_summed_in_float32_under_every_home(names: tuple[str, ...]
         summed, loss = (max(errors[name][i] for errors in of_ranks) for i in (0, 1))
         assert summed < SUMMED, (name, summed)
         assert 0 < loss < DENSE or CASES[name].family != "qwen3", (name, loss)
-
-
-def _copies(rank: int) -> tuple[bool, str]:
-    """Gradients in bfloat16 of copies that are not sharded, summed over four slots; and a compute dtype too wide."""
-    with World(Layout(4), backend=backend(), timeout=60) as world:
-        module = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16, device=world.device)
-        parts = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
-        with gradients_summed_over_slots(module, world):
-            module.weight.grad = parts[rank].to(world.device, copy=True)
-        assert module.weight.grad is not None
-        right = torch.equal(module.weight.grad.cpu(), torch.stack(parts).double().sum(0).bfloat16())
-        with pytest.raises(ModelError) as caught:
-            prepare(tiny("qwen3"), world, compute_dtype=torch.float64)
-        return right, str(caught.value)
-
-
-def test_copies_are_summed_in_float32_and_a_wider_compute_dtype_is_refused() -> None:
-    for right, said in run_ranks(_copies, 4):
-        assert right
-        assert "compute_dtype is torch.float64 (53 significant bits) over parameters of torch.float32 (24)" in said

@@ -76,7 +76,6 @@ def plans(lengths: Sequence[int], home: Layout) -> dict[str, Plan]:
         return of_any_home | {"free, cp 1": replace(fixed, mode="free")}
     return of_any_home | {
         "cp 1": plan_fixed(lengths, home, cp=1),
-        "cp 2": plan_fixed(lengths, home, cp=2, max_tokens_per_slot=16),
         "even rows": plan_fixed(lengths, home, cp=4, row_multiple=2, cp_comm_type="all_gather"),
         "by hand": by_hand(),
     }
@@ -135,7 +134,6 @@ def _errors(
 
 
 HOMES = {
-    "alone": Layout(1),
     "4 in another order": Layout((2, 0, 3, 1), dp_replicate=2),
     **{str(slots): Layout(slots) for slots in (2, 3, 4, 6, 8)},
 }
@@ -155,28 +153,6 @@ def test_gradients_do_not_depend_on_the_plan(home: Layout) -> None:
         assert sum(rows["by hand"]) == sum(LENGTHS) + 7 and all(n % 2 == 0 for n in rows["even rows"])
 
 
-def _clipped(rank: int) -> list[float]:
-    """Length of a step of plain SGD at rate 1, over the gradient norm that is allowed."""
-    lengths = []
-    with World(Layout(ranks=2), backend=backend()) as world:
-        plan = plan_fixed(LENGTHS, world.home, cp=2)
-        for sharded, allowed in ((True, 0.01), (False, 0.01), (True, 1e9)):
-            model = prepare_untried(tiny("qwen3", torch.float64), world, shard_parameters=sharded)
-            before, optimizer = weights_of(model), build_optimizer(model, "sgd", lr=1.0)
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)  # left over from something else: zeroed by the step
-            norm = run_step(model, plan, texts(LENGTHS), world, optimizer, max_grad_norm=allowed).grad_norm
-            assert norm is not None and 0.01 < norm < 1e9
-            moved = torch.cat([(before[name] - w).flatten() for name, w in weights_of(model).items()]).norm().item()
-            lengths.append(moved / min(allowed, norm))
-    return lengths
-
-
-def test_an_optimizer_step_is_clipped_to_the_norm() -> None:
-    for ratios in run_ranks(_clipped, 2):
-        assert ratios == pytest.approx([1.0] * 3, rel=1e-5)
-
-
 def _train(world: World, evaluate: bool) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     model = prepare_untried(tiny("llama"), world)
     optimizer = build_optimizer(model, "adamw", lr=1e-2, weight_decay=0.1)
@@ -191,18 +167,13 @@ def _train(world: World, evaluate: bool) -> tuple[list[float], list[float], dict
     return train, evaluation, weights_of(model)
 
 
-def _with_and_without_evaluation(rank: int) -> tuple[bool, list[float]]:
-    with World(HOME, backend=backend()) as world:
-        alone, _, weights = _train(world, evaluate=False)
-        between, evaluation, same = _train(world, evaluate=True)
-    return alone == between and all(torch.equal(weights[name], same[name]) for name in weights), evaluation
-
-
-def test_evaluation_at_other_degrees_leaves_training_bit_identical() -> None:
-    for identical, evaluation in run_ranks(_with_and_without_evaluation, SLOTS):
-        assert identical
-        assert evaluation[::2] == pytest.approx(evaluation[1::2], rel=1e-6)
-        assert len(set(evaluation[::2])) == 2, "evaluation did not see the new weights"
+def _with_and_without_evaluation(world: World) -> None:
+    """Evaluation at other degrees leaves training bit-identical."""
+    alone, _, weights = _train(world, evaluate=False)
+    between, evaluation, same = _train(world, evaluate=True)
+    assert alone == between and all(torch.equal(weights[name], same[name]) for name in weights)
+    assert evaluation[::2] == pytest.approx(evaluation[1::2], rel=1e-6)
+    assert len(set(evaluation[::2])) == 2, "evaluation did not see the new weights"
 
 
 class Mode(torch.nn.Module):
@@ -217,7 +188,7 @@ class Mode(torch.nn.Module):
         return self.table(input_ids)
 
 
-def _modes(rank: int) -> tuple[list[tuple[bool, bool, bool]], tuple[bool, bool], list[bool]]:
+def _modes() -> None:
     with World(Layout(ranks=2, tp=2), backend=backend()) as world:
         model = Mode().to(world.device).train()
         model.frozen.eval()
@@ -226,18 +197,14 @@ def _modes(rank: int) -> tuple[list[tuple[bool, bool, bool]], tuple[bool, bool],
             run_step(model, plan, texts(LENGTHS), world, backward=backward)
         model.eval()
         run_step(model, plan, texts(LENGTHS), world)
+    assert model.modes == [(True, False, True), (False, False, False), (True, True, True)]
+    assert (model.training, model.frozen.training) == (False, False)
     with World(Layout(ranks=2, pp=2), backend=backend()) as world:
         stages, seen = prepare(tiny("llama").eval(), world, shard_parameters=False), list[bool]()
         layer = stages.get_submodule(f"model.layers.{world.coordinates.pp}")
         layer.register_forward_pre_hook(lambda module, _: seen.append(module.training))
         run_step(stages, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
-        return model.modes, (model.training, model.frozen.training), [all(seen), stages.training, layer.training]
-
-
-def test_modes_are_restored_and_a_module_in_evaluation_mode_stays_so_in_a_model_that_trains() -> None:
-    for modes, afterwards, of_stages in run_ranks(_modes, 2):
-        assert modes == [(True, False, True), (False, False, False), (True, True, True)]
-        assert afterwards == (False, False) and of_stages == [True, False, False]
+        assert all(seen) and seen and (stages.training, layer.training) == (False, False)
 
 
 class Unreadable:
@@ -285,33 +252,30 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
 }
 
 
-def _refusals(rank: int) -> dict[str, tuple[str, str]]:
-    """What each bad input raises on this rank, in one world: the ranks stay in step, as no collective was entered."""
-    found = {}
+def _refusals(world: World) -> None:
+    """Every rank refuses each bad input, and stays in step with the others, as no collective was entered."""
+    model = prepare(tiny("qwen3"), world)
+    for change, kind, says in REFUSED.values():
+        degree = change.get("degrees", (4,) * 4)[world.rank]
+        plan = change.get("plan", lambda p: p)(plan_fixed(LENGTHS, HOME, cp=degree))
+        documents = change.get("documents", lambda d: d)(texts(LENGTHS))
+        optimizer = build_optimizer(model, "sgd") if change.get("optimizer") else None
+        used = tiny("qwen3") if change.get("model") else model
+        with pytest.raises(kind, match=says) as caught:
+            run_step(used, plan, documents, world, optimizer, change.get("backward", True))
+        assert caught.type is kind
+    afterwards = run_step(model, plan_fixed(LENGTHS, HOME, cp=2), texts(LENGTHS), world).loss
+    assert len(set(world.control.gather_objects(afterwards))) == 1
+
+
+def _on_four(rank: int) -> None:
     with World(HOME, backend=backend(), timeout=30) as world:
-        model = prepare(tiny("qwen3"), world)
-        for name, (change, _, _) in REFUSED.items():
-            degree = change.get("degrees", (4,) * 4)[rank]
-            plan = change.get("plan", lambda p: p)(plan_fixed(LENGTHS, HOME, cp=degree))
-            documents = change.get("documents", lambda d: d)(texts(LENGTHS))
-            optimizer = build_optimizer(model, "sgd") if change.get("optimizer") else None
-            used = tiny("qwen3") if change.get("model") else model
-            try:
-                run_step(used, plan, documents, world, optimizer, change.get("backward", True))
-            except LongspanError as error:
-                found[name] = (type(error).__name__, str(error))
-        found["afterwards"] = ("", f"{run_step(model, plan_fixed(LENGTHS, HOME, cp=2), texts(LENGTHS), world).loss}")
-    return found
+        _with_and_without_evaluation(world)
+        _refusals(world)
 
 
-def test_bad_input_is_refused_on_every_rank() -> None:
-    answers = run_ranks(_refusals, SLOTS)
-    assert len({answer["afterwards"] for answer in answers}) == 1
-    for answer in answers:
-        for name, (_, kind, says) in REFUSED.items():
-            assert answer[name][0] == kind.__name__, (name, answer[name])
-            with pytest.raises(kind, match=says):
-                raise kind(answer[name][1])
+def test_evaluation_leaves_training_bit_identical_and_bad_input_is_refused_on_every_rank() -> None:
+    run_ranks(_on_four, SLOTS)
 
 
 def test_sharded_and_plain_parameters_in_one_group_for_one_kernel_are_refused() -> None:
@@ -338,24 +302,19 @@ def _trained(world: World, make: Callable[[int], Plan]) -> tuple[list[float], di
     return losses, weights_of(model)
 
 
-def _steps(rank: int) -> tuple[float, float]:
+def _steps_in_free_mode() -> None:
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         free = _trained(world, lambda i: drawn(2, i) if i % 2 else alone(2))
         lockstep = _trained(world, lambda i: plan_fixed(LENGTHS, world.home, cp=1))
-    return max(abs(a / b - 1) for a, b in zip(free[0], lockstep[0], strict=True)), worst(free[1], lockstep[1])
-
-
-def test_steps_of_an_optimizer_are_those_of_lockstep() -> None:
-    for losses, weights in run_ranks(_steps, 2):
-        assert losses < 1e-6 and weights < 1e-5
+    assert free[0] == pytest.approx(lockstep[0], rel=1e-6) and worst(free[1], lockstep[1]) < 1e-5
 
 
 class _StopError(Exception):
     pass
 
 
-def _after_an_error(rank: int) -> float:
-    """The worst difference of gradients of a step after a broken one in free mode, from those of a step alone."""
+def _a_step_after_an_error() -> None:
+    """A step that broke in free mode leaves no gradients to the next."""
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
         docs, found, loss = texts(LENGTHS), list[dict[str, torch.Tensor]](), step_passes._batch_loss
         lockstep = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=32)
@@ -376,8 +335,14 @@ def _after_an_error(rank: int) -> float:
                 model.zero_grad()
             run_step(model, lockstep, docs, world)
             found.append(gradients_of(model))
-        return worst(found[1], found[0])
+        assert worst(found[1], found[0]) < 1e-12
 
 
-def test_an_error_leaves_no_gradients_to_the_next_step() -> None:
-    assert max(run_ranks(_after_an_error, 2)) < 1e-12
+def _on_two(rank: int) -> None:
+    _modes()
+    _steps_in_free_mode()
+    _a_step_after_an_error()
+
+
+def test_modes_steps_in_free_mode_and_after_an_error() -> None:
+    run_ranks(_on_two, 2)

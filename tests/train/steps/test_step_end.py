@@ -97,7 +97,7 @@ def _contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return {n: x.detach().to("cpu", copy=True) for n, x in local.items()}
 
 
-def _same_results(rank: int, home: Layout) -> None:
+def _same_results(home: Layout) -> None:
     with World(home, backend=backend(), timeout=60) as world:
         plan = plan_fixed(LENGTHS, home, cp=home.slots, max_tokens_per_slot=64)
         results, events = list[Any](), list[str]()
@@ -125,12 +125,7 @@ def _same_results(rank: int, home: Layout) -> None:
             assert all(torch.allclose(contents[n], other_contents[n], rtol=1e-6, atol=1e-8) for n in contents)
 
 
-@pytest.mark.parametrize("home", [Layout(2), Layout(2, tp=2)], ids=["2", "tp"])
-def test_nothing_is_read_before_the_update_and_results_are_the_same(home: Layout) -> None:
-    run_ranks(_same_results, 2, home)
-
-
-def _not_taken(rank: int) -> None:
+def _not_taken() -> None:
     home = Layout(2)
     with World(home, backend=backend(), timeout=60) as world:
         plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=64)
@@ -150,5 +145,11 @@ def _not_taken(rank: int) -> None:
             assert not all(map(torch.equal, before.values(), _contents(model, optimizer).values()))
 
 
-def test_a_step_that_is_not_finite_or_lacks_targets_changes_nothing() -> None:
-    run_ranks(_not_taken, 2)
+def _look(rank: int) -> None:
+    _same_results(Layout(2))
+    _same_results(Layout(2, tp=2))
+    _not_taken()
+
+
+def test_nothing_is_read_before_the_update_and_a_step_that_is_not_taken_changes_nothing() -> None:
+    run_ranks(_look, 2)
