@@ -36,7 +36,7 @@ def test_parameters_and_states_are_the_same_bits(kind: str, late: str, monkeypat
         for model, optimizer in zip(models, (plain, offloaded), strict=True):
             _take_steps(model, optimizer, steps)
         on_device, on_host = _everything(models[0], plain), _everything(models[1], offloaded)
-        assert not _differences(*(_to_cpu(state) for state in (on_device, on_host)))
+        assert not _differences(*(_moved(state, "cpu") for state in (on_device, on_host)))
         large = [x for x in tree_leaves(on_host["state"]) if isinstance(x, Tensor) and x.ndim]
         assert large and all(x.device.type == "cpu" and x.is_pinned() for x in large)
 
@@ -54,8 +54,8 @@ def _late(method: Any) -> Any:
     return late_method
 
 
-def _to_cpu(state: Any) -> Any:
-    return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, state)
+def _moved(state: Any, device: str) -> Any:
+    return tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, state)
 
 
 def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
@@ -64,7 +64,7 @@ def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
     counts = [p.numel() for p in model.parameters()]
     assert optimizer.host_bytes == sum(2 * -(-4 * count // 256) * 256 for count in counts)
     _take_steps(model, optimizer, range(2))
-    optimizer.load_state_dict(_to_device(optimizer.state_dict()))  # as from an optimizer with states on the device
+    optimizer.load_state_dict(_moved(optimizer.state_dict(), "cuda"))  # as from an optimizer with states on the device
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -73,7 +73,3 @@ def test_states_are_loaded_and_two_buckets_are_on_the_device() -> None:
     assert 1.4 * BUCKET < added <= optimizer.device_bytes + (1 << 16) <= 2 * BUCKET + (1 << 16)
     assert torch.cuda.memory_allocated() - before < 1 << 16
     assert optimizer.host_bytes == sum(2 * -(-4 * count // 256) * 256 for count in counts)
-
-
-def _to_device(state: Any) -> Any:
-    return tree_map(lambda x: x.to(GPU) if isinstance(x, Tensor) else x, state)

