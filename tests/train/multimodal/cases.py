@@ -1,7 +1,5 @@
 """The axes of the gradient oracle of two-module models: layouts, owners, plans, documents, and ways to train."""
 
-import itertools
-import random
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,7 +10,7 @@ import torch
 from longspan.layout import Layout
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.train.plans import PlanChoice
-from tests.pairs import drawn_row, every_pair
+from tests.pairs import every_pair
 from tests.train.multimodal.documents import documents_of
 
 ACROSS = (0, 4, 1, 5, 2, 6, 3, 7)  # neighbours of the encoder are far apart in the language model
@@ -172,10 +170,3 @@ def pairs(ranks: int) -> list[Case]:
 def few_pairs() -> list[Case]:
     ways = (FROZEN[:3], FAMILIES[:1], DTYPES, WAVES[1:], ENCODER, ("sharded", "copies", "sequence parallel"))
     return [Case(*values) for values in every_pair((ON[2], OWNERS, PLANNERS, DOCUMENTS[:2], *ways), 0, fits)]
-
-
-def product(ranks: int) -> list[Case]:
-    """Every layout under every owner and planner with every set of documents, in ways to train that are drawn."""
-    draw, axes = random.Random(0), (ON[ranks], *AXES)
-    layouts = (values for values in itertools.product(*axes[:4]) if fits(values))
-    return [Case(*drawn_row(draw, axes, dict(enumerate(values)), fits)) for values in layouts]

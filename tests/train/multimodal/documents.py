@@ -5,16 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from longspan import Document
 from longspan.bridge import Item, ItemDocuments
-from tests.train.multimodal.encoders import CLIP_ROWS, CLIP_SIDE, PATCH
+from tests.train.multimodal.encoders import PATCH
 
 VOCABULARY = 66  # tp 2 and 3 divide it
 Spans = tuple[tuple[int, int], ...]
 
-# Length of each document, and its items: a modality and spans. Items of "video" always have CLIP_ROWS rows.
+# Length of each document, and its items: a modality and spans.
 Described = tuple[int, tuple[tuple[str, Spans], ...]]
 SETS: dict[str, tuple[Described, ...]] = {
     "mixed": (
@@ -51,14 +50,7 @@ def documents_of(name: str, seed: int = 0) -> ItemDocuments:
         tokens[2] = Document(tokens[2], loss_mask=np.zeros(len(tokens[2])))
     items = [Item(d, spans, kind) for d, (_, described) in enumerate(SETS[name]) for kind, spans in described]
     items = [items[i] for i in draw.permutation(len(items))]
-    return ItemDocuments(tokens, items, [input_of(item, draw) for item in items])
-
-
-def input_of(item: Item, draw: np.random.Generator) -> Tensor:
-    if item.modality == "video":
-        assert item.rows == CLIP_ROWS
-        return torch.from_numpy(draw.normal(size=(3, CLIP_SIDE, CLIP_SIDE)))
-    return torch.from_numpy(draw.normal(size=(item.rows, PATCH)))
+    return ItemDocuments(tokens, items, [torch.from_numpy(draw.normal(size=(item.rows, PATCH))) for item in items])
 
 
 def placeholders(length: int, items: Sequence[Item]) -> np.ndarray:

@@ -1,19 +1,16 @@
-"""Two small encoders with projectors: a vision transformer of our own with fused projections, and CLIP's."""
+"""Two small encoders with projectors: vision transformers of our own with fused projections."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 
 WIDTH, HEADS, PATCH, LONGEST = 16, 8, 12, 64  # 8 heads: so many ranks may share a block
-CLIP_ROWS, CLIP_SIDE = 4, 6  # an image of 6 x 6 pixels is 4 patches of 3 x 3
 
 
 class Attention(nn.Module):
@@ -57,7 +54,7 @@ class TinyViT(nn.Module):
     With a shard, whose documents are items, other slots may hold the other rows of an item.
     """
 
-    def __init__(self, out: int, blocks: int = 2) -> None:
+    def __init__(self, out: int, blocks: int) -> None:
         super().__init__()
         self.patches, self.positions = nn.Linear(PATCH, WIDTH), nn.Embedding(LONGEST, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
@@ -84,33 +81,11 @@ def _local_rows(lengths: Sequence[int], shard: SequenceShard) -> Tensor:
     return torch.from_numpy(np.concatenate(rows))
 
 
-class ClipEncoder(nn.Module):
-    """CLIP's vision model from transformers over images of one size, without its class token, and a projector."""
-
-    def __init__(self, out: int) -> None:
-        super().__init__()
-        config = CLIPVisionConfig(
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=1,
-            num_attention_heads=HEADS,
-            image_size=CLIP_SIDE,
-            patch_size=CLIP_SIDE // 2,
-        )
-        config._attn_implementation = "sdpa"
-        self.tower, self.projector = CLIPVisionModel(config), nn.Linear(WIDTH, out)
-
-    def forward(self, inputs: list[Tensor]) -> Tensor:
-        pixels = torch.stack(inputs).to(self.projector.weight)
-        rows = self.tower(pixel_values=pixels).last_hidden_state[:, 1:]  # (items, CLIP_ROWS, WIDTH)
-        return self.projector(rows.flatten(0, 1))
-
-
 def encoder_of(modality: str, out: int, dtype: torch.dtype) -> nn.Module:
-    """The encoder of "image" (of our own) or "video" (CLIP's); weights depend on the modality and sizes alone."""
+    """The encoder of "image", or of "video" with a block less; weights depend on the modality and sizes alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        module: Any = TinyViT(out) if modality == "image" else ClipEncoder(out)
+        module = TinyViT(out, blocks=2 if modality == "image" else 1)
         for parameter in module.parameters():  # biases start at zero, norms at one: that would hide mistakes
             parameter.data += 0.1 * torch.randn_like(parameter)
     return module.to(dtype)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Document
 from longspan.bridge import ItemDocuments
 from longspan.model.experts.moe import router_modules
+from tests.model.deep import deep_config
 from tests.model.experts.moe_models import router_losses
-from tests.model.stock import SIZES, _norms_in_float64, gradients_of
+from tests.model.stock import _norms_in_float64, gradients_of, random_model
 from tests.train.multimodal.documents import VOCABULARY, placeholders
 from tests.train.multimodal.encoders import encoder_of
 
@@ -31,11 +32,9 @@ def config_of(family: str) -> PreTrainedConfig:
     """Qwen3 with a tied and with an untied head, and Qwen3-MoE whose second layer is dense; 1, 2 and 3 ranks share
     their heads."""
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4}
-    sizes: dict[str, Any] = SIZES | heads | {"hidden_size": HIDDEN, "vocab_size": VOCABULARY}
-    if family == "qwen3-moe":
-        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-        return Qwen3MoeConfig(**sizes, **experts, mlp_only_layers=[1], tie_word_embeddings=True)
-    return Qwen3Config(**sizes, tie_word_embeddings=family == "qwen3")
+    config = deep_config(family.removesuffix("-untied"), 2, VOCABULARY, hidden_size=HIDDEN, **heads)
+    config.tie_word_embeddings = family != "qwen3-untied"
+    return config
 
 
 def language_model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -43,14 +42,10 @@ def language_model_of(family: str, dtype: torch.dtype) -> PreTrainedModel:
     settings: dict[str, Any] = {"attn_implementation": "eager" if dtype == torch.float32 else "sdpa"}
     if family == "qwen3-moe":
         settings["experts_implementation"] = "eager"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(family), **settings)
-        for parameter in model.parameters():  # norms start at one, which would hide their gradients
-            parameter.data += 0.1 * torch.randn_like(parameter)
+    model = random_model(config_of(family), dtype, **settings)
     if dtype == torch.float64:
         _norms_in_float64(model)
-    return model.to(dtype)
+    return model
 
 
 class Dense(nn.Module):

@@ -1,4 +1,4 @@
-"""`longspan train` with [lora] over rows with images: equal at any degree, gone on with, and read by stock peft."""
+"""`longspan train` with [lora] or [mtp] over images: equal at any degree, gone on with, and read by stock packages."""
 
 import json
 from dataclasses import replace
@@ -10,32 +10,28 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
 from longspan.config.file import load_config
 from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
+from longspan.model import add_mtp, load_model
 from longspan.model.lora import PARTS, NewAdapter, add_lora
 from longspan.run.checks import check_image_keys, check_lora
-from longspan.run.loggers import read_metrics
 from longspan.run.set_up import _check_same_run
-from longspan.testing import run_ranks
 from tests.model.vision.models import tiny
-from tests.mutation import mutated
-from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run
+from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
 from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
-from tests.train.small import train_rank
 
 peft = pytest.importorskip("peft")
 ADAPTED = "adapted"
 ONE = {"context__max_tokens_per_slot": 256}
 TWO = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
-BESIDE = {"none": 0, "projector": 5, "all": 42, ADAPTED: 0}  # tensors of tower and projector that are trained whole
+BESIDE = {"projector": 5, ADAPTED: 0}  # tensors of tower and projector that are trained whole
 
 
 def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfig:
-    keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, "encoder__lr": 2e-3 * (trained != "none")}
+    keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, "encoder__lr": 2e-3}
     keys |= {"lora__parts": list(PARTS)} if trained == ADAPTED else {"encoder__train": trained}
     return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys, **degrees)
 
@@ -50,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("trained", BESIDE)
-def test_adapters_beside_images(trained: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters_beside_images(trained: str, folder: Path) -> None:
     config, alone = (config_of(folder, f"{n}-{trained}", trained, **degrees) for n, degrees in ((2, TWO), (1, ONE)))
     two = losses_of_run(config, 2)
     assert farthest(two[:5], losses_of_run(alone, 1)) < 1e-6 and two[3] < two[0]
@@ -58,10 +54,6 @@ def test_adapters_beside_images(trained: str, folder: Path, capsys: pytest.Captu
     resumed = losses_of_run(replace(other, context=alone.context), 2)
     assert farthest(resumed[:5], two[:5]) < 1e-6
     _check_stock(Path(config.run.dir), folder / "model", BESIDE[trained], folder / trained)
-    capsys.readouterr()
-    words = ["--world", "2", "--context.eval_context_parallel_size", "1", "--encoder.tp", "1", "--json"]
-    assert eval_main([config.run.dir, *words, "--device", "cpu"]) == 0
-    assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(two[4], rel=1e-6)
 
 
 def _check_stock(run: Path, base: Path, beside: int, out: Path) -> None:
@@ -90,26 +82,32 @@ def _image() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": kinds}
 
 
-def _losses_forgetting(rank: int, config: RunConfig, undone: bool) -> None:
-    with mutated(None if undone else ("model.adapters", " or name in trained", "")):
-        train_rank(rank, config, 1)
+DEPTHS = {"mtp__depths": 1, "mtp__loss_weight": 0.5, "mtp__train_whole": True, "encoder__train": "projector"}
 
 
 @pytest.mark.whole
-def test_a_projector_that_no_checkpoint_holds_is_noticed(folder: Path) -> None:
-    errors = list[float]()
-    for forgets in (False, True):
-        config = config_of(folder, f"forgets-{forgets}", "projector", **ONE)
-        run_ranks(_losses_forgetting, 1, config, not forgets, timeout=120)
-        other = gone_on_from_the_first_checkpoint(config, folder / f"forgot-{forgets}", ParallelConfig())
-        run_ranks(_losses_forgetting, 1, other, not forgets, timeout=120)
-        errors.append(farthest(losses_in(other), losses_in(config)))
-    assert errors[0] < 1e-9 and errors[1] > 1e-3, errors
+@pytest.mark.filterwarnings("ignore:.*are no part of the.*itself")  # the depths, which are added then
+def test_whole_depths_beside_images_and_an_adapter(folder: Path) -> None:
+    def losses(config: RunConfig, ranks: int) -> list[float]:
+        return [float(row[key]) for row in train_rows(config, ranks) for key in ("loss", "mtp_loss_1", "grad_norm")]
 
-
-def losses_in(config: RunConfig) -> list[float]:
-    rows = read_metrics(Path(config.run.dir) / "metrics.jsonl")
-    return [float(row[key]) for row in rows for key in ("loss", "eval_loss") if key in row]
+    keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, **DEPTHS}
+    rows, model = folder / "rows" / "rows.jsonl", folder / "model"
+    two, alone = (settings(folder / f"mtp-{n}", rows, model, **keys, **more) for n, more in ((2, TWO), (1, ONE)))
+    wanted = losses(alone, 1)
+    assert len(wanted) == 12 and farthest(losses(two, 2), wanted) < 1e-6  # norms and rotary angles are in float32
+    for name, parallel in {"tp": ParallelConfig(tp=2), "pp": ParallelConfig(pp=2)}.items():
+        other = gone_on_from_the_first_checkpoint(alone, folder / f"mtp-{name}", parallel)
+        assert farthest(losses(other, 2), wanted) < 1e-6
+    out = folder / "mtp-out"
+    assert export_main([two.run.dir, str(out), "--merge"]) == 0
+    weights = load_file(out / "model.safetensors")
+    AutoModelForImageTextToText.from_pretrained(out)  # without depths
+    read = add_mtp(load_model(out, images=True, sharded=False), 1, weights=out)
+    saved = load_file(Path(two.run.dir) / "model" / "adapter_model.safetensors")
+    depths = {name.removeprefix("base_model.model."): x for name, x in saved.items() if "mtp.layers.0." in name}
+    assert depths and all(torch.equal(x.to(weights[name].dtype), weights[name]) for name, x in depths.items())
+    assert all((read.get_parameter(name) - x).abs().max() < 1e-2 for name, x in depths.items())
 
 
 MODEL = {"lora.rank": 8, "model.path": "x"}

@@ -5,14 +5,12 @@ from typing import NamedTuple
 
 import pytest
 
-from longspan import World, run_step
-from longspan.errors import CommError, LongspanError
+from longspan.errors import LongspanError
 from longspan.plan.items import encoding_plan
-from longspan.testing import backend, run_ranks
-from tests.mutation import mutate, mutated
+from longspan.testing import run_ranks
+from tests.mutation import mutated
 from tests.train.multimodal.cases import Case
-from tests.train.multimodal.documents import documents_of
-from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, model_of, run
+from tests.train.multimodal.oracle import LIMITS, Answers, Errors, answers_of, run
 
 PASS, OWNERS = "train.terms.encoders", "plan.items.encoding_plan"
 FAN_IN = Case("2·2→2·2·1", documents="even")
@@ -112,29 +110,3 @@ def _noticed(seen: Errors | str, mutation: Mutation) -> bool:
     if isinstance(seen, str):
         return seen == mutation.shows
     return mutation.shows in Errors._fields and getattr(seen, mutation.shows) > 1e6 * LIMITS[mutation.case.dtype]
-
-
-# ---- a rank that does not enter the way back
-
-
-def _one_rank_skips(rank: int) -> str:
-    case = Case("1·4→1·4·1", documents="even")
-    if rank == 1:
-        mutate(
-            PASS,
-            "wave.bridge.back(_row_gradient(wave, output))",
-            "_row_gradient(wave, output).new_zeros(output.shape)",
-        )
-    with World(case.home, backend=backend(), timeout=3) as world, World(case.encoder_home, backend=backend()) as other:
-        model = model_of(case, world, other)
-        run_step(model, case.plan(), documents_of(case.documents), world, step=7)
-    return ""
-
-
-@pytest.mark.whole
-@pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
-def test_a_rank_that_skips_the_way_back_is_named() -> None:
-    with pytest.raises(CommError) as raised:
-        run_ranks(_one_rank_skips, 4)
-    said = [str(raised.value), *raised.value.__notes__]
-    assert any("rank 1" in words and "row gradients" in words and "step 7" in words for words in said), said
