@@ -1,5 +1,7 @@
 """Documents that ranks load themselves: which rows go where, and steps of them against one dense float64 model."""
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,11 +30,13 @@ from longspan.data.document import LabelledPack, Piece
 from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
+from longspan.train.gather import GatheredDocuments
 from longspan.train.read_rows import count_prefix_rows, read_rows
 from longspan.train.step_inputs import count_pack_targets
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
+Dealt = tuple[Layout, Sequence[int]]  # a home, and how many documents its ranks get, the last the rest
 
 
 def document(number: int, length: int) -> Document:
@@ -72,56 +76,52 @@ def plans_of(home: Layout, targets: int) -> list[Plan]:
     ]
 
 
-def compare_rows(rank: int, home: Layout, of: Sequence[int]) -> tuple[list[int], int]:
-    """Read micro-batches of several plans from what arrived and from the list; the rows that are here, and needed."""
-    documents, here, needed = batch(), list[int](), 0
-    with World(home, backend=backend(), timeout=60) as world:
-        local = dealt(documents, home.ranks, of)[rank]
-        gathered = gather_documents(local, world)
-        assert gathered.lengths == LENGTHS and gathered.targets == sum(d.targets for d in documents)
-        assert [len(d) for d in gathered] == list(LENGTHS)
-        assert [len(documents[d]) for d in gathered.local] == [len(d) for d in local]
-        for d in gathered.local:
-            assert np.array_equal(gathered[d][:], documents[d].ids)
-            assert np.array_equal(gathered[d].labels(), documents[d].labels())
-        for d, length in enumerate(LENGTHS):
-            assert count_prefix_rows(gathered[d], d, length) == count_prefix_rows(documents[d], d, length)
-        for plan in plans_of(home, gathered.targets):
-            assert count_pack_targets(gathered, replace(plan, targets=0)) == plan
-            for depths in (0, 2):
-                rows = gathered.rows_under(plan, depths)
-                places = set[tuple[int, int]]()
-                for micro_batch in plan.micro_batches:
-                    shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
-                    ours = read_rows(rows, shard, VOCABULARY, depths=depths)
-                    plain = read_rows(documents, shard, VOCABULARY, depths=depths)
-                    for one, other in zip((ours, *ours.deeper), (plain, *plain.deeper), strict=True):
-                        assert np.array_equal(one.ids, other.ids) and np.array_equal(one.labels, other.labels)
-                        assert one.values.keys() == other.values.keys()
-                        assert all(np.array_equal(one.values[name], other.values[name]) for name in one.values)
-                    for part in shard.parts:
-                        for local_number, start, stop, _ in part.segments() if part.index >= 0 else ():
-                            end = min(stop, part.group.lengths[local_number])
-                            ahead = min(end + depths + 1, part.group.lengths[local_number]) if end > start else start
-                            places |= {(part.group.documents[local_number], p) for p in range(start, ahead)}
-                here.append(len(rows._rows_here.numbers))
-                needed += len(places)
-                assert here[-1] == len(places)  # no more than what is read here
-    return here, needed
+def compare_rows(rank: int, cases: Sequence[Dealt]) -> None:
+    for home, of in cases:
+        with World(home, backend=backend(), timeout=60) as world:
+            local = dealt(batch(), home.ranks, of)[rank]
+            compare_with_list(gather_documents(local, world), local, world)
+
+
+def compare_with_list(gathered: GatheredDocuments, local: Sequence[Document], world: World) -> None:
+    """Read micro-batches of several plans from what arrived and from the list; no other rows are here than are read."""
+    documents = batch()
+    assert gathered.lengths == LENGTHS and gathered.targets == sum(d.targets for d in documents)
+    assert [len(d) for d in gathered] == list(LENGTHS)
+    assert [len(documents[d]) for d in gathered.local] == [len(d) for d in local]
+    for d in gathered.local:
+        assert np.array_equal(gathered[d][:], documents[d].ids)
+        assert np.array_equal(gathered[d].labels(), documents[d].labels())
+    for d, length in enumerate(LENGTHS):
+        assert count_prefix_rows(gathered[d], d, length) == count_prefix_rows(documents[d], d, length)
+    for plan, depths in itertools.product(plans_of(world.home, gathered.targets), (0, 2)):
+        assert count_pack_targets(gathered, replace(plan, targets=0)) == plan
+        rows, places = gathered.rows_under(plan, depths), set[tuple[int, int]]()
+        for micro_batch in plan.micro_batches:
+            shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
+            ours, plain = (read_rows(x, shard, VOCABULARY, depths=depths) for x in (rows, documents))
+            for one, other in zip((ours, *ours.deeper), (plain, *plain.deeper), strict=True):
+                assert np.array_equal(one.ids, other.ids) and np.array_equal(one.labels, other.labels)
+                assert one.values.keys() == other.values.keys()
+                assert all(np.array_equal(one.values[name], other.values[name]) for name in one.values)
+            for part in shard.parts:
+                for local_number, start, stop, _ in part.segments() if part.index >= 0 else ():
+                    end = min(stop, part.group.lengths[local_number])
+                    ahead = min(end + depths + 1, part.group.lengths[local_number]) if end > start else start
+                    places |= {(part.group.documents[local_number], p) for p in range(start, ahead)}
+        assert len(rows._rows_here.numbers) == len(places)
 
 
 @pytest.mark.parametrize(
-    ("home", "of"),
+    "cases",
     [
-        (Layout(ranks=(2, 0, 1)), (3, 0)),  # rank 0 brings nothing; the order is the home's
-        (Layout(ranks=4, tp=2), (1, 4, 0)),
-        (Layout(ranks=4, pp=2), (2, 3, 0)),
+        [(Layout(ranks=(2, 0, 1)), (3, 0))],  # rank 0 brings nothing; the order is the home's
+        [(Layout(ranks=4, tp=2), (1, 4, 0)), (Layout(ranks=4, pp=2), (2, 3, 0))],
     ],
-    ids=["three slots", "tp 2", "pp 2"],
+    ids=["three slots", "tp 2, pp 2"],
 )
-def test_each_rank_gets_the_rows_that_it_reads(home: Layout, of: Sequence[int]) -> None:
-    answers = run_ranks(compare_rows, len(home.ranks), home, of)
-    assert all(needed == sum(here) for here, needed in answers)
+def test_each_rank_gets_the_rows_that_it_reads(cases: list[Dealt]) -> None:
+    run_ranks(compare_rows, len(cases[0][0].ranks), cases)
 
 
 # ---- steps
@@ -131,90 +131,83 @@ def own_loss(log_probs: Tensor, at: Any) -> Tensor:
     return -(log_probs * at["advantage"] + at["reward"] * log_probs.exp()) * at["weights"]
 
 
-def train(rank: int, home: Layout, of: Sequence[int]) -> None:
+def train(rank: int) -> None:
     """Steps until all ranks have run out, beside those of the whole list: of all documents, then of the first rank's.
 
     That steps of a list are those of one process is shown elsewhere.
     """
-    wholes = [batch(), batch()[3:6]]
-    shares = iter([dealt(batch(), home.ranks, of)[rank], wholes[1] if rank == home.ranks[0] else [], []])
-    with World(home, backend=backend(), timeout=60) as world:
-        model = prepare_untried(tiny("qwen3", torch.float64), world)
-        while documents := gather_documents(next(shares), world):
-            whole, targets = wholes.pop(0), documents.targets
-            options = {"max_tokens_per_slot": 32, "targets": targets, "micro_batch_multiple": home.pp}
-            plan = plan_dynamic(documents.lengths, home, **options)
-            for loss in (None, own_loss):
-                answers = list[tuple[float, dict[str, Tensor]]]()
-                for of_step in (documents, whole):
-                    answers.append((run_step(model, plan, of_step, world, loss=loss).loss, gradients_of(model)))
-                    model.zero_grad()
-                assert answers[0][0] == answers[1][0] and worst(answers[0][1], answers[1][1]) == 0
-            if home.pp == 1:
-                log_probs, expected = (token_log_probs(model, plan, x, world) for x in (documents, whole))
-                assert np.array_equal(log_probs.of(0), expected.of(0)) and len(log_probs.of(0)) == plan.lengths[0]
-                assert evaluate(model, documents, PlanChoice.fixed(home.slots), world).targets == targets
-    assert not wholes
+    for home, of in ((Layout(2), (3,)), (Layout(2, pp=2), (0,))):
+        wholes = [batch(), batch()[3:6]]
+        shares = iter([dealt(batch(), home.ranks, of)[rank], wholes[1] if rank == home.ranks[0] else [], []])
+        with World(home, backend=backend(), timeout=60) as world:
+            model = prepare_untried(tiny("qwen3", torch.float64), world)
+            while documents := gather_documents(next(shares), world):
+                compare_steps(model, documents, wholes.pop(0), world)
+        assert not wholes
 
 
-@pytest.mark.parametrize(("home", "of"), [(Layout(2), (3,)), (Layout(2, pp=2), (0,))], ids=["dynamic", "pp 2"])
-def test_steps_of_gathered_documents_are_those_of_the_list(home: Layout, of: Sequence[int]) -> None:
-    run_ranks(train, 2, home, of)
+def compare_steps(model: Any, documents: GatheredDocuments, whole: Sequence[Document], world: World) -> None:
+    targets, home = documents.targets, world.home
+    options = {"max_tokens_per_slot": 32, "targets": targets, "micro_batch_multiple": home.pp}
+    plan = plan_dynamic(documents.lengths, home, **options)
+    for loss in (None, own_loss):
+        answers = list[tuple[float, dict[str, Tensor]]]()
+        for of_step in (documents, whole):
+            answers.append((run_step(model, plan, of_step, world, loss=loss).loss, gradients_of(model)))
+            model.zero_grad()
+        assert answers[0][0] == answers[1][0] and worst(answers[0][1], answers[1][1]) == 0
+    if home.pp == 1:
+        log_probs, expected = (token_log_probs(model, plan, x, world) for x in (documents, whole))
+        assert np.array_equal(log_probs.of(0), expected.of(0)) and len(log_probs.of(0)) == plan.lengths[0]
+        assert evaluate(model, documents, PlanChoice.fixed(home.slots), world).targets == targets
+
+
+def test_steps_of_gathered_documents_are_those_of_the_list() -> None:
+    run_ranks(train, 2)
 
 
 # ---- what is refused
 
 
-def refusals(rank: int) -> dict[str, str]:
+def refuse(rank: int) -> None:
     first, plain = rank == 0, [[1, 2, 3], [4, 5]]
     items = ItemDocuments([np.zeros(4, dtype=np.int64)], [Item(0, ((1, 2),))], lambda item: None)
     pack = LabelledPack((Piece(Document([1, 2]), 0, 2), Piece(Document([3, 4]), 0, 2)))
-    mistakes: dict[str, Any] = {
-        "names": [Document([1, 2], reward=1.0)] if first else [Document([1, 2])],
-        "names here": [] if first else [Document([1, 2], reward=1.0), Document([1, 2])],
-        "floats": plain if first else [[1, 2], [0.5, 0.25]],
-        "batch": plain if first else {"input_ids": torch.zeros(2, 3)},
-        "mapping": plain if first else [{"input_ids": [1, 2]}],
-        "one document": plain if first else Document([1, 2]),
-        "none": plain if first else None,
-        "copies": plain,
-        "items": items,
-    }
-    said = dict[str, str]()
+    mistakes: list[tuple[Any, str]] = [  # what this rank brings, and what all say
+        (
+            [Document([1, 2], reward=1.0)] if first else [Document([1, 2])],
+            "documents of ranks (0) have 'reward' and those of ranks (1) have not",
+        ),
+        (
+            [] if first else [Document([1, 2], reward=1.0), Document([1, 2])],
+            "document 0 has 'reward' and document 1 has not",
+        ),
+        (plain if first else [[1, 2], [0.5, 0.25]], "document 1 gave float64 of shape (2,) for 2 positions"),
+        (plain if first else [[1, 2], [0.5, 0.25]], "rank 1 could not read its rows"),
+        (plain if first else {"input_ids": torch.zeros(2, 3)}, "documents_of(batch).documents"),
+        (plain if first else None, "documents_of(batch).documents"),
+        (plain if first else [{"input_ids": [1, 2]}], "document 0 is a dict of input_ids"),
+        (plain if first else Document([1, 2]), "document 0 is np.int64(1), which has no length"),
+        (plain, "ranks 0 and 1 bring the same 2 documents of (3, 2) tokens"),
+        (items, "have items"),
+    ]
     with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        for name, local in mistakes.items():
-            with pytest.raises(DataError) as caught:
+        for local, said in mistakes:
+            with pytest.raises(DataError, match=re.escape(said)):
                 gather_documents(local, world)
-            said[name] = str(caught.value)
         documents = gather_documents([[1, 2, 3], torch.tensor([4, 5])] if first else [pack], world)
         assert documents.lengths == (3, 2, 4) and [len(d.pieces) for d in documents] == [0, 0, 2]
         assert len(gather_documents([[7, 8]], world)) == 2  # one document that is the same may be chance
-        with pytest.raises(DataError) as elsewhere:
-            documents[2 if first else 0][np.array([1])]
-        said["not here"] = str(elsewhere.value)
-        for name, plan, kind in (
-            ("other plan", plan_fixed([3, 2], world.home, cp=1), DataError),
-            ("plans differ", plan_fixed([3, 2, 4], world.home, cp=1 + rank), CommError),
-        ):
-            with pytest.raises(kind) as refused:
-                documents.rows_under(plan)
-            said[name] = str(refused.value)
-    return said
+        number, read = (2, 2) if first else (0, 1)
+        said = rf"^row 1 of document {number} is not on rank {rank}, which read {read} documents? of 3"
+        with pytest.raises(DataError, match=said):
+            documents[number][np.array([1])]
+        said = r"the plan has 2 documents of \(3, 2\) tokens, 3 of \(3, 2, 4\) were gathered"
+        with pytest.raises(DataError, match=said):
+            documents.rows_under(plan_fixed([3, 2], world.home, cp=1))
+        with pytest.raises(CommError, match="2 different plans"):
+            documents.rows_under(plan_fixed([3, 2, 4], world.home, cp=1 + rank))
 
 
 def test_mistakes_are_named_on_every_rank() -> None:
-    first, second = run_ranks(refusals, 2)
-    for name in first.keys() - {"not here"}:
-        assert first[name].replace(" (on rank 1)", "") == second[name].replace(" (on rank 1)", ""), name
-    assert "documents of ranks (0) have 'reward' and those of ranks (1) have not" in first["names"]
-    assert "document 1 gave float64 of shape (2,) for 2 positions" in first["floats"]
-    assert "rank 1 could not read its rows" in first["floats"]
-    assert "document 0 has 'reward' and document 1 has not" in first["names here"]
-    assert "documents_of(batch).documents" in first["batch"] and "documents_of(batch).documents" in first["none"]
-    assert "document 0 is a dict of input_ids" in first["mapping"]
-    assert "document 0 is np.int64(1), which has no length" in first["one document"]
-    assert "ranks 0 and 1 bring the same 2 documents of (3, 2) tokens" in first["copies"]
-    assert "have items" in first["items"]
-    assert first["not here"].startswith("row 1 of document 2 is not on rank 0, which read 2 documents of 3")
-    assert "the plan has 2 documents of (3, 2) tokens, 3 of (3, 2, 4) were gathered" in first["other plan"]
-    assert "2 different plans" in first["plans differ"]
+    run_ranks(refuse, 2)

@@ -19,7 +19,7 @@ from longspan.train import step
 from longspan.train.passes import Passes
 from longspan.train.step import SlotPaceTerm
 from longspan.train.step_figures import StepFigures, waiting_text
-from longspan.train.terms.encoders import EncoderTimes, PartClock
+from longspan.train.terms.encoders import EncoderTimes
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
 SIZES = {"width": 16, "head_size": 8, "full_layers": 3, "merge": 2}
@@ -40,22 +40,6 @@ def test_images_count() -> None:
     # without a price they leave no share of the peak
     assert "tflops" not in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0, [4])
     assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
-
-
-def test_stages_of_a_pipeline_share_a_step() -> None:
-    plan = plan_fixed([32] * 8, Layout(2, pp=2), cp=1, max_tokens_per_slot=32, cost=COST)
-    figures = StepFigures(shape=TEXT, devices=2, priced_here=True).step_figures(plan, 2.0)
-    # eight micro-batches, and one to fill the stages
-    assert figures["predicted_seconds"] == plan.predicted_seconds == pytest.approx(9 * 0.16)
-    assert figures["bound_share"] == pytest.approx(8 * 0.16 / 2.0, rel=0.15)
-
-
-def test_parts_add_up() -> None:
-    clock = PartClock(torch.device("cpu"))
-    for _ in range(2):
-        with clock.time_part("phases"), clock.time_part("towers"):
-            sum(range(1000))
-    assert clock.seconds("phases") >= clock.seconds("towers") > 0
 
 
 def test_waits_for_sharded_weights_are_said() -> None:

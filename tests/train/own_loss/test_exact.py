@@ -64,7 +64,6 @@ FOLDED = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
 CASES = [
     Case("cp 2, one micro-batch", Layout(2), fixed(2, 50), temperature=0.7),
     Case("cp 2, chunks of two rows", Layout(2), fixed(2, 16), chunk=2, whole=True),
-    Case("cp 1", Layout(2), fixed(1, 40), whole=True),
     Case("dynamic, recomputed", Layout(2), dynamic(24), options=(("activation_checkpointing", True),)),
     Case("free", Layout(2), dynamic(24, "free"), whole=True),
     Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),)),
@@ -77,7 +76,6 @@ CASES = [
     Case("an adapter, pp 2", Layout(2, pp=2), fixed(1, 40), "adapter", whole=True),
     Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3, whole=True),
     Case("dynamic, folded stages", Layout(4, pp=2), dynamic(24), options=FOLDED, whole=True),
-    Case("dynamic over four slots", Layout(4), dynamic(16), whole=True),
     Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16), whole=True),
     Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe"),
 ]  # fmt: skip
