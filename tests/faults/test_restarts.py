@@ -14,15 +14,7 @@ from bench.processes.node_network import missing_permission
 
 from longspan.config.file import to_toml
 from longspan.run.loggers import read_metrics
-from tests.faults.live_run import (
-    LOCAL,
-    TORCHRUN,
-    last_step,
-    ranks_of,
-    saved_steps,
-    started,
-    wait_for,
-)
+from tests.faults.live_run import LOCAL, TORCHRUN, last_step, ranks_of, saved_steps, started, wait_for
 from tests.train.small import small_config
 
 pytestmark = [

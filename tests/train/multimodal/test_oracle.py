@@ -7,14 +7,7 @@ from longspan.testing import run_ranks
 from longspan.train.terms.encoders import plan_waves_ahead
 from tests.train.multimodal.cases import Case, few_pairs, pairs
 from tests.train.multimodal.documents import documents_of
-from tests.train.multimodal.oracle import (
-    LIMITS,
-    answers_of,
-    in_worlds,
-    model_of,
-    run,
-    worst_of_ranks,
-)
+from tests.train.multimodal.oracle import LIMITS, answers_of, in_worlds, model_of, run, worst_of_ranks
 
 # What runs always beside a draw on two ranks: the rest of the values, and several slots on both sides.
 CHOSEN = {
