@@ -1,19 +1,21 @@
-"""A page that is followed is for those who have its key, comes from loopback only, and shows records as text."""
+"""A page that is followed is for those who have its key, and shows records as text; it and ranks are on loopback."""
 
 import base64
 import http.client
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
+from longspan import Layout, World
+from longspan.launch.launch import LOOPBACK, start_store_server
 from longspan.report.follow import Follower, LiveRun, live_page
+from longspan.testing import run_ranks
 from tests.report.runs import train_row, write_run
 from tests.security.test_hostile_pages import BAD_ROWS
-from tests.security.test_sockets import LOOPBACKS, listening_addresses
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +99,47 @@ def test_hostile_records_make_a_page(follower: Follower, tmp_path: Path) -> None
     (run / "metrics.jsonl").unlink()
     os.mkfifo(run / "metrics.jsonl")  # it would be waited for
     assert LiveRun.read(run).step == 0
+
+
+# ---- sockets of ranks and pages
+
+LISTENS = "0A"
+LOOPBACKS = {"0100007F", f"{0:024X}01000000", f"{0:016X}FFFF00000100007F"}  # 127.0.0.1, ::1, ::ffff:127.0.0.1
+
+
+def sockets_of(pid: int) -> set[str]:
+    """The inodes of the sockets that a process has open."""
+    inodes = set[str]()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:  # closed meanwhile
+            continue
+        if target.startswith("socket:"):
+            inodes.add(target[len("socket:[") : -1])
+    return inodes
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """The addresses, as the kernel writes them, on which these processes listen over TCP."""
+    inodes = set[str]().union(*map(sockets_of, pids))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {row[1].partition(":")[0] for row in rows if row[3] == LISTENS and row[9] in inodes}
+
+
+def listen_as_rank(rank: int) -> set[str]:
+    with World(Layout(2), backend="gloo", timeout=60) as world:
+        world.control.gather_objects(rank)
+        return listening_addresses([os.getpid()])
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").is_file(), reason="sockets are read from /proc")
+def test_local_ranks_listen_on_loopback_only() -> None:
+    before = listening_addresses([os.getpid()])
+    store = start_store_server()
+    assert store.host == LOOPBACK
+    assert listening_addresses([os.getpid()]) & LOOPBACKS
+    assert listening_addresses([os.getpid()]) - before <= LOOPBACKS
+    addresses = run_ranks(listen_as_rank, 2)
+    assert all(addresses), "a rank over gloo listens"
+    assert set[str]().union(*addresses) <= LOOPBACKS

@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import struct
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from longspan.checkpoint.checkpoint import read_optimizer_values
 from longspan.checkpoint.export import _read_adapter_tensors
 from longspan.checkpoint.files import check_sizes, create_partial, publish_checkpoint, read_state
 from longspan.checkpoint.storage import Chunk, read_metadata, read_plain_file, shard_name, write_chunks
-from longspan.config.file import load_config
 from longspan.errors import CheckpointError
 from longspan.hf.files import FilesPart
 
@@ -29,20 +27,13 @@ WEIGHT = "model.weight"
 
 
 class Hostile:
-    """An object that makes a file when it is unpickled; with `by` through another function than open."""
+    """An object that makes a file when it is unpickled; with `by` "system" through a shell."""
 
     def __init__(self, trap: Path, by: str = "open") -> None:
         self.trap, self.by = str(trap), by
 
     def __reduce__(self) -> Any:
-        program = f"open({self.trap!r}, 'w').close()"
-        return {
-            "open": (builtins.open, (self.trap, "w")),
-            "system": (os.system, (f"touch {self.trap}",)),
-            "exec": (exec, (program,)),
-            "getattr": (getattr(os, "system"), (f"touch {self.trap}",)),  # noqa: B009
-            "load": (torch.load, (self.trap,), None, None, None),
-        }[self.by]
+        return (builtins.open, (self.trap, "w")) if self.by == "open" else (os.system, (f"touch {self.trap}",))
 
 
 @pytest.fixture
@@ -72,7 +63,6 @@ def change_header(file: Path, change: Callable[[dict[str, Any], dict[str, Any]],
 
 HEADERS: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda entry, _: entry.update(dtype="load"), r"00001.* is damaged .*model.weight has the dtype 'load'"),
-    (lambda entry, _: entry.pop("dtype"), r"00001.* is damaged \(KeyError: 'dtype'\)"),
     (lambda entry, _: entry.update(shape=[2**60, 5]), r"model.weight of \[\d+, 5\] at .* has bytes 0 to 80"),
     (lambda entry, _: entry.update(shape=[-2, -5]), r"model.weight has a number that is no size"),
     (lambda entry, _: entry.update(data_offsets=[80, 160]), r"has bytes 80 to 160 of 80"),
@@ -115,19 +105,6 @@ def test_a_part_that_is_missing_is_named(stored: Path) -> None:
     (stored / shard_name(0)).unlink()
     with pytest.raises(CheckpointError, match=r"have 5 numbers of model.weight, whose shape \[3, 5\] takes 15"):
         read_metadata(stored)
-
-
-def test_a_configuration_is_read_without_importing_what_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "hostile_part.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "config.toml").write_text(
-        "[train]\noptimizer = 'hostile_part.Sgd'\neval_metrics = ['hostile_part.metric']\n"
-        "[context]\nplanner = 'hostile_part.plan'\n[run]\nloggers = ['hostile_part.Log']\n"
-    )
-    assert load_config(tmp_path / "config.toml").train.optimizer == "hostile_part.Sgd"
-    assert "hostile_part" not in sys.modules
 
 
 def test_a_manifest_names_files_of_its_folder_only(stored: Path) -> None:

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import pickle
 import re
 import shutil
 import sys
@@ -11,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from longspan.cli.main import main
-from tests.security.test_hostile_checkpoints import Hostile
 from tests.train.small import small_config, train_rank, write_model
 
 SOURCE = Path(__file__).parents[2] / "src" / "longspan"
@@ -69,30 +66,6 @@ def with_code(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", auto_map=AUTO_MAP, tokenizer_class="Own")
 
 
-def with_pickle(folder: Path) -> None:
-    for file in folder.glob("*safetensors*"):
-        file.unlink()
-    torch.save({"model.norm.weight": Hostile(folder / "pickle.ran")}, folder / "pytorch_model.bin")
-
-
-def with_index_outside(folder: Path) -> None:
-    (folder.parent / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"model.norm.weight": "../outside.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def with_deep_index(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": ' + "[" * 100_000)
-
-
-HOSTILE: dict[Callable[[Path], None], str] = {
-    with_code: "no code of a folder is run",
-    with_pickle: "a pickle with more than tensors in it",
-    with_index_outside: "outside its folder",
-    with_deep_index: "index.json is damaged",
-}
 EVAL = ["eval", "model", "--data", "words=texts", "--world", "1", "--device", "cpu"]
 TRAIN = ["train", "--model.path", "model", "--data.path", "texts", "--world", "1", "--device", "cpu"]
 TRAIN += ["--run.dir", "new", "--train.lr", "1e-5", "--train.steps", "1"]
@@ -102,27 +75,14 @@ def refused(words: list[str], place: Path, capfd: pytest.CaptureFixture[str], me
     assert main(words) == 2
     error = capfd.readouterr().err
     assert message in error and not any(word in error for word in ADVICE), error
-    assert not list(place.rglob("*.ran")) and not (place / "trap").exists()
+    assert not list(place.rglob("*.ran"))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        pytest.param(change, words, marks=[] if (change, words) == (with_deep_index, EVAL) else pytest.mark.whole)
-        for change in HOSTILE
-        for words in (EVAL, TRAIN)
-    ],
-)
-def test_a_hostile_model_is_refused_by_verbs(
-    place: Path, words: list[str], change: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
-) -> None:
-    change(place / "model")
-    refused(words, place, capfd, HOSTILE[change])
-
-
-def test_a_hostile_model_is_not_planned_for(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_hostile_model_is_refused_by_verbs(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What else may be wrong with a folder is refused where it is read: tests/model/weights."""
     with_code(place / "model")
-    refused(["doctor", "--model", "model"], place, capfd, "no code of a folder is run")
+    for words in (EVAL, TRAIN, ["doctor", "--model", "model"]):
+        refused(words, place, capfd, "no code of a folder is run")
     assert main(["plan", "--same", "2x64", "--slots", "2", "--model", "model"]) in (0, 2)
     assert not list(place.rglob("*.ran"))
 
@@ -141,25 +101,14 @@ def test_export_and_report_import_nothing_that_a_run_names(place: Path, capfd: p
     capfd.readouterr()
 
 
-def metadata_is_a_program(run: Path) -> None:
-    (checkpoint,) = (run / "checkpoints").glob("step-??????")
-    (checkpoint / "optimizer.json").unlink()
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile(run.parent / "trap", "system")))
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"].pop("optimizer.json")
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
-
-
 def configuration_has_code(run: Path) -> None:
     (run / "own.py").write_text(CODE)
     edit_json(run / "config.json", auto_map=AUTO_MAP, model_type="own_of_nobody")
 
 
 RUNS: dict[Callable[[Path], None], str] = {
-    metadata_is_a_program: "checkpoint",
     configuration_has_code: "no code of a folder is run",
     lambda run: (run / "config.toml").write_text("a = " + "[" * 10_000): "is not TOML",
-    lambda run: (run / "config.toml").write_text("[train]\nsteps = " + "9" * 10_000): "is not TOML",
     lambda run: (run / "config.json").write_text("[" * 100_000): "cannot be loaded",
 }
 
