@@ -10,7 +10,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.resources import files
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +56,18 @@ from longspan.train.step_end import clip_grad_norm
 from longspan.train.terms.mtp import MtpLoss
 from tests.model.stock import SIZES, prepare_untried
 from tests.reference import dense_attention, relative_error
+from tests.ssm.parity import by_rows, convolved
 
 LENGTHS = (13, 6, 22, 9)
+Check = Callable[[World], float]
+Mask = Callable[[int, int], bool]
 
 
 def tiny_configuration(name: str = "Qwen3Config", **changes: Any) -> PreTrainedConfig:
     return getattr(transformers, name)(**(SIZES | changes))
 
 
-def draw_documents(lengths: Sequence[int] = LENGTHS, mask: Callable[[int, int], bool] | None = None) -> list[Document]:
+def draw_documents(lengths: Sequence[int] = LENGTHS, mask: Mask | None = None) -> list[Document]:
     """Documents of random ids; `mask` says of a document's number and a position whether it is a target."""
     random, documents = np.random.default_rng(0), list[Document]()
     for number, length in enumerate(lengths):
@@ -110,17 +112,33 @@ def _document_log_probs(model: Any, document: Document) -> Tensor:
 
 
 def make_model(config: PreTrainedConfig, world: World) -> Any:
-    return prepare_untried(make_tiny_model(config, torch.float64), world)
+    key = id(world), config.to_json_string()
+    if key not in _KEPT:
+        _KEPT[key] = prepare_untried(make_tiny_model(config, torch.float64), world), world
+    model, _ = _KEPT[key]
+    model.zero_grad()
+    return model
 
 
-def step_error(
-    world: World, config: PreTrainedConfig, documents: Sequence[Document], plan: Plan | None = None
-) -> float:
-    """This rank's worst relative error of a step's loss, gradient norm and gradients; by default at degree 2."""
-    answer, model = dense_answer(config, documents), make_model(config, world)
-    result = run_step(model, plan or plan_documents(documents, world), documents, world)
-    norm = 0.0 if result.grad_norm is None else loss_error(result.grad_norm, answer.norm)
-    return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), norm)
+def step(
+    name: str = "Qwen3Config",
+    lengths: Sequence[int] = LENGTHS,
+    mask: Mask | None = None,
+    cp: int = 2,
+    max_tokens_per_slot: int | None = None,
+    **changes: Any,
+) -> Check:
+    """This rank's worst relative error of a step's loss, gradient norm and gradients."""
+    config, documents = tiny_configuration(name, **changes), draw_documents(lengths, mask)
+
+    def error(world: World) -> float:
+        answer, model = dense_answer(config, documents), make_model(config, world)
+        plan = plan_documents(documents, world, cp, max_tokens_per_slot=max_tokens_per_slot)
+        result = run_step(model, plan, documents, world)
+        norm = 0.0 if result.grad_norm is None else loss_error(result.grad_norm, answer.norm)
+        return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), norm)
+
+    return error
 
 
 def model_error(model: Any, answer: Answer, world: World) -> float:
@@ -133,10 +151,6 @@ def model_error(model: Any, answer: Answer, world: World) -> float:
 # ---- losses and gradients
 
 
-def both_ranks_share_every_document(world: World) -> float:
-    return step_error(world, tiny_configuration(), draw_documents())
-
-
 def norms_at_degrees_1_and_2(world: World) -> float:
     config, documents = tiny_configuration(), draw_documents()
     norm, model, norms = dense_answer(config, documents).norm, make_model(config, world), list[float]()
@@ -144,31 +158,6 @@ def norms_at_degrees_1_and_2(world: World) -> float:
         norms.append(run_step(model, plan_documents(documents, world, cp), documents, world).grad_norm or 0.0)
         model.zero_grad()
     return max(loss_error(value, norm) for value in norms)
-
-
-def rank_without_targets(world: World) -> float:
-    """The first tokens are targets: in zigzag order rank 1 has none."""
-    documents = draw_documents((32, 40), mask=lambda _, position: position < 8)
-    return step_error(world, tiny_configuration(), documents)
-
-
-def uneven_masks(world: World) -> float:
-    documents = draw_documents((24, 40), mask=lambda _, position: position < 9 or position % 5 == 0)
-    return step_error(world, tiny_configuration(), documents)
-
-
-def uneven_micro_batches(world: World) -> float:
-    documents = draw_documents((30, 4, 3, 17))
-    plan = plan_documents(documents, world, max_tokens_per_slot=15)
-    return step_error(world, tiny_configuration(), documents, plan)
-
-
-def sums_of_log_probs(world: World) -> float:
-    """Over tensor-parallel ranks, which hold the same rows."""
-    config, documents = tiny_configuration(), draw_documents()
-    sums = [float(x.sum()) for x in dense_log_probs(config, documents)]
-    scores = token_log_probs(make_model(config, world), plan_documents(documents, world, 1), documents, world)
-    return max(loss_error(score, value) for score, value in zip(scores.sums.tolist(), sums, strict=True))
 
 
 def clipped_norm(world: World) -> float:
@@ -185,54 +174,46 @@ def clipped_norm(world: World) -> float:
 # ---- tokens, labels and evaluation
 
 
-def log_probs_of_tokens(world: World) -> float:
+def log_probs(cp: int) -> Check:
+    """The worst error of the log-probabilities of tokens, and of their sums over documents."""
     config, documents = tiny_configuration(), draw_documents()
-    exact = np.concatenate([x.numpy() for x in dense_log_probs(config, documents)])
-    scores = token_log_probs(make_model(config, world), plan_documents(documents, world), documents, world)
-    return float(np.abs(scores.values - exact).max())
+
+    def error(world: World) -> float:
+        exact = dense_log_probs(config, documents)
+        scores = token_log_probs(make_model(config, world), plan_documents(documents, world, cp), documents, world)
+        sums = [loss_error(score, float(x.sum())) for score, x in zip(scores.sums.tolist(), exact, strict=True)]
+        return max(*sums, float(np.abs(scores.values - torch.cat(exact).numpy()).max()))
+
+    return error
 
 
-def documents_of_two_tokens(world: World) -> float:
-    return step_error(world, tiny_configuration(), draw_documents((2, 5, 2, 2, 9)))
+def evaluation(
+    lengths: Sequence[int] = LENGTHS, mask: Mask | None = None, degrees: Sequence[int] = (2,), packed: bool = False
+) -> Check:
+    """The worst error of an evaluation's loss, of documents or of a packed row that is split by its position_ids."""
+    documents, config = draw_documents(lengths, mask), tiny_configuration()
+    row = np.concatenate([d.ids for d in documents])[None]
+    positions = np.concatenate([np.arange(length) for length in lengths])[None]
 
+    def error(world: World) -> float:
+        exact, model, read = dense_answer(config, documents).loss, make_model(config, world), documents
+        if packed:
+            read = documents_of({"input_ids": row, "position_ids": positions}).documents
+        losses = [evaluate(model, read, plan_documents(read, world, cp), world).loss for cp in degrees]
+        return max(loss_error(loss, exact) for loss in losses)
 
-def _evaluation_error(
-    world: World, documents: Sequence[Document], degrees: Sequence[int] = (2,), packed: Any = None
-) -> float:
-    """The worst error of an evaluation's loss, of these documents or of those that were packed and read again."""
-    config = tiny_configuration()
-    exact, model, read = dense_answer(config, documents).loss, make_model(config, world), packed or documents
-    losses = [evaluate(model, read, plan_documents(read, world, cp), world).loss for cp in degrees]
-    return max(loss_error(loss, exact) for loss in losses)
-
-
-def packed_batch(world: World) -> float:
-    """A row is split by its position_ids."""
-    documents = draw_documents()
-    row = np.concatenate([d.ids for d in documents])
-    positions = np.concatenate([np.arange(len(d)) for d in documents])
-    packed = documents_of({"input_ids": row[None], "position_ids": positions[None]}).documents
-    return _evaluation_error(world, documents, packed=packed)
-
-
-def evaluation_at_degrees_1_and_2(world: World) -> float:
-    return _evaluation_error(world, draw_documents(), (1, 2))
-
-
-def uneven_evaluation(world: World) -> float:
-    return _evaluation_error(world, draw_documents((3, 40, 5), mask=lambda d, p: d != 1 or p > 30))
-
-
-def documents_of_equal_length(world: World) -> float:
-    """A rank that read other documents than its group would fail no check of sizes."""
-    return _evaluation_error(world, draw_documents((16, 16, 16)))
+    return error
 
 
 # ---- attention
 
 
-def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = True) -> float:
+def attention(lengths: Sequence[int], *causal: bool) -> Check:
     """The worst relative error of attention's output and of the gradients of queries, keys and values."""
+    return lambda world: max(_attention_error(world, lengths, is_causal) for is_causal in causal)
+
+
+def _attention_error(world: World, lengths: Sequence[int], causal: bool) -> float:
     shard = bind(plan_fixed(lengths, world.home, 2).micro_batches[0], world)
     random = torch.Generator().manual_seed(0)
     *leaves, out_gradient = (torch.randn(sum(lengths), n, 8, generator=random).double() for n in (4, 2, 2, 4))
@@ -245,64 +226,27 @@ def _attention_error(world: World, lengths: Sequence[int], *, causal: bool = Tru
     return max(relative_error(result, shard.scatter(x)) for result, x in zip(results, exact, strict=True))
 
 
-def ring_gradients(world: World) -> float:
-    return _attention_error(world, (29, 12))
-
-
-def odd_lengths(world: World) -> float:
-    """Lengths that twice the degree does not divide."""
-    return max(_attention_error(world, (7, 3, 1), causal=causal) for causal in (True, False))
-
-
-def sinks(world: World) -> float:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    rope = {"rope_type": "default", "rope_theta": 1e4}
-    config = tiny_configuration("GptOssConfig", **experts, sliding_window=128, rope_parameters=rope)
-    return step_error(world, config, draw_documents())
-
-
-def windows(world: World) -> float:
-    return step_error(world, tiny_configuration("MistralConfig", sliding_window=5), draw_documents())
-
-
-def packed_positions(world: World) -> float:
-    return step_error(world, tiny_configuration("LlamaConfig"), draw_documents((8, 16, 4, 12)))
-
-
 # ---- layers
 
 _LENGTHS = (9, 14, 5)
 
 
 def states_of_packed_documents(world: World) -> float:
-    """A scan over two ranks, against scans of each document, step by step."""
+    """A gated delta rule over two ranks, against the recurrence of each document."""
     random, rows = torch.Generator().manual_seed(0), sum(_LENGTHS)
     shapes = ((rows, 2, 4), (rows, 2, 4), (rows, 2, 3), (rows, 2, 1), (rows, 2))
     q, k, v, log_decays, beta = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in shapes)
     inputs = (q, F.normalize(k, dim=-1), v, -log_decays, beta)
-    borders = np.cumsum((0, *_LENGTHS)).tolist()
-    exact = torch.cat([_scan_document(*(x[a:b] for x in inputs)) for a, b in pairwise(borders)])
+    exact = by_rows(*inputs, _LENGTHS)
     shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
     q, k, v, log_decays, beta = (shard.scatter(x) for x in inputs)
     return relative_error(linear_scan(q, k, v, log_decays, beta, shard), shard.scatter(exact))
 
 
-def _scan_document(q: Tensor, k: Tensor, v: Tensor, log_decays: Tensor, beta: Tensor) -> Tensor:
-    """The gated delta rule: q, k (n, H, K), v (n, H, V), log decays (n, H, 1), beta (n, H) to (n, H, V)."""
-    state, outs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), list[Tensor]()  # state (H, K, V)
-    for t in range(len(q)):
-        state = state * log_decays[t].exp().unsqueeze(-1)
-        change = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
-        state = state + torch.einsum("hk,hv->hkv", k[t], change)
-        outs.append(torch.einsum("hk,hkv->hv", q[t], state))
-    return torch.stack(outs)
-
-
 def convolutions_of_packed_documents(world: World) -> float:
     random = torch.Generator().manual_seed(0)
     x, weight = (torch.rand(*shape, generator=random, dtype=torch.float64) for shape in ((sum(_LENGTHS), 6), (6, 4)))
-    padded = [F.pad(document.T, (3, 0))[None] for document in x.split(_LENGTHS)]
-    exact = torch.cat([F.conv1d(columns, weight[:, None], groups=6)[0].T for columns in padded])
+    exact = convolved(x, weight, None, _LENGTHS)
     shard = bind(plan_fixed(_LENGTHS, world.home, 2).micro_batches[0], world)
     return relative_error(causal_conv(shard.scatter(x), weight, None, shard), shard.scatter(exact))
 
@@ -318,44 +262,35 @@ def router_losses(world: World) -> float:
     return max(loss_error(result.loss, answer.loss), model_error(model, answer, world), *losses)
 
 
-def _depth_error(world: World, documents: Sequence[Document]) -> float:
+def depths(lengths: Sequence[int] = LENGTHS, mask: Mask | None = None) -> Check:
     """Gradients at degree 2 against those where one slot has all documents: the unchanged model has no depths."""
-    numbers, lengths = tuple(range(len(documents))), tuple(map(len, documents))
-    plan, one_slot = plan_documents(documents, world), MicroBatch((Group((0,), numbers, lengths),))
-    model = prepare_untried(add_mtp(make_tiny_model(tiny_configuration(), torch.float64), 1), world)
-    gradients = list[dict[str, Tensor]]()
-    for step_plan in (Plan(world.home.slots, lengths, (one_slot,), targets=plan.targets).check(), plan):
-        run_step(model, step_plan, documents, world, mtp=MtpLoss(0.3))
-        gradients.append(collect_gradients(model))
-        model.zero_grad()
-    return max(relative_error(gradients[1][name], exact) for name, exact in gradients[0].items())
+    documents = draw_documents(lengths, mask)
 
+    def error(world: World) -> float:
+        numbers = tuple(range(len(documents)))
+        plan, one_slot = plan_documents(documents, world), MicroBatch((Group((0,), numbers, (*lengths,)),))
+        model = prepare_untried(add_mtp(make_tiny_model(tiny_configuration(), torch.float64), 1), world)
+        gradients = list[dict[str, Tensor]]()
+        for step_plan in (Plan(world.home.slots, (*lengths,), (one_slot,), targets=plan.targets).check(), plan):
+            run_step(model, step_plan, documents, world, mtp=MtpLoss(0.3))
+            gradients.append(collect_gradients(model))
+            model.zero_grad()
+        return max(relative_error(gradients[1][name], exact) for name, exact in gradients[0].items())
 
-def depths(world: World) -> float:
-    return _depth_error(world, draw_documents())
-
-
-def depths_with_uneven_masks(world: World) -> float:
-    return _depth_error(world, draw_documents((24, 40), mask=lambda _, position: position < 11))
+    return error
 
 
 def norm_formulas(world: World) -> float:
-    """Of fused norms in two families, against the norms' own code, which rounds to float32: 0 below 1e-6."""
+    """Of fused norms in two families, against the norms' own code in float32: 0 below 1e-6."""
     errors = list[float]()
     for name in ("GemmaConfig", "Qwen3Config"):
         model = make_tiny_model(tiny_configuration(name), torch.float32)
-        fuse_norms(model)
-        # A fused norm's forward is bound to the norm and its formula.
-        fused = [x for x in model.modules() if isinstance(getattr(vars(x).get("forward"), "args", None), tuple)]
-        if not fused:
+        norms: list[Any] = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+        rows = [torch.linspace(-2, 3, norm.weight.numel(), dtype=torch.float32)[None] for norm in norms]
+        exact = [norm(x) for norm, x in zip(norms, rows, strict=True)]
+        if fuse_norms(model) != len(norms):
             return float("inf")
-        for norm in fused:
-            _, formula = vars(norm)["forward"].args
-            x = torch.linspace(-2, 3, norm.weight.numel(), dtype=torch.float64)  # pyright: ignore
-            weight: Any = norm.weight.detach().double()  # pyright: ignore[reportCallIssue]
-            eps = next(float(getattr(norm, key)) for key in ("variance_epsilon", "eps") if hasattr(norm, key))
-            exact = type(norm).forward(norm.double(), x)  # pyright: ignore[reportArgumentType]
-            errors.append(relative_error(formula(x, weight, eps), exact))
+        errors += [relative_error(norm(x), out) for norm, x, out in zip(norms, rows, exact, strict=True)]
     return max(error if error >= 1e-6 else 0.0 for error in errors)
 
 
@@ -378,17 +313,6 @@ def kernels_without_64_bits(world: World) -> float:
 
 
 # ---- runs
-
-
-def tied_embeddings(world: World) -> float:
-    """Over two stages, of which both have the embedding that is tied to the head."""
-    config, documents = tiny_configuration(tie_word_embeddings=True), draw_documents()
-    return step_error(world, config, documents, plan_documents(documents, world, 1))
-
-
-def split_layers(world: World) -> float:
-    documents = draw_documents()
-    return step_error(world, tiny_configuration(), documents, plan_documents(documents, world, 1))
 
 
 def _make_order(epochs: float) -> StepOrder:

@@ -13,6 +13,12 @@ from tests.zoo import checks
 
 CP, TP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
 
+RING = checks.attention((29, 12), True)
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SINKS = checks.step(
+    "GptOssConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=128, rope_parameters=ROPE
+)
+
 
 class KnownError(NamedTuple):
     """A check over two ranks of `home`, and a module, what stands there, and the other system's error in its place."""
@@ -27,7 +33,7 @@ class KnownError(NamedTuple):
 GROUPS: dict[str, dict[str, KnownError]] = {
     "Losses and gradients": {
         "loss times the degree": KnownError(
-            checks.both_ranks_share_every_document,
+            checks.step(),
             "train.passes",
             "return loss_sum / self.divisor",
             "return loss_sum * self.plan.micro_batches[0].groups[0].degree / self.divisor",
@@ -39,25 +45,25 @@ GROUPS: dict[str, dict[str, KnownError]] = {
             "(passes.mean(loss) * passes.plan.micro_batches[0].groups[0].degree).backward()",
         ),
         "nan on a rank without targets": KnownError(
-            checks.rank_without_targets,
+            checks.step(lengths=(32, 40), mask=lambda _, p: p < 8),  # in zigzag order rank 1 has none
             "train.loss",
             "return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows)",
             "return chunked_loss(hidden, targets, cross_entropy, head, self.chunk_rows) / len(targets.rows)",
         ),
         "loss divided by a rank's own targets": KnownError(
-            checks.uneven_masks,
+            checks.step(lengths=(24, 40), mask=lambda _, p: p < 9 or p % 5 == 0),
             "train.passes",
             "passes.mean(loss).backward()",
             "(loss / max(int((batch.labels != -100).sum()), 1) / passes.world.home.slots).backward()",
         ),
         "mean of the means of micro-batches": KnownError(
-            checks.uneven_micro_batches,
+            checks.step(lengths=(30, 4, 3, 17), max_tokens_per_slot=15),
             "train.passes",
             "passes.mean(loss).backward()",
             "(passes.mean(loss) * passes.plan.tokens / batch.shard.tokens / len(batches)).backward()",
         ),
         "metrics summed over ranks that hold the same": KnownError(
-            checks.sums_of_log_probs, "train.terms.token_loss", "if world.coordinates.tp == 0:", "if True:", TP
+            checks.log_probs(1), "train.terms.token_loss", "if world.coordinates.tp == 0:", "if True:", TP
         ),
         "gradient norm counts copies": KnownError(
             checks.clipped_norm,
@@ -69,64 +75,60 @@ GROUPS: dict[str, dict[str, KnownError]] = {
     },
     "Tokens, labels and evaluation": {
         "labels rolled inside a rank's part": KnownError(
-            checks.log_probs_of_tokens,
+            checks.log_probs(2),
             "train.read_rows",
             "row, tokens[ahead], labels[ahead], {",
             "row, tokens[ahead], np.roll(tokens[ahead], -1)[: len(labels[ahead])], {",
         ),
         "a document's last token predicts the next document": KnownError(
-            checks.documents_of_two_tokens,
+            checks.step(lengths=(2, 5, 2, 2, 9)),
             "train.read_rows",
             "row, tokens[ahead], labels[ahead], {",
             "row, tokens[ahead], np.append(labels[ahead], tokens[0])[: stop - start], {",
         ),
         "packed samples see each other": KnownError(
-            checks.packed_batch,
+            checks.evaluation(packed=True),
             "data.batch_documents",
             "begins = [start] if positions is None else _find_first_columns(row, positions[row], start, stop)",
             "begins = [start]",
         ),
         "evaluation loss times the degree": KnownError(
-            checks.evaluation_at_degrees_1_and_2,
+            checks.evaluation(degrees=(1, 2)),
             "evaluation.evaluate",
             "loss=loss / max(plan.targets, 1),",
             "loss=loss * plan.micro_batches[0].groups[0].degree / max(plan.targets, 1),",
         ),
         "evaluation averages averages": KnownError(
-            checks.uneven_evaluation,
+            checks.evaluation((3, 40, 5), lambda d, p: d != 1 or p > 30),
             "evaluation.evaluate",
             "loss=loss / max(plan.targets, 1),",
             "loss=sum(a / b for a, b in zip(totals.documents.tolist(), targets)) / len(targets),",
         ),
         "members evaluate different documents": KnownError(
-            checks.documents_of_equal_length,
+            checks.evaluation((16, 16, 16)),  # a rank that read other documents would fail no check of sizes
             "train.read_rows",
             "reader.read_run(document, start,",
             "reader.read_run((document + shard_part.member) % len(documents), start,",
         ),
     },
     "Attention": {
-        "gradients of ring attention": KnownError(
-            checks.ring_gradients, "attention.ring", "self._sums.add(owner, addends)", "self._sums.add(owner, [])"
-        ),
-        "sinks swallowed": KnownError(
-            checks.sinks, "model.seams.attention_calls", '"sinks": s_aux, "softcap"', '"sinks": None, "softcap"'
-        ),
+        "gradients of ring attention": KnownError(RING, "attention.ring", "add(owner, addends)", "add(owner, [])"),
+        "sinks swallowed": KnownError(SINKS, "model.seams.attention_calls", '"sinks": s_aux,', '"sinks": None,'),
         "windows dropped": KnownError(
-            checks.windows,
+            checks.step("MistralConfig", sliding_window=5),
             "model.seams.attention_calls",
             '"window": sliding_window, "chunk": chunk_size(module), "sinks"',
             '"window": None, "chunk": chunk_size(module), "sinks"',
         ),
         "the last token of an odd length": KnownError(
-            checks.odd_lengths,
+            checks.attention((7, 3, 1), True, False),
             "attention.call",
             "        if group.pad_to is None:\n            return segments\n"
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document])",
             "        stop = np.minimum(segments.stop, np.asarray(group.lengths)[segments.document] // 2 * 2)",
         ),
         "rotary positions of packed documents": KnownError(
-            checks.packed_positions,
+            checks.step("LlamaConfig", (8, 16, 4, 12)),
             "comm.shard",
             "return np.where(real, base + starts[document] + positions, -1), positions",
             "return np.where(real, base + starts[document] + positions, -1), "
@@ -166,14 +168,14 @@ GROUPS: dict[str, dict[str, KnownError]] = {
             "for f in (_PLAIN, NormFormula(offset=1.0))",
         ),
         "losses of later tokens divided by the degree": KnownError(
-            checks.depths,
+            checks.depths(),
             "train.terms.mtp",
             "shares = [mtp.weight / len(targets) * divisor / max(count, 1) for count in targets]",
             "shares = [mtp.weight / len(targets) * divisor / max(count, 1) "
             "/ passes.plan.micro_batches[0].groups[0].degree for count in targets]",
         ),
         "losses of later tokens divided by a rank's targets": KnownError(
-            checks.depths_with_uneven_masks,
+            checks.depths((24, 40), lambda _, p: p < 11),
             "train.terms.mtp",
             'world.control.sum_over_stages(local, "targets of multi-token prediction")',
             "local",
@@ -182,14 +184,14 @@ GROUPS: dict[str, dict[str, KnownError]] = {
     },
     "Runs": {
         "tied embeddings over pipeline stages": KnownError(
-            checks.tied_embeddings,
+            checks.step(cp=1, tie_word_embeddings=True),
             "model.pipeline.stages",
             "local_slice.copy_(sum_parts([*parts.values()]))",
             "pass",
             PP,
         ),
         "a sum over ranks without its gradient": KnownError(
-            checks.split_layers,
+            checks.step(cp=1),
             "comm.tp_collectives",
             '_all_reduce(gradient, world_key, "sum of gradients over tp")',
             "gradient",
