@@ -6,16 +6,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, BioGptConfig, GPT2Config, PreTrainedConfig, PreTrainedModel
 
+from longspan.comm import World, bind
 from longspan.errors import ModelError
+from longspan.layout import Layout
+from longspan.model import prepare
 from longspan.model.exactness.check_model import refuse_unsupported
 from longspan.model.experts.moe import use_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.seams.meta_pass import record_model
-from tests.model.stock import SIZES, tiny
+from longspan.plan import plan_fixed
+from longspan.testing import backend
+from longspan.train import run_step
+from tests.model.stock import SIZES, texts, tiny
 
 
 def build(config_class: str, **values: Any) -> PreTrainedModel:
@@ -23,7 +31,7 @@ def build(config_class: str, **values: Any) -> PreTrainedModel:
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim" or config_class != "FalconConfig"}
     config = getattr(transformers, config_class)(**{**sizes, **values})
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
 REFUSED = {
@@ -51,19 +59,21 @@ def test_configurations_refused_by_name(case: str) -> None:
     assert type(model).__name__ in str(caught.value)
 
 
+OTHER_HEAD = r"its head \(ForSequenceClassification\) is .*; use LlamaForCausalLM"
+
+
 def test_other_kinds_of_model() -> None:
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
     with torch.device("meta"), pytest.raises(ModelError, match="encoder-decoder"):
         refuse_unsupported(transformers.T5ForConditionalGeneration(config))
-    with torch.device("meta"), pytest.raises(ModelError, match="ForSequenceClassification"):
+    with torch.device("meta"), pytest.raises(ModelError, match=OTHER_HEAD):
         refuse_unsupported(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)))
     with pytest.raises(ModelError, match="takes a transformers model"):
-        refuse_unsupported(torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+        refuse_unsupported(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
 
 
 SHARED = {
     "a layer": (lambda model: setattr(model.layers, "1", model.layers[0]), "layers.1.self_attn.q_proj.weight is model"),
-    "an MLP": (lambda model: setattr(model.layers[1], "mlp", model.layers[0].mlp), "layers.1.mlp.gate_proj.weight is"),
     "a norm": (lambda model: setattr(model.layers[0], "input_layernorm", model.norm), "norm.weight is model.layers.0"),
 }
 
@@ -78,9 +88,8 @@ def test_layers_that_share_parameters(case: str) -> None:
         refuse_shared_layers(model, decoder_layers(model))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_the_probe_sees_every_layer_and_changes_nothing(family: str) -> None:
-    model = tiny(family)
+def test_the_probe_sees_every_layer_and_changes_nothing() -> None:
+    model = tiny("qwen3")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.set_attn_implementation(IMPLEMENTATION)
     refuse_unsupported(model)
@@ -92,7 +101,7 @@ def test_the_probe_sees_every_layer_and_changes_nothing(family: str) -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-READS: dict[str, Callable[[torch.Tensor], object]] = {
+READS: dict[str, Callable[[Tensor], object]] = {
     "in": lambda ids: 3 in ids[:, [-1, 0]],
     "equal": lambda ids: torch.equal(ids, ids + 1) or ids.equal(ids + 1),
     "allclose": lambda ids: torch.allclose(ids, ids + 1, atol=0) or ids.allclose(ids + 1, rtol=1e-3),
@@ -115,7 +124,6 @@ PROBED = {
         {},
         r"FalconForCausalLM: transformer.h.0.self_attention, .*\(FalconAttention\) bypasses",
     ),
-    "Bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, r"BloomForCausalLM cannot be probed|bypasses"),
     "JetMoe": (
         "JetMoeConfig",
         {"num_local_experts": 4, "kv_channels": 8, "num_experts_per_tok": 2},
@@ -141,8 +149,8 @@ PROBED = {
 }
 
 
-class OwnAttention(torch.nn.Module):
-    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+class OwnAttention(nn.Module):
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
         return hidden_states, None
 
 
@@ -161,9 +169,137 @@ def test_models_refused_by_the_probe(case: str) -> None:
         record_model(model)
 
 
-def test_phimoe_draws_its_experts_in_training_even_without_noise() -> None:
-    values = {"num_local_experts": 4, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
-    model = build("PhimoeConfig", **values)
-    model.set_attn_implementation(IMPLEMENTATION)
-    use_experts(model)
-    assert any("exponential_" in draw for draw in record_model(model, probe=False).draws)
+# ---- what is drawn at random outside attention: evaluated as it is, refused in training
+
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 64}
+NARROW = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 61,
+    "intermediate_size": 32,
+}
+RANDOM: dict[str, tuple[PreTrainedConfig, tuple[str, ...]]] = {
+    "modules": (GPT2Config(**GPT2), ("resid_pdrop (0.1)", "embd_pdrop (0.1)", "dropout of 0.1 (5 calls)")),
+    "of attention alone": (GPT2Config(**GPT2, resid_pdrop=0.0, embd_pdrop=0.0), ()),
+    "in functions": (
+        transformers.SeedOssConfig(
+            **NARROW, num_key_value_heads=1, head_dim=8, attention_dropout=0.1, residual_dropout=0.2
+        ),
+        ("residual_dropout (0.2)", "dropout of 0.2"),
+    ),
+    "layers left out": (
+        BioGptConfig(**NARROW, layerdrop=0.5, hidden_dropout_prob=0.0, activation_dropout=0.0),
+        ("layerdrop 0.5", "layerdrop (0.5)"),
+    ),
+    "nothing": (BioGptConfig(**NARROW, layerdrop=0.0, hidden_dropout_prob=0.0, activation_dropout=0.0), ()),
+}
+
+
+def built(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def training_draws(model: PreTrainedModel) -> tuple[str, ...]:
+    return record_model(model, probe=False).draws
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("probe", [True, False])
+def test_training_is_refused_by_name_and_evaluation_is_not(name: str, probe: bool) -> None:
+    config, says = RANDOM[name]
+    documents = texts((9, 5))
+    with World(Layout(ranks=1), backend=backend()) as world:
+        model = prepare(built(config).eval(), world, shard_parameters=False, probe=probe)
+        plan = plan_fixed((9, 5), world.home, cp=1)
+        assert torch.isfinite(torch.tensor(run_step(model, plan, documents, world, backward=False).loss))
+        shard = bind(plan.micro_batches[0], world)
+        ids = torch.zeros(1, 14, dtype=torch.long, device=world.device)
+        calls: list[Any] = [
+            lambda: run_step(model, plan, documents, world),
+            lambda: model.train()(input_ids=ids, position_ids=shard.position_ids[None], shard=shard),
+        ]
+        for call in calls:
+            if not says:
+                call()
+                continue
+            with pytest.raises(ModelError) as refused:
+                call()
+            assert all(words in str(refused.value) for words in says), str(refused.value)
+
+
+def test_modules_are_counted_where_a_model_does_not_run_without_memory() -> None:
+    class Refusing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if x.device.type != "meta" else x.item()
+
+    model = built(GPT2Config(**GPT2, embd_pdrop=0.25, attn_pdrop=0.5))
+    model.transformer.ln_f = Refusing()
+    model.set_attn_implementation("longspan")
+    assert training_draws(model) == ("dropout of 0.1 (4 calls)", "dropout of 0.25 (1 call)")
+
+
+class Noisy(nn.Module):
+    """A norm's place, with noise that is drawn by `draw` of the rows (1, T, D)."""
+
+    def __init__(self, draw: Callable[[Tensor], Any], always: bool) -> None:
+        super().__init__()
+        self.draw, self.always = draw, always
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or self.always:
+            self.draw(x)
+        return x
+
+
+def noisy(draw: Callable[[Tensor], Any], *, always: bool = False) -> PreTrainedModel:
+    model = built(RANDOM["nothing"][0])
+    model.biogpt.layer_norm = Noisy(draw, always)
+    return model
+
+
+DRAWS: dict[str, Callable[[Tensor], Any]] = {  # torch marks the operators that draw
+    "rand": lambda x: torch.rand(x.shape, device=x.device),
+    "randn": lambda x: torch.randn(x.shape),  # on the host, whatever the device is
+    "uniform_": lambda x: x.clone().uniform_(),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "dropout of 0.2": lambda x: F.dropout(x, 0.2),
+    "dropout1d of 0.3": lambda x: F.dropout1d(x, p=0.3),
+    "rand of rows' paths": lambda x: torch.rand((x.shape[0], 1, 1), device=x.device),  # as in transformers' drop_path
+}
+
+
+QUIET: dict[str, Callable[[Tensor], Any]] = {  # draw nothing, or a number alone
+    "a number": lambda x: torch.rand([]),
+    "dropout of nothing": lambda x: F.dropout(x, 0.0),
+    "dropout of evaluation": lambda x: F.dropout(x, 0.5, training=False),
+    "attention without dropout": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "a leaky slope": F.rrelu,
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWS, *QUIET])
+def test_draws_of_more_than_a_number_are_seen(name: str) -> None:
+    model, before = noisy((DRAWS | QUIET)[name]), torch.get_rng_state()
+    model.set_attn_implementation("longspan")
+    assert training_draws(model) == (() if name in QUIET else (f"{name.partition(' of rows')[0]} (1 call)",))
+    assert record_model(model, probe=False).draws_in_evaluation == ()
+    assert torch.equal(torch.get_rng_state(), before)  # of the host, as it was
+
+
+class NoiseOfTheHost(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape)
+
+
+def test_noise_of_a_device_of_its_own_is_named_and_noise_in_evaluation_refused_there_too() -> None:
+    model = built(RANDOM["nothing"][0])
+    model.biogpt.layer_norm = NoiseOfTheHost()
+    with World(Layout(ranks=1), backend=backend()) as world:
+        with pytest.raises(ModelError, match=r"as torch.randn\(shape\)"):
+            prepare(model, world, shard_parameters=False)
+        model = prepare(noisy(DRAWS["rand"], always=True).eval(), world, shard_parameters=False)
+        plan = plan_fixed((9, 5), world.home, cp=1)
+        with pytest.raises(ModelError, match=r"in training and in evaluation: rand \(1 call\)"):
+            run_step(model, plan, texts((9, 5)), world, backward=False)
