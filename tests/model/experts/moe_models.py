@@ -9,11 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
-    MixtralConfig,
-    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
@@ -24,8 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.experts.moe import router_modules
 from longspan.model.experts.router import RouterCoefficients
-from longspan.testing import backend
-from tests.model.stock import SIZES, _norms_in_float64, gradients_of
+from tests.model.stock import SIZES, gradients_of, random_model
 
 EXPERTS = 8
 
@@ -38,10 +34,6 @@ def moe_config(family: str) -> PreTrainedConfig:
         return Qwen3MoeConfig(**sizes, num_experts=EXPERTS, num_experts_per_tok=2, mlp_only_layers=[1])
     if family == "gpt-oss":
         return GptOssConfig(**SIZES, sliding_window=5, num_local_experts=EXPERTS, num_experts_per_tok=2)
-    if family == "mixtral":
-        return MixtralConfig(**SIZES, num_local_experts=EXPERTS, num_experts_per_tok=3)
-    if family == "olmoe":
-        return OlmoeConfig(**no_head, num_experts=EXPERTS, num_experts_per_tok=2)
     heads = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
     mla: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 16, **heads}
     routing: dict[str, Any] = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
@@ -56,15 +48,9 @@ def moe_model(family: str, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel
     """
     attention = "eager" if dtype == torch.float32 or family == "gpt-oss" else "sdpa"
     settings: dict[str, Any] = {"attn_implementation": attention, "experts_implementation": "eager"}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(moe_config(family), **settings)
-        for parameter in model.parameters():  # biases start at zero, which would hide them
-            parameter.data += 0.1 * torch.randn_like(parameter)
-        _shun_expert_0(model)
-    if dtype == torch.float64 and backend() == "nccl":
-        _norms_in_float64(model)
-    return model.to(dtype)
+    model = random_model(moe_config(family), dtype, seed, **settings)
+    _shun_expert_0(model)
+    return model
 
 
 def _shun_expert_0(model: PreTrainedModel) -> None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -141,30 +140,6 @@ def test_equals_the_stock_model(home: str, family: str, families: tuple[str, ...
             assert isinstance(answer, float) and answer < TOLERANCE, answer
         else:
             assert isinstance(answer, str) and re.search(says, answer), answer
-
-
-def _experts_first(rank: int) -> float:
-    """The error of a family whose routers and blocks are turned, to what they were in transformers 5.17."""
-    modeling: Any = transformers.models.granitemoe.modeling_granitemoe
-    router = modeling.GraniteMoeTopKRouter.forward
-
-    def block(self: Any, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        chosen, weights, _ = self.router(rows)
-        return self.experts(rows, chosen, weights).view(x.shape)
-
-    with whole_float64(), World(HOMES["cp 2"], backend=backend()) as world:
-        stock = stock_step("granitemoe")
-        with (
-            mock.patch.object(modeling.GraniteMoeTopKRouter, "forward", lambda self, x: router(self, x)[::-1]),
-            mock.patch.object(modeling.GraniteMoeMoE, "forward", block),
-        ):
-            return _error("granitemoe", world, stock, in_parts=False)
-
-
-@pytest.mark.skipif(OLDER, reason="they are so themselves")
-def test_routers_that_name_the_experts_first() -> None:
-    assert max(run_ranks(_experts_first, 2)) < TOLERANCE
 
 
 MUTATIONS: dict[str, tuple[str, str, str, str, str]] = {  # home, family, module, before and after

@@ -6,22 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from longspan.model import float8_layers
+from tests.model.stock import SIZES, at_random
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 96,
-    "vocab_size": 62,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+WIDE = SIZES | {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, "vocab_size": 62, "initializer_range": 0.02}
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -56,17 +46,8 @@ def use_dense_float8(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def random_model(experts: int = 0) -> PreTrainedModel:
-    if experts:
-        sizes = SIZES | {"moe_intermediate_size": 64, "num_experts": experts, "num_experts_per_tok": 2}
-        config: Any = Qwen3MoeConfig(**sizes)
-    else:
-        config = Qwen3Config(**SIZES)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
+    of_experts: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": experts, "num_experts_per_tok": 2}
+    return at_random(Qwen3MoeConfig(**WIDE, **of_experts) if experts else Qwen3Config(**WIDE))
 
 
 @contextmanager

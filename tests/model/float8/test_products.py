@@ -1,13 +1,10 @@
 """Rows in float8, and the products of linears and experts: each beside the formula in float64."""
 
 import math
-from types import MethodType
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends.debugging import aot_eager
-from torch.utils.checkpoint import checkpoint
 
 from longspan.model.float8 import products
 from longspan.model.float8.products import (
@@ -17,7 +14,6 @@ from longspan.model.float8.products import (
     quantise_columns,
     quantise_rows,
 )
-from longspan.model.float8_layers import _run_linear
 from tests.model.float8.dense import DenseLinear, rounded
 
 
@@ -135,50 +131,6 @@ def test_a_weight_that_changes_before_backward_is_an_error() -> None:
         linear.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"a weight \(64, 64\) that backward needs was changed in place"):
         y.sum().backward()
-
-
-def test_a_layer_that_runs_again_leaves_out_its_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = list[int]()
-    multiply = products.multiply
-    monkeypatch.setattr(products, "multiply", lambda x, w, *rest: sizes.append(len(w.values)) or multiply(x, w, *rest))
-    up, down, x = nn.Linear(64, 128), nn.Linear(128, 80), torch.randn(5, 64, requires_grad=True)
-
-    def layer(x: Tensor) -> Tensor:
-        inner = linear_in_float8(x, up.weight, up.bias, Float8Weight())
-        return linear_in_float8(inner.relu(), down.weight, down.bias, Float8Weight())
-
-    y = checkpoint(layer, x, use_reentrant=False)
-    assert sizes == [128, 80]
-    plain = layer(x)
-    sizes.clear()
-    gradients = [torch.autograd.grad(out.square().sum(), (x, up.weight, down.weight)) for out in (y, plain)]
-    assert sizes == [128, 128, 64, 128, 64]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@pytest.mark.whole
-def test_compiled_linears_are_the_same_bits_and_no_other_length_compiles_anew() -> None:
-    torch.manual_seed(0)
-    model, graphs = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64, bias=False)), list[object]()
-    for module in (model[0], model[2]):
-        products.add_float8_weights(module, ["weight"])
-        module.forward = MethodType(_run_linear, module)
-    model[0].weight.requires_grad_(False)
-    leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]):
-        graphs.append(graph)
-        return aot_eager(graph, inputs)
-
-    compiled = torch.compile(lambda x: model(x * 1.5) + 1, backend=compile_graph, fullgraph=True, dynamic=True)
-    counts = list[int]()
-    for rows in (6, 9, 30):
-        x, dy = torch.randn(1, rows, 64, requires_grad=True), torch.randn(1, rows, 64)
-        ys = [compiled(x), model(x * 1.5) + 1]
-        gradients = [torch.autograd.grad(y, (x, *leaves), dy) for y in ys]
-        assert torch.equal(*ys) and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-        counts.append(len(graphs))
-    assert counts == [1, 1, 1]
 
 
 def test_the_reference_rounds_as_float8_does() -> None:

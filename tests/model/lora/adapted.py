@@ -8,7 +8,7 @@ import peft
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
@@ -16,7 +16,7 @@ from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
 from tests.model.seams.test_mixers import small_config
-from tests.model.stock import SIZES, at_random, gradients_of, texts, tiny
+from tests.model.stock import SIZES, at_random, gradients_of, random_model, texts, tiny
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 EVEN = 62  # a vocabulary that tp 2 divides
@@ -94,14 +94,8 @@ def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
         return deep("llama", dtype, 4, EVEN)
     if family != "biased":
         return tiny(family, dtype, vocabulary=EVEN)
-    sizes = {**SIZES, "vocab_size": EVEN}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        config = LlamaConfig(**sizes, attention_bias=True, mlp_bias=True)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.to(dtype)
+    config = LlamaConfig(**SIZES | {"vocab_size": EVEN}, attention_bias=True, mlp_bias=True)
+    return random_model(config, dtype, seed=3, attn_implementation="sdpa")
 
 
 def dense(peft_model: Any, *, disabled: bool = False) -> float:
