@@ -86,7 +86,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "model/mtp/test_exact.py::test_every_plan_gives_the_losses_and_gradients_of_one_process 2 slots]",
         "model/mtp/test_exact.py::test_every_plan_gives_the_losses_and_gradients_of_one_process 2 stages]",
         "model/mtp/test_exact.py::test_every_plan_gives_the_losses_and_gradients_of_one_process ep",
-        "model/mtp/test_exact.py::test_depths_compute_in_the_type_of_the_layers",
+        "model/mtp/test_exact.py::test_losses_of_ones_own_and_depths_compute_in_the_type_of_the_layers",
         "train/steps/test_shared_stages.py::test_equals_one_process",
         "train/steps/test_shared_stages.py::test_every_schedule 1",
     ),

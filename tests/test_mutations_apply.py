@@ -9,18 +9,14 @@ from tests.evaluation.test_mutations import MUTATIONS as OF_EVALUATIONS
 from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
-from tests.model.lora.test_exact import OF_MIXERS as OF_ADAPTED_MIXERS
+from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS
+from tests.model.mtp.test_exact import OF_TOKENS, OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
-from tests.model.mtp.test_mutations import MUTATIONS as OF_DEPTHS
-from tests.model.mtp.test_mutations import OF_TOKENS, OF_WHOLE_DEPTHS
-from tests.model.tensor_parallel.test_split_mixers import MUTANTS as OF_SPLIT_MIXERS
-from tests.model.tensor_parallel.test_split_mixers import OF_SHARED
 from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_exact import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_exact import PREFIX as OF_PREFIXES
 from tests.model.vision.test_exact import SPANS as OF_SPANS
 from tests.model.vision.test_exact import VIDEOS as OF_VIDEOS
-from tests.model.vision.test_tower_attention import MUTATIONS as OF_TOWERS
 from tests.mutation import mutate, restore
 from tests.ssm.test_parity import MUTANTS as OF_STATES
 from tests.train.multimodal.test_mutations import MUTATIONS as OF_MODALITIES
@@ -38,13 +34,9 @@ CHANGES = [
     *OF_WHOLE_DEPTHS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),
     *OF_ADAPTED_ENCODERS.values(),
-    *OF_ADAPTED_MIXERS.values(),
-    *OF_SPLIT_MIXERS.values(),
-    *OF_SHARED.values(),
     *(change for change, _ in OF_SHARED_STAGES.values()),
     *(change for change, _ in OF_STEPS),
     *OF_IMAGES.values(),
-    *OF_TOWERS.values(),
     *OF_SPANS.values(),
     *OF_PREFIXES.values(),
     *OF_VIDEOS.values(),

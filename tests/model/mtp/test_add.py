@@ -160,11 +160,10 @@ def test_a_depth_copies_the_last_layer_with_keys_of_its_own_and_has_the_norms_th
     assert type(add_mtp(_family("opt")).mtp.layers[0].post_norm) is torch.nn.LayerNorm
 
 
-@pytest.mark.parametrize("sharded", [True, pytest.param(False, marks=pytest.mark.whole)])
-def test_drawn_depths_begin_as_a_new_model_does(sharded: bool) -> None:
+def test_drawn_depths_begin_as_a_new_model_does() -> None:
     family, values = FAMILIES["gemma4 without sharing"]
     for config in (getattr(transformers, family)(**values), config_of("apertus")):
-        model = load_model(config=config, sharded=sharded)
+        model = load_model(config=config, sharded=True)
         for layer in model.model.layers:
             dict(layer.named_buffers()).get("layer_scalar", torch.zeros(1)).fill_(7.0)
         with World(Layout(ranks=1), backend="gloo") as world:
@@ -209,7 +208,6 @@ def test_depths_come_before_an_adapter() -> None:
 
 NORMS = {
     "DeepSeek": ("model.layers.2.", ("enorm", "hnorm", "shared_head.norm", "eh_proj")),
-    "Ling": ("model.layers.2.", ("enorm", "hnorm", "final_layernorm", "eh_proj")),
     "MiMo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")),
     "Qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")),
 }
@@ -239,16 +237,7 @@ def _qwen3_next(layers: int) -> PreTrainedModel:
     return at_random(config)
 
 
-def _ling(layers: int) -> PreTrainedModel:
-    if "bailing_hybrid" not in CONFIG_MAPPING:
-        pytest.skip("this transformers has no bailing_hybrid")
-    config: Any = shrink_configuration(CONFIG_MAPPING["bailing_hybrid"]())
-    types = ["linear_attention", *["full_attention"] * (layers - 1)]
-    config.update({"num_hidden_layers": layers, "layer_types": types, "vocab_size": 64})
-    return at_random(config)
-
-
-MODELS = {"DeepSeek": _deepseek, "Ling": _ling, "MiMo": _qwen2, "Qwen": _qwen3_next}
+MODELS = {"DeepSeek": _deepseek, "MiMo": _qwen2, "Qwen": _qwen3_next}
 
 
 def _published(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -355,11 +344,3 @@ def test_published_names_are_those_that_are_read(model_type: str, depths: int) -
     assert [translate_name(written(name), layers=4) for name in names] == names
     assert written("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
     assert publication_names("qwen3_next", 4, 2) is None and publication_names("llama", 4, 1) is None
-
-
-def test_stock_transformers_reads_what_is_published(tmp_path: Path) -> None:
-    _published("Qwen", tmp_path)
-    config = _qwen3_next(2).config
-    config.save_pretrained(tmp_path)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert len(stock.model.layers) == 2

@@ -1,27 +1,23 @@
 """Loss, the loss of every depth and every gradient of a step, as one process makes them document by document."""
 
-import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench.census.models import default_config
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Document, DocumentLoss, Layout, MtpLoss, World, prepare, run_step
 from longspan.doctor.stock import whole_float64
-from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import run_ranks
-from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, adapted, add_drawn_depths, dense, with_depths
+from tests.model.mtp.dense import LENGTHS, WEIGHT, Answer, adapted, dense, with_depths
 from tests.model.stock import gradients_of, prepare_untried, texts
-from tests.versions import transformers_before
+from tests.mutation import each_mutated
 
 EXACT = 1e-11
 
@@ -38,15 +34,14 @@ class Case:
     tried: bool = True  # by trials of rows, which take as long as two steps
 
 
-FEW = [Case(), Case(depths=3)]
-FAMILIES = [
+OF_SLOTS = [
+    Case(),
+    Case(depths=3),
     Case("llama", depths=1, settings=(("activation_checkpointing", "full"),)),
     Case("mistral"),
     Case("gemma2"),
     Case("deepseek-v3"),
     Case("qwen3-moe", layers=3),
-]
-SETTINGS = [
     Case(labelled=True),
     Case(settings=(("shard_parameters", False),)),
     Case(settings=(("activation_checkpointing", "selective"), ("offload_activations", True))),
@@ -66,21 +61,18 @@ ROWS = [
 _SEVERAL = [Case("nemotron-h", depths=1)]  # layers of a depth
 # Layers that get what is made of the rows' tokens.
 _FULL = ("activation_checkpointing", "full")
-OF_TOKENS = [
+TOKENS = [
     Case("zamba2", settings=(_FULL,), plans=("one cp", "padded", "dynamic")),
     Case("gemma4, keys shared", settings=(_FULL,)),
-    Case("gemma4", labelled=True),
-    Case("gemma4, experts", depths=1, plans=_TWO),
+    Case("gemma4, experts", depths=1, labelled=True, plans=_TWO),
     Case("zamba2", depths=1, labelled=True, settings=(("shard_parameters", False),), plans=_TWO),
 ]
-OF_TOKENS_SPLIT = [
-    Case("zamba2", plans=_TWO),
+TOKENS_SPLIT = [
     Case("zamba2", settings=(*_ROWS, _FULL), plans=_TWO),
     Case("gemma4, keys shared", plans=_TWO),
     Case("gemma4", depths=1, settings=(_FULL,), plans=_TWO),
 ]
-OF_TOKENS_STAGES = [
-    Case("zamba2", plans=_TWO),
+TOKENS_IN_STAGES = [
     Case("zamba2", settings=(_FULL, ("pipeline_schedule", "zbv"), ("virtual_stages", 2)), plans=_TWO),
     Case("zamba2", depths=1, settings=(("pipeline_schedule", "zero_bubble"), ("shard_parameters", False)), plans=_TWO),
 ]
@@ -90,15 +82,10 @@ SPLIT = [
     Case("deepseek-v3", depths=1, settings=(("activation_checkpointing", "full"),)),
     Case("qwen3-moe", layers=3),
 ]
-EXPERTS = [
-    Case("qwen3-moe", layers=3),
-    Case("qwen3-moe", depths=1, layers=3, settings=(("activation_checkpointing", "selective"),)),
-]
+EXPERTS = [Case("qwen3-moe", depths=1, layers=3, settings=(("activation_checkpointing", "selective"),))]
 STAGES = [
-    Case(),
     Case("llama", labelled=True, settings=(("shard_parameters", False),)),
     Case("llama", layers=4, settings=(("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))),
-    Case(layers=4, settings=(("pipeline_schedule", "zbv"), ("virtual_stages", 2))),
     Case("llama", layers=4, settings=(("pipeline_schedule", "zbv"), ("virtual_stages", 2))),
     Case("llama", settings=(("activation_checkpointing", "full"), ("pipeline_schedule", "gpipe"))),
     Case("qwen3-moe", layers=3),
@@ -119,31 +106,22 @@ IN_CI: dict[str, tuple[Layout, list[Case]]] = {
             Case("gemma4, keys shared", depths=1, plans=("dynamic",), tried=False),
         ],
     ),
-    "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("dynamic",))]),
-    "2 stages": (Layout(2, pp=2), [replace(STAGES[4], plans=("padded", "dynamic"))]),
+    "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("dynamic",), tried=False)]),
+    "2 stages": (Layout(2, pp=2), [replace(STAGES[2], plans=("padded",))]),
 }
 TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
-    "1 slot": (Layout(1), FEW[1:]),
-    "2 slots": (Layout(2), FEW),
-    "families on 2 slots": (Layout(2), FAMILIES),
-    "settings on 2 slots": (Layout(2), SETTINGS),
-    "3 slots": (Layout(3), FEW[1:]),
+    "2 slots": (Layout(2), OF_SLOTS),
     "hybrids on 3 slots": (Layout(3), HYBRID),
-    "2 replicas": (Layout(2, dp_replicate=2), FEW),
+    "2 replicas": (Layout(2, dp_replicate=2), OF_SLOTS[1:2]),
     "2 slots of tp 2": (Layout(4, tp=2), SPLIT + _SEVERAL),
-    "rows split over tp 2": (Layout(2, tp=2), ROWS[:1]),
     "2 stages of rows split over tp 2": (Layout(4, tp=2, pp=2), ROWS + _SEVERAL),
-    "2 slots of ep 2": (Layout(2, ep=2), EXPERTS[:1] + _SEVERAL),
-    "2 stages, all": (Layout(2, pp=2), STAGES),
+    "2 slots of ep 2": (Layout(2, ep=2), EXPERTS + _SEVERAL),
     "2 slots of 2 stages": (Layout(4, pp=2), STAGES),
-    "inputs of tokens on 2 slots": (Layout(2), OF_TOKENS),
-    "inputs of tokens on 3 slots": (Layout(3), OF_TOKENS[:2]),
-    "inputs of tokens on 2 slots of tp 2": (Layout(4, tp=2), OF_TOKENS_SPLIT),
-    "inputs of tokens in 2 stages": (Layout(2, pp=2), OF_TOKENS_STAGES),
-    "inputs of tokens in 2 stages of rows split over tp 2": (Layout(4, tp=2, pp=2), OF_TOKENS_SPLIT[1:2]),
+    "inputs of tokens on 3 slots": (Layout(3), TOKENS),
+    "inputs of tokens on 2 slots of tp 2": (Layout(4, tp=2), TOKENS_SPLIT),
+    "inputs of tokens in 2 stages": (Layout(2, pp=2), TOKENS_IN_STAGES),
     "adapters and cp 2": (Layout(2), _adapted(_FULL)),
     "adapters and rows split over tp 2": (Layout(2, tp=2), _adapted(*_ROWS)),
-    "adapters and tp 2": (Layout(2, tp=2), _adapted(("shard_parameters", False))),
     "adapters and pp 2": (Layout(2, pp=2), _adapted()),
 }
 
@@ -228,86 +206,114 @@ def test_every_plan_gives_the_losses_and_gradients_of_one_process(name: str) -> 
         assert errors and all(error <= EXACT for error in errors.values()), errors
 
 
-def _own_losses(rank: int, exact: Answer) -> dict[str, float]:
-    """Errors where the loss of the next token is written by the caller, and sums that are looked up ahead."""
-    errors = dict[str, float]()
-    with World(Layout(ranks=2)) as world, whole_float64():
-        model = prepare_untried(with_depths("qwen3", 2), world)
+def _own_losses_and_types(rank: int, exact: Answer) -> tuple[dict[str, float], list[float]]:
+    """Errors where the loss of the next token is written by the caller; losses in float32 and in bfloat16."""
+    errors, of_types = dict[str, float](), list[float]()
+    with World(Layout(ranks=2)) as world:
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
         of_documents = DocumentLoss(lambda sums, _: -sums.sum())  # one set of documents in several micro-batches
         losses: dict[str, Any] = {"of tokens": lambda log_probs, at: -log_probs, "of documents": of_documents}
-        for name, loss in losses.items():
-            settings: dict[str, Any] = {"loss": loss, "divisor": plan.targets, "loss_chunk_rows": 5}
-            result = run_step(model, plan, texts(LENGTHS), world, mtp=MtpLoss(weight=WEIGHT), **settings)
-            errors[name] = exact.error(result, gradients_of(model))
-            model.zero_grad()
-    return errors
-
-
-def test_a_loss_of_ones_own_is_that_of_the_next_token() -> None:
-    for errors in run_ranks(_own_losses, 2, _wanted(Case())):
-        assert max(errors.values()) < EXACT, errors
-
-
-def _in_bfloat16(rank: int) -> tuple[float, ...]:
-    with World(Layout(ranks=2)) as world:
-        plan, losses = plan_fixed(LENGTHS, world.home, cp=2), list[float]()
+        with whole_float64():
+            model = prepare_untried(with_depths("qwen3", 2), world)
+            for name, loss in losses.items():
+                settings: dict[str, Any] = {"loss": loss, "divisor": plan.targets, "loss_chunk_rows": 5}
+                result = run_step(model, plan, texts(LENGTHS), world, mtp=MtpLoss(weight=WEIGHT), **settings)
+                errors[name] = exact.error(result, gradients_of(model))
+                model.zero_grad()
         for dtype in (None, torch.bfloat16):
             model = prepare_untried(with_depths("qwen3", 2).float(), world, compute_dtype=dtype)
             result = run_step(model, plan, texts(LENGTHS), world, mtp=MtpLoss(weight=WEIGHT))
-            losses += [result.loss, *result.mtp_losses]
+            of_types += [result.loss, *result.mtp_losses]
             assert all(gradient.dtype == torch.float32 for gradient in gradients_of(model).values())
-    return tuple(losses)
+    return errors, of_types
 
 
-def test_depths_compute_in_the_type_of_the_layers() -> None:
-    losses = run_ranks(_in_bfloat16, 2)[0]
-    assert losses[3:] == pytest.approx(losses[:3], rel=2e-2) and losses[3:] != losses[:3]
+def test_losses_of_ones_own_and_depths_compute_in_the_type_of_the_layers() -> None:
+    for errors, losses in run_ranks(_own_losses_and_types, 2, _wanted(Case())):
+        assert max(errors.values()) < EXACT, errors
+        assert losses[3:] == pytest.approx(losses[:3], rel=2e-2) and losses[3:] != losses[:3]
 
 
-SMALL_SHARE = 1e-3  # biases of keys have gradients of nothing but rounding
-ELSEWHERE = ("gemma3n_text", "nemotron_h")  # in `test_add.py`, which says why, and `test_exact.py`
-CENSUS = json.loads((Path(__file__).parents[3] / "bench/records/census.json").read_text())["models"]
-# In transformers 5.17: experts without a meta forward or random values, no small copy, no mask without a padding mask.
-LATER = ("aria_text", "cohere_compass_text", "dbrx", "deepseek_v3", "ernie4_5_moe", "moshi")
-NAMES = [
-    name
-    for name, model in CENSUS.items()
-    if model["status"] == "exact"
-    and name.partition("+")[0] in CONFIG_MAPPING
-    and name not in ELSEWHERE
-    and not (name in LATER and transformers_before("5.23"))
-]
-A_RUN = 8
-SHORT = (13, 1, 5, 2)
+# ---- what could go wrong without an error, put into the code
+
+READ, LOSS, DEPTHS = "train.read_rows", "train.terms.mtp", "model.mtp"
+MUTATIONS: dict[str, tuple[str, str, str]] = {
+    "ids shifted by one less": (READ, "tokens[ahead]", "tokens[max(depth - 1, 0) :][: stop - start]"),
+    "labels shifted by one less": (READ, "labels[ahead]", "labels[max(depth - 1, 0) :][: stop - start]"),
+    "ids of the segment alone": (READ, "stop + len(self._at_depth)", "stop + 1"),
+    "ids over the ends of segments and documents": (
+        "train.passes",
+        "np.stack([rows.ids for rows in batch.deeper])",
+        "np.stack([np.roll(batch.ids, -1 - depth) for depth in range(passes.depths)])",
+    ),
+    "labels over the ends of segments and documents": (
+        LOSS,
+        "self._cross_entropy(rows, states",
+        "self._cross_entropy(rows._replace(labels=__import__('numpy').roll(batch.labels, -1 - depth)), states",
+    ),
+    "targets of every token": (LOSS, "(batch.deeper[d].labels != NO_TARGET).sum()", "len(batch.labels)"),
+    "targets of this slot": (
+        LOSS,
+        'world.control.sum_over_stages(local, "targets of multi-token prediction")',
+        "local",
+    ),
+    "the depths' sum in place of their mean": (LOSS, "mtp.weight / len(targets)", "mtp.weight"),
+    "not multiplied by what the sum is divided by": (LOSS, "* divisor / max", "/ max"),
+    "depths in the loss": (LOSS, "share * (loss - loss.detach())", "share * loss"),
+    "every depth from the model's hidden states": (DEPTHS, "        hidden = depth(", "        last = depth("),
+    "the hidden states first": (
+        DEPTHS,
+        "[self.enorm(embedded), self.hnorm(hidden)]",
+        "[self.hnorm(hidden), self.enorm(embedded)]",
+    ),
+    "no last norm": (DEPTHS, "self.post_norm(take_hidden_states(", "(take_hidden_states("),
+}
+
+OF_TOKENS: dict[str, tuple[str, str, str]] = {
+    "the rows' own ids": (DEPTHS, "input_ids=ids[None], **other", "input_ids=arguments['input_ids'], **other"),
+    "no gradient of the embedding": (DEPTHS, "_Embedded(embedded)", "_Embedded(embedded.detach())"),
+    "the inputs of another layer": (DEPTHS, "layers[self._copied.index]", "layers[0]"),
+    "a layer without keys of its own": (
+        "model.add_depths",
+        "(i for i in earlier",
+        "(last_layer for i in earlier",
+    ),
+}
 
 
-def _census_model(name: str) -> Any:
-    tiny = make_tiny_model(shrink_configuration(default_config(name)), torch.float64, attention="eager")
-    return add_drawn_depths(tiny, 2).train()
+OF_WHOLE_DEPTHS: dict[str, tuple[str, str, str]] = {  # beside an adapter
+    "the depths that were there before": (DEPTHS, "model._modules[PREFIX] = copies[0]", "pass"),
+    "a configuration of their own": (DEPTHS, "copies[0].get_submodule(name).config = config", "pass"),
+}
 
 
-def _census_error(result: Any, gradients: dict[str, torch.Tensor], exact: Answer) -> float:
-    assert gradients.keys() == exact.gradients.keys(), sorted(gradients.keys() ^ exact.gradients.keys())[:4]
-    pairs = zip((result.loss, *result.mtp_losses), (exact.loss, *exact.mtp_losses), strict=True)
-    least = SMALL_SHARE * float(torch.stack([x.norm() for x in exact.gradients.values()]).norm())
-    of_gradients = [(gradients[n] - x).norm() / max(float(x.norm()), least) for n, x in exact.gradients.items()]
-    return float(max(*(abs(loss / there - 1) for loss, there in pairs), *of_gradients))
+def _mutated_errors(rank: int, family: str, mutations: dict[str, tuple[str, str, str]]) -> dict[str, float]:
+    """The largest error of a step by what is wrong; of a change that raises, infinity."""
+    errors, documents = dict[str, float](), texts(LENGTHS)
 
+    def make() -> Any:
+        model = with_depths(family, 2)
+        return adapted(model, modules_to_save=["mtp"]) if mutations.keys() == OF_WHOLE_DEPTHS.keys() else model
 
-def _census_errors(rank: int, names: Sequence[str]) -> dict[str, float]:
-    documents, errors = [np.arange(n) * 7 % 40 + 3 for n in SHORT], dict[str, float]()
     with World(Layout(ranks=2)) as world, whole_float64():
-        for name in names:
-            exact, model = dense(_census_model(name), documents), prepare(_census_model(name), world)
-            result = run_step(model, plan_fixed(SHORT, world.home, cp=2), documents, world, mtp=MtpLoss(WEIGHT))
-            errors[name] = _census_error(result, gradients_of(model), exact)
+        exact = dense(make().train(), documents)
+        plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
+        for name in each_mutated(mutations):
+            try:
+                model = prepare_untried(make(), world)
+                result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
+                errors[name] = exact.error(result, gradients_of(model))
+            except Exception:  # of both ranks, before a collective
+                errors[name] = math.inf
     return errors
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("first", range(0, len(NAMES), A_RUN), ids=lambda first: NAMES[first])
-def test_depths_behind_a_family_are_exact(first: int) -> None:
-    names = NAMES[first : first + A_RUN]
-    for errors in run_ranks(_census_errors, 2, names, timeout=590):
-        assert all(errors[name] < EXACT for name in names), errors
+@pytest.mark.parametrize(
+    ("family", "mutations"), [("qwen3", MUTATIONS), ("gemma4, keys shared", OF_TOKENS), ("qwen3", OF_WHOLE_DEPTHS)]
+)
+def test_mutations_are_noticed(family: str, mutations: dict[str, tuple[str, str, str]]) -> None:
+    """Gemma's layers get what is made of the rows' tokens."""
+    for errors in run_ranks(_mutated_errors, 2, family, mutations, timeout=280):
+        assert errors.pop("nothing") < 1e-11
+        assert all(error > 1e-6 for error in errors.values()), errors

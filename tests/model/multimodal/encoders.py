@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
-from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, SiglipVisionModel
+from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 HIDDEN, HEADS, WIDTH, OUT = 32, 4, 48, 12
 SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (4, 4), (6, 4), (4, 6))  # patches of each item, in rows and columns
@@ -35,16 +33,9 @@ def _images(tower: Any, items: Sequence[Tensor]) -> Tensor:
     return tower(torch.stack([*items])).last_hidden_state[:, 1:].flatten(0, 1)
 
 
-def _pooled(tower: Any, items: Sequence[Tensor]) -> Tensor:
-    """SigLIP's patches, and its pooled row after those of each image."""
-    out = tower(torch.stack([*items]))
-    return torch.cat([out.last_hidden_state, out.pooler_output[:, None]], 1).flatten(0, 1)
-
-
 def _patches(tower: Any, items: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Qwen's merged patches, with those of deeper layers beside them where there are any."""
-    out = tower(torch.cat([x for x, _ in items]), grid_thw=torch.stack([grid for _, grid in items]))
-    return torch.cat([out.pooler_output, *getattr(out, "deepstack_features", ())], -1)
+    """Qwen's merged patches."""
+    return tower(torch.cat([x for x, _ in items]), grid_thw=torch.stack([grid for _, grid in items])).pooler_output
 
 
 class Attention(nn.Module):
@@ -112,14 +103,11 @@ IMAGES = SIZES_OF_TOWER | {"num_attention_heads": HEADS, "num_hidden_layers": 2,
 QWEN = SIZES_OF_TOWER | {"num_heads": HEADS, "depth": 3, "in_channels": 3, "out_hidden_size": 24}
 QWEN |= {"patch_size": 2, "temporal_patch_size": 1, "spatial_merge_size": 2}
 WINDOWS = QWEN | {"window_size": 8, "fullatt_block_indexes": [1]}  # of 4 x 4 patches, in all blocks but one
-DEEP = QWEN | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "clip": lambda: Tower(CLIPVisionModel(CLIPVisionConfig(**IMAGES)), _images, HIDDEN),
-    "siglip": lambda: Tower(SiglipVisionModel(SiglipVisionConfig(**IMAGES)), _pooled, HIDDEN),
     "qwen2.5-vl": lambda: Tower(
         Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLVisionConfig(**WINDOWS)), _patches, 24
     ),
-    "qwen3-vl": lambda: Tower(Qwen3VLVisionModel._from_config(Qwen3VLVisionConfig(**DEEP)), _patches, 72),
     "own": OwnViT,
 }
 
@@ -135,13 +123,13 @@ def encoder(family: str, dtype: torch.dtype) -> nn.Module:
 
 
 def items_of(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Any]:
-    """One item for each of SIZES; for CLIP and SigLIP images of one size."""
+    """One item for each of SIZES; for CLIP images of one size."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    if family in ("clip", "siglip"):
+    if family == "clip":
         return [draw(3, 16, 16) for _ in SIZES]
     if family.startswith("qwen"):
         return [(draw(a * b, 12), torch.tensor([1, a, b], device=device)) for a, b in SIZES]

@@ -28,7 +28,6 @@ DEALT = {
     2: ([[0, 1, 2, 3], [4]], [[], [5, 6]]),
     4: ([[0, 1, 2], [3], [], [4]], [[5], [], [], [6]]),
 }
-KINDS = ("sharded", "copies", "sharded, recomputed", "copies, recomputed")
 Case = tuple[str, torch.dtype, str]
 
 
@@ -94,16 +93,12 @@ def _compare(rank: int, home: Layout, cases: Sequence[Case]) -> dict[Case, dict[
     return errors
 
 
-FAMILIES = ("clip", "siglip", "qwen2.5-vl", "qwen3-vl", "own")
 FEW = [
     ("clip", torch.float64, "copies"),
-    ("siglip", torch.float32, "sharded"),
     ("qwen2.5-vl", torch.float64, "sharded, recomputed"),
-    ("qwen3-vl", torch.float64, "sharded"),
     ("own", torch.float64, "copies, recomputed"),
 ]
 LAYOUTS = {"1 x 4": Layout(4), "2 x 2": Layout(4, tp=2), "4 x 1": Layout(4, tp=4)}
-EVERY = {family: [(family, dtype, kind) for dtype in TOLERANCE for kind in KINDS] for family in FAMILIES}
 
 
 @pytest.mark.parametrize(
@@ -111,11 +106,6 @@ EVERY = {family: [(family, dtype, kind) for dtype in TOLERANCE for kind in KINDS
     [
         pytest.param("2 x 2", FEW, id="few 2 x 2"),
         *(pytest.param(name, FEW, id=f"few {name}", marks=pytest.mark.whole) for name in ("1 x 4", "4 x 1")),
-        *(
-            pytest.param(name, cases, id=f"all {name} {family}", marks=pytest.mark.whole)
-            for name in LAYOUTS
-            for family, cases in EVERY.items()
-        ),
     ],
 )
 def test_an_encoder_over_its_home_equals_one_dense_process(layout: str, cases: list[Case]) -> None:
@@ -190,15 +180,15 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_changed() -> No
 # ---- frozen parts, half precision, parameters that some slots do not use
 
 
-def _frozen(world: World, sharded: bool) -> float:
+def _frozen(world: World) -> float:
     """The worst error where the tower but its last block's MLP is frozen; what is frozen has no gradient."""
-    module, answer = encoder("qwen3-vl", torch.float64), _answer("qwen3-vl", torch.float64, world.device)
+    module, answer = encoder("own", torch.float64), _answer("own", torch.float64, world.device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("blocks.2.mlp" in name or "blocks.1.norm1.bias" in name or "projector" in name)
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
-    prepare_encoder(module, world, shard_parameters=sharded, activation_checkpointing=True)
+    prepare_encoder(module, world, activation_checkpointing=True)
     assert trained == {name for name, p in module.named_parameters() if p.requires_grad}
-    _encode(module, "qwen3-vl", torch.float64, world)
+    _encode(module, "own", torch.float64, world)
     return max(gradient_errors(module, {n: g for n, g in answer.gradients.items() if n in trained}).values())
 
 
@@ -261,14 +251,14 @@ def _kinds_of_items(world: World) -> None:
     assert module.never.weight.grad is None
 
 
-def _others(rank: int, tp: int) -> tuple[list[float], tuple[float, float]]:
+def _others(rank: int, tp: int) -> tuple[float, tuple[float, float]]:
     with World(Layout(4, tp=tp), backend=backend()) as world:
         _kinds_of_items(world)
-        return [_frozen(world, sharded) for sharded in (True, False)], _half(world)
+        return _frozen(world), _half(world)
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.whole), 2])
 def test_frozen_parts_half_precision_and_parameters_that_some_slots_do_not_use(tp: int) -> None:
     for frozen, (half, stock) in run_ranks(_others, 4, tp):
-        assert max(frozen) <= 1e-12, frozen
+        assert frozen <= 1e-12
         assert half <= 1.25 * stock <= 0.05, (half, stock)

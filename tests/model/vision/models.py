@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-import torch
 import transformers
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from tests.model.stock import random_model
 
 IMAGE, VIDEO = 60, 59  # the ids of placeholders
 TEXT: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -71,10 +72,5 @@ def config_of(name: str) -> PreTrainedConfig:
 
 def tiny(name: str) -> PreTrainedModel:
     """A model in float64 with random weights, norms and biases among them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        attention = "eager" if name == "paligemma2" else "sdpa"  # which Gemma 2 is not given
-        model = AutoModelForImageTextToText.from_config(config_of(name), attn_implementation=attention)
-        for parameter in model.parameters():
-            parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double()
+    attention = "eager" if name == "paligemma2" else "sdpa"  # which Gemma 2 is not given
+    return random_model(config_of(name), make=AutoModelForImageTextToText.from_config, attn_implementation=attention)

@@ -1,14 +1,26 @@
 """What ids and positions say of images, from configurations alone."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import Qwen3Config
 
 from longspan.errors import DataError, ModelError
-from longspan.model.vision.image_tokens import ImageTokens, Video, VideoTokens, image_tokens
+from longspan.model.vision.image_encoder import encode_images
+from longspan.model.vision.image_tokens import (
+    ImageInput,
+    ImageTokens,
+    Video,
+    VideoTokens,
+    encoding_order,
+    image_arguments,
+    image_tokens,
+)
 from tests.model.vision.documents import raw
-from tests.model.vision.models import IMAGE, VIDEO, config_of, here, tiny
+from tests.model.vision.models import IMAGE, TEXT, VIDEO, VIT, config_of, here, tiny
 
 # of every image; others by grid
 ROWS = {"llava-clip": 4, "llava-siglip": 4, "gemma3": 9, "paligemma": 4, "paligemma2": 4}
@@ -73,3 +85,103 @@ def test_positions_of_videos_are_those_of_the_model(name: str) -> None:
         wanted, _ = base.get_rope_index(ids, (ids == IMAGE).int() + 2 * (ids == VIDEO).int(), **media)
         made = videos.positions(document.ids, grids, document.clips)
         assert made is not None and np.array_equal(made, wanted[:, 0].numpy())
+
+
+# ---- images as arguments of a model: joined, filled up where a field says their size, and refused by name
+
+LIKE = torch.zeros(1, dtype=torch.float64)
+WIDE, TALL = torch.ones(1, 3, 4, 8), torch.ones(2, 3, 8, 4)
+
+
+class Plain:
+    def get_image_features(self, pixel_values: Any, vision_feature_layer: Any = None, **more: Any) -> None: ...
+
+
+class Masked:
+    def get_image_features(self, pixel_values: Any, pixel_attention_mask: Any = None) -> None: ...
+
+
+class Shaped:
+    def get_image_features(self, pixel_values: Any, spatial_shapes: Any, pixel_attention_mask: Any) -> None: ...
+
+
+class Sized:
+    def get_image_features(self, pixel_values: Any, image_sizes: Any, batch_num_images: Any = None) -> None: ...
+
+
+def masked(pixels: torch.Tensor) -> ImageInput:
+    return ImageInput(pixels, fields={"pixel_attention_mask": torch.ones(pixels[:, 0].shape, dtype=torch.int32)})
+
+
+def test_tiles_of_several_sizes_are_filled_up_where_a_mask_says_so() -> None:
+    made = image_arguments(Masked(), [masked(WIDE), masked(TALL)], LIKE)
+    pixels, mask = made["pixel_values"], made["pixel_attention_mask"]
+    assert pixels.shape == (1, 3, 3, 8, 8) and pixels.dtype == torch.float64
+    assert mask.shape == (1, 3, 8, 8) and mask.dtype == torch.int32
+    assert torch.equal(pixels[0, :, 0], mask[0].double()) and mask.sum() == 3 * 32
+    assert mask[0, 0, :4].all() and mask[0, 1, :, :4].all()
+
+
+REFUSED: dict[str, tuple[Any, list[ImageInput], str]] = {
+    "a field that it does not take": (
+        Plain(),
+        [ImageInput(WIDE, fields={"spatial_shapes": torch.ones(1, 2)})],
+        "images have spatial_shapes, and get_image_features of Plain takes pixel_values, vision_feature_layer alone",
+    ),
+    "fields that it asks for": (
+        Shaped(),
+        [ImageInput(WIDE)],
+        "Shaped makes rows of an image by spatial_shapes, pixel_attention_mask, which its images lack",
+    ),
+    "sizes": (Sized(), [ImageInput(WIDE)], r"by image_sizes, .* give ImageInput\(pixels, size=\(height, width\)\)"),
+    "a field of some": (Masked(), [masked(WIDE), ImageInput(WIDE)], "1 of 2 images have pixel_attention_mask"),
+    "several sizes": (Plain(), [ImageInput(WIDE), ImageInput(TALL)], "2 images have pixels of 2 shapes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    model, inputs, message = REFUSED[case]
+    with pytest.raises(DataError, match=message):
+        image_arguments(model, inputs, LIKE)
+
+
+@pytest.mark.parametrize("kind", ["Mistral3", "LightOnOcr"])  # with Pixtral's tower
+def test_an_image_of_one_row_is_encoded_alone_as_among_others(kind: str) -> None:
+    vision = VIT | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4, "image_size": 16}
+    text = TEXT | {"model_type": "mistral" if kind == "Mistral3" else "qwen3", "num_hidden_layers": 1}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    torch.manual_seed(0)
+    base = transformers.AutoModel.from_config(config).double()
+    small, large = (ImageInput(torch.rand(1, 3, side, side).double(), size=(side, side)) for side in (8, 16))
+    rows, gradients = [], []
+    for inputs in ([small], [small, large]):
+        base.zero_grad()
+        (of_images,) = encode_images(base, inputs)
+        of_images[0].square().sum().backward()
+        rows.append(of_images[0])
+        gradients.append([p.grad.clone() for p in base.parameters() if p.grad is not None and p.grad.any()])
+        assert len(of_images) == (1 if len(inputs) == 1 else 5)
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-11, atol=1e-14)
+    assert len(gradients[0]) > 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "documents"), [((1, 1), [1, 1]), ((2, 1, 3, 1), [1, 1, 2]), ((3, 1), [1, 2]), ((2, 2, 2), [3])]
+)
+def test_images_alone_in_their_documents_come_first(counts: tuple[int, ...], documents: list[int]) -> None:
+    class Model(torch.nn.Module, Sized):
+        def get_image_features(self, pixel_values: Any, image_sizes: Any, batch_num_images: Any, **_: Any) -> Any:  # type: ignore[override]
+            assert batch_num_images.tolist() == documents
+            rows = [pixels.mean().expand(i + 1, 1) for i, pixels in enumerate(pixel_values)]
+            return type("Output", (), {"pooler_output": rows})
+
+    fields = [{"batch_num_images": torch.tensor([count])} for count in counts]
+    pixels = [torch.full((1, 3, 4, 4), float(value)) for value in range(len(counts))]
+    inputs = [ImageInput(x, size=(4, 4), fields=of_image) for x, of_image in zip(pixels, fields, strict=True)]
+    model = Model()
+    model.weight = torch.nn.Parameter(LIKE)
+    order = encoding_order(inputs)
+    (rows,) = encode_images(model, inputs)
+    assert rows[:, 0].tolist() == [float(i) for i in range(len(counts)) for _ in range(order.index(i) + 1)]

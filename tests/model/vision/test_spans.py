@@ -12,12 +12,9 @@ from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
 from longspan.plan.items import Item, ItemTable
-from longspan.testing import backend, run_ranks
+from longspan.testing import backend
 from longspan.train.read_rows import bind_spans, count_prefix_rows
-from tests.model.vision.documents import answer_of
-from tests.model.vision.joined import Case, step
 from tests.model.vision.models import tiny
-from tests.mutation import mutated
 
 
 def test_calls_say_which_rows_see_each_other() -> None:
@@ -58,16 +55,3 @@ def test_a_prefix_is_what_stands_before_the_first_target() -> None:
         bind_spans(shard, rules, [pack, SHORT], None)
     with pytest.raises(ModelError, match="PaliGemma: rows of a prefix see each other, and the shard of 2 documents"):
         rules.check_spans(shard)
-
-
-@pytest.mark.whole
-def test_steps_that_say_nothing_of_them_are_refused_on_every_rank() -> None:
-    for message in [*run_ranks(_refused, 2, 1), *run_ranks(_refused, 2, 2)]:
-        assert "rows of image see each other, and the shard of" in message
-
-
-def _refused(rank: int, pp: int) -> str:
-    silent = ("train.read_rows", "if rules.prefix or rules.in_spans:", "if False:")
-    with mutated(silent), pytest.raises(ModelError) as refused:
-        step(Case("gemma3", Layout(2, pp=pp), Layout(2), 1), answer_of("gemma3"))
-    return str(refused.value)
