@@ -9,17 +9,15 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, NanoChatConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, LlamaModel, PreTrainedModel
 
 from longspan import Layout, LongspanError, World, bind, plan_fixed, prepare, run_step, save_model
 from longspan.comm.watch import Watch
 from longspan.errors import CommError, ModelError, PlanError
-from longspan.model import sharding
 from longspan.model.parts import find_parts
-from longspan.model.pipeline.pipeline import PipelineModel, _original_error, _run_watched_schedule
+from longspan.model.pipeline.pipeline import PipelineModel, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
 from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_model, refuse_inexact
-from longspan.model.prepared import IMPLEMENTATION
 from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
@@ -30,12 +28,9 @@ LENGTHS = (13, 1, 30, 7, 2, 18)
 
 BALANCED = [
     (2, 2, (1, 1)),
-    (5, 2, (2, 3)),
     (4, 4, (1, 1, 1, 1)),
     (7, 3, (2, 3, 2)),
-    (8, 4, (1, 2, 3, 2)),
     (36, 4, (8, 9, 10, 9)),
-    (3, 1, (3,)),
 ]
 
 
@@ -80,9 +75,7 @@ ENOUGH = [
     ("1f1b", 1, 4, {1: 1, 5: 5}),
     ("1f1b", 2, 2, {1: 1, 3: 3, 4: 4, 5: 6, 7: 8}),
     ("zero_bubble", 1, 4, {1: 1, 7: 7, 8: 8, 9: 10, 13: 15}),
-    ("gpipe", 2, 2, {5: 5}),
     ("zbv", 2, 2, {1: 1, 5: 5}),
-    ("1f1b", 1, 1, {5: 5}),
 ]
 
 
@@ -101,7 +94,6 @@ def _granite() -> PreTrainedModel:
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: deep("qwen3", torch.float64),
     "llama": lambda: deep("llama", torch.float64),
-    "qwen3-moe": lambda: deep("qwen3-moe", torch.float64),
     "granite": _granite,
 }
 
@@ -165,7 +157,6 @@ PARTS: dict[str, tuple[Any, str]] = {
         "calls norm 2 times in a forward pass from hidden states; pipeline stages call every part once: use pp 1",
     ),
     "a layer twice": (lambda base, x: base.norm(base.run(x, 0, 1, 1, 2, 3)), "calls layers.1 2 times"),
-    "a layer left out": (lambda base, x: base.norm(base.run(x, 0, 1, 3)), "calls layers.2 0 times"),
     "layers in another order": (
         lambda base, x: base.norm(base.run(x, 0, 2, 1, 3)),
         "calls layers.0, layers.2, layers.1, layers.3, norm; pipeline stages call layers.0, layers.1",
@@ -174,16 +165,8 @@ PARTS: dict[str, tuple[Any, str]] = {
         lambda base, x: base.norm(base.run(x, 0, 1, 2, 3, first=(x,))),
         "gives layers.1 hidden states from before the part ahead of it",
     ),
-    "a residual around a layer": (
-        lambda base, x: base.norm((base.run(x, 0, 1, 2, 3) + x) / 2),
-        "gives norm hidden states from before",
-    ),
     "a scale": (
         lambda base, x: base.norm(2 * base.run(x, 0, 1, 2, 3)),
-        "changes hidden states between its layers",
-    ),
-    "a residual at the end": (
-        lambda base, x: (base.norm(base.run(x, 0, 1, 2, 3)) + x) / 2,
         "changes hidden states between its layers",
     ),
 }
@@ -199,35 +182,16 @@ def test_parts_that_stages_do_not_reproduce_are_refused(case: str) -> None:
     refuse_inexact(model, find_parts(model))
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_nanochat_norms_before_and_after_its_layers(device: str) -> None:
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(NanoChatConfig(**SIZES))
-    model.set_attn_implementation(IMPLEMENTATION)
-    with pytest.raises(ModelError, match="NanoChatForCausalLM calls norm 2 times"):
-        refuse_inexact(model, find_parts(model))
-
-
-def _one_norm(layers: Any, norm: Any) -> None:
-    layers[2].input_layernorm = norm
-
-
-def _one_mlp(layers: Any, _: Any) -> None:
-    layers[1].mlp = layers[3].mlp = layers[0].mlp
-
-
-def _one_weight(layers: Any, _: Any) -> None:
-    layers[3].mlp.gate_proj.weight = layers[0].mlp.up_proj.weight
-
-
 # Parameters by their first names, and stages of one layer.
 SHARED: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
-    "the last norm and one before": (_one_norm, {"layers.2.input_layernorm.weight": (2, 3)}),
-    "a module of three layers": (
-        _one_mlp,
-        {f"layers.0.mlp.{name}_proj.weight": (0, 1, 3) for name in ("gate", "up", "down")},
+    "the last norm and one before": (
+        lambda layers, norm: setattr(layers[2], "input_layernorm", norm),
+        {"layers.2.input_layernorm.weight": (2, 3)},
     ),
-    "a weight of two modules": (_one_weight, {"layers.0.mlp.up_proj.weight": (0, 3)}),
+    "a weight of two modules": (
+        lambda layers, _: setattr(layers[3].mlp.gate_proj, "weight", layers[0].mlp.up_proj.weight),
+        {"layers.0.mlp.up_proj.weight": (0, 3)},
+    ),
 }
 
 
@@ -284,8 +248,7 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
                 packed = shard.gather(logits).cpu().split(list(micro_batch.lengths))
                 errors = [error(x, exact.logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
                 worst_logits = max(worst_logits, *errors)
-            for _ in range(2):
-                run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
+            run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
             weights = weights_of(model)
             where = Path(folder) / f"{schedule}-{family}"
             save_model(model, where, world)
@@ -307,7 +270,7 @@ def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: P
         names = set[str]().union(*(result["names"][0] for result in results))
         states = set[str]().union(*(result["names"][2] for result in results))
         assert names == results[0]["names"][1] and states == results[0]["names"][3], key
-        # the shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after two AdamW steps
+        # the shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after a step of AdamW
         copies = [result["tied"] for result in results]
         assert key[2] == "llama" or all(torch.equal(copies[slot][0], copies[2 + slot][0]) for slot in (0, 1))
 
@@ -322,7 +285,6 @@ def _refused(rank: int) -> dict[str, str]:
 
     with World(Layout(ranks=2, pp=2), backend=backend(), timeout=60) as world:
         note("stages", lambda: prepare(deep("llama", torch.float32), world, virtual_stages=3))
-        note("unknown", lambda: prepare(deep("llama", torch.float32), world, pipeline_schedule="2f2b"))
         shared = deep("llama", torch.float32)
         shared.model.layers[2].mlp = shared.model.layers[1].mlp
         note("shared", lambda: prepare(shared, world))
@@ -337,7 +299,6 @@ def _refused(rank: int) -> dict[str, str]:
 def test_what_is_refused_on_every_rank() -> None:
     for refusals in run_ranks(_refused, 2):  # on some ranks alone, the others would wait
         assert "6 pipeline stages" in refusals["stages"] and "for 4 layers" in refusals["stages"]
-        assert "'2f2b'" in refusals["unknown"]
         assert "layers that share parameters are not sharded" in refusals["shared"]
         assert "pp 2, but Linear is not cut into stages" in refusals["whole"]
         assert refusals["afterwards"] == "{}"
@@ -357,81 +318,28 @@ def test_hidden_states_of_another_type_are_refused_before_they_are_sent(monkeypa
         stage.forward_one_chunk(0, ())
 
 
-def test_the_model_s_error_is_found_behind_what_torch_wraps_around_it() -> None:
-    def chain(*errors: Exception) -> Exception:
-        for outer, inner in pairwise(errors):
-            outer.__cause__ = inner
-        return errors[0]
-
-    model, cause = ValueError("rows do not fit"), KeyError("rows")
-    wrapped = RuntimeError("[Stage 1] failed to run forward"), RuntimeError("in stage 1: 3 values")
-    assert _original_error(chain(*wrapped, model)) is model
-    assert _original_error(chain(wrapped[0], chain(model, cause))) is model  # what the model itself chains stays
-    assert _original_error(RuntimeError("a collective failed")) is None
+def _chained(*errors: Exception) -> Exception:
+    for outer, inner in pairwise(errors):
+        outer.__cause__ = inner
+    return errors[0]
 
 
-WRAPPED = [  # what torch's schedule raises, what it wraps, what comes out
-    (RuntimeError("[Stage 0] failed to run forward"), ValueError("rows do not fit"), ValueError),
-    (RuntimeError("[Stage 0] failed to run forward"), RuntimeError("gloo: connection closed"), CommError),
-    (RuntimeError("gloo: connection closed"), None, CommError),
+CLOSED, RUN = "gloo: connection closed", "[Stage 1] failed to run forward"
+WRAPPED = [  # what torch's schedule raises, and what comes out: what the model itself chains stays
+    (_chained(RuntimeError(RUN), RuntimeError("in stage 1: 3"), ValueError("rows do not fit")), ValueError),
+    (_chained(RuntimeError(RUN), ValueError("rows do not fit"), KeyError("rows")), ValueError),
+    (_chained(RuntimeError(RUN), RuntimeError(CLOSED)), CommError),
+    (RuntimeError(CLOSED), CommError),
 ]
 
 
-@pytest.mark.parametrize(("error", "origin", "expected"), WRAPPED)
-def test_no_error_of_a_schedule_is_lost(error: Exception, origin: Exception | None, expected: type) -> None:
+@pytest.mark.parametrize(("error", "expected"), WRAPPED)
+def test_no_error_of_a_schedule_is_lost(error: Exception, expected: type) -> None:
     channels = SimpleNamespace(pipeline=SimpleNamespace(ranks=(0,)))
     world: Any = SimpleNamespace(watch=Watch(0, (0,), 60.0, None), channels=channels)
 
     def step() -> None:
-        raise error from origin
+        raise error from error.__cause__
 
-    with pytest.raises(expected, match="rows do not fit" if expected is ValueError else "connection closed"):
+    with pytest.raises(expected, match="rows do not fit" if expected is ValueError else CLOSED):
         _run_watched_schedule(step, world)
-
-
-class _OwnedBuffer(SimpleNamespace):
-    """Of torch 2.15, which makes a receive's buffer, refuses one that is still there, and takes it away."""
-
-    def take_buffer(self) -> torch.Tensor:
-        buffer, self.buffer = self.buffer, None
-        return buffer
-
-
-@pytest.mark.parametrize("owned", [False, True], ids=["2.11 to 2.14", "2.15"])
-def test_hidden_states_are_received_into_rows_of_their_micro_batch(
-    owned: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows, row = (8, 2), torch.empty(1, 1, 3)
-    infos = {i: [_OwnedBuffer(buffer=None) if owned else SimpleNamespace(buffer=row)] for i in range(len(rows))}
-
-    def receive(stage: Any, micro_batch: int) -> list[Any]:
-        (info,) = infos[micro_batch]
-        assert (info.buffer is None) == owned
-        info.buffer = row if owned else info.buffer
-        return [SimpleNamespace(tensor=info.buffer)]
-
-    for kind, recv_info in (("fwd", "args_recv_info"), ("bwd", "grad_recv_info")):
-        monkeypatch.setattr(PipelineStage, f"get_{kind}_recv_ops", receive)
-        stage = cast(Any, object.__new__(ScheduledStage))
-        inputs = [SimpleNamespace(shard=SimpleNamespace(local_rows=count)) for count in rows]
-        vars(stage).update({"args_recv_info": {}, "grad_recv_info": {}, recv_info: infos}, inputs=inputs)
-        vars(stage).update(_row=row, _row_parts=1, _freed=torch.empty(0), _stage=SimpleNamespace(with_embedding=True))
-        vars(stage).update(is_first=False, is_last=False, has_backward=True, device="cpu")
-        for step in range(2):
-            for micro_batch, count in enumerate(rows):
-                (operation,) = getattr(stage, f"get_{kind}_recv_ops")(micro_batch)
-                (info,) = infos[micro_batch]
-                assert operation.tensor is info.buffer and operation.tensor.shape == (1, 2 * count, 3)
-                if step == 0 and owned:
-                    info.take_buffer()
-                stage._free_received(micro_batch)
-
-
-def test_an_error_under_fsdp2_is_raised_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Parameter:
-        unsharded_accumulated_grad = property()  # as in torch 2.15, where nothing sets it
-
-    group = SimpleNamespace(fsdp_params=[Parameter()])
-    monkeypatch.setattr(sharding, "reduction_groups", lambda _: [group])
-    with pytest.raises(ModelError, match="of the step"), sharding.drop_gradients_after_error(torch.nn.Linear(1, 1)):
-        raise ModelError("of the step")

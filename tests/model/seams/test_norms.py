@@ -3,6 +3,8 @@
 What the kernel computes is tested in `tests/kernels`.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,11 @@ from longspan.testing import backend, run_ranks
 from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
-NORMS = {"qwen3": 9, "llama": 5, "mistral": 5, "gpt-oss": 5, "qwen3-moe": 9, "deepseek-v3": 9}
-HOMES = {
+NORMS = {"qwen3": 9, "llama": 5, "gpt-oss": 5, "deepseek-v3": 9}
+HOMES: dict[Layout, dict[str, Any]] = {
     Layout(ranks=2): {},
-    Layout(ranks=4, tp=2): {"sequence_parallel": True},
-    Layout(ranks=4, pp=2): {"activation_checkpointing": "selective"},
+    Layout(ranks=2, tp=2): {"sequence_parallel": True},
+    Layout(ranks=2, pp=2): {"activation_checkpointing": "selective"},
 }
 
 
@@ -112,6 +114,11 @@ def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
 
 
 def test_norms_that_cannot_be_fused_are_an_error_where_they_are_asked_for() -> None:
+    with (
+        World(Layout(ranks=1)) as world,
+        pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'o"),
+    ):
+        prepare(tiny("qwen3"), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ModelError, match="Linear has no module whose name ends in RMSNorm"):
         fuse_norms(nn.Linear(2, 2))
     assert fuse_norms(nn.ModuleDict({"other": type("OffByTwoRMSNorm", (OffByTwo,), {})()}), required=False) == 0
@@ -143,29 +150,27 @@ def test_norms_of_one_class_with_and_without_a_weight(first: bool) -> None:
         assert model[name](torch.ones(2, 8)).shape == (2, 8)
 
 
-def compared(rank: int, home: Layout) -> tuple[float, float]:
+def compared(rank: int) -> dict[Layout, tuple[float, float]]:
     """Errors of the loss, and of every gradient that this rank has."""
-    documents = texts(LENGTHS)
-    with World(home, backend=backend()) as world:
-        stock = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
-        with pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'off'"):
-            prepare(tiny("qwen3", vocabulary=62), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
-        model = prepare_untried(tiny("qwen3", vocabulary=62), world, fused_norms="on", **HOMES[home])
-        assert all("forward" in vars(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
-        if not HOMES[home]:  # others set a forward of their own
-            by_itself = prepare_untried(tiny("qwen3", vocabulary=62), world)
-            fused = ["forward" in vars(m) for m in by_itself.modules() if type(m).__name__.endswith("RMSNorm")]
-            assert fused and all(x is (world.device.type == "cuda") for x in fused)
-        rows = home.tp if "sequence_parallel" in HOMES[home] else 1
-        plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=40, row_multiple=rows, micro_batch_multiple=home.pp)
-        result = run_step(model, plan, documents, world)
-        local_gradients = gradients_of(model)
-        assert local_gradients and (home.pp > 1 or local_gradients.keys() == stock.gradients.keys())
-        gradients = max(error(x, stock.gradients[name]) for name, x in local_gradients.items())
-        return abs(result.loss - stock.loss) / stock.loss, gradients
+    documents, errors = texts(LENGTHS), dict[Layout, tuple[float, float]]()
+    for home, options in HOMES.items():
+        with World(home, backend=backend()) as world:
+            stock = stock_answer("qwen3", torch.float32, documents, world.device, vocabulary=62)
+            model = prepare_untried(tiny("qwen3", vocabulary=62), world, fused_norms="on", **options)
+            assert all("forward" in vars(m) for m in model.modules() if type(m).__name__.endswith("RMSNorm"))
+            if not options:  # others set a forward of their own
+                by_itself = prepare_untried(tiny("qwen3", vocabulary=62), world)
+                fused = ["forward" in vars(m) for m in by_itself.modules() if type(m).__name__.endswith("RMSNorm")]
+                assert fused and all(x is (world.device.type == "cuda") for x in fused)
+            plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=62, row_multiple=home.tp)
+            result, gradients = run_step(model, plan, documents, world), gradients_of(model)
+            assert gradients and (home.pp > 1 or gradients.keys() == stock.gradients.keys())
+            worst_gradient = max(error(x, stock.gradients[name]) for name, x in gradients.items())
+            errors[home] = abs(result.loss - stock.loss) / stock.loss, worst_gradient
+    return errors
 
 
-@pytest.mark.parametrize("home", HOMES, ids=str)
-def test_models_with_fused_norms_equal_the_stock_model_under_every_home(home: Layout) -> None:
-    for loss, gradients in run_ranks(compared, len(home.ranks), home):
-        assert loss <= 1e-6 and gradients <= 1e-5
+def test_models_with_fused_norms_equal_the_stock_model_under_every_home() -> None:
+    for errors in run_ranks(compared, 2):
+        assert errors.keys() == HOMES.keys()
+        assert all(loss <= 1e-6 and gradients <= 1e-5 for loss, gradients in errors.values()), errors

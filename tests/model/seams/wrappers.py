@@ -38,16 +38,6 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], str | None]] = {
         | TOKENS,
         None,
     ),
-    "gemma4_unified": ("Gemma4UnifiedConfig", {"text_config": GEMMA4 | {"pad_token_id": 0}} | TOKENS, None),
-    "mistral3": (
-        "Mistral3Config",
-        {
-            "text_config": TEXT | {"model_type": "mistral"},
-            "vision_config": PATCHES | {"model_type": "pixtral", "head_dim": 8},
-            "image_token_id": 60,
-        },
-        "Mistral3ForConditionalGeneration",
-    ),
     "qwen3_vl": (
         "Qwen3VLConfig",
         {

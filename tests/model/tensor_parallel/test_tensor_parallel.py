@@ -32,23 +32,6 @@ LENGTHS = (13, 1, 30, 7, 2, 18)
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
 EVEN = 62  # a vocabulary that tp 2 divides: the head is split; that of the mixture models is odd
 RECOMPUTED, COPIES = "recomputed, sequence parallel", "copies, sequence parallel"
-CASES = {
-    torch.float64: {
-        "qwen3": ("sharded", COPIES),
-        "llama": (RECOMPUTED,),
-        "qwen3-moe": ("copies", RECOMPUTED),
-        "gpt-oss": ("sharded", COPIES),
-        "apertus": ("sharded", COPIES),
-    },
-    torch.float32: {
-        "llama": ("sharded",),
-        "mistral": ("sharded",),
-        "gemma2": (RECOMPUTED,),
-        "qwen3-moe": ("sharded",),
-        "gpt-oss": (RECOMPUTED,),
-    },
-}
-MODELS = [(f, dtype, k) for dtype, families in CASES.items() for f, kinds in families.items() for k in kinds]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 Case = tuple[str, torch.dtype, str]
 Found = dict[tuple[object, ...], tuple[float, float, float]]
@@ -132,17 +115,24 @@ def _compare(home: Layout, cases: list[Case]) -> Found:
     return results
 
 
+WIDE, SINGLE = torch.float64, torch.float32
 IN_CI: dict[Layout, list[Case]] = {  # the others run with make test-all
-    Layout(ranks=4, tp=2): [("qwen3", torch.float64, "sharded"), ("llama", torch.float64, RECOMPUTED)],
-    Layout(ranks=2, tp=2): [("qwen3-moe", torch.float64, "copies"), ("apertus", torch.float64, "sharded")],
+    Layout(ranks=4, tp=2): [("qwen3", WIDE, "sharded"), ("llama", WIDE, RECOMPUTED)],
+    Layout(ranks=2, tp=2): [("qwen3-moe", WIDE, "copies"), ("apertus", WIDE, "sharded")],
 }
-IN_ANY = [case for cases in IN_CI.values() for case in cases]
 OTHERS: dict[Layout, list[Case]] = {
-    Layout(ranks=4, tp=2): [case for case in MODELS if case not in IN_ANY],
-    Layout(ranks=4, dp_replicate=2): [("qwen3", torch.float64, "sharded")],
-    Layout(ranks=4, tp=2, dp_replicate=2): [("llama", torch.float64, RECOMPUTED)],
-    Layout(ranks=4, pp=2, tp=2): [("llama", torch.float64, RECOMPUTED)],
-    Layout(ranks=8, tp=2, ep=2, dp_replicate=2): [("qwen3-moe", torch.float64, "sharded, sequence parallel")],
+    Layout(ranks=4, tp=2): [
+        ("qwen3", WIDE, COPIES),
+        ("qwen3-moe", WIDE, RECOMPUTED),
+        ("gpt-oss", WIDE, COPIES),
+        ("apertus", WIDE, COPIES),
+        ("mistral", SINGLE, "sharded"),
+        ("gemma2", SINGLE, RECOMPUTED),
+    ],
+    Layout(ranks=4, dp_replicate=2): [("qwen3", WIDE, "sharded")],
+    Layout(ranks=4, tp=2, dp_replicate=2): [("llama", WIDE, RECOMPUTED)],
+    Layout(ranks=4, pp=2, tp=2): [("llama", WIDE, RECOMPUTED)],
+    Layout(ranks=8, tp=2, ep=2, dp_replicate=2): [("qwen3-moe", WIDE, "sharded, sequence parallel")],
 }
 
 
@@ -199,10 +189,6 @@ def test_logits_are_whole_and_slices_are_even() -> None:
         assert split == names and len(lie) == len(names)
 
 
-def _no_plan(model: PreTrainedModel) -> None:
-    model.config.base_model_tp_plan = None
-
-
 def _odd_style(model: PreTrainedModel) -> None:
     model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj": "mla_kv_a_proj"}
 
@@ -213,33 +199,21 @@ def _odd_width(model: PreTrainedModel) -> None:
             setattr(layer.mlp, name, nn.Linear(shape[1], shape[0], bias=False))
 
 
-def _odd_layer(model: PreTrainedModel) -> None:
-    model.model.layers[1].adapter = nn.Sequential(nn.Linear(32, 32))
+def _add(name: str, module: nn.Module) -> Callable[[PreTrainedModel], object]:
+    return lambda model: model.model.set_submodule(name, module)
 
 
-def _beside_norm(model: PreTrainedModel) -> None:
-    model.model.embed_norm = nn.LayerNorm(32)
-
-
-def _as_it_is(model: PreTrainedModel) -> None:
-    pass
-
-
-REFUSED: list[tuple[Layout, str, Callable[[PreTrainedModel], None], bool, str]] = [
-    (Layout(ranks=4, tp=4), "llama", _as_it_is, False, r"tp 4 does not divide 2 \(key/value heads\) .* use tp 1 or 2"),
-    (Layout(ranks=4, tp=2), "llama", _odd_width, False, r"49 \(width of model.layers.\*.mlp.gate_proj\).* use tp 1"),
-    (Layout(ranks=4, tp=2), "llama", _no_plan, False, "LlamaForCausalLM has no tensor-parallel plan"),
-    (Layout(ranks=4, tp=2), "llama", _odd_style, False, "style 'mla_kv_a_proj' of model.layers.0.mlp.gate_proj is not"),
-    (
-        Layout(ranks=4, tp=2),
-        "llama",
-        _odd_layer,
-        True,
-        r"model.layers.1.adapter \(Sequential\) has no place in a sequence",
-    ),
-    (Layout(ranks=4, tp=2), "llama", _beside_norm, True, r"outside its .* \(embed_norm.weight, embed_norm.bias\)"),
-    (Layout(ranks=4, tp=2), "nanochat", _as_it_is, True, "calls norm 2 times .*, as norm, layers.0, layers.1, norm;"),
-    (Layout(ranks=4), "llama", _as_it_is, True, "sequence_parallel splits rows over .* the home has tp 1"),
+TWO_OF_TP = Layout(ranks=4, tp=2)
+AS_IT_IS = nn.Module.train
+ADAPTER, NORM = _add("layers.1.adapter", nn.Sequential(nn.Linear(32, 32))), _add("embed_norm", nn.LayerNorm(32))
+REFUSED: list[tuple[Layout, str, Callable[[PreTrainedModel], object], bool, str]] = [
+    (Layout(ranks=4, tp=4), "llama", AS_IT_IS, False, r"tp 4 does not divide 2 \(key/value heads\) .* use tp 1 or 2"),
+    (TWO_OF_TP, "llama", _odd_width, False, r"49 \(width of model.layers.\*.mlp.gate_proj\).* use tp 1"),
+    (TWO_OF_TP, "llama", _odd_style, False, "style 'mla_kv_a_proj' of model.layers.0.mlp.gate_proj is not"),
+    (TWO_OF_TP, "llama", ADAPTER, True, r"model.layers.1.adapter \(Sequential\) has no place in a sequence"),
+    (TWO_OF_TP, "llama", NORM, True, r"outside its .* \(embed_norm.weight, embed_norm.bias\)"),
+    (TWO_OF_TP, "nanochat", AS_IT_IS, True, "calls norm 2 times .*, as norm, layers.0, layers.1, norm;"),
+    (Layout(ranks=4), "llama", AS_IT_IS, True, "sequence_parallel splits rows over .* the home has tp 1"),
 ]
 
 
@@ -298,28 +272,15 @@ def _activation(mlp: nn.Module, activation: nn.Module) -> None:
     mlp.act_fn = activation
 
 
-def _gain_of_the_sum(mlp: nn.Module) -> None:
-    inner, gain = mlp.forward, Gain()
-    mlp.gain, mlp.forward = gain, lambda x: gain(inner(x))
-
-
 def _gain_of_the_input(mlp: nn.Module) -> None:
     inner, gain = mlp.forward, Gain()
     mlp.gain, mlp.forward = gain, lambda x: inner(gain(x)) + gain(x)
 
 
-def _number_of_the_block(mlp: nn.Module) -> None:
-    inner = mlp.forward
-    mlp.gain = nn.Parameter(torch.ones(1))
-    mlp.forward = lambda x: inner(x) * mlp.gain
-
-
 NOT_A_SUM: dict[str, Callable[[nn.Module], None]] = {
     "gain": lambda mlp: _activation(mlp, Normed()),
     "weight": lambda mlp: _activation(mlp, nn.RMSNorm(48)),
-    "gain of the sum": _gain_of_the_sum,
     "gain of the input": _gain_of_the_input,
-    "gain of the block": _number_of_the_block,
 }
 
 
@@ -355,23 +316,12 @@ def test_a_learnt_activation_is_summed_once(shared: bool) -> None:
     assert not gain.gain.is_meta and gain.gain.grad is None
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "deepseek-v3"])
-def test_plans_that_name_everything_add_nothing(family: str) -> None:
-    model = tiny(family)
-    assert list_partial_gradients(model, list_styles(model)) == []
-
-
 # ---- features that depend on each other
 
 BETWEEN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "gated": (lambda gate, up: F.silu(gate) * up, False),
     "without a gate": (lambda gate, up: F.relu(up).square(), False),
     "threshold over all features": (lambda gate, up: F.relu(gate - gate.mean(-1, keepdim=True)) * up, True),
-    "largest twentieth": (
-        lambda gate, up: F.relu(gate - gate.mean(-1, True) - 1.64 * gate.std(-1, keepdim=True)) * up,
-        True,
-    ),
-    "softmax": (lambda gate, up: gate.softmax(-1) * up, True),
     "normed": (lambda gate, up: F.rms_norm(gate, gate.shape[-1:]) * up, True),
     "halves of one linear": (lambda gate, up: gate.chunk(2, -1)[0] * gate.chunk(2, -1)[1], True),
 }
