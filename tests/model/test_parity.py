@@ -6,7 +6,6 @@ sinks with a window in every other layer (gpt-oss), query norms (Qwen3-MoE), val
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from tests.versions import transformers_before
 LENGTHS = (13, 1, 30, 7, 2, 18)  # ragged, with documents shorter than 2 cp and one without a target
 TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p", ("a2a", "p2p"), "auto")
 CALLS = [(1, "p2p"), *((cp, kind) for cp in (2, 4) for kind in TYPES)]
-FAMILIES = ("mistral", "gemma2", "gpt-oss", "qwen3-moe", "deepseek-v3")
 KINDS: dict[str, dict[str, bool]] = {
     "copies": {"shard_parameters": False},
     "sharded": {},
@@ -32,46 +30,32 @@ KINDS: dict[str, dict[str, bool]] = {
 }
 WIDE, SINGLE = torch.float64, torch.float32
 Model = tuple[str, torch.dtype, str]
-OTHERS: list[Model] = [
-    ("qwen3", WIDE, "copies"),
-    ("qwen3", SINGLE, "recomputed"),
-    ("llama", WIDE, "copies"),
-    ("llama", WIDE, "recomputed"),
-    ("llama", SINGLE, "copies"),
-    ("llama", SINGLE, "recomputed"),
-]
 Rows = dict[Model, Sequence[tuple[int, Any]]]  # degrees and types
 TABLES: dict[str, tuple[int, Rows]] = {
-    "3 slots": (3, {("qwen3", WIDE, "sharded"): [(3, "p2p")], ("llama", WIDE, "sharded"): [(3, "all_gather")]}),
+    "3 slots": (3, {("qwen3", WIDE, "sharded"): [(3, "p2p"), (3, "all_gather")]}),
     "4 slots": (
         4,
         {
-            ("qwen3", WIDE, "sharded"): [(1, "p2p"), (4, "p2p"), (2, "all_gather")],
-            ("qwen3", WIDE, "recomputed"): [(2, "p2p"), (4, "all_gather")],
-            ("qwen3", SINGLE, "copies"): [(4, "p2p"), (1, "all_gather")],
-            ("llama", WIDE, "sharded"): [(1, "all_gather"), (2, "p2p"), (4, "all_gather")],
+            ("qwen3", WIDE, "sharded"): [(1, "p2p"), (4, "p2p")],
+            ("qwen3", WIDE, "recomputed"): [(2, "all_gather")],
+            ("llama", WIDE, "copies"): [(1, "all_gather"), (2, "p2p")],
         },
     ),
     "attention": (
         4,
         {
-            ("mistral", SINGLE, "recomputed copies"): [(4, "a2a"), (4, "auto")],
-            ("gemma2", SINGLE, "recomputed copies"): [(4, "p2p"), (4, "a2a+p2p")],
-            ("gpt-oss", SINGLE, "recomputed copies"): [(4, "p2p"), (4, "all_gather"), (4, ("a2a", "p2p"))],
+            ("mistral", SINGLE, "recomputed copies"): [(4, "auto")],
+            ("gemma2", SINGLE, "recomputed copies"): [(4, "a2a+p2p")],
+            ("gpt-oss", SINGLE, "recomputed copies"): [(4, "all_gather"), (4, ("a2a", "p2p"))],
             ("qwen3-moe", SINGLE, "recomputed copies"): [(4, "a2a+p2p")],
-            ("deepseek-v3", SINGLE, "recomputed copies"): [(4, "p2p"), (4, "a2a")],
+            ("deepseek-v3", SINGLE, "recomputed copies"): [(4, "p2p")],
             # tables of rotary angles; before 5.24 they bypass transformers' interface of attention
             **{(f, SINGLE, "sharded"): [(2, "p2p")] for f in ("gpt-j", "codegen") if not transformers_before("5.24")},
         },
     ),
-    "3 slots, others": (3, {model: [(3, "p2p"), (3, "all_gather")] for model in OTHERS}),
-    "4 slots, others": (4, {model: [*product((1, 2, 4), ("p2p", "all_gather"))] for model in OTHERS}),
-    "attention, others": (4, {(f, SINGLE, "recomputed copies"): [c for c in CALLS if c[0] < 4] for f in FAMILIES}),
 }
 ROWS = [
-    pytest.param(table, family, marks=[pytest.mark.whole] * ("others" in table))
-    for table, (_, rows) in TABLES.items()
-    for family in dict.fromkeys(family for family, *_ in rows)
+    (table, family) for table, (_, rows) in TABLES.items() for family in dict.fromkeys(family for family, *_ in rows)
 ]
 
 
@@ -164,8 +148,8 @@ def test_dropout_is_the_same_at_every_degree_under_every_type_and_home() -> None
                 assert loss_and_norm == pytest.approx(expected, rel=1e-5), (home, kind, cp, step)
 
 
-def _seed_at_binding(rank: int) -> tuple[float, float]:
-    """How far gradients are off where step and seed change before recomputation, and if a shard is bound after."""
+def test_the_seed_is_that_of_the_step_in_which_a_shard_was_bound() -> None:
+    """Step and seed change before recomputation; a shard that is bound after that is another."""
     with World(Layout(ranks=1), backend=backend()) as world:
         micro_batch = plan_fixed([9], world.home, cp=1).micro_batches[0]
         q = torch.randn(9, 2, 4, dtype=torch.float64, device=world.device, requires_grad=True)
@@ -182,9 +166,4 @@ def _seed_at_binding(rank: int) -> tuple[float, float]:
         expected = gradient(shard := bind(micro_batch, world), lambda: None, False)
         same = gradient(shard.with_padding(), next_step, True)
         other = gradient(bind(micro_batch, world), next_step, True)
-        return (same - expected).norm().item(), (other - expected).norm().item()
-
-
-def test_the_seed_is_that_of_the_step_in_which_a_shard_was_bound() -> None:
-    ((same, other),) = run_ranks(_seed_at_binding, 1)
-    assert same == 0 and other > 0.1
+        assert torch.equal(same, expected) and (other - expected).norm() > 0.1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from longspan import Layout, LongspanError, SequenceShard, World, bind, plan_fixed, run_step
-from longspan.comm import run_local
-from longspan.errors import ModelError
+from longspan.errors import AttentionError, ModelError
 from longspan.model import load_model, prepare, prepared, save_model
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
@@ -63,23 +63,23 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _guards(rank: int) -> dict[str, str]:
-    refusals = {}
+def test_wrong_calls_are_refused() -> None:
     with World(Layout(ranks=1), backend=backend()) as world:
         model = prepare(tiny("qwen3"), world)
         _, arguments = _local(world)
         logits = model(**arguments).logits
-        for name, (change, _) in CALLS.items():
-            try:
+        for change, says in CALLS.values():
+            with pytest.raises(ModelError, match=says):
                 model(**(arguments | change))
-            except ModelError as refusal:
-                refusals[name] = str(refusal)
         plain = model(arguments["input_ids"][0], position_ids=arguments["position_ids"][0], shard=arguments["shard"])
         assert torch.equal(plain.logits, logits) and plain.past_key_values is None and model.config.use_cache is False
         with pytest.raises(ModelError, match="prepared already"):
             prepare(model, world)
         with pytest.raises(ModelError, match=r"Qwen3ForCausalLM.generate would need caches.*save_model"):
             model.generate(arguments["input_ids"])
+        with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
+            model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
+        # an error inside a layer leaves no shard behind
         with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
         for caller in ("transformers.trainer", "trl.trainer.grpo_trainer"):
@@ -88,22 +88,12 @@ def _guards(rank: int) -> dict[str, str]:
                 ModelError, match=r"got no shard; .*give the model before .*hf\.with_longspan\(Trainer\)"
             ):
                 compute_loss(model, arguments["input_ids"])
-        with pytest.raises(ModelError, match=r"Qwen3Attention got a mask of shape \(1, 1, 13, 13\)"):
-            model.model(**arguments, attention_mask=torch.zeros(1, 1, 13, 13, device=world.device))
-    return refusals
 
 
-def test_wrong_calls_are_refused() -> None:
-    (refusals,) = run_ranks(_guards, 1)
-    for name, (_, says) in CALLS.items():
-        with pytest.raises(ModelError, match=says):
-            raise ModelError(refusals[name])
-
-
-def _identity(rank: int, compute_dtype: torch.dtype | None) -> tuple[bool, bool, float, set[torch.dtype]]:
+def _identity(rank: int) -> tuple[bool, bool, float, set[torch.dtype]]:
     seen = []
     with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare(tiny("qwen3"), world, compute_dtype=compute_dtype, activation_checkpointing=True)
+        model = prepare(tiny("qwen3"), world, compute_dtype=torch.bfloat16, activation_checkpointing=True)
         shard, arguments = _local(world, cp=2)
         for mode in (True, False):
             try_rows(model, world, backward=mode)
@@ -117,10 +107,9 @@ def _identity(rank: int, compute_dtype: torch.dtype | None) -> tuple[bool, bool,
         return same, len(seen) >= 2, run.loss, {dtype for _, dtype in seen}
 
 
-@pytest.mark.parametrize("compute_dtype", [torch.bfloat16, None])
-def test_the_shard_passes_through_fsdp2_unchanged(compute_dtype: torch.dtype | None) -> None:
-    for same, recomputed, loss, dtypes in run_ranks(_identity, 2, compute_dtype):
-        assert same and recomputed and dtypes == {compute_dtype or torch.float32}
+def test_the_shard_passes_through_fsdp2_unchanged() -> None:
+    for same, recomputed, loss, dtypes in run_ranks(_identity, 2):
+        assert same and recomputed and dtypes == {torch.bfloat16}
         assert 0 < loss < 10
 
 
@@ -164,9 +153,17 @@ def test_a_padding_id_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 SAVED = [
     ("qwen3", True, Layout(ranks=(1, 0))),
     ("llama", True, Layout(ranks=(1, 0), dp_replicate=2)),
-    ("qwen3", False, Layout(ranks=(1, 0))),
     ("llama", False, Layout(ranks=2, tp=2)),
 ]
+
+
+def _zamba2(hybrids: int, blocks: int) -> PreTrainedModel:
+    """One layer of Mamba 2 and then hybrids, whose shared blocks take turns."""
+    config = shrink_configuration(CONFIG_MAPPING["zamba2"]())
+    config.num_hidden_layers, config.num_mem_blocks = hybrids + 1, blocks
+    config.layers_block_type = ["linear_attention"] + ["hybrid"] * hybrids
+    config.hybrid_layer_ids = list(range(1, hybrids + 1))
+    return make_tiny_model(config, torch.float32)
 
 
 def _save(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
@@ -175,11 +172,14 @@ def _save(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
         with World(home, backend=backend(), timeout=60) as world:
             model = prepare_untried(tiny(family), world, shard_parameters=sharded)
             optimizer, plan = build_optimizer(model, "sgd", lr=0.5), plan_fixed(LENGTHS, home, cp=home.slots)
-            for _ in range(2):
-                run_step(model, plan, texts(LENGTHS), world, optimizer)
-                save_model(model, folder / str(number), world)
+            run_step(model, plan, texts(LENGTHS), world, optimizer)
+            save_model(model, folder / str(number), world)
             run_step(model, plan, texts(LENGTHS), world, backward=False)  # goes on after saving
             weights.append(weights_of(model))
+    with World(Layout(ranks=2), backend=backend()) as world:
+        model = prepare_untried(_zamba2(2, blocks=1), world)
+        save_model(model, folder / "zamba2", world)
+        assert len({id(module._get_fsdp_state()) for module in fsdp_modules(model)}) == 5  # the root is one too
     return weights
 
 
@@ -197,7 +197,9 @@ def test_saved_folders_load_in_stock_transformers(tmp_path: Path) -> None:
         ids = torch.from_numpy(texts(LENGTHS)[0])[None]
         assert error(stock(ids).logits, fresh(ids).logits) == 0.0
         assert worst(dict(load_model(folder).named_parameters()), weights) == 0.0
-    assert len([*tmp_path.iterdir()]) == len(SAVED)
+    saved, stock = (m.state_dict() for m in (load_model(tmp_path / "zamba2"), _zamba2(2, blocks=1)))
+    assert saved.keys() == stock.keys() and all(torch.equal(saved[name], stock[name]) for name in stock)
+    assert len([*tmp_path.iterdir()]) == len(SAVED) + 1
 
 
 def _others(rank: int, folder: Path) -> tuple[list[str], list[str]]:
@@ -258,15 +260,6 @@ def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch)
         prepare(model, model, virtual_stage=1)
 
 
-def _zamba2(hybrids: int, blocks: int) -> PreTrainedModel:
-    """One layer of Mamba 2 and then hybrids, whose shared blocks take turns."""
-    config = shrink_configuration(CONFIG_MAPPING["zamba2"]())
-    config.num_hidden_layers, config.num_mem_blocks = hybrids + 1, blocks
-    config.layers_block_type = ["linear_attention"] + ["hybrid"] * hybrids
-    config.hybrid_layer_ids = list(range(1, hybrids + 1))
-    return make_tiny_model(config, torch.float32)
-
-
 def test_blocks_are_found_and_numbered() -> None:
     model = _zamba2(5, blocks=2)
     blocks = [layer.shared_transformer for layer in model.model.layers[1:]]
@@ -280,15 +273,54 @@ def test_blocks_are_found_and_numbered() -> None:
     assert shared_blocks(decoder_layers(llama)) == []
 
 
-def _save_zamba2(rank: int, folder: str) -> int:
-    with World(Layout(ranks=2), backend=backend()) as world:
-        model = prepare_untried(_zamba2(2, blocks=1), world)
-        save_model(model, folder, world)
-        states = {id(module._get_fsdp_state()) for module in fsdp_modules(model)}
-        return len(states)
+# ---- a kernel is named where a model is prepared; one that is missing is an error before the first step
+
+MISSING = "torch_flash" if backend() == "gloo" else "cpu_flash"
+SAID = "needs cuda tensors, got cpu" if backend() == "gloo" else "needs cpu tensors, got cuda"
 
 
-def test_what_is_saved_is_the_stock_model(tmp_path: Path) -> None:
-    assert run_local(_save_zamba2, 2, (str(tmp_path),), timeout=60) == [5, 5]  # three layers, one block and the root
-    saved, stock = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), _zamba2(2, blocks=1).state_dict()
-    assert saved.keys() == stock.keys() and all(torch.equal(saved[name], stock[name]) for name in stock)
+def test_the_named_kernel_is_what_every_layer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, by name, and by name in recomputed layers."""
+    packing: Any = import_module("longspan.attention.attend")
+    chosen, choose, logits = set[str](), packing.choose_kernel, list[torch.Tensor]()
+
+    def noted(call: Any, name: str | None = None) -> Any:
+        kernel = choose(call, name)
+        chosen.add(kernel.name)
+        return kernel
+
+    monkeypatch.setattr(packing, "choose_kernel", noted)
+    with World(Layout(ranks=1), backend=backend()) as world:
+        batch = plan_fixed((9, 4), world.home, cp=1).micro_batches[0]
+        inputs: dict[str, Any] = {"input_ids": torch.arange(13, device=world.device)[None]}
+        for name, recompute in ((None, False), ("reference", False), ("reference", True)):
+            model = prepare(tiny("mistral"), world, attention_kernel=name, activation_checkpointing=recompute)
+            chosen.clear()
+            shard = bind(batch, world)  # a choice is kept with the shard
+            out = model(**inputs, position_ids=shard.position_ids[None], shard=shard).logits
+            out.sum().backward()
+            assert chosen == {name or "cpu_flash"} or (name is None and backend() == "nccl")
+            logits.append(out.detach())
+            chosen.clear()
+            shard = bind(batch, world)
+            with torch.no_grad():
+                model(**inputs, position_ids=shard.position_ids[None], shard=shard, attention_kernel="reference")
+            assert chosen == {"reference"}, "the argument of a call wins"
+            assert "attention_kernel" not in model.config.to_dict()
+    default, named, recomputed = logits
+    assert (named - default).abs().max() <= 1e-4 and torch.equal(named, recomputed)
+
+
+WITH_WINDOW = f"MistralForCausalLM attends with heads of 8 with values of 8, window: kernel {MISSING} {SAID}"
+KERNELS = [
+    ("mistral", "fa5", "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, cpu_flash, ref"),
+    ("mistral", MISSING, WITH_WINDOW),
+    ("deepseek-v3", MISSING, "attends with heads of 12 with values of 6"),
+    *([("gemma2", "cpu_flash", "a call without softcap")] if backend() == "gloo" else []),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "message"), KERNELS)
+def test_a_kernel_that_is_missing_is_an_error_when_the_model_is_prepared(family: str, name: str, message: str) -> None:
+    with World(Layout(ranks=1), backend=backend()) as world, pytest.raises(AttentionError, match=message):
+        prepare(tiny(family, attention="eager"), world, attention_kernel=name)

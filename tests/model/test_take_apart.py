@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from transformers import PreTrainedModel
 
-from longspan import Layout, World, prepare
+from longspan import Layout, World, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.take_apart import image_cost, take_apart_or_undo
@@ -12,7 +12,8 @@ from longspan.model.vision.image_encoder import split_model
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper
 from tests.model.stock import tiny as text_model
-from tests.model.vision.models import here, tiny
+from tests.model.stock import weights_of
+from tests.model.vision.models import config_of, here, tiny
 
 
 @pytest.mark.parametrize("name", here())
@@ -64,3 +65,19 @@ def _of_stages(rank: int) -> str:
     with World(Layout(4, pp=4), backend="gloo") as world, pytest.raises(ModelError) as refused:
         prepare(tiny("qwen3-vl"), world, encoder=Layout(4))
     return str(refused.value)
+
+
+# ---- drawn at random
+
+
+def test_random_weights_and_the_class_of_a_configuration() -> None:
+    names = {name for name, _ in tiny("llava-clip").named_parameters()}
+    for sharded in (False, True):
+        model = load_model(config=config_of("llava-clip"), sharded=sharded)
+        assert {name for name, _ in model.named_parameters()} == names
+        with World(Layout(1), backend="gloo") as world:
+            joined = prepare(model, world, encoder=Layout(1), probe=False)
+            assert all(x.isfinite().all() and not x.is_meta for x in weights_of(joined).values())
+    assert type(load_model(config=config_of("qwen3.5"), images=True)).__name__ == "Qwen3_5ForConditionalGeneration"
+    with pytest.raises(ModelError, match="LlamaConfig stands for no model from images and text to text"):
+        load_model(config=config_of("llava-clip").get_text_config(), images=True)

@@ -46,13 +46,6 @@ def _config(edit: Callable[[dict], object]) -> Callable[[Path], object]:
     return damage
 
 
-def _without_a_weight(folder: Path) -> None:
-    file = next(path for path in sorted(folder.glob("*.safetensors")) if "model.norm.weight" in load_file(path))
-    weights = load_file(file)
-    del weights["model.norm.weight"]
-    save_file(weights or {"other": torch.zeros(1)}, file, metadata={"format": "pt"})
-
-
 def _cut(bytes_left: int) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         file = min(folder.glob("*.safetensors"))
@@ -61,7 +54,7 @@ def _cut(bytes_left: int) -> Callable[[Path], object]:
     return damage
 
 
-CUT = "cannot be read, perhaps it was cut short"
+CUT, DEEP = "cannot be read, perhaps it was cut short", '{"weight_map": ' + "[" * 100_000
 DAMAGED = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "broken configuration": (lambda f: (f / "config.json").write_text("{"), "cannot be loaded: .*config"),
@@ -69,11 +62,9 @@ DAMAGED = {
     "no weights": (lambda f: [path.unlink() for path in f.glob("model*")], "has no weights"),
     "a file missing": (lambda f: min(f.glob("*.safetensors")).unlink(), r"lacks 1 of \d+ weight files: model-00001"),
     "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
+    "deep index": (lambda f: (f / "model.safetensors.index.json").write_text(DEEP), "index.json is damaged"),
     "a header cut short": (_cut(40), rf"model-00001.* \(40 bytes\) {CUT}"),
     "data cut short": (_cut(-1), rf"model-00001.* bytes\) {CUT}"),
-    "an empty file": (_cut(0), rf"model-00001.* \(0 bytes\) {CUT}"),
-    "a weight missing": (_without_a_weight, "lacks 1 weights .*model.norm.weight"),
-    "another size": (_config(lambda c: c.update(intermediate_size=64)), r"do not fit its config.json: .*(48|64)"),
 }
 
 
@@ -196,14 +187,13 @@ def test_wrong_requests(folder: Path, tmp_path: Path) -> None:
         load_model(preset="qwen3-tiny")
 
 
-@pytest.mark.parametrize("preset", ["qwen3-tiny", "llama-tiny"])
-def test_random_weights_depend_on_the_seed_alone(preset: str) -> None:
+def test_random_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(11)
-    first = load_model(preset=preset, vocab_size=100, seed=3)
+    first = load_model(preset="qwen3-tiny", vocab_size=100, seed=3)
     state = torch.get_rng_state()
     torch.manual_seed(12)
-    again = load_model(preset=preset, vocab_size=100, seed=3, dtype="float64")
-    other = load_model(preset=preset, vocab_size=100, seed=4)
+    again = load_model(preset="qwen3-tiny", vocab_size=100, seed=3, dtype="float64")
+    other = load_model(preset="qwen3-tiny", vocab_size=100, seed=4)
     torch.manual_seed(11)
     assert torch.equal(state, torch.get_rng_state()), "drawing weights moved the caller's random state"
     for a, b in zip(first.parameters(), again.parameters(), strict=True):
@@ -246,9 +236,7 @@ def test_a_published_model_has_its_published_size(name: str, billions: float, ex
     ("name", "vocab_size", "says"),
     [
         ("qwen3-tyni", 64, "did you mean 'qwen3-tiny'"),
-        ("lama", 64, "did you mean 'llama-tiny'"),
         ("zzz", 64, "presets: llama-tiny, qwen3-tiny"),
-        ("gpt-os", 64, "did you mean 'gpt-oss-tiny'"),
         ("qwen3-tiny", 0, "vocab_size is 0"),
         ("qwen3-tiny", 2.5, "vocab_size is 2.5"),
     ],
@@ -310,21 +298,15 @@ def _torch_file(folder: Path, weights: Weights) -> None:
 EXTRA = "model.layers.2.mlp.up_proj.weight"
 REFUSED: dict[str, tuple[Callable[[Path, Weights], Any], str]] = {
     "fp8": (lambda f, w: _write(f, _float8(w), quantization_config=FP8), r"is quantized \(fp8, by its config.json\)"),
-    "fp8 by the text configuration": (
-        lambda f, w: _write(f, w, text_config={"quantization_config": {"quant_method": "gptq"}}),
-        r"is quantized \(gptq",
-    ),
-    "a quantization without a name": (
-        lambda f, w: _write(f, w, quantization_config={"bits": 4}),
-        r"is quantized \(by a method",
+    "the text configuration's, without a name": (
+        lambda f, w: _write(f, w, text_config={"quantization_config": {"bits": 4}}),
+        r"is quantized \(by a method without a name",
     ),
     "float8 that no configuration names": (
         lambda f, w: _write(f, _float8(w)),
         r"proj.weight in .* is quantized \(F8_E4M3 for torch.float\d+\); load it in transformers, dequantize it",
     ),
-    "int8": (lambda f, w: _write(f, _int8(w)), rf"{GATE} in .* is quantized \(I8 for"),
     "int8 of torch.save": (lambda f, w: _torch_file(f, _int8(w)), rf"{GATE} in .* is quantized \(torch.int8 for"),
-    "bool": (lambda f, w: _write(f, w | {GATE: w[GATE] > 0}), rf"{GATE} in .* is quantized \(BOOL for"),
     "scales alone": (
         lambda f, w: _write(f, w | {GATE.replace("weight", "weight_scale"): torch.ones(1)}),
         r"hold 1 tensor that a Qwen3ForCausalLM of its config.json does not take: .*gate_proj.weight_scale; use the",
@@ -334,14 +316,9 @@ REFUSED: dict[str, tuple[Callable[[Path, Weights], Any], str]] = {
         r"are of MineForCausalLM, which transformers does not have, and would be read as those of a Qwen3ForCausalLM: ",
     ),
     "a layer more": (lambda f, w: _write(f, w | {EXTRA: torch.ones(2)}), rf"hold 1 tensor .* does not take: {EXTRA}"),
-    "another head": (lambda f, w: _write(f, w | {"score.weight": torch.ones(2, 32)}), "does not take: score.weight"),
     "two unequal heads": (
         lambda f, w: _write(f, w | {HEAD: w[EMBEDDING] + 1e-4}),
         rf"hold {HEAD}, which differs from {EMBEDDING}, and config.json ties .*; set tie_word_embeddings to false",
-    ),
-    "two unequal heads of torch.save": (
-        lambda f, w: _torch_file(f, w | {HEAD: w[EMBEDDING].flip(0)}),
-        rf"hold {HEAD}, which differs from {EMBEDDING}",
     ),
     "a tensor in two files": (
         lambda f, w: _two_files(f, w, (GATE, "model.norm.weight")),
@@ -370,7 +347,6 @@ ACCEPTED: dict[str, tuple[Callable[[Path, Weights], Any], str]] = {
     "mixed types": (lambda f, w: _write(f, {n: x.double() if "norm" in n else x.half() for n, x in w.items()}), ""),
     "torch.save": (lambda f, w: _torch_file(f, w | {HEAD: w[EMBEDDING]}), ""),
     "torch.save of old": (lambda f, w: (_torch_file(f, w), _old_torch_file(f)), ""),
-    "no quantization": (lambda f, w: _write(f, w, quantization_config=None), ""),
     "a table": (lambda f, w: _write(f, w | {TABLE: torch.ones(4)}), f"1 tensor of its files .* without: {TABLE}$"),
     "a depth": (lambda f, w: _write(f, w | DEPTH), "2 tensors .* no part of the Qwen3ForCausalLM itself, .*eh_proj"),
     "a depth of Qwen": (lambda f, w: _write(f, w | {"mtp.fc.weight": torch.ones(1)}), "read without: mtp.fc.weight"),
@@ -446,16 +422,12 @@ def test_a_configuration_alone_says_nothing_of_quantized_weights(tmp_path: Path)
         assert not hasattr(load_model(config=folder, sharded=sharded).config, "quantization_config")
 
 
-@pytest.mark.parametrize("mark", ["by transformers", "by its types"])
-def test_a_quantized_model_is_not_prepared(mark: str) -> None:
-    model: Any = tiny("llama")
-    if mark == "by transformers":
-        model.is_quantized, model.quantization_method = True, "gptq"
-    else:
-        gate = model.model.layers[0].mlp.gate_proj
-        gate.weight = torch.nn.Parameter(gate.weight.data.to(torch.int8), requires_grad=False)
-    with (
-        World(Layout(ranks=1)) as world,
-        pytest.raises(ModelError, match=r"is quantized \((gptq|model.layers.0.mlp.gate)"),
-    ):
-        prepare(model, world)
+def test_a_quantized_model_is_not_prepared() -> None:
+    by_transformers, by_types = tiny("llama"), tiny("llama")
+    by_transformers.is_quantized, by_transformers.quantization_method = True, "gptq"
+    gate = by_types.model.layers[0].mlp.gate_proj
+    gate.weight = torch.nn.Parameter(gate.weight.data.to(torch.int8), requires_grad=False)
+    with World(Layout(ranks=1)) as world:
+        for model, name in ((by_transformers, "gptq"), (by_types, "model.layers.0.mlp.gate")):
+            with pytest.raises(ModelError, match=rf"is quantized \({name}"):
+                prepare(model, world)

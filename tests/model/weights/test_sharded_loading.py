@@ -65,8 +65,8 @@ def _differences(model: torch.nn.Module, wanted: torch.nn.Module) -> list[str]:
 
 
 def _losses(model: torch.nn.Module, world: World) -> tuple[float, float | None]:
-    lengths = (30, 17, 9, 8, 25, 12, 7, 6)
-    plan = plan_fixed(lengths, world.home, cp=2, max_tokens_per_slot=40)
+    lengths = (30, 9)
+    plan = plan_fixed(lengths, world.home, cp=2 if world.home.slots > 1 else 1, max_tokens_per_slot=40)
     result = run_step(
         model, plan, texts(lengths), world, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0
     )
@@ -96,28 +96,6 @@ def test_every_home_holds_the_folders_weights(folders: Path, table: str) -> None
         assert compared == dict.fromkeys(compared, ([], True))
 
 
-TWO: list[dict[str, int]] = [{"ep": 2}, {"pp": 2}]
-
-
-def _compare_buffers(rank: int, folder: str) -> list[tuple[list[str], float]]:
-    compared = list[tuple[list[str], float]]()
-    for axes in TWO:
-        with World(Layout(ranks=2, **axes)) as world:
-            wanted = prepare(load_model(folder), world)
-            model = prepare(load_model(folder, sharded=True), world)
-            bias = [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
-            compared.append((_differences(model, wanted), sum(float(x.abs().sum()) for x in bias)))
-    return compared
-
-
-def test_buffers_that_a_folder_holds_are_read(tmp_path: Path) -> None:
-    model = moe_model("deepseek-v3", torch.float32)
-    assert [name for name, x in model.named_buffers() if "correction_bias" in name and x[0] == -100]
-    model.save_pretrained(tmp_path)
-    for of_home in zip(*run_ranks(_compare_buffers, 2, str(tmp_path)), strict=True):
-        assert all(not differences for differences, _ in of_home) and max(size for _, size in of_home) == 100
-
-
 @pytest.mark.parametrize("family", ["deepseek-v3", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_an_architecture_keeps_in_float32_is_float32(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -141,8 +119,8 @@ def _draw(rank: int, homes: list[dict[str, int]], name: str) -> list[dict[str, t
     return drawn
 
 
-@pytest.mark.parametrize("name", ["6 experts", pytest.param("tied", marks=pytest.mark.whole)])
-def test_random_weights_are_the_same_under_every_home(name: str) -> None:
+def test_random_weights_are_the_same_under_every_home() -> None:
+    name = "6 experts"
     (alone,) = _draw(0, [{"ranks": 1}], name)
     projection = "model.layers.{}.self_attn.q_proj.weight"
     assert 0.15 < alone[projection.format(1)].std() < 0.25  # initializer_range is 0.2
@@ -171,23 +149,6 @@ def test_weights_that_an_architecture_scales_by_depth_are_scaled() -> None:
     for name, spread in spreads.items():
         wanted = 0.02 / 4 if "c_proj" in name else 0.02  # GPT-2: by the root of twice the layers
         assert abs(spread / wanted - 1) < 0.1, (name, spread)
-
-
-def _left(rank: int) -> list[tuple[bool, bool]]:
-    left = list[tuple[bool, bool]]()
-    for axes in ({}, {"pp": 2}):
-        with World(Layout(ranks=2, **axes)) as world:
-            model = load_model(config=_config("4 experts"), sharded=True)
-            defer_to_checkpoint(model)
-            prepared = prepare(model, world)
-            weights = [local_tensor(x.detach()) for x in prepared.parameters()]
-            buffers_are_left = any(bool(x.isnan().any()) for x in prepared.buffers())
-            left.append((all(bool(x.isnan().all()) for x in weights), buffers_are_left))
-    return left
-
-
-def test_weights_that_a_checkpoint_must_bring_are_no_numbers_before() -> None:
-    assert run_ranks(_left, 2) == [[(True, False)] * 2] * 2
 
 
 class _LargestMade(TorchDispatchMode):
@@ -245,16 +206,37 @@ def test_an_expert_of_another_shape_is_refused(folders: Path, tmp_path: Path) ->
         prepare(load_model(tmp_path / "model", sharded=True), world)
 
 
-def _refused(rank: int, folder: str) -> str:
+def _stages_and_experts(rank: int, buffers: str, damaged: str) -> tuple[list[list[str]], float, list[Any], str]:
+    """Differences of a model with buffers and their largest; what a checkpoint must bring; what one stage refuses."""
+    differences, largest, left = list[list[str]](), 0.0, list[Any]()
+    for axes in ({"ep": 2}, {"pp": 2}):
+        with World(Layout(ranks=2, **axes)) as world:
+            wanted = prepare(load_model(buffers), world)
+            model = prepare(load_model(buffers, sharded=True), world)
+            bias = [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
+            differences.append(_differences(model, wanted))
+            largest = max(largest, sum(float(x.abs().sum()) for x in bias))
+            model = load_model(config=_config("4 experts"), sharded=True)
+            defer_to_checkpoint(model)
+            prepared = prepare(model, world)
+            weights = [local_tensor(x.detach()) for x in prepared.parameters()]
+            left.append(all(bool(x.isnan().all()) for x in weights))
+            left.append(not any(bool(x.isnan().any()) for x in prepared.buffers()))
     with World(Layout(ranks=2, pp=2)) as world, pytest.raises(ModelError) as caught:
-        prepare(load_model(folder, sharded=True), world)
-    return str(caught.value)
+        prepare(load_model(damaged, sharded=True), world)
+    return differences, largest, left, str(caught.value)
 
 
-def test_what_one_stage_cannot_read_every_rank_refuses(folders: Path, tmp_path: Path) -> None:
-    shutil.copytree(folders / "tied", tmp_path / "model")
-    _edit(tmp_path / "model", GATE, lambda x: x[:5].clone())
-    for refusal in run_ranks(_refused, 2, str(tmp_path / "model")):
+def test_buffers_are_read_a_checkpoint_brings_the_rest_and_every_rank_refuses(folders: Path, tmp_path: Path) -> None:
+    model = moe_model("deepseek-v3", torch.float32)
+    assert [name for name, x in model.named_buffers() if "correction_bias" in name and x[0] == -100]
+    model.save_pretrained(tmp_path / "buffers")
+    shutil.copytree(folders / "tied", tmp_path / "damaged")
+    _edit(tmp_path / "damaged", GATE, lambda x: x[:5].clone())
+    answers = run_ranks(_stages_and_experts, 2, str(tmp_path / "buffers"), str(tmp_path / "damaged"))
+    assert max(largest for _, largest, _, _ in answers) == 100
+    for differences, _, left, refusal in answers:
+        assert differences == [[], []] and left == [True] * 4, "weights are no numbers before a checkpoint brings them"
         assert f"{GATE} is (5, 32) in the files, (48, 32) by the configuration" in refusal
 
 
