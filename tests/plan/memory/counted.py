@@ -8,7 +8,6 @@ import pytest
 import torch
 from bench.training.live_bytes import LiveBytes
 from torch import Tensor
-from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import silu
 from transformers import (
     AutoModelForCausalLM,
@@ -24,11 +23,11 @@ from transformers import (
 
 from longspan import MtpLoss, add_mtp
 from longspan.comm import World
-from longspan.model import compiled_layers, prepare
+from longspan.model import prepare
 from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
-from longspan.plan import Plan
+from longspan.plan import Plan, plan_fixed
 from longspan.train import run_step
 
 _DENSE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
@@ -62,16 +61,12 @@ def config_of(family: str) -> PreTrainedConfig:
 
 @dataclass
 class Counted:
-    """Bytes alive in one step, above those before it: after each layer's forward pass, and the most of each pass.
-
-    `alive[i]` before layer i runs forward, `alive[-1]` after the last; `forward` and `backward` are the most while
-    layer i runs forward, and backward; `loss` is the most between the two.
+    """Bytes alive in one step: before each layer's forward pass and after the last; the most of layers' backward passes
+    (-1: before the first of them), and the most of all.
     """
 
     alive: list[int] = field(default_factory=list[int])
-    forward: list[int] = field(default_factory=list[int])
     backward: dict[int, int] = field(default_factory=dict[int, int])
-    loss: int = 0
     most: int = 0
 
     @property
@@ -83,7 +78,7 @@ class _Marks:
     """Reads a counter as layers run: one model, one step of one micro-batch."""
 
     def __init__(self, model: Any) -> None:
-        self.live, self.counted, self.start, self.now = LiveBytes(), Counted(), 0, -1
+        self.live, self.counted, self.now = LiveBytes(), Counted(), -1
         for tensor in (*model.parameters(), *model.buffers()):  # views of them are none of a step's bytes
             self.live._live[tensor.untyped_storage()._cdata] = 0
         layers = list(decoder_layers(model).values())
@@ -108,7 +103,7 @@ class _Marks:
         def hook(_: Any, __: Any, output: Any) -> Any:
             if self.now >= 0:
                 return
-            self.counted.forward.append(self._read_peak())
+            self._read_peak()
             if last:
                 self.counted.alive.append(self.live.now)
             y = output[0] if isinstance(output, tuple) else output
@@ -123,11 +118,7 @@ class _Marks:
 
     def end(self) -> None:
         """The pass that runs is over: the loss, or a layer's backward pass."""
-        peak = self._read_peak()
-        if self.now < 0:
-            self.counted.loss = peak
-        else:
-            self.counted.backward[self.now] = peak
+        self.counted.backward[self.now] = self._read_peak()
 
 
 class _Norm(torch.autograd.Function):
@@ -180,45 +171,12 @@ def count_step(
 ) -> Counted:
     """One step of a model of this configuration, with an adapter or depths of multi-token prediction, prepared so."""
     prepared, documents = prepared_model(config, plan, world, lora, depths, how)
-    run_step(prepared, plan, documents, world, mtp=MtpLoss() if depths else None)
-    prepared.zero_grad(set_to_none=True)
+    (group,) = plan.micro_batches[0].groups
+    short = plan_fixed([8 * group.degree], world.home, group.degree, cp_comm_type=group.cp_comm_type)
+    run_step(prepared, short, [documents[0][: 8 * group.degree]], world, mtp=MtpLoss() if depths else None)
+    prepared.zero_grad(set_to_none=True)  # what a first step makes once is made
     marks = _Marks(prepared)
     with marks.live:
         run_step(prepared, plan, documents, world, mtp=MtpLoss() if depths else None)
         marks.end()
     return marks.counted
-
-
-def _compile_to_graphs(graph: Any, inputs: Any, **options: Any) -> Any:
-    return compile_fx(graph, inputs, inner_compile=lambda module, _, **others: module.forward)
-
-
-def count_saved(
-    config: PreTrainedConfig, plan: Plan, world: World, monkeypatch: pytest.MonkeyPatch, *, lora: Any = None, **how: Any
-) -> list[int]:
-    """Bytes that each layer's graphs and operations save for backward in one step, parameters and angles left out.
-
-    Counted by torch's hooks, not by what operators make: torch.compile steps aside where operators are watched.
-    """
-    monkeypatch.setattr(compiled_layers, "BACKEND", _compile_to_graphs)
-    model, documents = prepared_model(config, plan, world, lora, 0, how)
-    left = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    layers, saved = decoder_layers(model).values(), list[dict[int, Tensor]]()
-    inside = list[dict[int, Tensor]]()
-
-    def begin(_: Any, __: Any, named: dict[str, Any]) -> None:
-        left.update(angle.untyped_storage()._cdata for angle in named.get("position_embeddings", ()))
-        inside.append({})
-        saved.append(inside[-1])
-
-    def pack(x: Tensor) -> Tensor:
-        if inside and (place := x.untyped_storage()._cdata) not in left:
-            inside[-1][place] = x  # alive until it is counted, so that nothing else gets its place
-        return x
-
-    for layer in layers:
-        layer.register_forward_pre_hook(begin, with_kwargs=True)
-        layer.register_forward_hook(lambda *_: inside.clear())
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run_step(model, plan, documents, world)
-    return [sum(x.untyped_storage().nbytes() for x in one.values()) for one in saved[-len(layers) :]]

@@ -1,4 +1,4 @@
-"""Plans of memory as values: their parts, what decides them, and how they are printed."""
+"""Plans of memory: their parts, what decides them, how they are printed; what is chosen, and refusals."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,7 @@ from longspan.layout import Layout
 from longspan.plan import (
     MEASURES,
     Bytes,
+    FixedMemory,
     Group,
     Machine,
     MemoryBudget,
@@ -19,9 +20,12 @@ from longspan.plan import (
     MemorySettings,
     MicroBatch,
     Plan,
+    choose_memory,
     plan_fixed,
 )
-from longspan.plan.memory.layer_table import LayerTable, SlotLoad, slot_loads
+from longspan.plan.cost.machine import CostSettings
+from longspan.plan.memory.layer_table import LayerTable, slot_loads
+from longspan.plan.memory.memory_plan import MemoryPrices, fit_fewest_layers, memory_choices, seconds_beyond_settings
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
 
@@ -85,13 +89,6 @@ def test_worst_slot_of_every_micro_batch() -> None:
     assert of(small, large).device.total > of(large, small).device.total > of(small, small).device.total
     several = planned(plan=[Plan(4, (2048, 512, 90000), (batch,), targets=1) for batch in (small, large)])
     assert replace(several.device, communicators=0) == replace(of(large).device, communicators=0)
-
-
-def test_adapters_have_the_gradients_and_states() -> None:
-    whole, adapter = planned(parameter_bytes=2), planned(parameter_bytes=2, lora_rank=16)
-    assert adapter.device.weights > whole.device.weights
-    assert adapter.device.states == pytest.approx(2 * 4 * 43.65e6 / 4, rel=0.01)  # 43.65 M numbers of rank 16
-    assert adapter.device.total < whole.device.total
 
 
 def test_experts_are_shared_by_ep() -> None:
@@ -194,21 +191,128 @@ def test_segments_under_a2a_are_planned_as_measured() -> None:
     assert device.kept == pytest.approx(3 * 8192 * rows)  # inputs of a segment's layers behind the first
 
 
-def test_more_slices_of_heads_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long slot computes one slice after another; a load does not cover one of more members."""
-    read, peaks = ConfigReader.of(QWEN3_8B), list[float]()
-    load = SlotLoad(1 << 19, 1 << 19, members=2)
-    table = LayerTable(read, MemorySettings(), load, lean=True)
-    for slices in (1, 2, 4, 8):
-        monkeypatch.setattr(LayerTable, "exchange_slices", lambda _, slices=slices: (slices, slices, 1))
-        peaks.append(table.attention().work)
-    assert load.covers(replace(load, rows=1)) and not load.covers(replace(load, members=16))
-    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0] / 2, peaks
-
-
 def test_loads_have_the_slices_that_attention_chooses() -> None:
     for rows, degree, slices in ((4096, 2, 1), (65536, 2, 2), (360448, 2, 4), (360448, 8, 2)):
         plan = plan_fixed([rows * degree], Layout(degree), cp=degree, cp_comm_type="a2a")
         (load,) = slot_loads([plan], ConfigReader.of(QWEN3_8B), MemorySettings(), Machine())
         table = LayerTable(ConfigReader.of(QWEN3_8B), MemorySettings(), load)
         assert table.exchange_slices() == (slices, 1 if degree == 8 else slices, 1), rows
+
+
+# ---- what is chosen: it fits, nothing that is faster fits, and keys given by hand win
+
+
+HOME = Layout(2)
+H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
+
+
+def needs_of(rows: int, kind: str = "a2a", **settings: Any) -> tuple[MemoryNeeds, MemoryPrices]:
+    """Of one document over both slots, and prices of an H200 for it."""
+    plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type=kind)
+    needs = MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(**settings))
+    return needs, MemoryPrices(QWEN3_8B, Machine(), needs.places[0], max(needs.loads))
+
+
+def chosen(rows: int, budget: MemoryBudget = H200, **fixed: Any) -> MemoryPlan:
+    plan = plan_fixed([rows * 2], HOME, cp=2, cp_comm_type="a2a")
+    return choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), budget, fixed=FixedMemory(**fixed))
+
+
+@pytest.mark.parametrize(("slow", "fast"), [("full", "selective+host"), ("full+host", "selective+host")])
+def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fast: str) -> None:
+    needs, _ = needs_of(65536)
+    least, most = (needs.under(needs.measures_of_layers(slow, count, fast)).host.total for count in (36, 1))
+    budget = MemoryBudget(device=200 * GIB, host=(least + most) // 2)
+    memory = fit_fewest_layers(needs, slow, fast, budget)  # type: ignore[arg-type]
+    assert memory is not None and memory.fits(budget)
+    count = memory.measures.count(slow)  # type: ignore[arg-type]
+    assert 1 < count < 36
+    assert not needs.under(needs.measures_of_layers(slow, count - 1, fast)).fits(budget)
+
+
+ROOM, TIGHT, HOST = (4096, 129, 128), (20480, 75, 0), (65536, 60, 64)  # rows, GiB of the device and of the host
+
+
+@pytest.mark.parametrize(
+    ("fixed", "sizes"),
+    [
+        *(({}, sizes) for sizes in (ROOM, TIGHT, HOST)),
+        ({"gathered_once": False}, TIGHT),
+        ({"gathered_once": False}, ROOM),
+        ({"offload": False}, HOST),
+        ({"offload_states": False}, HOST),
+        ({"measure": "selective"}, TIGHT),
+        ({"measure": "selective"}, HOST),
+        ({"measure": "full"}, HOST),
+        ({"mlp_tile_rows": 16384}, TIGHT),
+        ({"segment_layers": 4}, TIGHT),
+    ],
+)
+def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+    rows, device, host = sizes
+    budget, by_hand = MemoryBudget(device=device * GIB, host=host * GIB), FixedMemory(**fixed)
+    needs, prices = needs_of(rows)
+    fastest: MemoryPlan | None = None
+    for size in (0, 4) if by_hand.segment_layers is None else (4,):
+        choices = list(memory_choices(needs, replace(by_hand, segment_layers=size)))
+        plans = [fit_fewest_layers(*choice, budget) for choice in choices]
+        for (choice, slow, fast), memory in zip(choices, plans, strict=True):
+            if memory is not None:
+                assert prices.least_seconds(choice, (slow, fast)) <= prices.seconds(memory)
+        if fitting := [memory for memory in plans if memory is not None]:
+            fastest = min(fitting, key=prices.seconds)
+            break
+    if fastest is None:
+        with pytest.raises(PlanError, match="does not fit"):
+            chosen(rows, budget, **fixed)
+    else:
+        assert chosen(rows, budget, **fixed) == fastest
+
+
+def test_keys_given_by_hand_win() -> None:
+    memory = chosen(4096)
+    assert set(memory.measures) == {"none"} and memory.gathered_once and not memory.offload_states
+    assert set(chosen(4096, measure="full").measures) <= {"full", "full+host"}
+    assert set(chosen(4096, measure="selective", offload=False).measures) <= {"selective", "exchanged"}
+    assert all("+host" in word for word in chosen(4096, measure="full", offload=True).measures)
+    assert not chosen(4096, gathered_once=False).gathered_once
+    assert chosen(4096, offload_states=True).offload_states
+
+
+def test_refusals_have_the_bytes() -> None:
+    with pytest.raises(PlanError, match=r"does not fit under any measure: with a slot of 4,194,304 rows .* bytes\)"):
+        chosen(1 << 22)
+    with pytest.raises(PlanError, match="with measure = 'none'"):
+        chosen(65536, measure="none")
+    with pytest.raises(PlanError, match="no measure keeps 'none' with offload True"):
+        chosen(4096, measure="none", offload=True)
+
+
+def test_seconds_of_measures() -> None:
+    """What is recomputed costs, more so attention; copies that are longer than a layer's work cost too."""
+    needs, prices = needs_of(32768, "p2p")
+    words = ("none", "selective", "full", "selective+host", "full+host")
+    seconds = {word: prices.seconds(needs.under(word)) for word in words}
+    assert seconds["none"] < seconds["selective"] < seconds["full"]
+    assert seconds["selective"] < seconds["selective+host"] and seconds["full"] < seconds["full+host"]
+    once, prices = needs_of(32768, "p2p", gathered_once=True)
+    assert prices.seconds(once.under("none")) < seconds["none"]
+
+
+def test_what_a_cost_leaves_out() -> None:
+    """A cost has what most recomputed layers do, second exchanges too; the others' difference comes on top."""
+    needs, machine = needs_of(32768)[0], Machine()
+
+    def left_out(*words: str) -> float:
+        return seconds_beyond_settings(QWEN3_8B, needs.under(words), needs, machine)[0]
+
+    for word in ("exchanged", "selective", "full", "none"):
+        memory = needs.under(word)
+        assert memory.cost_settings(CostSettings()).recomputation == word
+        assert left_out(*[word] * 36) == 0.0
+    for fast, slow in (("exchanged", "selective"), ("selective", "full"), ("exchanged", "full")):
+        assert left_out(*[slow] * 20, *[fast] * 16) < 0 < left_out(*[fast] * 20, *[slow] * 16)
+    assert left_out(*["selective+host"] * 36) > 0 < left_out(*["full+host"] * 36)
+    moved = replace(needs.under("selective"), offload_states=True, host=Bytes(states=102 * 10**9))
+    state_seconds = seconds_beyond_settings(QWEN3_8B, moved, needs, machine)[1]
+    assert state_seconds == pytest.approx(2.0)  # 102 GB/s both ways together
