@@ -1,8 +1,7 @@
-"""Documents with labels are cut anywhere, ten million are opened in little memory, and builders may be processes."""
+"""Documents with labels are cut anywhere, ten million are opened in little memory; what is missing is named."""
 
 import json
 import sys
-import time
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -13,19 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import DataConfig, RunConfig, SourceConfig
-from longspan.corpus.build import ensure_corpus
-from longspan.corpus.corpus_settings import CorpusSettings
+from longspan.config.sections import RunConfig, SourceConfig
 from longspan.corpus.document_encoder import DocumentEncoder, FileChunk
 from longspan.corpus.files import SourceFile
 from longspan.corpus.row_files import Chunk
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
+from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
 from longspan.data.manifest import Manifest, SourceLines
 from longspan.errors import ConfigError, DataError
 from longspan.run.checks import check_data, check_files
-from longspan.testing import run_ranks
 
 ENCODING = RowEncoding("input_ids", train_tokenizer(["a b"], 300))
 TOKEN = st.tuples(st.integers(0, 250), st.sampled_from(["own", "other", "none"]))
@@ -90,8 +86,7 @@ def test_a_path_beside_sources_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"),
-    [("rows.parquet", "pyarrow.parquet"), ("rows.arrow", "pyarrow"), ("rows.jsonl.zst", "pyarrow")],
+    ("name", "module"), [("rows.parquet", "pyarrow.parquet"), ("rows.arrow", "pyarrow"), ("rows.jsonl.zst", "pyarrow")]
 )
 def test_a_missing_package_is_named_before_any_file_is_read(
     name: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -113,28 +108,3 @@ def test_a_missing_package_is_named_before_any_file_is_read(
     for run in of_tables:
         with pytest.raises(DataError, match=rf"{name} is read with pyarrow, .*: pip install 'longspan\[data\]'"):
             check_files(run)
-
-
-def build(rank: int, folder: Path) -> list[str]:
-    """Build once both processes are ready; what is said."""
-    (folder / f"ready {rank}").touch()
-    while not (folder / f"ready {1 - rank}").exists():
-        time.sleep(0.001)
-    data = DataConfig(path=str(folder / "rows.jsonl"), cache=str(folder / "cache"), max_document_tokens=20)
-    said, tokenizer = list[str](), load_tokenizer(folder / "tokenizer")
-    ensure_corpus(CorpusSettings(data), folder / str(rank), tokenizer=tokenizer, resumed=False, log=said.append)
-    return said
-
-
-def test_two_builders_are_processes(tmp_path: Path) -> None:
-    texts = [f"row {i} of the layout " * 9 for i in range(2000)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (tmp_path / "tokenizer").mkdir()
-    train_tokenizer(texts[:20], 300).save_pretrained(tmp_path / "tokenizer")
-    said = run_ranks(build, 2, tmp_path)
-    assert sum("its tokens are kept in" in text for texts in said for text in texts) == 1
-    one, two = (Corpus(tmp_path / str(rank) / "corpus") for rank in (0, 1))
-    assert one.manifest == two.manifest and len(one) == len(two) > 2000
-    ids = load_tokenizer(tmp_path / "tokenizer").encode(texts[:1])[0]
-    assert all(np.array_equal(corpus[0][np.arange(20)], ids[:20]) for corpus in (one, two))
-    assert len([entry for entry in (tmp_path / "cache").iterdir() if (entry / "corpus.json").is_file()]) == 1

@@ -1,18 +1,25 @@
-"""Which documents a step takes: whole epochs of every source, the same wherever a run goes on."""
+"""Which documents a step takes: whole epochs of every source by their weights, the same wherever a run goes on."""
 
 import json
 import math
 import pickle
 import tracemalloc
+from collections import Counter
 from hashlib import sha256
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from longspan.data import stream
 from longspan.data.step_order import StepOrder, sample_documents
-from longspan.data.stream import Mixture
+from longspan.data.stream import DocumentStream, Epochs, Mixture, shuffled_sample, shuffled_sources
 from longspan.errors import DataError
 
 LENGTHS = np.array([2 + i * i * 37 % 898 for i in range(101)])
@@ -24,16 +31,6 @@ def order(seed: int = 3, tokens: int = 2000, held_out: int = 11, epochs: float =
 
 def training(found: StepOrder) -> list[int]:
     return sorted(set(range(len(LENGTHS))) - set(found.evaluation))
-
-
-def test_epochs_hold_every_training_document_once_and_no_held_out_one() -> None:
-    found = order()
-    assert len(found.evaluation) == 11 and found.stream.documents == 90
-    assert found.stream.tokens == LENGTHS[training(found)].sum()
-    stream = [d for step in range(200) for d in found.documents_of_step(step)]
-    for epoch in range(len(stream) // 90):
-        assert sorted(stream[90 * epoch : 90 * epoch + 90]) == training(found)
-    assert stream[:90] != stream[90:180]
 
 
 @pytest.mark.parametrize("tokens", [2, 500, 2000, 30_000, 10**6])
@@ -91,24 +88,14 @@ def test_a_text_is_held_out_with_all_of_its_documents() -> None:
             StepOrder(LENGTHS, tokens_per_step=99, seed=seed, eval_documents=90, mixture=mixture)
 
 
-def test_order_is_a_function_of_seed_and_step_alone() -> None:
-    ahead = order().documents_of_step(150)  # as after a resume: no earlier step was asked for
-    followed = order()
-    assert [followed.documents_of_step(step) for step in range(151)][-1] == ahead
-    assert [order().documents_of_step(step) for step in (150, 3, 64, 63)] == [
-        followed.documents_of_step(step) for step in (150, 3, 64, 63)
-    ]
-    assert order(seed=4).documents_of_step(150) != ahead
-    assert order().evaluation != order(seed=4).evaluation
-
-
 @pytest.mark.parametrize(
     ("tokens", "steps", "digest"), [(2000, 400, "f097836e784b258a"), (10**6, 40, "a836d67130664009")]
 )
 def test_the_order_never_changes(tokens: int, steps: int, digest: str) -> None:
     lengths = np.random.default_rng(100).integers(1, 900, size=100)
-    found = StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11)
+    found, resumed = (StepOrder(lengths, tokens_per_step=tokens, seed=3, eval_documents=11) for _ in range(2))
     stream = [found.documents_of_step(step) for step in range(steps)]
+    assert [resumed.documents_of_step(step) for step in (steps - 1, 3)] == [stream[-1], stream[3]]
     trained = sorted(set(range(100)) - set(found.evaluation))
     text = json.dumps([found.evaluation, trained, stream])
     assert sha256(text.encode()).hexdigest()[:16] == digest
@@ -137,3 +124,129 @@ def test_an_order_holds_nothing_of_a_corpus_and_travels_as_the_name_of_its_file(
 def test_some_documents_are_the_same_in_every_version() -> None:
     assert sample_documents(9, 0, seed=1) == sample_documents(9, 9, seed=1) == tuple(range(9))
     assert sample_documents(1000, 5, seed=1) == (287, 641, 733, 876, 969)
+
+
+# ---- sources with weights, each in epochs of its own
+
+
+WEIGHTS = st.sampled_from([0.1, 0.3, 1.0, 2.0, 7.0])
+
+
+class Case(NamedTuple):
+    lengths: npt.NDArray[np.int64]
+    mixture: Mixture
+    held_out: npt.NDArray[np.int64]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    counts = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    lengths = draw(st.lists(st.integers(1, 50), min_size=sum(counts), max_size=sum(counts)))
+    first = np.cumsum([0, *counts])[:-1]  # stays in training
+    held_out = sorted(draw(st.sets(st.integers(0, sum(counts) - 1), max_size=9)) - set(first.tolist()))
+    weights = draw(st.lists(WEIGHTS, min_size=len(counts), max_size=len(counts)))
+    mixture = Mixture(np.repeat(np.arange(len(counts)), counts), tuple(weights))
+    return Case(np.array(lengths), mixture, np.array(held_out, dtype=np.int64))
+
+
+def opened(case: Case, documents: int = 100) -> DocumentStream:
+    with patch.object(stream, "_DOCUMENTS", documents):
+        return DocumentStream(case.lengths, shuffled_sources(case.lengths, case.mixture, case.held_out, 5))
+
+
+def taken(found: DocumentStream, count: int) -> list[int]:
+    ids, part = list[int](), found.part_at(0)
+    while len(ids) < count:
+        ids += part.ids.tolist()
+        part = found.next_part(part)
+    return ids[:count]
+
+
+def one_by_one(found: DocumentStream, lengths: npt.NDArray[np.int64], count: int) -> list[int]:
+    tokens, ids = [0] * len(found.sources), list[int]()
+    streams = [iter(source.ids(0, count).tolist()) for source in found.sources]
+    for _ in range(count):
+        behind = min(range(len(tokens)), key=lambda s: (tokens[s] / found.sources[s].weight, s))
+        ids.append(next(streams[behind]))
+        tokens[behind] += int(lengths[ids[-1]])
+    return ids
+
+
+@settings(deadline=None, max_examples=25)
+@given(case=cases())
+def test_the_next_document_is_of_the_source_that_is_furthest_behind(case: Case) -> None:
+    found = opened(case)
+    assert taken(found, 300) == one_by_one(found, case.lengths, 300)
+
+
+@settings(deadline=None, max_examples=15)
+@given(case=cases(), place=st.integers(0, 500))
+def test_a_stream_is_the_same_from_any_place(case: Case, place: int) -> None:
+    followed = taken(opened(case), 1000)
+    found = opened(case)
+    part = found.part_at(place)
+    assert part.ids.tolist() == followed[part.first : part.first + len(part.ids)]
+    assert part.before == case.lengths[followed[: part.first]].sum()
+    assert found.part_at_token(part.before + 1).first == part.first
+    again: DocumentStream = pickle.loads(pickle.dumps(found))
+    there = again.part_at(place)
+    assert there.ids[place - there.first] == followed[place]
+    assert found.tokens_before(place) == case.lengths[followed[:place]].sum()
+
+
+@pytest.mark.parametrize("documents", [1, 7, 2**14])
+def test_parts_of_any_size_make_the_same_stream(documents: int) -> None:
+    lengths, source_of = np.arange(1, 121), np.repeat([0, 1, 2], [70, 1, 49])
+    case = Case(lengths, Mixture(source_of, (1.0, 3.0, 0.5)), np.array([3, 4, 90]))
+    assert taken(opened(case, documents), 500) == taken(opened(case), 500)
+
+
+# ---- shuffled epochs, computed place by place
+
+
+@settings(deadline=None, max_examples=30)
+@given(count=st.integers(1, 3000), seed=st.integers(0, 2**40))
+def test_every_number_stands_at_one_place_of_an_epoch(count: int, seed: int) -> None:
+    found = Epochs(count, seed, 1)[np.arange(3 * count)]
+    for epoch in range(3):
+        assert sorted(found[epoch * count :][:count].tolist()) == list(range(count))
+    some = np.arange(3 * count)[:: max(1, count // 7)]
+    assert Epochs(count, seed, 1)[some].tolist() == found[some].tolist()
+    assert Epochs(count, seed, 1)[some[-1:]].tolist() == found[some[-1:]].tolist()
+
+
+def test_many_numbers_and_no_more_memory_than_places() -> None:
+    count = 10**12
+    found = Epochs(count, 5)[np.arange(count - 1000, count)]
+    assert len(set(found.tolist())) == 1000 and found.min() >= 0 and found.max() < count
+    assert np.corrcoef(np.arange(1000), found)[0, 1] < 0.1
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 6])
+def test_all_orders_are_alike(count: int) -> None:
+    epochs, orders = 12_000, list(permutations(range(count)))
+    found = Counter(map(tuple, Epochs(count, 0)[np.arange(epochs * count)].reshape(epochs, count).tolist()))
+    expected, free = epochs / len(orders), len(orders) - 1
+    # within four standard deviations of the mean of a chi-square
+    chi = sum((found[order] - expected) ** 2 / expected for order in orders)
+    assert abs(chi - free) < 4 * math.sqrt(2 * free)
+
+
+def test_neighbours_are_not_neighbours_before() -> None:
+    epochs = Epochs(1000, 7)[np.arange(200_000)].reshape(200, 1000)
+    counts = np.bincount(np.diff(epochs).ravel() % 1000, minlength=1000)[1:]
+    expected = counts.sum() / 999
+    chi = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi - 998) < 4 * math.sqrt(2 * 998)
+
+
+def test_an_epoch_never_changes() -> None:
+    assert Epochs(1000, 3, 1, 0)[np.arange(2000, 2006)].tolist() == [732, 408, 832, 302, 400, 157]
+
+
+@settings(deadline=None)
+@given(count=st.integers(0, 200), most=st.integers(0, 200), block=st.integers(1, 64))
+def test_the_first_of_a_shuffled_range_need_not_be_sorted_with_the_rest(count: int, most: int, block: int) -> None:
+    most = min(most, count)
+    found = shuffled_sample(count, most, 9, 0, block=block)
+    assert found.tolist() == np.argsort(np.random.PCG64([9, 0]).random_raw(count), kind="stable")[:most].tolist()
