@@ -159,28 +159,15 @@ def test_a_run_goes_through_homes_that_differ_in_everything(straight: Any, tmp_p
     assert farthest(*losses) < BOUND
 
 
-def _swap_moments(state: dict[str, Any]) -> None:
-    first, second = (f"state.model.layers.{layer}.mlp.up_proj.weight.exp_avg" for layer in (0, 1))
-    state[first], state[second] = state[second], state[first]
-
-
 def _lose_a_moment(state: dict[str, Any]) -> None:
     state["state.model.layers.2.mlp.up_proj.weight.exp_avg_sq"].zero_()
 
 
-def _lose_the_steps(state: dict[str, Any]) -> None:
-    for name in (name for name in state if name.endswith(".step")):
-        state[name].zero_()
-
-
 @pytest.mark.parametrize("straight", ["qwen3"], indirect=True)
-@pytest.mark.parametrize(
-    "change", [_lose_a_moment, *(pytest.param(c, marks=pytest.mark.whole) for c in (_swap_moments, _lose_the_steps))]
-)
-def test_a_moment_in_the_wrong_place_would_be_seen(straight: Any, tmp_path: Path, change: Change) -> None:
+def test_a_moment_that_is_lost_would_be_seen(straight: Any, tmp_path: Path) -> None:
     _, config, documents = straight
     shutil.copytree(Path(config.run.dir), tmp_path / "run", ignore=shutil.ignore_patterns("step-00000[2-9]"))
     mine = _of_leg(config, Leg(2, 1, ParallelConfig(), {}), tmp_path / "run")
-    assert _documents(mine, 1, change) == documents[1:2]
+    assert _documents(mine, 1, _lose_a_moment) == documents[1:2]
     found, wanted = (_checkpoint(c, 2) for c in (mine, config))
     assert worst(found, wanted) > BOUND

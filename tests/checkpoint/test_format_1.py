@@ -1,12 +1,14 @@
-"""Checkpoints of format 1 are rewritten bit for bit, in their place, and nothing in them is run.
+"""Checkpoints of format 1 are rewritten bit for bit, and nothing in them is run; a run of version 0.2 goes on.
 
 `format_1/step-000001` is of a Linear(5, 3) in float64 on two ranks of FSDP2, after a step of AdamW.
 """
 
 import io
 import json
+import os
 import re
 import shutil
+import tarfile
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,16 @@ from torch import nn
 
 from longspan import Layout, World
 from longspan.checkpoint.checkpoint import load_checkpoint
+from longspan.checkpoint.export import export_checkpoint
 from longspan.checkpoint.format_1 import main
+from longspan.config.file import load_config
+from longspan.config.keys import AUTO, GONE_VALUES
+from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError
+from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from tests.security.test_hostile_checkpoints import Hostile
+from tests.train.small import train_rank
 
 STORED = Path(__file__).with_name("format_1")
 SETTING, STEP = "optimizer.param_groups.bias.lr", "optimizer.state.bias.step"
@@ -32,7 +40,7 @@ def old(tmp_path: Path) -> Path:
     return Path(shutil.copytree(STORED / "step-000001", tmp_path / "checkpoints" / "step-000001"))
 
 
-def load_rank(rank: int, path: Path) -> dict[str, torch.Tensor]:
+def load(path: Path) -> dict[str, torch.Tensor]:
     with World(Layout(1), backend="gloo", timeout=60) as world:
         model = nn.Linear(5, 3).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -41,16 +49,14 @@ def load_rank(rank: int, path: Path) -> dict[str, torch.Tensor]:
         return {name: p.detach() for name, p in model.named_parameters()} | moments
 
 
-def test_an_old_checkpoint_is_refused_with_the_command_and_rewritten_bit_for_bit(
-    old: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_checkpoint_is_refused_and_rewritten_bit_for_bit(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CheckpointError, match=rf"has format 1, .* -m longspan.checkpoint.format_1 {old.parent}$"):
-        run_ranks(load_rank, 1, old)
+        load(old)
     before = {file.name: file.read_bytes() for file in old.iterdir()}
     assert main([str(old.parent)]) == 0 and "1 of 1 checkpoints" in capsys.readouterr().out
     kept = old.with_name("step-000001.format-1")
     assert {file.name: file.read_bytes() for file in kept.iterdir()} == before
-    expected, loaded = load_file(STORED / "expected.safetensors"), run_ranks(load_rank, 1, old)[0]
+    expected, loaded = load_file(STORED / "expected.safetensors"), load(old)
     assert loaded.keys() == expected.keys() and len(expected) == 8
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
     assert json.loads((old / "optimizer.json").read_text()) == {"numbers": {}, "settings": {}}
@@ -100,3 +106,42 @@ def test_settings_are_kept_by_name_and_numbers_by_value(old: Path, tmp_path: Pat
     assert main([str(old)]) == 0 and not (tmp_path / "trap").exists()
     values = json.loads((old / "optimizer.json").read_text())
     assert values == {"numbers": {"state.bias.count": 7}, "settings": {"other": ["lr"]}}
+
+
+# ---- a run of version 0.2: six steps on two CPU ranks at commit 0706c4a4, without checkpoint 6 and the cache; run.toml
+# in it says how. Losses of its steps 4 to 6 are those of the run that was never stopped.
+
+
+STORED_RUN = Path(__file__).with_name("run_of_0_2.tar.xz")
+
+
+def resume(rank: int, folder: Path, config: RunConfig) -> int:
+    """Resume the run on this rank, in its folder, by the configuration that it left; the last step."""
+    os.chdir(folder)
+    return train_rank(rank, config, 2).steps
+
+
+def test_a_run_of_0_2_is_exported_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its folder, unpacked somewhere else; the cache of its tokens is gone."""
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(STORED_RUN) as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert main(["run/checkpoints"]) == 0
+    done = export_checkpoint(tmp_path / "run", None, tmp_path / "out", print)
+    weights = load_file("out/model.safetensors")
+    assert done.step == 3 and done.tensors == len(weights) == 13
+    assert sum(tensor.numel() for tensor in weights.values()) == done.parameters
+    written = Path("run/config.toml").read_text()
+    gone = [key.split(".") for key in GONE_VALUES if not key.startswith("eval.")]  # the run has no [[eval]]
+    assert {f"{name} = " for _, name in gone} <= set(re.findall(r"\w+ = ", written))
+    config = load_config(Path("run/config.toml"))  # here, as the first rank writes the file again
+    assert config.train.steps == 6 and config.context.planner == "dynamic" and config.data.eval_documents != AUTO
+    log = tmp_path / "run" / "metrics.jsonl"
+    before = [row for row in read_metrics(log) if "loss" in row]
+    assert [row["step"] for row in before] == [1, 2, 3, 4, 5, 6]
+    assert run_ranks(resume, 2, tmp_path, config, timeout=120) == [6, 6]
+    after = [row for row in read_metrics(log) if "loss" in row]
+    assert [row["step"] for row in after] == [1, 2, 3, 4, 5, 6] and after[:3] == before[:3]
+    assert after[3]["seconds"] != before[3]["seconds"]  # step 4 was run again
+    for name in ("loss", "grad_norm", "lr", "tokens"):
+        assert [row[name] for row in after] == pytest.approx([row[name] for row in before], rel=1e-10)
