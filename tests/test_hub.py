@@ -81,16 +81,26 @@ def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> Non
         find_local("Org/tiny", "model.path", weights=True)
 
 
-def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local, downloads = huggingface_hub.snapshot_download, list[tuple[str, str, bool]]()
+@pytest.fixture
+def downloads(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, bool]]:
+    """What is downloaded into the cache: its name, its kind, and whether weights are asked for."""
+    local, made = huggingface_hub.snapshot_download, list[tuple[str, str, bool]]()
 
     def snapshot(repo: str, *, local_files_only: bool = False, **options: Any) -> str:
         if local_files_only:
             return local(repo, local_files_only=True, **options)
-        downloads.append((repo, options["repo_type"], "*.safetensors" in options.get("allow_patterns", ())))
-        return str(put(cache, f"{options['repo_type']}s--{repo.replace('/', '--')}", "model.safetensors", "a.jsonl"))
+        made.append((repo, options["repo_type"], "*.safetensors" in options.get("allow_patterns", ())))
+        time.sleep(0.1)
+        if repo == "Org/no":
+            raise OSError("404: there is no such model")
+        names = ("config.json", "model.safetensors", "a.jsonl")
+        return str(put(cache, f"{options['repo_type']}s--{repo.replace('/', '--')}", *names))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    return made
+
+
+def test_what_is_missing_is_downloaded_once_where_a_key_says_so(downloads: list[tuple[str, str, bool]]) -> None:
     words = ["--model.path", "Org/tiny", "--model.download", "--data.path", "org/rows"]
     _, config = parse_train(words)
     assert downloads == [("Org/tiny", "model", True), ("org/rows", "dataset", False)]
@@ -100,27 +110,15 @@ def test_what_is_missing_is_downloaded_once_where_a_key_says_so(cache: Path, mon
     assert Path(config.data.path, "a.jsonl").is_file()
 
 
-def test_processes_of_a_host_download_one_after_another(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    local, downloads = huggingface_hub.snapshot_download, list[str]()
-
-    def snapshot(repo: str, *, local_files_only: bool = False, **options: Any) -> str:
-        if local_files_only:
-            return local(repo, local_files_only=True, **options)
-        downloads.append(repo)
-        time.sleep(0.3)
-        if repo == "Org/no":
-            raise OSError("404: there is no such model")
-        return str(put(cache, "models--Org--tiny", "config.json"))
-
+def test_processes_of_a_host_download_one_after_another(cache: Path, downloads: list[tuple[str, str, bool]]) -> None:
     def find(repo: str) -> str:
         try:
             return find_local(repo, "model.config", download=True, download_key="model.download")
         except ConfigError as error:
             return str(error)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(find, ["Org/tiny"] * 4)) == {str(cache / "models--Org--tiny" / "snapshots" / HASH)}
-        assert downloads == ["Org/tiny"]
+        assert [name for name, *_ in downloads] == ["Org/tiny"]
         (error,) = set(pool.map(find, ["Org/no"] * 3))
     assert error.endswith("cannot be downloaded (model.download is true): OSError: 404: there is no such model")

@@ -83,10 +83,3 @@ def test_every_change_and_every_night_run_what_they_should() -> None:
     oldest = re.findall(r"transformers>=([\d.]+),", " ".join(PROJECT["project"]["dependencies"]))[0]
     assert f"transformers=={oldest}.*" in str(job["steps"])
     assert {entry["transformers"] for entry in matrix["include"]} == {"oldest"}
-
-
-def test_forms_of_issues_ask_for_what_is_needed() -> None:
-    forms = [path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
-    for form in (yaml.safe_load(path.read_text(encoding="utf-8")) for path in forms):
-        assert form["name"] and form["description"] and len({field["id"] for field in form["body"]}) >= 2
-    assert "docs/security.md" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -25,8 +25,7 @@ from longspan.data.manifest import LeftOut, SourceFile
 from longspan.errors import DataError
 from longspan.train.plans.order import documents_line, make_step_order
 from longspan.train.read_rows import read_inputs_and_labels
-from tests.run.runs.test_lora_run import write_base
-from tests.run.runs.test_rows_run import TEMPLATE
+from tests.corpus.rows.families import write_folder
 from tests.train.small import write_texts
 
 
@@ -113,58 +112,38 @@ def test_files_and_texts_that_are_left_out_are_said(tmp_path: Path) -> None:
     assert corpus.manifest == Manifest.from_json(corpus.manifest.to_json()) and corpus.manifest.skipped == (
         "latin.txt",
     )
-    for path in (*texts.glob("*.py"), texts / "empty.txt"):
-        path.unlink()
-    with pytest.raises(DataError, match=r"is empty: of 1 file 1 is not UTF-8"):
-        build(tmp_path, texts)
 
 
-def test_kinds_of_files_and_folders_that_are_passed_by(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
-    for name in ("a.txt", "b.md", "sub/c.py", ".git/d.py", "__pycache__/e.py", "f.bin", "run/g.txt", ".hidden.txt"):
-        (texts / name).parent.mkdir(parents=True, exist_ok=True)
-        (texts / name).write_text("some text of a file\n")
-    (texts / "h.jsonl").write_text('{"text": "one"}\n\n{"text": "two", "id": 3}\n')
-    assert list(find_files(str(texts), leave_out=(texts / "run",))) == ["a.txt", "b.md", "h.jsonl", "sub/c.py"]
-    assert list(find_files(str(texts / "a.txt"))) == ["a.txt"]
-    assert len(build(tmp_path, texts / "h.jsonl")) == 2
-
-
-SPLITS = [  # files of a folder, and what is said of them; None: they are read together
-    ({"train.jsonl": 3, "test.jsonl": 1}, r"train \(1 file\), test \(1 file\)"),
-    ({"data/train-00000-of-00002.jsonl": 2, "data/train-00001-of-00002.jsonl": 2, "data/validation-0.jsonl": 1},
-     r"train \(2 files\), validation \(1 file\)"),
-    ({"train/a.txt": 1, "eval/a.txt": 1}, r"train \(1 file\), eval \(1 file\)"),
-    ({"chats_training.jsonl": 1, "chats_dev.v2.jsonl": 1}, r"training \(1 file\), dev \(1 file\)"),
-    ({"test.jsonl": 1, "validation.jsonl": 1}, None),
-    ({"train.jsonl": 1, "latest.jsonl": 1, "evaluate.jsonl": 1}, None),
-    ({"train.py": 1, "test.py": 1, "training.md": 1}, None),
+FOLDERS = [  # files of a folder: those that are read, and others by their kinds; or what is said of several splits
+    ("a.txt b.md sub/c.py .git/d.py __pycache__/e.py f.bin run/g.txt .hidden.txt h.jsonl",
+     "a.txt b.md h.jsonl sub/c.py", {".bin": 1}),
+    ("README.md LICENSE.txt data/readme_de.md data/notes.md .gitattributes dataset_infos.json",
+     "LICENSE.txt README.md data/notes.md data/readme_de.md", {".json": 1}),
+    ("README.md LICENSE.txt data/readme_de.md data/notes.md dataset_infos.json data/train-00000-of-00001.parquet",
+     "data/notes.md data/train-00000-of-00001.parquet", {".md": 2, ".txt": 1, ".json": 1}),
+    ("test.jsonl validation.jsonl", "test.jsonl validation.jsonl", {}),
+    ("train.jsonl latest.jsonl evaluate.jsonl", "evaluate.jsonl latest.jsonl train.jsonl", {}),
+    ("train.py test.py training.md", "test.py train.py training.md", {}),
+    ("train.jsonl test.jsonl", r"train \(1 file\), test \(1 file\)", None),
+    ("data/train-00000-of-00002.jsonl data/train-00001-of-00002.jsonl data/validation-0.jsonl",
+     r"train \(2 files\), validation \(1 file\)", None),
+    ("train/a.txt eval/a.txt", r"train \(1 file\), eval \(1 file\)", None),
+    ("chats_training.jsonl chats_dev.v2.jsonl", r"training \(1 file\), dev \(1 file\)", None),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "said"), SPLITS, ids=lambda value: str(value)[:40])
-def test_a_folder_of_several_splits_is_refused_with_their_files(
-    tmp_path: Path, files: dict[str, int], said: str | None
-) -> None:
-    for name, rows in files.items():
+@pytest.mark.parametrize(("names", "read", "others"), FOLDERS, ids=[row[0][:40] for row in FOLDERS])
+def test_which_files_of_a_folder_are_read(tmp_path: Path, names: str, read: str, others: dict[str, int] | None) -> None:
+    for name in names.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text('{"text": "some text of a row"}\n' * rows)
-    if said is None:
-        assert list(find_files(str(tmp_path))) == sorted(files)
-    else:
-        with pytest.raises(DataError, match=rf"data.path .* holds several splits of a data set, .*: {said}; give one"):
+        (tmp_path / name).write_text("some text of a file\n")
+    if others is None:
+        with pytest.raises(DataError, match=rf"data.path .* holds several splits of a data set, .*: {read}; give one"):
             find_files(str(tmp_path))
-
-
-def test_what_describes_a_data_set_is_no_row_of_it(tmp_path: Path) -> None:
-    texts = ("README.md", "LICENSE.txt", "data/readme_de.md", "data/notes.md")
-    for name in (*texts, ".gitattributes", "dataset_infos.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("some text")
-    assert list(find_files(str(tmp_path))) == sorted(texts)
-    (tmp_path / "data" / "train-00000-of-00001.parquet").write_bytes(b"")
-    assert list(find_files(str(tmp_path))) == ["data/notes.md", "data/train-00000-of-00001.parquet"]
-    assert files_of_other_kinds(str(tmp_path)) == {".md": 2, ".txt": 1, ".json": 1}
+        return
+    left_out = (tmp_path / "run",)
+    assert list(find_files(str(tmp_path), leave_out=left_out)) == read.split()
+    assert files_of_other_kinds(str(tmp_path), leave_out=left_out) == others
 
 
 def test_ids_that_no_row_has_may_lie_beyond_the_embedding(tmp_path: Path) -> None:
@@ -188,61 +167,56 @@ def test_ids_that_no_row_has_may_lie_beyond_the_embedding(tmp_path: Path) -> Non
         check_largest_id(build(tmp_path / "c", rows, **keys), model, "m")
 
 
-JSONL = [
-    ('{"text": "good"}\n{"text": "bad\n', r"h.jsonl, line 2: not JSON"),
-    ('\n\n["text"]\n', r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
-    ('{"content": "x"}', r"line 1: .*found keys \['content'\]"),
-    ('{"text": "good"}\n{"text": null}', r"line 2: needs text, messages.*found keys"),
-    ('{"text": 3}', r"line 1: needs an object with a string \"text\"; \"text\" is a number: 3$"),
-    ('{"text": null, "id": 1}', r"line 1: needs text, messages.*found keys"),
-    ('{"text": ["a"]}', r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
-    ("7", r"line 1: .*found a number: '7'$"),
-    (
-        '{"text": "good"}\n{"text": "\\ud83d\\ude00 ab\\ud800"}',
-        r"h.jsonl, line 2: character 5 .* is \\ud800, a lone surrogate",
-    ),
-]
+NO_TEXTS = [  # a file and what it holds, the path that is given, and what is said
+    ("a.txt", "", "nowhere", r"does not exist; give 'stdlib'"),
+    ("a.txt", "", "", r"is empty: of 1 file 0 are not UTF-8"),
+    (os.fsdecode(b"a\xff.txt"), "some text", "", r"a.udcff.txt' of a file of the corpus is not UTF-8"),
+    ("latin.txt", "\xe9t\xe9", "", r"is empty: of 1 file 1 is not UTF-8"),
+    ("picture.png", "x", "", r"holds no file of .txt .md .py .jsonl"),
+    ("picture.png", "x", "picture.png", r"ends in '.png'"),
+    ("a.json", "[]", "", "rows of JSON are read one object a line, as .jsonl"),
+    ("a.json", "[]", "a.json", "rows of JSON are read one object a line, as .jsonl"),
+    ("a.JSONL", "[]", "", "in small letters"),
+    ("h.jsonl", '{"text": "good"}\n{"text": "bad\n', "", r"h.jsonl, line 2: not JSON"),
+    ("h.jsonl", '\n\n["text"]\n', "", r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
+    ("h.jsonl", "7", "", r"line 1: .*found a number: '7'$"),
+    ("h.jsonl", '{"content": "x"}', "", r"line 1: .*found keys \['content'\]"),
+    ("h.jsonl", '{"text": "good"}\n{"text": null}', "", r"line 2: needs text, messages.*found keys"),
+    ("h.jsonl", '{"text": ["a"]}', "", r"line 1: .*\"text\" is a list: \[\"a\"\]$"),
+    ("h.jsonl", '{"text": "good"}\n{"text": "\\ud83d\\ude00 ab\\ud800"}', "",
+     r"h.jsonl, line 2: character 5 .* is \\ud800, a lone surrogate"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "message"), JSONL, ids=[message for _, message in JSONL])
-def test_lines_that_are_no_texts(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "h.jsonl").write_text(text)
+@pytest.mark.parametrize(("name", "text", "path", "message"), NO_TEXTS, ids=[row[-1] for row in NO_TEXTS])
+def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path: str, message: str) -> None:
+    (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=message):
-        build(tmp_path, tmp_path / "h.jsonl")
+        build(tmp_path / "run", tmp_path / path)
+
+
+def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
+    os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
+    with pytest.raises(DataError, match=r"a.txt of the corpus .* is no regular file"):
+        build(tmp_path, tmp_path / "texts")
 
 
 def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts, documents = write_texts(tmp_path / "texts"), list[list[list[int]]]()
-    monkeypatch.setattr("longspan.corpus.builder._IN_PROCESS_BYTES", {"text": 0})
-    for workers in (1, 2):
-        monkeypatch.setattr("longspan.corpus.builder.usable_cores", lambda cores=workers: cores)
-        corpus = build(tmp_path / str(workers), texts, cache=str(tmp_path / f"cache {workers}"))
-        documents.append([ids_of(corpus, d) for d in range(len(corpus))])
-    assert documents[0] == documents[1]
+    texts = write_texts(tmp_path / "texts")
+    monkeypatch.setattr(builder, "BATCH_BYTES", 500)
+    one = build(tmp_path / "1", texts, cache=str(tmp_path / "cache 1"))
+    monkeypatch.setattr(builder, "_IN_PROCESS_BYTES", {"text": 0})
+    monkeypatch.setattr(builder, "usable_cores", lambda: 2)
+    several = build(tmp_path / "2", texts, cache=str(tmp_path / "cache 2"))
+    assert [ids_of(several, d) for d in range(len(several))] == [ids_of(one, d) for d in range(len(one))]
 
 
-@pytest.mark.parametrize("most", [3, 4, 7, 9])
-def test_a_tokenizer_is_trained_on_so_many_characters(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("longspan.corpus.files.SAMPLE_CHARACTERS", most)
+def test_a_tokenizer_is_trained_on_so_many_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
-    assert "".join(sample_texts([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
-
-
-def test_paths_that_hold_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist; give 'stdlib'"):
-        build(tmp_path, tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"holds no file of .txt .md .py .jsonl"):
-        build(tmp_path, tmp_path / "empty")
-    (tmp_path / "empty" / "a.txt").write_text("")
-    with pytest.raises(DataError, match=r"is empty: of 1 file 0 are not UTF-8"):
-        build(tmp_path, tmp_path / "empty")
-    (tmp_path / "picture.png").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"ends in '.png'"):
-        build(tmp_path, tmp_path / "picture.png")
+    for most in (3, 4, 9):
+        monkeypatch.setattr("longspan.corpus.files.SAMPLE_CHARACTERS", most)
+        assert "".join(sample_texts([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
 
 
 def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) -> None:
@@ -419,21 +393,6 @@ def test_folders_behind_links_are_read_once(tmp_path: Path) -> None:
     assert [*files] == ["a/file00.py", "a/file01.py", "a/file02.py", "d/file00.py", "file00.py", "file01.py"]
 
 
-def test_what_is_nearly_read_is_said(tmp_path: Path) -> None:
-    json_of_rows = "rows of JSON are read one object a line, as .jsonl"
-    for name, hint in (("a.json", json_of_rows), ("a.JSONL", "in small letters")):
-        (make_folder(tmp_path / name) / name).write_text("[]")
-        for path in (tmp_path / name, tmp_path / name / name):
-            with pytest.raises(DataError, match=hint):
-                find_files(str(path))
-
-
-def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
-    os.mkfifo(make_folder(tmp_path / "texts") / "a.txt")
-    with pytest.raises(DataError, match=r"a.txt of the corpus .* is no regular file"):
-        build(tmp_path, tmp_path / "texts")
-
-
 NAMES = "abcdefghijkl"  # of rows; each is written with its own letter alone, in capitals
 LOWEST = ord("!")  # the byte of token 0
 
@@ -450,11 +409,8 @@ ROWS = {
     "chats": chat,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "texts that are cut": ("text", {"max_document_tokens": 16}),
     "files that are cut": ("files", {"max_document_tokens": 16}),
-    "rows of tokens that are cut": ("tokens", {"max_document_tokens": 16}),
     "completions that are cut": ("prompts", {"max_document_tokens": 16}),
-    "chats in turns": ("chats", {"turns": "split"}),
     "chats in turns that are cut": ("chats", {"turns": "split", "max_document_tokens": 30}),
     "a number of texts": ("chats", {"turns": "split", "eval_documents": 5}),
     "several sources": ("sources", {"max_document_tokens": 16}),
@@ -463,15 +419,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_base(tmp_path_factory.mktemp("chat") / "base")
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
 def write_letters(folder: Path, form: str, names: str = NAMES) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
     if form == "files":
         for name in names:
             (folder / f"{name}.txt").write_text(ROWS["text"](name)["text"])
@@ -479,14 +428,6 @@ def write_letters(folder: Path, form: str, names: str = NAMES) -> Path:
     path = folder / f"{form}.jsonl"
     path.write_text("".join(json.dumps(ROWS[form](name)) + "\n" for name in names))
     return path
-
-
-def build_chats(
-    folder: Path, base: Path, data: DataConfig, *, resumed: bool = False, lines: list[str] | None = None
-) -> Corpus:
-    log = (lines if lines is not None else []).append
-    tokenizer = load_tokenizer(base)
-    return ensure_corpus(CorpusSettings(data), folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 
 
 def names_of(folder: Path, corpus: Corpus, documents: Any) -> set[str]:
@@ -499,7 +440,7 @@ def names_of(folder: Path, corpus: Corpus, documents: Any) -> set[str]:
 
 @pytest.mark.parametrize(("form", "keys"), CASES.values(), ids=CASES)
 def test_no_part_of_a_held_out_text_is_trained_on(
-    tmp_path: Path, base: Path, form: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, form: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "BATCH_BYTES", 100)  # texts of several batches
     data = DataConfig(**{"cache": str(tmp_path / "cache"), "max_document_tokens": 0} | keys)
@@ -508,7 +449,9 @@ def test_no_part_of_a_held_out_text_is_trained_on(
         data = replace(data, sources=tuple(SourceConfig(str(path), 1.0) for path in paths))
     else:
         data = replace(data, path=str(write_letters(tmp_path / "rows", form)))
-    corpus = build_chats(tmp_path, base, data)
+    tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3"))
+    settings = CorpusSettings(data)
+    corpus = ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None)
     config = RunConfig(data=data)
     config = replace(config, train=replace(config.train, tokens_per_step=64))
     order = make_step_order(config, corpus)

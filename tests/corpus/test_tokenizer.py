@@ -38,12 +38,6 @@ def test_equal_texts_give_an_equal_tokenizer_and_every_byte_survives() -> None:
     assert one.engine.decode(ids[:-1].tolist()) == text
 
 
-def test_the_name_of_a_special_token_in_a_text_is_plain_text() -> None:
-    tokenizer = train_tokenizer(TEXTS, 300)
-    (ids,) = tokenizer.encode([f"a {END_OF_TEXT} b"])
-    assert list(ids).count(tokenizer.end) == 1
-
-
 def test_a_saved_tokenizer_is_loaded_here_and_by_transformers(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 300)
     tokenizer.save_pretrained(str(tmp_path / "new" / "folder"))  # which is made
@@ -120,14 +114,6 @@ def test_files_of_a_tokenizer_are_kept_byte_for_byte(tmp_path: Path) -> None:
     assert {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()} == files
 
 
-def test_folders_without_a_tokenizer_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no tokenizer.json in"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer.json is not a tokenizer"):
-        load_tokenizer(tmp_path)
-
-
 def test_a_vocabulary_that_is_larger_than_the_embedding() -> None:
     check_vocabulary(300, 300, tokenizer="here", model="m")
     with pytest.raises(DataError, match=r"tokenizer here has ids up to 300, the embedding of m has 300 rows"):
@@ -150,23 +136,19 @@ def test_a_folder_with_files_of_another_kind_is_read_by_transformers(tmp_path: P
     assert load_tokenizer(kept).digest == loaded.digest
 
 
-@pytest.mark.parametrize("file", ["tokenizer.model", "tekken.json", "tiktoken.model"])
-def test_a_folder_whose_files_cannot_be_read_names_them(tmp_path: Path, file: str) -> None:
-    (tmp_path / file).write_bytes(b"\x00\x01 no vocabulary")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    with pytest.raises(DataError, match=rf"{file} and no tokenizer.json: pip install sentencepiece tiktoken protobuf"):
+def test_folders_whose_files_are_none_of_a_tokenizer_name_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer.json in"):
         load_tokenizer(tmp_path)
-
-
-def test_a_token_that_the_settings_alone_add_is_in_the_digest(tmp_path: Path) -> None:
-    train_tokenizer(TEXTS, 300).save_pretrained(tmp_path)
-    before, settings = load_tokenizer(tmp_path), json.loads((tmp_path / "tokenizer_config.json").read_text())
-    token = {"content": "<tool>", "special": False, "normalized": False}
-    settings["added_tokens_decoder"] = {str(before.size): token}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    after = load_tokenizer(tmp_path)
-    assert len(after.encode(["a <tool> b"])[0]) < len(before.encode(["a <tool> b"])[0])
-    assert after.digest != before.digest
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    for file in ("tokenizer.model", "tekken.json", "tiktoken.model"):
+        (tmp_path / file).write_bytes(b"\x00\x01 no vocabulary")
+        message = rf"{file} and no tokenizer.json: pip install sentencepiece tiktoken protobuf"
+        with pytest.raises(DataError, match=message):
+            load_tokenizer(tmp_path)
+        (tmp_path / file).unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer.json is not a tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 def test_no_code_of_a_tokenizers_folder_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +180,7 @@ def _sentencepiece() -> Tokenizer:
 SENTENCEPIECE = _sentencepiece()
 
 
-@settings(deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @pytest.mark.parametrize("engine", [BYTE_LEVEL, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
 @given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\u2581<>"), max_size=40))
 def test_bytes_of_tokens_add_up_to_those_of_the_text(engine: Tokenizer, text: str) -> None:
@@ -270,10 +252,19 @@ TEXT = st.lists(st.one_of(PARTS, PARTS, PARTS, st.text(max_size=4)), max_size=80
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
-@given(text=TEXT, piece=st.integers(40, 80), overlap=st.integers(24, 36))
-def test_pieces_give_the_ids_of_the_whole(kind: str, text: str, piece: int, overlap: int) -> None:
-    engine = engine_of(kind)
+@settings(max_examples=40, deadline=None)
+@given(
+    before=TEXT,
+    word=st.one_of(st.just(0), st.integers(0, 500)),
+    after=TEXT,
+    piece=st.integers(40, 80),
+    overlap=st.integers(24, 36),
+)
+def test_pieces_give_the_ids_of_the_whole(
+    kind: str, before: str, word: int, after: str, piece: int, overlap: int
+) -> None:
+    """Also around a word that cannot be cut, which lengthens its piece alone."""
+    engine, text = engine_of(kind), f"{before} {'layout' * word} {after}"
     whole = engine.encode(text, add_special_tokens=False)
     assert encode_in_pieces(engine, text, piece=piece, overlap=overlap).tolist() == whole.ids
     spans = encode_with_spans(engine, text, piece=piece, overlap=overlap)[1]
@@ -283,7 +274,7 @@ def test_pieces_give_the_ids_of_the_whole(kind: str, text: str, piece: int, over
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_texts_are_joined_from_pieces(kind: str) -> None:
     engine, draw = engine_of(kind), np.random.default_rng(0)
-    text = " ".join(LONG[i] for i in draw.integers(0, len(LONG), 400))
+    text = " ".join(LONG[i] for i in draw.integers(0, len(LONG), 200))
     whole = engine.encode(text, add_special_tokens=False).ids
     longest = 0
     encode = long_texts._encode_piece
@@ -298,31 +289,11 @@ def test_long_texts_are_joined_from_pieces(kind: str) -> None:
     assert 0 < longest < 3000
 
 
-def test_a_tokenizer_puts_the_same_around_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Tokenizer.from_str(engine_of("llama-3").to_str())
-    engine.add_special_tokens(["<s>", "</s>"])
-    ids = [(name, engine.token_to_id(name)) for name in ("<s>", "</s>")]
-    engine.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=ids)
-    whole = TextTokenizer(engine, ids[1][1], "")
-    texts = ["short", " ".join(LONG * 9), "", "shorter"]
-    wanted = [row.tolist() for row in whole.encode(texts)]
-    monkeypatch.setattr(tokenizer, "PIECE", 300)
-    monkeypatch.setattr(tokenizer, "encode_in_pieces", lambda e, t: encode_in_pieces(e, t, piece=300, overlap=80))
-    assert [row.tolist() for row in whole.encode(texts)] == wanted
-
-
 def test_other_models_are_encoded_as_a_whole() -> None:
     assert can_encode_in_pieces(engine_of("gpt-2"))
     assert not can_encode_in_pieces(Tokenizer(models.Unigram())) and not can_encode_in_pieces(
         Tokenizer(models.BPE(dropout=0.1))
     )
-
-
-def test_overlaps_are_doubled_while_they_are_shorter_than_a_piece() -> None:
-    engine, text = engine_of("gpt-2"), "a b" * 100
-    left = long_texts._encode_piece(engine, text, 0, 100)
-    pieces = [*long_texts._next_pieces(engine, text, left, 50, 8)]
-    assert [(left.end - piece.begin, piece.end) for piece in pieces] == [(8, 150), (16, 150), (32, 150), (64, 150)]
 
 
 def test_pieces_that_disagree_are_not_joined() -> None:
@@ -350,18 +321,6 @@ def test_a_pattern_sees_the_end_of_a_run_of_spaces() -> None:
             text = "x y, " * (before // 5) + "z" * (before % 5) + "\n" + " " * spaces + "\n  x, y" * 4
             whole = engine.encode(text).ids
             assert encode_in_pieces(engine, text, piece=60, overlap=28).tolist() == whole
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
-@given(before=TEXT, word=st.integers(0, 500), after=TEXT, piece=st.integers(40, 80))
-def test_a_word_that_cannot_be_cut_lengthens_its_piece_only(
-    kind: str, before: str, word: int, after: str, piece: int
-) -> None:
-    engine = engine_of(kind)
-    text = f"{before} {'layout' * word} {after}"
-    whole = engine.encode(text, add_special_tokens=False).ids
-    assert encode_in_pieces(engine, text, piece=piece, overlap=30).tolist() == whole
 
 
 def test_a_word_that_is_too_long_is_a_bad_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,23 +47,12 @@ def run_program(rank: int, path: str, words: list[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def stock_form(name: str) -> str:
-    program = (ROOT / "examples" / name).read_text()
-    stock = LINE.sub(r"    trainer = \1(\2)", program)
-    changed = [one for one, other in zip(program.splitlines(), stock.splitlines(), strict=True) if one != other]
-    assert len(changed) == 1 and changed[0].startswith("    trainer = with_longspan("), changed
-    return stock
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_line_differs_from_the_stock_script(name: str) -> None:
-    assert "with_longspan(" not in stock_form(name)
-    assert len((ROOT / "examples" / name).read_text().splitlines()) <= 105
-
-
-def script_of(name: str, folder: Path, program: str = "") -> str:
-    (folder / name).write_text(program or (ROOT / "examples" / name).read_text())
-    return str(folder / name)
+    lines = (ROOT / "examples" / name).read_text().splitlines()
+    stock = LINE.sub(r"    trainer = \1(\2)", "\n".join(lines))
+    (changed,) = [one for one, other in zip(lines, stock.splitlines(), strict=True) if one != other]
+    assert changed.startswith("    trainer = with_longspan(") and "with_longspan(" not in stock and len(lines) <= 105
 
 
 LEARNING = [pytest.param(*case, marks=pytest.mark.whole) for case in zip(EXAMPLES, (12, 30, 10), strict=True)]
@@ -71,7 +60,9 @@ LEARNING = [pytest.param(*case, marks=pytest.mark.whole) for case in zip(EXAMPLE
 
 @pytest.mark.parametrize(("name", "steps"), [("sft_trl.py", 2), *LEARNING])
 def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, capfd: Any) -> None:
-    run_ranks(run_program, 2, script_of(name, tmp_path), words_of(name, steps, tmp_path, 2))
+    script = tmp_path / name
+    script.write_text((ROOT / "examples" / name).read_text())
+    run_ranks(run_program, 2, str(script), words_of(name, steps, tmp_path, 2))
     if name == "grpo_trl.py":
         first, *_, last = map(float, re.findall(r"'reward': '?([\d.e-]+)", capfd.readouterr().out))
         assert last > first + 0.2
@@ -80,12 +71,6 @@ def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, c
     losses = [row["loss"] for row in state["log_history"] if "loss" in row]
     assert steps == 2 or losses[-1] < losses[0] - 0.5
     assert (tmp_path / "out/model.safetensors").is_file()
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_stock_script_runs_in_one_process(name: str, tmp_path: Path) -> None:
-    run_ranks(run_program, 1, script_of(name, tmp_path, stock_form(name)), words_of(name, 2, tmp_path, 1))
 
 
 def run_page(rank: int, page: str, folder: str) -> dict[str, float]:

@@ -17,8 +17,6 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from longspan.errors import CommError
-from longspan.hf.generation import FirstRank
 from longspan.train import PlanChoice
 from tests.hf.stock import CP2, Ran, Run, check_each, compare_each, log_errors, ours_each, stock_each
 from tests.hf.tiny import SIZES, VOCABULARY, WORDS, model_of, tokenizer
@@ -64,23 +62,12 @@ async def some(completion_ids: list[list[int]], number: list[int], **_: Any) -> 
     return [len(set(ids)) / 10 if n % 2 == 0 else None for ids, n in zip(completion_ids, number, strict=True)]
 
 
-MORE = ("kind", "reward_funcs", "rollout_func", "environment_factory", "processing_class")
-
-
-def grpo(run: Run, rows: int = 4, steps: int = 2, config: Any = GRPOConfig, **settings: Any) -> Any:
-    mine = {name: settings.pop(name) for name in (*train.__kwdefaults__, *MORE) if name in settings}
-    args = config(**run.arguments(rows=rows, steps=steps), **GENERATIONS | settings)
-    return train(run, mine.pop("kind", RuledGRPO), args, **mine)
-
-
-def rloo(run: Run, **settings: Any) -> Any:
-    return grpo(run, **{"config": RLOOConfig, "kind": RuledRLOO} | settings)
-
-
-def train(
+def grpo(
     run: Run,
-    kind: Any,
-    args: Any,
+    rows: int = 4,
+    steps: int = 2,
+    config: Any = GRPOConfig,
+    kind: Any = RuledGRPO,
     *,
     path: str = "",
     lora: bool = False,
@@ -88,8 +75,11 @@ def train(
     even: bool = True,
     chat: bool = False,
     questions: int = 6,
-    **more: Any,
+    parts: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
+    """A trainer that ran; `parts` are arguments of its own, `settings` those of its configuration."""
+    args = config(**run.arguments(rows=rows, steps=steps), **GENERATIONS | settings)
     keywords: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(path, dtype=torch.get_default_dtype()) if path else model_of(),
         "reward_funcs": [luck, some],
@@ -100,9 +90,13 @@ def train(
     }
     if judge:
         keywords |= {"reward_funcs": [luck, judging_model()], "reward_processing_classes": [None, tokenizer()]}
-    trainer = run.trainer(kind, args=args, **keywords | more)
+    trainer = run.trainer(kind, args=args, **keywords | (parts or {}))
     trainer.train()
     return trainer
+
+
+def rloo(run: Run, **settings: Any) -> Any:
+    return grpo(run, **{"config": RLOOConfig, "kind": RuledRLOO} | settings)
 
 
 def judging_model() -> Qwen3ForSequenceClassification:
@@ -141,12 +135,6 @@ def test_answers_and_rewards_that_differ_by_rank_and_a_reference(saved: str) -> 
     check_each(stock_each(cases), found, **EXACT)
 
 
-@pytest.mark.whole
-def test_a_reference_on_four_ranks_and_rloo(saved: str) -> None:
-    compare_each([referred(saved)], DYNAMIC, ranks=4, **EXACT)
-    compare_each([partial(rloo, path=saved, beta=0.1, **TWICE)], CP2, **EXACT)
-
-
 TABLE: dict[str, dict[str, Any]] = {
     **{kind: TWICE | {"loss_type": kind} for kind in ("bnpo", "dr_grpo", "cispo", "sapo", "vespo", "grpo", "dapo")},
     "sequence": TWICE | {"loss_type": "grpo", "importance_sampling_level": "sequence"},
@@ -170,16 +158,13 @@ TABLE: dict[str, dict[str, Any]] = {
 LEFT_PADDED = ("uneven", "padded")
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("name", TABLE)
-def test_grpo_table(saved: str, name: str) -> None:
-    compare_each([partial(grpo, path=saved, **TABLE[name])], CP2, **PADDED if name in LEFT_PADDED else EXACT)
+OF_RLOO = ("lora", "generation batch", "judge", "chat", "uneven")
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["lora", "generation batch", "judge", "chat", "uneven"])
-def test_rloo_table(saved: str, name: str) -> None:
-    compare_each([partial(rloo, path=saved, **TABLE[name])], CP2, **PADDED if name in LEFT_PADDED else EXACT)
+@pytest.mark.parametrize(("kind", "name"), [*((grpo, name) for name in TABLE), *((rloo, name) for name in OF_RLOO)])
+def test_the_whole_table(saved: str, kind: Any, name: str) -> None:
+    compare_each([partial(kind, path=saved, **TABLE[name])], CP2, **PADDED if name in LEFT_PADDED else EXACT)
 
 
 class FakeEngine:
@@ -293,7 +278,8 @@ def rolled_out(run: Run) -> Any:
         calls.append(-len(turns))
         return [len(set(ids)) * float(turn) for ids, turn in zip(completion_ids, turns, strict=True)]
 
-    trainer = grpo(run, kind=GRPOTrainer, rollout_func=rollout, reward_funcs=rewards, gradient_accumulation_steps=2)
+    parts = {"rollout_func": rollout, "reward_funcs": rewards}
+    trainer = grpo(run, kind=GRPOTrainer, parts=parts, gradient_accumulation_steps=2)
     run.kept["calls"] = calls
     return trainer
 
@@ -328,7 +314,8 @@ class Garden:
 def in_a_garden(run: Run) -> Any:
     reader = tokenizer()
     reader.chat_template = Path(trl.__file__).with_name("chat_templates").joinpath("qwen3.jinja").read_text()
-    trainer = grpo(run, chat=True, environment_factory=Garden, reward_funcs=None, processing_class=reader)
+    parts = {"environment_factory": Garden, "reward_funcs": None, "processing_class": reader}
+    trainer = grpo(run, chat=True, parts=parts)
     run.kept["resets"] = [garden.resets for garden in Garden.made]
     return trainer
 
@@ -354,17 +341,11 @@ def failing(run: Run) -> None:
             return answers_to(prompt_ids), None
 
     errors = run.kept["errors"] = list[str]()
-    for changes in ({"kind": GRPOTrainer}, {"reward_funcs": calls_model, "kind": Noted}, {"reward_funcs": no_judge}):
+    for kind, reward in ((GRPOTrainer, luck), (Noted, calls_model), (RuledGRPO, no_judge)):
         try:
-            grpo(run, **changes)
+            grpo(run, kind=kind, parts={"reward_funcs": reward})
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
-
-
-def answers_stay(run: Run, what: str) -> Any:
-    send = FirstRank.run
-    FirstRank.run = lambda first, work, kind: work() if kind == what else send(first, work, kind)
-    return grpo(run)
 
 
 def test_answers_and_rewards_of_the_first_rank_are_those_of_all(saved: str) -> None:
@@ -406,12 +387,3 @@ def test_servers_of_adapters_engines_of_whole_models_and_environments(saved: str
     assert of_server.kept["asked"] == expected[str(cases[0])].kept["asked"]
     check_shared(expected[str(cases[1])], of_engines)
     assert [garden.kept["resets"], garden.kept["others"][0]["resets"]] == [expected["in_a_garden"].kept["resets"], [0]]
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("what", ["answers", "rewards"])
-def test_what_the_first_rank_makes_must_be_sent(what: str) -> None:
-    """Ranks with answers of their own are noticed before their first pass; with rewards, they log other figures."""
-    message = "different batches of a Trainer" if what == "answers" else None
-    with pytest.raises(CommError if message else (CommError, AssertionError), match=message):
-        ours_each([partial(answers_stay, what=what)], CP2, 2)

@@ -18,8 +18,8 @@ from longspan.hf.one_process import OneProcess
 from longspan.testing import run_ranks
 from tests.hf.stock import Run
 from tests.hf.test_grpo import RuledGRPO, luck, prompts
-from tests.hf.test_trainer import Halved, Texts, pad
-from tests.hf.tiny import model_of, tokenizer
+from tests.hf.test_trainer import Halved, Texts
+from tests.hf.tiny import model_of, pad, tokenizer
 
 
 def _model(**values: Any) -> Any:
@@ -172,6 +172,7 @@ CASES: dict[str, tuple[Any, str]] = {
         "context_parallel_size 2 does not divide 1 slot (1 rank / tp 1 / pp 1); use 1, or start a multiple of 2 "
         "processes (torchrun --nproc-per-node 2; accelerate launch --cpu starts only one)",
     ),
+    "no degree": (lambda: _make(longspan={"context_parallel_size": 0}), "context_parallel_size is 0"),
     "bytes": (lambda: _make(longspan={"memory_bytes": -1}), "memory_bytes is -1; it must be at least 0"),
     "rows": (
         lambda: _make(longspan={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),

@@ -1,6 +1,7 @@
 """SFTTrainer, DPOTrainer and KTOTrainer on ranks that share documents: losses, rewards and weights are stock's."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,79 +27,58 @@ def lora() -> LoraConfig:
 
 
 def train(
-    run: Run, dataset: Any, family: str = "qwen3", peft_config: Any = None, dtype: Any = torch.float64, **changes: Any
+    run: Run,
+    kind: Any,
+    config: Any,
+    data: Any,
+    *,
+    family: str = "qwen3",
+    dtype: Any = torch.float64,
+    model: Any = None,
+    reference: Any = None,
+    peft_config: Any = None,
+    **changes: Any,
 ) -> Any:
-    args = SFTConfig(**run.arguments(**changes))
+    """A trainer that ran; its `reference` is a model, or True for one of other weights."""
+    of_reference = model_of(seed=1, dtype=dtype) if reference is True else reference
     trainer = run.trainer(
-        SFTTrainer,
-        model=model_of(family, dtype=dtype),
-        args=args,
-        train_dataset=dataset,
-        eval_dataset=dataset.select(range(6)) if "eval_strategy" in changes else None,
+        kind,
+        model=trained_adapter() if model is trained_adapter else model or model_of(family, dtype=dtype),
+        args=config(**run.arguments(**changes)),
+        train_dataset=data,
+        eval_dataset=data.select(range(6)) if "eval_strategy" in changes else None,
         processing_class=tokenizer(),
         peft_config=peft_config,
+        **{} if reference is None else {"ref_model": of_reference},
     )
     trainer.train()
     return trainer
 
 
-def chats(run: Run) -> Any:
-    more = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "eval_strategy": "steps", "eval_steps": 2}
-    return train(run, conversations(16), assistant_only_loss=True, **more)
+def sft(run: Run, data: Any = completions, count: int = 12, **changes: Any) -> Any:
+    return train(run, SFTTrainer, SFTConfig, data(count), **changes)
 
 
-def packed(run: Run) -> Any:
-    return train(run, texts(24), packing=True, max_length=64, rows=2, learning_rate=1e-3)
+def dpo(run: Run, **changes: Any) -> Any:
+    return train(run, DPOTrainer, DPOConfig, preferences(16), **{"beta": 0.5} | changes)
 
 
-def wrapped(run: Run) -> Any:
-    return train(run, texts(24), packing=True, packing_strategy="wrapped", max_length=48, rows=2)
-
-
-def padding_free(run: Run) -> Any:
-    return train(run, texts(12), padding_free=True, max_length=None)
-
-
-def prompts(run: Run) -> Any:
-    return train(run, completions(12), completion_only_loss=True)
-
-
-def dft(run: Run) -> Any:
-    return train(run, completions(12), loss_type="dft", gradient_accumulation_steps=2)
-
-
-def adapters(run: Run) -> Any:
-    return train(run, conversations(12), peft_config=lora(), assistant_only_loss=True)
-
-
-def moe(run: Run) -> Any:
-    return train(run, completions(12), "qwen3-moe")
-
-
-def gemma3(run: Run) -> Any:
-    return train(run, texts(12), "gemma3", packing=True, max_length=64, rows=2, adam_epsilon=1e-2)
-
-
-def gpt_oss(run: Run) -> Any:
-    return train(run, completions(12), "gpt-oss")
+def kto(run: Run, **changes: Any) -> Any:
+    return train(run, KTOTrainer, KTOConfig, judged(16), **{"beta": 0.5} | changes)
 
 
 def qwen3_next(run: Run) -> Any:
     """Stock's linear attention is in float32: no update may hang on the sign of a gradient near 0."""
-    return train(run, completions(12), "qwen3-next", adam_epsilon=1e-2)
+    return sft(run, family="qwen3-next", adam_epsilon=1e-2)
 
 
 def qwen3_next_packed(run: Run) -> Any:
     more = {"padding_free": True, "max_length": None} if run.longspan else {}
-    return train(run, completions(12), "qwen3-next", adam_epsilon=1e-2, **more)
+    return sft(run, family="qwen3-next", adam_epsilon=1e-2, **more)
 
 
 def streamed(run: Run) -> Any:
-    return train(run, texts(16).to_iterable_dataset())
-
-
-def sft_in_float32(run: Run) -> Any:
-    return train(run, completions(12), dtype=torch.float32)
+    return sft(run, lambda count: texts(count).to_iterable_dataset())
 
 
 # Losses of pairs, and mixed ones; exo_pair and robust want label smoothing.
@@ -106,36 +86,6 @@ LOSSES = (
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
     "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
 )  # fmt: skip
-
-
-def preferred(
-    run: Run, kind: Any, config: Any, data: Any, *, model: Any = None, steps: int = 3, **keywords: Any
-) -> Any:
-    """A trained trainer of preferences."""
-    parts = {name: keywords.pop(name, None) for name in ("ref_model", "peft_config")}
-    trainer = run.trainer(
-        kind,
-        model=model or model_of(),
-        args=config(**run.arguments(steps=steps, beta=0.5, **keywords)),
-        train_dataset=data,
-        eval_dataset=data.select(range(6)) if "eval_strategy" in keywords else None,
-        processing_class=tokenizer(),
-        **parts,
-    )
-    trainer.train()
-    return trainer
-
-
-def dpo(run: Run, **keywords: Any) -> Any:
-    return preferred(run, DPOTrainer, DPOConfig, preferences(16), **keywords)
-
-
-def kto(run: Run, **keywords: Any) -> Any:
-    return preferred(run, KTOTrainer, KTOConfig, judged(16), **keywords)
-
-
-def dpo_with_reference(run: Run) -> Any:
-    return dpo(run, ref_model=model_of(seed=1), gradient_accumulation_steps=2, **EVALUATED)
 
 
 def saved_model(run: Run) -> str:
@@ -155,14 +105,6 @@ def dpo_without_reference(run: Run) -> Any:
     return dpo(run, model=saved_model(run), model_init_kwargs={"dtype": "auto"})
 
 
-def dpo_of_adapters(run: Run) -> Any:
-    return dpo(run, peft_config=lora(), **EVALUATED)
-
-
-def dpo_of_a_trained_adapter(run: Run) -> Any:
-    return dpo(run, model=trained_adapter(), gradient_accumulation_steps=2, **EVALUATED)
-
-
 def trained_adapter() -> Any:
     adapted = lora()
     adapted.lora_dropout = 0.1
@@ -170,56 +112,11 @@ def trained_adapter() -> Any:
     return get_peft_model(model_of(), adapted).to(torch.float64)
 
 
-def dpo_precomputed_of_a_trained_adapter(run: Run) -> Any:
-    return dpo(run, model=trained_adapter(), precompute_ref_log_probs=True)
-
-
-def kto_of_a_trained_adapter(run: Run) -> Any:
-    return kto(run, model=trained_adapter())
-
-
-def dpo_weighted(run: Run) -> Any:
-    return dpo(run, ref_model=model_of(seed=1), use_weighting=True)
-
-
-def dpo_mixed(run: Run) -> Any:
-    losses = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
-    return dpo(run, ref_model=model_of(seed=1), ld_alpha=0.5, **losses)
-
-
-def dpo_precomputed(run: Run) -> Any:
-    return dpo(run, ref_model=model_of(seed=1), precompute_ref_log_probs=True, **EVALUATED)
-
-
-def dpo_precomputed_without_reference(run: Run) -> Any:
-    return dpo(run, precompute_ref_log_probs=True, **EVALUATED)
-
-
-def dpo_precomputed_of_adapters(run: Run) -> Any:
-    return dpo(run, peft_config=lora(), precompute_ref_log_probs=True)
-
-
-def dpo_synced(run: Run) -> Any:
-    return dpo(run, ref_model=model_of(seed=1), sync_ref_model=True, ref_model_sync_steps=1)
-
-
-def kto_with_reference(run: Run) -> Any:
-    return kto(run, ref_model=model_of(seed=1), gradient_accumulation_steps=2, **EVALUATED)
-
-
-def kto_of_adapters(run: Run) -> Any:
-    return kto(run, peft_config=lora())
-
-
-def kto_precomputed(run: Run) -> Any:
-    return kto(run, ref_model=model_of(seed=1), precompute_ref_log_probs=True, **EVALUATED)
-
-
 def every_loss(run: Run) -> Any:
     logs = []
     for loss in LOSSES:
         smoothing = {"label_smoothing": 0.1} if loss in ("exo_pair", "robust", "aot") else {}
-        trainer = dpo(run, ref_model=model_of(seed=1), steps=1, loss_type=[loss], **smoothing)
+        trainer = dpo(run, reference=True, steps=1, loss_type=[loss], **smoothing)
         logs += [{f"{loss} {k}": v for k, v in trainer.state.log_history[0].items()}]
         if loss != LOSSES[-1] and run.longspan:
             trainer.end()
@@ -269,9 +166,9 @@ def refused(run: Run) -> None:
     adapted.add_adapter("other", lora())
     cases: dict[str, Any] = {
         "adapters": lambda: dpo(run, model=adapted),
-        "reference": lambda: dpo(run, ref_model=get_peft_model(model_of(), lora())),
+        "reference": lambda: dpo(run, reference=get_peft_model(model_of(), lora())),
         "device_map": lambda: dpo(run, model=saved_model(run), model_init_kwargs={"device_map": "auto"}),
-        "aux": lambda: dpo(run, model=model_of("qwen3-moe", router_aux_loss_coef=0.1), ref_model=model_of()),
+        "aux": lambda: dpo(run, model=model_of("qwen3-moe", router_aux_loss_coef=0.1), reference=True),
     }
     for name, make in cases.items():
         with pytest.raises((ConfigError, ModelError)) as error:
@@ -279,15 +176,35 @@ def refused(run: Run) -> None:
         run.kept[name] = str(error.value)
 
 
-def dpo_in_float32(run: Run) -> Any:
-    return dpo(run, model=model_of(dtype=torch.float32), ref_model=model_of(seed=1, dtype=torch.float32))
-
-
 FLOAT32 = {"weights": 1e-5}  # where stock computes in float32
+PRECOMPUTED = {"precompute_ref_log_probs": True}
+TWICE = {"gradient_accumulation_steps": 2}
+chats = partial(sft, data=conversations, count=16, assistant_only_loss=True, max_grad_norm=0.5, **TWICE, **EVALUATED)
+dft = partial(sft, loss_type="dft", **TWICE)
+dpo_with_reference = partial(dpo, reference=True, **TWICE, **EVALUATED)
+dpo_precomputed = partial(dpo, reference=True, **PRECOMPUTED, **EVALUATED)
+dpo_of_adapters = partial(dpo, peft_config=lora(), **EVALUATED)
+kto_with_reference = partial(kto, reference=True, **TWICE, **EVALUATED)
 CASES = (
     (chats, AUTO | {"eval_context_parallel_size": "1"}),
-    *(packed, adapters, gpt_oss, qwen3_next),
-    *(dpo_with_reference, dpo_of_a_trained_adapter, dpo_precomputed, kto_with_reference),
+    partial(sft, data=texts, count=24, packing=True, max_length=64, rows=2, learning_rate=1e-3),
+    partial(sft, data=conversations, peft_config=lora(), assistant_only_loss=True),
+    partial(sft, family="gpt-oss"),
+    *(qwen3_next, dpo_with_reference, dpo_precomputed, kto_with_reference),
+    partial(dpo, model=trained_adapter, **TWICE, **EVALUATED),
+)
+MIXED = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5}
+MORE = (
+    partial(dpo, reference=True, **MIXED),
+    partial(dpo, reference=True, use_weighting=True),
+    partial(dpo, reference=True, sync_ref_model=True, ref_model_sync_steps=1),
+    partial(dpo, **PRECOMPUTED, **EVALUATED),
+    partial(dpo, peft_config=lora(), **PRECOMPUTED),
+    partial(dpo, model=trained_adapter, **PRECOMPUTED),
+    partial(kto, peft_config=lora()),
+    partial(kto, reference=True, **PRECOMPUTED, **EVALUATED),
+    partial(kto, model=trained_adapter),
+    *(dpo_of_adapters, cached, every_loss, dpo_without_reference),
 )
 
 
@@ -312,17 +229,13 @@ def test_dynamic_plans_on_four_ranks(expected: dict[str, Ran]) -> None:
 
 @pytest.mark.whole
 def test_more_of_sft_equals_stock() -> None:
-    more = (wrapped, padding_free, prompts, streamed, dft, moe, qwen3_next_packed, gemma3)
-    compare_each(more, CP2, qwen3_next_packed=FLOAT32, gemma3=FLOAT32)
-    compare_each((padding_free, dft, moe), DYNAMIC, ranks=4)
+    compare_each((streamed, dft, qwen3_next_packed), CP2, qwen3_next_packed=FLOAT32)
+    compare_each([dft], DYNAMIC, ranks=4)
 
 
 @pytest.mark.whole
 def test_more_of_preferences_equals_stock() -> None:
-    cases = (dpo_mixed, dpo_precomputed_without_reference, dpo_precomputed_of_adapters, dpo_synced, cached)
-    compare_each((*cases, kto_of_adapters, kto_precomputed), CP2)
-    cases = (dpo_weighted, dpo_of_adapters, dpo_precomputed_of_a_trained_adapter, kto_of_a_trained_adapter)
-    compare_each((*cases, every_loss, dpo_without_reference), CP2)
+    compare_each(MORE, CP2)
     compare_each((dpo_with_reference, dpo_of_adapters, dpo_precomputed, kto_with_reference), DYNAMIC, ranks=4)
 
 
@@ -336,4 +249,5 @@ def test_default_arguments() -> None:
 
 @pytest.mark.whole
 def test_equals_trls_own_head_in_float32() -> None:
-    compare_each((sft_in_float32, dpo_in_float32), CP2, exact=False, weights=None)
+    cases = partial(sft, dtype=torch.float32), partial(dpo, reference=True, dtype=torch.float32)
+    compare_each(cases, CP2, exact=False, weights=None)

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3TextConfig,
     GptOssConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -46,7 +46,6 @@ DELTA_NET = {
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3": (Qwen3Config, {}),
     "qwen3-moe": (Qwen3MoeConfig, EXPERTS | {"router_aux_loss_coef": 0.0}),
-    "gemma3": (Gemma3TextConfig, {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),
     "gpt-oss": (
         GptOssConfig,
         {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
@@ -83,6 +82,20 @@ def tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
     fast.chat_template = TEMPLATE
     return fast
+
+
+def pad(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Rows as a batch: their labels are their tokens where they have none of their own."""
+    longest = max(len(row["input_ids"]) for row in rows)
+
+    def padded(values: list[int], fill: int) -> list[int]:
+        return values + [fill] * (longest - len(values))
+
+    return {
+        "input_ids": torch.tensor([padded(row["input_ids"], 0) for row in rows]),
+        "labels": torch.tensor([padded(row.get("labels", row["input_ids"]), -100) for row in rows]),
+        "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
+    }
 
 
 def _texts(seed: int) -> Callable[[int, int], str]:

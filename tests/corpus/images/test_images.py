@@ -4,9 +4,7 @@ trainers write them, or an error that names what is wrong.
 
 import base64
 import io
-import struct
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,6 +29,7 @@ from longspan.data.documents import Corpus
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import ImageTokens
 from tests.corpus.images.folders import llava_folder, qwen_folder, with_broken_pixels, write_images, write_rows
+from tests.security.test_hostile_images import png
 
 Image = pytest.importorskip("PIL.Image")
 SIZES = [(20, 33), (16, 16), (8, 24), (64, 40)]
@@ -175,14 +174,14 @@ def test_pixels_are_read_ahead_once_and_only_where_asked(tmp_path: Path, monkeyp
     assert documents.images.reader.images_read == 2
 
 
-@pytest.mark.parametrize("orientation", range(10))
-def test_images_stand_upright(orientation: int, tmp_path: Path) -> None:
-    image = Image.new("RGB", (24, 8))
-    exif = image.getexif()
-    exif[0x0112] = orientation
-    image.save(tmp_path / "turned.jpg", exif=exif)
-    file = ImageFile(str(tmp_path / "turned.jpg"))
-    assert file.size() == file.load().size[::-1] == ((24, 8) if 5 <= orientation <= 8 else (8, 24))
+def test_images_stand_upright(tmp_path: Path) -> None:
+    image, file = Image.new("RGB", (24, 8)), tmp_path / "turned.jpg"
+    for orientation in range(10):
+        exif = image.getexif()
+        exif[0x0112] = orientation
+        image.save(file, exif=exif)
+        turned = ImageFile(str(file))
+        assert turned.size() == turned.load().size[::-1] == ((24, 8) if 5 <= orientation <= 8 else (8, 24))
 
 
 # ---- rows as other trainers write them
@@ -257,28 +256,24 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return filled(tmp_path_factory.mktemp("shared"))
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_rows_of_other_trainers(name: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(shared, THEIRS[name](shared), monkeypatch) == shown(shared, OURS, monkeypatch)
+def test_rows_of_other_trainers(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = shown(shared, OURS, monkeypatch)
+    for name, row in THEIRS.items():
+        assert shown(shared, row(shared), monkeypatch) == ours, name
 
 
-@pytest.mark.parametrize(("image_key", "columns"), [("image", ()), ("picture", ("image=picture",))])
-def test_a_column_of_one_image_in_a_table(
-    image_key: str, columns: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_columns_of_images_in_a_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of one image, also renamed; a hole in a column of lists is no text."""
     parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    image = {"bytes": (folder / "0.png").read_bytes(), "path": "x.png"}
-    parquet.write_table(pyarrow.Table.from_pylist([{image_key: image, "messages": WHO}]), folder / "rows.parquet")
-    ours, path = shown(folder, OURS, monkeypatch), str(folder / "rows.parquet")
-    assert shown(folder, {}, monkeypatch, path=path, columns=columns) == ours
-
-
-def test_a_hole_in_a_table_is_no_text(folder: Path) -> None:
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    image, path = {"bytes": (folder / "0.png").read_bytes(), "path": "x.png"}, folder / "rows.parquet"
+    ours = shown(folder, OURS, monkeypatch)
+    for key, columns in (("image", ()), ("picture", ("image=picture",))):
+        parquet.write_table(pyarrow.Table.from_pylist([{key: image, "messages": WHO}]), path)
+        assert shown(folder, {}, monkeypatch, path=str(path), columns=columns) == ours
     rows = [{"images": images, "text": "<image> who?"} for images in ([{"path": "0.png"}], None)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     with pytest.raises(DataError, match=r"rows\.parquet, row 2: its texts name 1 image, and the row has 0"):
-        corpus_of(folder, [], folder / "model", path=str(folder / "rows.parquet"))
+        corpus_of(folder, [], folder / "model", path=str(path))
 
 
 def test_where_parts_name_images_texts_are_texts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +301,6 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "null": (shown_as(images=None), 'a row without the key "images" has <image> as text'),
     "null in a column of one": (shown_as(image=None), "its messages name 1 image, and the row has 0"),
     "of a text": ({"images": [], "text": "<image>"}, "its texts name 1 image, and the row has 0"),
-    "of a completion": ({"images": [], "prompt": "<image>", "completion": "a"}, "its texts name 1 image, and the row"),
     "videos": ({"videos": [], "messages": asks("<video>")}, "its messages name 1 video, and the row has 0"),
     "audio": ({"audios": ["a.wav"], "messages": asks("<audio>")}, 'it has "audios", and audio is not read here'),
     "no audio": ({"audios": [], "text": "<audio>"}, "its texts name audio 1 times, which is not read here"),
@@ -341,18 +335,12 @@ REFUSED: dict[str, tuple[Row, str]] = {
     "a web address": (shown_as("http://a/b.png"), "images[0] is 'http://a/b.png'; nothing is downloaded"),
     "missing": (shown_as("none.png"), "images[0]: {folder}/none.png does not exist"),
     "broken": (shown_as("broken.png"), "images[0]: {folder}/broken.png is no image that Pillow"),
-    "too few": ({"images": ["0.png"], "messages": asks("<image><image>")}, "messages name 2 images, and the row has 1"),
-    "too many": (shown_as("0.png", "1.png"), "its messages name 1 image, and the row has 2"),
     "a number": (shown_as(3), "images[0] is a number; give a path"),
     "too thin": (shown_as("thin.png"), "refuses an image of 4 x 900 pixels: absolute aspect ratio"),
     "in both places": (asked(part(path="0.png"), PART) | {"images": ["0.png"]}, 'the row has "images" too'),
     "its own placeholder": (
         {"images": ["0.png"], "messages": asks("<image> <|image_pad|>")},
         "holds '<|image_pad|>', which the tokenizer",
-    ),
-    "a pair": (
-        {"messages": asks("who?"), "rejected_response": "a dog"},
-        '"rejected_response" stands beside messages (chat)',
     ),
     "boxes": (
         {"image": "0.png", "objects": {"bbox": [[1, 2, 3, 4]]}, "messages": asks("<image>find <bbox>")},
@@ -389,41 +377,28 @@ def test_names_that_are_read_as_text_are_counted(folder: Path) -> None:
         ]
 
 
-def broken(data: bytes, kind: str) -> bytes:
-    file = io.BytesIO()
-    Image.open(io.BytesIO(data)).convert("RGB").save(file, kind)
-    return file.getvalue()[: len(file.getvalue()) * 2 // 3]
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP"])
-def test_broken_images_are_left_out_before_the_first_step(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_images_are_left_out_before_the_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (whole,) = write_images(folder / "large", [(40, 40)])
-    data = (folder / "large" / whole).read_bytes()
-    (folder / "cut.png").write_bytes(broken(data, kind))
+    kinds = ("PNG", "JPEG", "GIF", "WEBP")
+    for kind in kinds:
+        file = io.BytesIO()
+        Image.open(folder / "large" / whole).save(file, kind)
+        (folder / f"{kind}.png").write_bytes(file.getvalue()[: len(file.getvalue()) * 2 // 3])
     frames = {"videos": [["0.png", "none.png"]], "text": "<video>"}
-    rows = [{"image": "cut.png", "text": "<image>"}, {"image": f"large/{whole}", "text": "<image>"}, frames]
-    assert any("left out 2 bad rows" in line for line in lines_of(folder, rows, on_bad="skip"))
+    rows = [{"image": name, "text": "<image>"} for name in (*(f"{kind}.png" for kind in kinds), f"large/{whole}")]
+    rows += [frames]
+    assert any("left out 5 bad rows" in line for line in lines_of(folder, rows, on_bad="skip"))
     documents = documents_of(corpus_of(folder, rows, folder / "model", on_bad="skip"), folder / "model", monkeypatch)
     assert len(documents) == 1 and len(documents.items) == 1 and documents.read(0).grid == (1, 10, 10)
-
-
-def png_of_size(width: int, height: int) -> bytes:
-    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    chunks = [
-        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (header, b"IEND")
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def test_huge_images() -> None:
     import_pillow.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ImageFile("", png_of_size(10_000, 15_000)).size() == (15_000, 10_000)
+        assert ImageFile("", png(10_000, 15_000)).size() == (15_000, 10_000)
         with pytest.raises(DataError, match="has 200,000,000 pixels, and at most 178,956,970 are read"):
-            ImageFile("", png_of_size(20_000, 10_000)).size()
+            ImageFile("", png(20_000, 10_000)).size()
     import_pillow.cache_clear()
     assert np.prod((20_000, 10_000)) > 2 * Image.MAX_IMAGE_PIXELS
 
@@ -454,14 +429,9 @@ def test_changed_images_and_processors_make_the_corpus_again(tmp_path: Path) -> 
     lengths = [int(corpus.lengths[0]) for corpus in (first, second, third)]
     assert lengths == [4 + 3, 8 + 3, 18 + 3]
     assert second.manifest.key != third.manifest.key == corpus_of(tmp_path, [row], larger).manifest.key
-
-
-def test_a_resumed_run_names_changed_images(tmp_path: Path) -> None:
-    model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, [(16, 16)])
-    corpus_of(tmp_path, [{"text": "<image>", "images": names}], model)
     (tmp_path / names[0]).unlink()
     with pytest.raises(DataError, match=r"changed since the run began: image .*0\.png cannot be read"):
-        build(tmp_path, model, resumed=True)
+        build(tmp_path, larger, resumed=True)
 
 
 def test_images_for_a_model_without_are_refused(tmp_path: Path) -> None:
@@ -506,7 +476,7 @@ def test_long_documents_are_cut_before_an_image(tmp_path: Path, monkeypatch: pyt
         corpus_of(tmp_path, rows, model, max_document_tokens=7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7)), max_size=6), st.integers(7, 15), st.integers(0, 9))
 def test_parts_hold_each_span_whole(gaps: list[tuple[int, int]], longest: int, tail: int) -> None:
     spans, at = [], 0

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
 from tests.report.pages import parts_of, report_of
-from tests.run.runs.homes import farthest
 from tests.train.small import train_rank
 
 ROWS = 24
@@ -84,18 +82,6 @@ def config_of(folder: Path, **changes: Any) -> RunConfig:
         "run.dir": str(folder / "run"),
     }
     return load_config(None, SETTINGS | paths | changes)
-
-
-def check_losses(config: RunConfig, folder: Path, longest: int = 192, *, steps: int = 4) -> None:
-    """A run of two slots, and one of a single slot in another folder, have the same losses, which fall."""
-    run_ranks(train_rank, 2, config, 2, timeout=300)
-    context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
-    context = replace(context, max_tokens_per_slot=longest).set_evaluation(max_tokens_per_slot=longest)
-    alone = replace(config, context=context, run=replace(config.run, dir=str(folder)))
-    run_ranks(train_rank, 1, alone, 1, timeout=300)
-    wanted, found = losses_of(alone), losses_of(config)
-    assert all(farthest(found[key], wanted[key]) <= 1e-6 for key in COLUMNS)
-    assert len(found["loss"]) == steps and found["loss"][-1] < found["loss"][0]
 
 
 def losses_of(config: RunConfig) -> dict[str, list[float]]:
@@ -183,16 +169,3 @@ def test_saved_folders_have_the_processor_and_are_evaluated(
     assert eval_main([str(folder), *layout, "--json", "--device", "cpu"]) == 0
     evaluated = json.loads(capsys.readouterr().out)["eval_loss"]
     assert evaluated == pytest.approx(losses_of(trained[0])["eval_loss"][-1], rel=1e-6)
-
-
-@pytest.mark.whole
-def test_a_run_with_videos_at_any_degree(tmp_path: Path) -> None:
-    config, rows = config_of(tmp_path), list[dict[str, Any]]()
-    names = write_images(tmp_path / "data", [(16, 16)] * 6)
-    for i in range(ROWS):
-        shown = {"videos": [{"frames": names[: 2 + i % 5], "fps": 1 + i % 3}]} if i % 3 else {}
-        shown |= {"images": names[i % 6 : i % 6 + 1]} if i % 2 else {}
-        text = "<video>" * bool("videos" in shown) + "<image>" * bool("images" in shown) + "so?" * (1 + i % 4)
-        rows.append({"messages": [{"role": "user", "content": text}, ANSWER]} | shown)
-    write_rows(tmp_path / "data" / "rows.jsonl", rows)
-    check_losses(config, tmp_path / "alone")

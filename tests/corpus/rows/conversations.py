@@ -13,7 +13,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
     },
 }
-_WORDS = [
+_WORDS = (
     "rain",
     "größer",
     "plan ✓",
@@ -28,7 +28,7 @@ _WORDS = [
     "\\n",
     '"q"',
     "\t.",
-]
+)
 
 
 class Chat(NamedTuple):
@@ -50,6 +50,12 @@ def asks(text: str) -> Message:
 
 def says(text: str, **more: Any) -> Message:
     return {"role": "assistant", "content": text, **more}
+
+
+def text_parts(message: Message, *texts: str) -> Message:
+    """A message with these texts, or its own one, as parts."""
+    parts = texts or ([message["content"]] if message["content"] else ())
+    return {**message, "content": [{"type": "text", "text": text} for text in parts]}
 
 
 PLAIN = Chat([asks("One?"), says("1."), asks("Two?"), says("2.")])

@@ -7,6 +7,7 @@ LONGSPAN_CHAT_TEMPLATES names one.
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,12 +169,18 @@ def write_folder(folder: Path, name: str, *, generation: bool = True, template: 
     return write_family(folder, FAMILIES[name], text, generation=generation)
 
 
-def write_family(folder: Path, family: Family, template: str, *, generation: bool = True) -> Path:
+@cache
+def _trained() -> str:
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer, engine.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     engine.train_from_iterator(_TEXTS, trainer)
+    return engine.to_str()
+
+
+def write_family(folder: Path, family: Family, template: str, *, generation: bool = True) -> Path:
+    engine = Tokenizer.from_str(_trained())
     names = f"{family.special} {family.eos} {family.bos} {family.ends}".split()
     engine.add_special_tokens([n for n in names if n[0] != "+"])
     engine.add_tokens([AddedToken(n[1:], normalized=False) for n in names if n[0] == "+"])
@@ -187,6 +194,29 @@ def write_family(folder: Path, family: Family, template: str, *, generation: boo
         ends = [engine.token_to_id(end) for end in [family.eos, *family.ends.split()]]
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
+
+
+# what stands before and behind the marks that are put into each template
+MARKED = {
+    "gemma3": (
+        "+ (system if loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}",
+        "}}{%- if m.role == 'assistant' %}{% generation %}{{- m.content | trim + '<end_of_turn>' }}"
+        "{% endgeneration %}{{- '\\n' }}{%- else %}"
+        "{{- (system if loop.first else '') + m.content | trim + '<end_of_turn>\\n' }}{%- endif %}",
+    ),
+    "phi3": (
+        "{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}",
+        "{{- '<|' + m.role + '|>\\n' }}{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|end|>' }}"
+        "{% endgeneration %}{%- else %}{{- m.content + '<|end|>' }}{%- endif %}{{- '\\n' }}",
+    ),
+}
+
+
+def marked_template(name: str) -> str:
+    plain, marked = MARKED[name]
+    text = (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    assert plain in text
+    return text.replace(plain, marked)
 
 
 def encoding_of(folder: Path, **settings: Any) -> RowEncoding:

@@ -61,8 +61,6 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"text": "a"}, "needs an object with \"input_ids\"; found keys ['text']"),
     ({"input_ids": "a"}, "input_ids is a string; give a list of integers"),
     ({"input_ids": [1, "a"]}, "input_ids holds something else than integers"),
-    ({"input_ids": [1.5, 2]}, "input_ids holds something else than integers"),
-    ({"input_ids": []}, "input_ids has no tokens"),
     ({"input_ids": [1, 9999]}, "input_ids holds 9999 at 1, and the tokenizer has ids 0 to "),
     ({"input_ids": [1, -1]}, "input_ids holds -1 at 1"),
     ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries for 2 input_ids; give one each"),
@@ -71,13 +69,6 @@ BAD_TOKENS: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [1, 1]}, "labels and loss_mask both say"),
     ({"input_ids": [1, 2], "attention_mask": [0, 1]}, "attention_mask masks 1 tokens of padding"),
     ({"input_ids": [1, 2], "labels": [-100, 9999]}, "labels holds 9999 at 0"),
-    ({"input_ids": [1, 2], "completion_mask": [1]}, "completion_mask has 1 entries for 2 input_ids"),
-    ({"input_ids": [1, 2], "assistant_masks": [0, 3]}, "assistant_masks holds 3; give a 0 or a 1"),
-    ({"input_ids": [1, 2], "labels": [1, 2], "completion_mask": [0, 1]}, "labels and completion_mask both say"),
-    (
-        {"input_ids": [1, 2], "special_tokens_mask": [0, 1]},
-        '"special_tokens_mask" stands beside input_ids (tokens), and',
-    ),
     ({"input_ids": [1, 2], "label": 1}, '"label" stands beside input_ids (tokens), and is not read'),
     ({"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, "seq_lengths says that the row holds 2 documents"),
     ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "position_ids are not 0 to 2"),
@@ -241,25 +232,21 @@ def test_keys_of_no_kind_are_left_alone(qwen: RowEncoding) -> None:
     encode_one(qwen, {"messages": [asks("a"), {**says("b"), "weight": None, "loss_mask": None}]})
 
 
-@pytest.mark.parametrize(
-    ("array", "reason"),
-    [
-        (np.array([]), "input_ids has no tokens"),
-        (np.zeros((0, 2), int), "input_ids has no tokens"),
-        (np.array([1, None], dtype=object), "input_ids holds something else than integers"),
-        (np.array([np.zeros((2, 2)), np.zeros((2, 3)), None], dtype=object)[:2], "something else than integers"),
-        (np.zeros((2, 2), int), "input_ids holds something else than integers"),
-        (np.array([1.5, 2.0]), "input_ids holds something else than integers"),
-        (np.array(3), "input_ids is a number; give a list of integers"),
-    ],
-)
-def test_arrays_that_are_no_tokens_are_bad_rows_as_lists_are(qwen: RowEncoding, array: Any, reason: str) -> None:
-    encoding = RowEncoding("input_ids", qwen.tokenizer)
-    assert reason in refusal(encoding, {"input_ids": array}) == refusal(encoding, {"input_ids": array.tolist()})
+NO_IDS = [
+    (np.array([]), "input_ids has no tokens"),
+    (np.zeros((0, 2), int), "input_ids has no tokens"),
+    (np.array([1, None], dtype=object), "input_ids holds something else than integers"),
+    (np.array([np.zeros((2, 2)), np.zeros((2, 3)), None], dtype=object)[:2], "something else than integers"),
+    (np.zeros((2, 2), int), "input_ids holds something else than integers"),
+    (np.array([1.5, 2.0]), "input_ids holds something else than integers"),
+    (np.array(3), "input_ids is a number; give a list of integers"),
+]
 
 
-def test_arrays_of_integers_are_tokens_as_lists_are(qwen: RowEncoding) -> None:
+def test_arrays_are_read_as_lists_are(qwen: RowEncoding) -> None:
     encoding = RowEncoding("input_ids", qwen.tokenizer)
+    for array, reason in NO_IDS:
+        assert reason in refusal(encoding, {"input_ids": array}) == refusal(encoding, {"input_ids": array.tolist()})
     for array in (np.array([1, 2], np.uint16), np.array([1, 2], object)):
         values = {"input_ids": array, "position_ids": np.arange(2), "seq_lengths": np.array([])}
         sample = encode_one(encoding, values)

@@ -1,4 +1,7 @@
-"""Chats of eight families: tokens are those of the stock tokenizer, targets what the assistant says, nothing else."""
+"""Chats of eight families: tokens are those of the stock tokenizer, targets what the assistant says, nothing else.
+
+Where a template marks what is generated, targets are those of the stock tokenizer's own mask.
+"""
 
 import json
 import re
@@ -6,17 +9,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from trl.data_utils import apply_chat_template
 
 from longspan.corpus.rows.encoding import RowEncoding
-from longspan.corpus.rows.sample import Row, Sample
+from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.corpus.tokenizer import GENERATION
-from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, chats
-from tests.corpus.rows.families import FAMILIES, decoded, encoding_of, said, write_folder
+from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, chats, text_parts
+from tests.corpus.rows.families import (
+    FAMILIES,
+    MARKED,
+    decoded,
+    encode_one,
+    encoding_of,
+    marked_template,
+    said,
+    write_folder,
+)
 
-NUMBER, FEW = 50, 25  # conversations
+NUMBER, FEW = 25, 10  # conversations
 DAY = {"date_string": "26 Jul 2024"}
 
 # What a model of two families says in the conversations made by hand, in order; written by hand.
@@ -75,13 +88,17 @@ def test_drawn_conversations(made: tuple[str, RowEncoding]) -> None:
         assert said(encoding, sample) == family.said(chat.messages)
     thinking = samples[1]
     assert isinstance(thinking, Sample) and thinking.unseen.unseen_thoughts == UNSEEN.get(name, 1)
+    for chat, whole in zip(conversations, samples[: len(by_hand)], strict=False):
+        of_parts = chat._replace(messages=[text_parts(message) for message in chat.messages])
+        (sample,) = encoding.encode([Row("line 1", of_parts.row)])
+        assert isinstance(sample, Sample) and isinstance(whole, Sample)
+        assert sample.ids.tolist() == whole.ids.tolist() and said(encoding, sample) == said(encoding, whole)
 
 
 TRL_TEMPLATES = Path(str(find_spec("trl.chat_templates").submodule_search_locations[0]))  # type: ignore[union-attr]
 # Qwen3's prompt then has the empty thought, which is no target.
 VARIABLES: list[tuple[str, str, dict[str, Any], str]] = [
     ("qwen3", "qwen3", {"enable_thinking": False}, "2.<|im_end|>"),
-    ("gpt-oss", "gptoss", {"reasoning_effort": "high"}, "<|channel|>final<|message|>2.<|return|>"),
     (
         "gpt-oss",
         "gptoss",
@@ -128,3 +145,27 @@ def test_each_turn_as_a_document_of_its_own(tmp_path: Path, chat: Chat) -> None:
     for sample, messages in zip(samples, _turns(chat.messages), strict=False):
         assert isinstance(sample, Sample)
         assert said(encoding, sample) == FAMILIES["qwen3"].said(messages)[-1:]
+
+
+# ---- templates that mark what is generated
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_templates_with_marks(tmp_path: Path, name: str) -> None:
+    encoding = encoding_of(write_folder(tmp_path / "marked", name, template=marked_template(name)))
+    found = encoding_of(write_folder(tmp_path / "stock", name))
+    stock: Any = AutoTokenizer.from_pretrained(tmp_path / "marked")
+    for chat in chats(25, tools=False):
+        sample, without_marks = (encode_one(one, chat.row) for one in (encoding, found))
+        wanted = stock.apply_chat_template(chat.messages, return_assistant_tokens_mask=True, return_dict=True)
+        assert sample.labels is not None
+        assert sample.ids.tolist() == wanted["input_ids"] == without_marks.ids.tolist()
+        assert (sample.labels != -100).astype(int).tolist() == wanted["assistant_masks"]
+        np.testing.assert_array_equal(sample.labels, without_marks.labels)
+
+
+def test_a_row_whose_template_marks_nothing_is_masked(tmp_path: Path) -> None:
+    template = "{% generation %}{% endgeneration %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    encoding = encoding_of(write_folder(tmp_path, "phi3", template=template))
+    row = encoding.encode([Row("chat.jsonl, line 3", PLAIN.row)])
+    assert row == [BadRow("chat.jsonl, line 3", "none of its tokens is a target", masked=True)]

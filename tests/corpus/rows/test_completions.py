@@ -57,13 +57,8 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
     [
         ([], "there are no rows"),
         ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
-        ([{"text": "a", "messages": []}], r"line 1 holds text and also messages \(chat\); a row is of one kind"),
         ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.columns gives columns"),
         ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
-        (
-            [{"messages": []}, {"conversations": []}],
-            r"line 2 holds conversations \(chat, as ShareGPT has it\), and line",
-        ),
         (
             [{"instruction": "a", "output": "b", "text": "ab"}],
             "holds text and also instruction and output .*data.columns",

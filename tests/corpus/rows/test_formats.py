@@ -19,9 +19,8 @@ from longspan.data.manifest import LeftOut
 from longspan.errors import ConfigError, DataError
 from longspan.model.weights.file_names import TEMPLATE_FILES
 from longspan.run.checks import check_data
-from tests.corpus.rows.families import encode_one, encoding_of, write_folder
+from tests.corpus.rows.families import encode_one, encoding_of, marked_template, write_folder
 from tests.corpus.rows.test_bad_rows import TURNS, turns
-from tests.corpus.rows.test_marks import marked_template
 from tests.corpus.test_formats import rows_as
 
 CALL = {"name": "add", "arguments": {"a": 1}}
@@ -70,19 +69,18 @@ def test_sharegpt_is_messages(folder: Path, how: str) -> None:
     check_same(folder, values, [*messages[:2], {**messages[2], "weight": 0}, *messages[3:]], turns=how)
 
 
-@pytest.mark.parametrize(
-    "calls", ['{"name": "add", "arguments": {"a": 1}}', '[{"name": "add", "arguments": {"a": 1}}]']
-)
-def test_a_call_of_sharegpt_is_a_tool_call(folder: Path, calls: str) -> None:
-    values = {"conversations": turns(("human", "1?"), ("function_call", calls), ("observation", "1"), ("gpt", "One."))}
+def test_a_call_of_sharegpt_is_a_tool_call(folder: Path) -> None:
     call = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
-    check_same(folder, values, [says("user", "1?"), call, says("tool", "1"), says("assistant", "One.")])
+    messages = [says("user", "1?"), call, says("tool", "1"), says("assistant", "One.")]
+    for calls in (json.dumps(CALL), json.dumps([CALL])):
+        values = turns(("human", "1?"), ("function_call", calls), ("observation", "1"), ("gpt", "One."))
+        check_same(folder, {"conversations": values}, messages)
 
 
-@pytest.mark.parametrize(("more", "question"), [("", "Say it."), (None, "Say it."), ("blue", "Say it.\nblue")])
-def test_alpaca_is_a_question_and_an_answer(folder: Path, more: str | None, question: str) -> None:
-    values = {"instruction": "Say it.", "input": more, "output": "Blue."}
-    check_same(folder, values, [says("user", question), says("assistant", "Blue.")])
+def test_alpaca_is_a_question_and_an_answer(folder: Path) -> None:
+    for more, question in (("", "Say it."), (None, "Say it."), ("blue", "Say it.\nblue")):
+        values = {"instruction": "Say it.", "input": more, "output": "Blue."}
+        check_same(folder, values, [says("user", question), says("assistant", "Blue.")])
 
 
 def test_columns_are_renamed_at_once() -> None:
@@ -92,15 +90,14 @@ def test_columns_are_renamed_at_once() -> None:
     assert rename_columns(row, ("prompt=x=y",)).values == row.values
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path, form: str) -> None:
+def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path) -> None:
     rows = [{"question": f"Why {i}?", "answer": "So.", "text": "no"} for i in range(3)]
     plain = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
     columns = ("prompt=question", "completion=answer", "text=")
 
     def build(rows: list[dict[str, Any]], name: str, columns: tuple[str, ...], *, resumed: bool = False) -> list[int]:
-        path = tmp_path / name / f"rows.{form}"
-        path = path if path.exists() else rows_as(form, tmp_path / name, rows)
+        path = tmp_path / name / "rows.parquet"
+        path = path if path.exists() else rows_as("parquet", tmp_path / name, rows)
         data = DataConfig(path=str(path), columns=columns, cache=str(tmp_path / "cache"), max_document_tokens=0)
         run, tokenizer = tmp_path / f"run-{name}", load_tokenizer(folder)
         corpus = ensure_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
@@ -147,9 +144,6 @@ def test_an_end_stands_directly_behind_the_answer(tmp_path: Path) -> None:
     engine = load_tokenizer(folder).engine
     assert engine.decode(ended.ids.tolist(), skip_special_tokens=False).endswith("<|assistant|>b<|end|>")
     assert ended.ids[:-1].tolist() == plain.ids[:-1].tolist() and ended.labels[-1] == engine.token_to_id("<|end|>")
-    (folder / "chat_template.jinja").write_text(OPEN_MARKED + "<|end|>")
-    (bad,) = encoded(folder, chat, end_of_chat="<|endoftext|>")
-    assert isinstance(bad, BadRow) and "and the chat template writes '<|end|>' there" in bad.reason
 
 
 @pytest.mark.parametrize(
@@ -158,6 +152,7 @@ def test_an_end_stands_directly_behind_the_answer(tmp_path: Path) -> None:
         (OPEN, "<|stop|>", "'<|stop|>', which is no token of the tokenizer; generation stops at <|end"),
         (None, "<|end|>", "'<|end|>', and the chat template writes '<|endoftext|>' there; leave it out"),
         (OPEN + "<|end|>", "<|endoftext|>", "and the chat template writes '<|end|>' there"),
+        (OPEN_MARKED + "<|end|>", "<|endoftext|>", "and the chat template writes '<|end|>' there"),
     ],
 )
 def test_an_end_that_is_none_or_one_too_many(tmp_path: Path, template: str | None, end: str, reason: str) -> None:
@@ -214,13 +209,19 @@ def test_what_is_no_target_is_counted(tmp_path: Path) -> None:
     assert encode_one(encoding, {"messages": messages}).unseen == Unseen(unseen_thoughts=1, blank_turns=1)
 
 
+def lines_of(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """What the console says of a corpus of these rows, by the tokenizer in a folder."""
+    lines, path = list[str](), rows_as("jsonl", folder / "rows", rows)
+    settings = CorpusSettings(DataConfig(path=str(path), cache=str(folder / "cache"), max_document_tokens=0))
+    ensure_corpus(settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
+    return lines
+
+
 def test_a_corpus_says_both(tmp_path: Path) -> None:
-    folder, lines = write_folder(tmp_path / "qwen3", "qwen3"), list[str]()
     asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "so"}
     told = {"role": "developer", "content": "Be brief."}
-    path = rows_as("jsonl", tmp_path / "rows", [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3)
-    settings = CorpusSettings(DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=0))
-    ensure_corpus(settings, tmp_path / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
+    rows = [{"messages": [told, asked, said, asked, {**said, "content": "c"}]}] * 3
+    lines = lines_of(write_folder(tmp_path, "qwen3"), rows)
     assert lines[0].startswith("rows hold messages (chat): written by the chat template of")
     assert lines[-2].startswith("not in the rendered texts, so no targets: 3 thoughts of assistant turns; data.turns")
     assert lines[-1] == ("not in the rendered texts, as the chat template does not write them: 3 developer messages")
@@ -228,21 +229,17 @@ def test_a_corpus_says_both(tmp_path: Path) -> None:
 
 def test_a_row_of_two_kinds_is_refused_wherever_it_stands(tmp_path: Path) -> None:
     rows = [*({"text": f"a {i}"} for i in range(30)), {"text": "b", "messages": [{"role": "user", "content": "c"}]}]
-    settings = CorpusSettings(DataConfig(path=str(rows_as("jsonl", tmp_path / "rows", rows)), max_document_tokens=0))
-    tokenizer = load_tokenizer(write_folder(tmp_path / "qwen3", "qwen3"))
     with pytest.raises(DataError, match=r"line 31: holds text and also messages \(chat\); a row is of one kind"):
-        ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=print)
+        lines_of(write_folder(tmp_path, "qwen3"), rows)
 
 
-# GLM's way: what begins the next turn ends the one before it, and nothing ends the last one.
-OPEN_END = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 UNMARKED_END = marked_template("phi3").replace("+ '<|end|>' }}{% endgeneration %}", "}}{% endgeneration %}<|end|>")
 
 
 @pytest.mark.parametrize(
     ("template", "begins"),
     [
-        (OPEN_END, "the chat template writes no token behind the last turn of a conversation, so that this end is no"),
+        (OPEN, "the chat template writes no token behind the last turn of a conversation, so that this end is no"),
         (UNMARKED_END, "the chat template marks no end of the last turn of a conversation, so that this end is no"),
         (marked_template("phi3"), None),
         (None, None),
@@ -256,32 +253,22 @@ def test_a_template_that_never_ends_the_last_turn_is_named(
         assert line is None
     else:
         assert line is not None and line.startswith(begins)
-        advice = "; data.end_of_chat names a token to be put there" * (template == OPEN_END)
+        advice = "; data.end_of_chat names a token to be put there" * (template == OPEN)
         assert line.endswith(f"chats of one turn do not teach a model to stop (at <|endoftext|> or <|end|>){advice}")
 
 
 def test_a_corpus_names_a_template_that_never_ends_the_last_turn(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3", template=OPEN_END))
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    lines, path = list[str](), rows_as("jsonl", tmp_path / "rows", [{"messages": turns}] * 3)
-    settings = CorpusSettings(DataConfig(path=str(path), cache=str(tmp_path / "cache"), max_document_tokens=0))
-    ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lines.append)
+    turns = [says("user", "a"), says("assistant", "b")]
+    lines = lines_of(write_folder(tmp_path, "phi3", template=OPEN), [{"messages": turns}] * 3)
     assert lines[1].startswith("the chat template writes no token behind the last turn of a conversation")
 
 
-@pytest.mark.parametrize(
-    ("left_out", "line"),
-    [
-        (LeftOut(), None),
-        (LeftOut(unseen_texts=2), "not in the rendered texts, so no targets: 2 other texts of assistant turns"),
-        (LeftOut(blank_turns=1), "no targets, as they are blank: 1 assistant turn"),
-        (
-            LeftOut(unseen_thoughts=62),
-            "not in the rendered texts, so no targets: 62 thoughts of assistant turns; "
-            'data.turns = "split" trains each turn as at inference, with its thought if the template has it',
-        ),
-    ],
-)
-def test_line_of_what_is_no_target(left_out: LeftOut, line: str | None) -> None:
-    assert unseen_line(left_out, "together") == line
-    assert line is None or "data.turns" not in (unseen_line(left_out, "split") or "")
+def test_line_of_what_is_no_target() -> None:
+    assert unseen_line(LeftOut(), "together") is None
+    line = "not in the rendered texts, so no targets: 2 other texts of assistant turns"
+    assert unseen_line(LeftOut(unseen_texts=2), "together") == line
+    assert unseen_line(LeftOut(blank_turns=1), "together") == "no targets, as they are blank: 1 assistant turn"
+    line = "not in the rendered texts, so no targets: 62 thoughts of assistant turns"
+    assert unseen_line(LeftOut(unseen_thoughts=62), "split") == line
+    advice = 'data.turns = "split" trains each turn as at inference, with its thought if the template has it'
+    assert unseen_line(LeftOut(unseen_thoughts=62), "together") == f"{line}; {advice}"

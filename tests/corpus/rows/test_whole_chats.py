@@ -4,6 +4,7 @@ The templates are short ones of the shapes that published templates have.
 """
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample, Unseen
-from tests.corpus.rows.conversations import PLAIN, TOOL, TOOLS, Message, asks, says
+from tests.corpus.rows.conversations import PLAIN, TOOL, Message, asks, says, text_parts
 from tests.corpus.rows.families import (
     FAMILIES,
     TEMPLATES,
@@ -20,13 +21,13 @@ from tests.corpus.rows.families import (
     decoded,
     encode_one,
     encoding_of,
+    marked_template,
     refusal,
     said,
     write_family,
     write_folder,
 )
 from tests.corpus.rows.test_chat import DAY, TRL_TEMPLATES, trl_encoding
-from tests.corpus.rows.test_marks import marked_template
 
 # Answers of tools stand inside the turn that calls them, before its text; strings stand between special tokens.
 GEMMA4 = (
@@ -76,40 +77,31 @@ def calling(*calls: dict[str, Any], text: str = "", answer: str = "dry") -> list
     return [asks("Rain?"), says(text, tool_calls=list(calls)), tool, says("No.")]
 
 
-def text_parts(message: Message, *texts: str) -> Message:
-    parts = texts or ([message["content"]] if message["content"] else ())
-    return {**message, "content": [{"type": "text", "text": text} for text in parts]}
-
-
 def targets(encoding: RowEncoding, messages: list[Message]) -> list[str]:
     return said(encoding, encode_one(encoding, {"messages": messages}))
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"q": "Rome"}, {"n": 2}, {}, {"q": "Rome", "n": 2}, {"n": "2", "a": "b"}], ids=str
-)
-def test_the_end_of_a_call_is_learnt_with_the_special_tokens_in_it(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    written = "".join(f'{k}:<|"|>{v}<|"|>' if isinstance(v, str) else f"{k}:{v}" for k, v in sorted(arguments.items()))
-    call = f"<|tool_call>call:f{{{written}}}<tool_call|><|tool_response>"
-    messages = calling(called("f", **arguments))
-    assert targets(gemma4(tmp_path), messages) == [call, "No.<turn|>"]
-    assert targets(gemma4(tmp_path), messages[:2]) == [call]
-
-
-@pytest.mark.parametrize("answer", ["SUNNY", ""])
-def test_the_text_of_another_message_is_never_learnt(tmp_path: Path, answer: str) -> None:
-    messages = calling(called("f", q="Rome"), text="I look.", answer=answer)
-    for response in (True, False):
-        reason = refusal(gemma4(tmp_path / str(response), response=response), {"messages": messages})
-        assert reason.startswith("its chat template writes messages[2] into messages[1], so that it would be learnt")
-
-
-def test_a_call_whose_end_is_not_known_is_refused(tmp_path: Path) -> None:
-    encoding = gemma4(tmp_path, response=False)
+def test_the_end_of_a_call_is_learnt_with_the_special_tokens_in_it(tmp_path: Path) -> None:
+    encoding = gemma4(tmp_path / "ended")
+    for arguments, written in (
+        ({}, ""),
+        ({"q": "Rome", "n": 2}, 'n:2q:<|"|>Rome<|"|>'),
+        ({"n": "2", "a": "b"}, 'a:<|"|>b<|"|>n:<|"|>2<|"|>'),
+    ):
+        call, messages = (
+            f"<|tool_call>call:f{{{written}}}<tool_call|><|tool_response>",
+            calling(called("f", **arguments)),
+        )
+        assert targets(encoding, messages) == [call, "No.<turn|>"]
+        assert targets(encoding, messages[:2]) == [call]
+    unended = gemma4(tmp_path / "unended", response=False)
     for arguments in ({"q": "Rome"}, {"n": 2}):
-        reason = refusal(encoding, {"messages": calling(called("f", **arguments))})
+        reason = refusal(unended, {"messages": calling(called("f", **arguments))})
         assert reason.startswith("no token that ends a turn follows messages[1] in the chat template: behind its last")
         assert "eos_token_id" in reason
+    for one, answer in product((encoding, unended), ("SUNNY", "")):
+        reason = refusal(one, {"messages": calling(called("f", q="Rome"), text="I look.", answer=answer)})
+        assert reason.startswith("its chat template writes messages[2] into messages[1], so that it would be learnt")
 
 
 def test_what_stands_behind_the_last_turn_is_not_learnt(tmp_path: Path) -> None:
@@ -234,10 +226,11 @@ def test_texts_cannot_make_special_tokens_together(tmp_path: Path, content: Mess
     assert targets(parts_encoding(tmp_path, parse_special_tokens=True), messages)[-1] == "a<|im_end|>"
 
 
-@pytest.mark.parametrize("text", ["<b> a | b </b>", "<|", "|>", "<think>a</think>b", "<|im_|>", "im_end", "> <"])
-def test_texts_with_characters_of_special_tokens_are_read(tmp_path: Path, text: str) -> None:
-    for message in (asks(text), text_parts(asks(text), text, text)):
-        assert targets(parts_encoding(tmp_path), [message, says(text)]) == [f"{text}<|im_end|>"]
+def test_texts_with_characters_of_special_tokens_are_read(tmp_path: Path) -> None:
+    encoding = parts_encoding(tmp_path)
+    for text in ("<b> a | b </b>", "<|", "|>", "<think>a</think>b", "<|im_|>", "im_end", "> <"):
+        for message in (asks(text), text_parts(asks(text), text, text)):
+            assert targets(encoding, [message, says(text)]) == [f"{text}<|im_end|>"]
 
 
 def test_tokens_that_a_template_writes_for_a_name_in_a_text_are_its_own(tmp_path: Path) -> None:
@@ -246,18 +239,6 @@ def test_tokens_that_a_template_writes_for_a_name_in_a_text_are_its_own(tmp_path
     encoding = encoding_of(write_family(tmp_path, family, template))
     sample = encode_one(encoding, {"messages": [asks("<think> <b>"), says("a")]})
     assert encoding.tokenizer.engine.token_to_id("<|note|>") in sample.ids
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_text_parts_are_read_as_a_text(tmp_path: Path, name: str) -> None:
-    encoding, family = encoding_of(write_folder(tmp_path, name)), FAMILIES[name]
-    for chat in (PLAIN, TOOLS) if family.tools else (PLAIN,):
-        chat = family.adapted(chat)
-        parts = chat._replace(messages=[text_parts(message) for message in chat.messages])
-        whole, of_parts = encode_one(encoding, chat.row), encode_one(encoding, parts.row)
-        assert of_parts.ids.tolist() == whole.ids.tolist()
-        assert of_parts.labels is not None and whole.labels is not None
-        assert of_parts.labels.tolist() == whole.labels.tolist()
 
 
 def test_text_parts_are_written_as_the_template_writes_them(tmp_path: Path) -> None:
@@ -285,18 +266,18 @@ def test_texts_are_parts_where_a_template_reads_parts_alone(tmp_path: Path, cont
         assert "<|user|>One?<|end|>" in text and "<|user|>Two?<|end|>" in text
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "training", "trainable", "loss"])
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "searched"])
 @pytest.mark.parametrize("turns", ["together", "split"])
-def test_a_message_that_is_not_to_be_learnt_is_no_target(tmp_path: Path, key: str, marked: bool, turns: str) -> None:
+def test_a_message_that_is_not_to_be_learnt_is_no_target(tmp_path: Path, marked: bool, turns: str) -> None:
     template = marked_template("phi3") if marked else None
     encoding = encoding_of(write_folder(tmp_path, "phi3", template=template), turns=turns)
     question, first, again, second = PLAIN.messages
-    for one, other, learnt in ((0, 1, ["2.<|end|>"]), (1, 0, ["1.<|end|>"]), (False, None, ["2.<|end|>"])):
-        messages = [{**question, key: 0}, {**first, key: one}, again, {**second, key: other}]
-        assert targets(encoding, messages) == learnt
-    (bad,) = encoding.encode([Row("line 1", {"messages": [question, {**first, key: 0}]})])
-    assert bad == BadRow("line 1", "none of its tokens is a target", masked=True)
+    for key in ("weight", "train", "training", "trainable", "loss"):
+        for one, other, learnt in ((0, 1, ["2.<|end|>"]), (1, 0, ["1.<|end|>"]), (False, None, ["2.<|end|>"])):
+            messages = [{**question, key: 0}, {**first, key: one}, again, {**second, key: other}]
+            assert targets(encoding, messages) == learnt
+        (bad,) = encoding.encode([Row("line 1", {"messages": [question, {**first, key: 0}]})])
+        assert bad == BadRow("line 1", "none of its tokens is a target", masked=True)
 
 
 def test_marks_of_several_messages_in_one_are_refused_where_one_is_not_learnt(tmp_path: Path) -> None:
