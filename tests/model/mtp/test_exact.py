@@ -103,10 +103,10 @@ IN_CI: dict[str, tuple[Layout, list[Case]]] = {
         Layout(2),
         [
             Case("qwen3-next, a scan last", plans=("dynamic",), tried=False),
-            Case("gemma4, keys shared", depths=1, plans=("dynamic",), tried=False),
+            Case("gemma4, keys shared", depths=1, plans=("all_gather",), tried=False),
         ],
     ),
-    "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("dynamic",), tried=False)]),
+    "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("all_gather",), tried=False)]),
     "2 stages": (Layout(2, pp=2), [replace(STAGES[2], plans=("padded",))]),
 }
 TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
