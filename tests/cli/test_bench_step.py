@@ -1,9 +1,15 @@
-"""`longspan bench step`: a run's own steps under all planners on two CPU processes, and what it refuses."""
+"""`longspan bench step` on two CPU processes, what it refuses; scripts of bench/ on a few processes."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from bench.attention import attention_types
+from bench.attention.attention_types import AttentionFlags, AttentionSettings, forward_flops
+from bench.evaluation import evaluation_degrees
+from bench.evaluation.evaluation_degrees import EvalBenchFlags
 from bench.training.step_peers import peer_cases
 
 from longspan.bench.step.command import main as bench_step
@@ -12,7 +18,6 @@ from longspan.bench.step.settings import StepSettings, make_settings, parse_step
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
-from longspan.model.presets import preset_config
 from longspan.run.profile import kind_of, merge_intervals, seconds_by_part
 from tests.train.small import small_config
 
@@ -54,18 +59,6 @@ def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert "longspan fixed: the GPU's allocator ran out of memory 2 times a step" in written
 
 
-def test_a_record_has_the_plan_of_memory_that_chose(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--lengths", "40,24", "--planners", "fixed", "--repeats", "1", "--warmup", "0"]
-    words += ["--model.preset", "qwen3-next-tiny", "--layers", "2"]
-    assert main(["bench", "step", "--world", "2", *words, "--train.memory_bytes", "100000000", "--json"]) == 0
-    out, progress = capfd.readouterr()
-    record = json.loads(out)
-    assert "state-space layers in torch's operations; " in progress
-    assert record["memory"]["measures"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
-    assert "memory: 2 of 2 layers keep all, weights gathered once" in record_text(record)
-    assert "recomputation auto" in record_markdown(record) and "| planned |" in record_markdown(record)
-
-
 def test_a_planner_of_ones_own() -> None:
     words = ["--lengths", "40,24,9,7", "--context.max_tokens_per_slot", "40", "--planners"]
     assert len(settings(*words, f"fixed,{OWN}").plan(OWN).micro_batches) == 4
@@ -76,11 +69,12 @@ def test_a_planner_of_ones_own() -> None:
         settings(*words, "mine")
 
 
-def test_the_steps_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_of_a_run_by_its_plan_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = {"context__planner": "dynamic", "context__mode": "free", "train__steps": 1, "data__eval_documents": 0}
     config = small_config(tmp_path, **free, train__optimizer="sgd", train__seed=3)
     (tmp_path / "run.toml").write_text(to_toml(config))
     bench = ["bench", "step", str(tmp_path / "run.toml"), "--world", "2", "--repeats", "1", "--warmup", "0", "--json"]
+    bench += ["--train.memory_bytes", "100000000"]
     assert main(bench) == 2 and "has no corpus yet, whose first step would be timed" in capsys.readouterr().err
     assert main(["train", str(tmp_path / "run.toml"), "--world", "2", "--json"]) == 0
     first, *_ = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
@@ -91,6 +85,9 @@ def test_the_steps_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert row["name"] == "longspan dynamic" and record["mode"] == "free" and record["cost"]["closing_seconds"] > 0
     assert (record["tokens"], row["micro_batches"]) == (first["tokens"], first["micro_batches"])
     assert record["source"] == f"step 1 of {tmp_path / 'run'}" and record["optimizer"] == "sgd"
+    assert record["memory"]["measures"] == ["none", "none"] and 0 < record["memory"]["device"]["total"] < 10**8
+    assert "memory: 2 of 2 layers keep all" in record_text(record)
+    assert "recomputation auto" in record_markdown(record) and "| planned |" in record_markdown(record)
 
 
 def test_a_run_and_its_bench_have_the_same_configuration() -> None:
@@ -101,24 +98,11 @@ def test_a_run_and_its_bench_have_the_same_configuration() -> None:
     assert len(bench.plan("fixed").micro_batches) % 2 == 0
 
 
-def test_recomputed_layers_are_in_the_cost() -> None:
-    none, some, all_ = (
-        settings("--train.activation_checkpointing", kind).cost for kind in ("none", "selective", "full")
-    )
-    assert none.linear_seconds < some.linear_seconds == all_.linear_seconds
-    assert none.attention_seconds == some.attention_seconds < all_.attention_seconds
-
-
 def test_flags_of_the_model_change_what_they_name_and_nothing_else() -> None:
     whole = settings("--model.preset", "qwen3-moe-tiny").configuration.to_dict()
     short = settings("--model.preset", "qwen3-moe-tiny", "--layers", "1").configuration.to_dict()
     changed = {key for key in whole if whole[key] != short[key]}
     assert short["num_hidden_layers"] == 1 and changed <= {"num_hidden_layers", "layer_types"}
-    words = ["--lengths", "131072", "--model.preset", "qwen3-8b", "--model.rope_scaling", "yarn"]
-    scaled = settings(*words, "--peak_tflops", "989", ranks=4, backend="nccl").configuration.to_dict()
-    whole = preset_config("qwen3-8b").to_dict()
-    assert scaled["rope_parameters"]["rope_type"] == "yarn" != whole["rope_parameters"]["rope_type"]
-    assert all(scaled[key] == whole[key] for key in ("hidden_size", "num_hidden_layers", "head_dim", "vocab_size"))
 
 
 def test_sequences_are_timed_together_or_alone_each_over_all_slots() -> None:
@@ -173,8 +157,6 @@ def test_parts_add_up_and_count_once() -> None:
         ("--planners fixed,static", "--planners 'fixed,static': this release has padded, fixed, dynamic"),
         ("--planners none", "--planners is none: nothing to time; name some of padded"),
         ("--model.preset qwen4", "unknown model preset 'qwen4'"),
-        ("--parallel.tp 0", "tp"),
-        ("--parallel.tp 3", "3"),
         ("--layers -2", "--layers is -2; it must be at least 0"),
         ("--repeats 0", "--repeats 0"),
         ("--out steps.md", "--out steps.md: the record is JSON, its table goes beside it; give steps.json"),
@@ -192,3 +174,88 @@ def test_parts_add_up_and_count_once() -> None:
 def test_bad_input(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", "--world", "2", *words.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+# ---- scripts of bench/
+
+
+def attention_settings(**changes: Any) -> AttentionSettings:
+    return attention_types.make_settings(AttentionFlags(**changes), 2, "gloo", ["bench"])
+
+
+def test_flops_of_the_lower_half() -> None:
+    assert forward_flops(attention_settings(heads=32, head_size=128), 16384) == 4 * 16384**2 * 32 * 128 / 2
+    assert forward_flops(attention_settings(heads=1, head_size=1, documents=3), 10) == 2 * (16 + 9 + 9)
+    assert forward_flops(attention_settings(heads=1, head_size=1, window=4), 10) == 4 * (10 * 4 - 8)
+    assert forward_flops(attention_settings(heads=1, head_size=1, window=400), 10) == 2 * 100
+
+
+def test_attention_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "records" / "a.json"
+    words = ["--world", "2", "--lengths", "96,130", "--repeats", "2", "--warmup", "1", "--documents", "2"]
+    words += ["--partition", "contiguous"]
+    assert attention_types.main([*words, "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record == json.loads(out.read_text())
+    of_longspan = [row for row in record["rows"] if row["name"].startswith("longspan")]
+    kinds = [f"longspan {kind}" for kind in ("p2p", "all_gather", "a2a", "a2a+p2p")]
+    assert [(row["name"], row["length"]) for row in of_longspan] == [(kind, n) for kind in kinds for n in (96, 130)]
+    assert all(row["seconds"] > row["forward_seconds"] > 0 and row["tflops_per_device"] > 0 for row in of_longspan)
+    checks = {row["name"]: row for row in record["checks"]}
+    assert checks["longspan p2p"]["good"] and checks["longspan p2p"]["errors"].keys() == {"output", "dq", "dk", "dv"}
+    peers = [row for row in record["rows"] if "missing" in row]
+    assert len(peers) == 4 and all(row["name"].startswith("torch context_parallel") for row in peers)
+    assert {"machine", "versions"} <= record.keys()
+    assert record["command"].startswith(f"python {attention_types.PROGRAM}")
+    table = out.with_suffix(".md").read_text()
+    assert table == attention_types.record_markdown(record) and "| longspan p2p | 96 |" in table
+    contiguous = "float32, 2 packed documents, longspan's rows contiguous, kernel"
+    assert contiguous in attention_types.record_text(record) and record["partition"] == "contiguous"
+    assert "contiguous" not in attention_types.record_text(record | {"partition": "zigzag"})
+    assert "not available: ValueError: its attention kernels run on CUDA only" in attention_types.record_text(record)
+
+
+def test_bad_input_of_attention_types() -> None:
+    for words, message in (
+        ("--types p2p,ring", "--types 'p2p,ring': this release has p2p and all_gather and a2a and a2a+p2p"),
+        ("--world 2 --hierarchical 2,2", "give two sizes whose product is the 2 ranks"),
+        ("--lengths 16K", "--lengths '16K' is not a list of integers"),
+        ("--world 2 --cuda-graph", "--cuda-graph needs a GPU for each rank; these 2 talk through gloo"),
+        ("--lengths 0", "1 documents do not share 0 rows"),
+        ("--dtyp x", "attention_types.py has no flag --dtyp: did you mean '--dtype'?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            attention_types.main(words.split())
+
+
+def test_a_case_on_four_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "eval.json"
+    words = ["--world", "4", "--cases", "8k-tp2", "--preset", "qwen3-tiny", "--tokens", "32", "--layers", "1"]
+    words += ["--vocabulary", "64", "--warmup", "0", "--repeats", "1", "--out", str(out), "--json"]
+    assert evaluation_degrees.main(words) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)
+    assert record == json.loads(out.read_text()) and record["left_out"] == []
+    (row,) = record["rows"]
+    fixed, planned = row["runs"][:4], row["runs"][4:]
+    ways = [(run["trained"], run["degree"], run["widest"]) for run in fixed]
+    assert ways == [(1, 1, 1), (1, 2, 2), (2, 2, 2), (2, 1, 1)]
+    assert [run["micro_batches"] for run in fixed] == [2, 4, 4, 2] and planned
+    assert all(run["tokens"] == 4 * 32 and run["mean"] == run["median"] == run["seconds"][0] for run in row["runs"])
+    assert all(run["peak_bytes"] == 0 for run in row["runs"])  # of GPUs
+    assert 0 < row["difference"] <= 1e-6 or fixed[0]["loss"] == fixed[1]["loss"]
+    assert fixed[0]["loss"] > fixed[2]["loss"] == pytest.approx(planned[0]["loss"], rel=1e-6)  # a step between them
+    assert out.with_suffix(".md").read_text() == evaluation_degrees.record_markdown(record)
+    left = evaluation_degrees.record_text(record | {"left_out": ["8k-pp4"]})
+    assert "Left out, for they need another number of ranks: 8k-pp4." in left
+
+
+def test_evaluations_that_cannot_run() -> None:
+    for flags, says in (
+        (EvalBenchFlags(cases="9k"), "--cases has 9k; cases are 1k-tp2, 8k-tp2"),
+        (EvalBenchFlags(cases="8k-pp4"), "none of the cases runs on 2 ranks; they need multiples of: 8k-pp4 4"),
+        (EvalBenchFlags(documents=0), "--documents is 0"),
+        (EvalBenchFlags(repeats=0), "--repeats 0"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            evaluation_degrees.make_settings(flags, 2, "gloo", ["bench"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,31 +146,6 @@ def test_least_squares_is_optimal() -> None:
     assert least_squares(np.zeros((0, 2)), np.zeros(0), np.zeros(0)) == [0.0, 0.0]
 
 
-ONCE = ["--warmup=0", "--repeats=1"]
-
-
-def test_two_ranks_write_a_machine_that_plans_are_priced_by(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "machine.json")
-    assert main(["bench", "calibrate", "--world", "2", *ONCE, "--out", out, "--json"]) == 0
-    printed = capfd.readouterr()
-    record = json.loads(printed.out)
-    assert f"wrote {out}\n" in printed.err and " s  messages between slots: " in printed.err
-    machine = read_machine(out, "--machine")
-    assert isinstance(machine, Machine)
-    assert machine == replace(Machine.from_json(record["measured"]), source=out)
-    assert (machine.device, machine.world, machine.node_size, machine.assumed) == ("cpu", 2, 2, False)
-    assert machine.date and "across" in machine.assumed_parts and "inside" not in machine.assumed_parts
-    parts = [sample["part"] for sample in record["samples"]]
-    assert {part: parts.count(part) for part in dict.fromkeys(parts)} == {
-        "step": 6, "host": 4, "attention": 7, "memory": 4, "link": 3 * 4,
-    }  # fmt: skip
-    errors = [abs(s["fitted_seconds"] / s["measured_seconds"] - 1) for s in record["samples"]]
-    assert record["mean_error"] == pytest.approx(np.mean(errors))
-    assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--machine", out, "--json"]) == 0
-    cost = json.loads(capfd.readouterr().out)["cost"]
-    assert cost["source"] == out and cost["linear_seconds"] > 0
-
-
 def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
     """Calibrate as one of two ranks of a host, in steps that sum no gradients between the hosts."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -184,14 +160,26 @@ def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
         return calibrate_ranks(rank, settings)
 
 
-def test_two_hosts_are_those_of_the_launcher_and_what_is_between_them_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_hosts_write_a_machine_that_plans_are_priced_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(calibrate, "run_on_ranks", lambda _, args, n: run_ranks(_calibrate_two_hosts, n, *args)[0])
-    out = tmp_path / "machine.json"
-    assert main(["bench", "calibrate", "--world", "4", *ONCE, "--out", str(out)]) == 0
-    machine = Machine.from_json(json.loads(out.read_text()))
-    assert (machine.world, machine.node_size) == (4, 2) and not {"inside", "across"} & {*machine.assumed_parts}
+    out = str(tmp_path / "machine.json")
+    assert main(["bench", "calibrate", "--world", "4", "--warmup=0", "--repeats=1", "--out", out, "--json"]) == 0
+    printed = capfd.readouterr()
+    record = json.loads(printed.out)
+    assert f"wrote {out}\n" in printed.err and " s  messages between slots: " in printed.err
+    machine = read_machine(out, "--machine")
+    assert machine == replace(Machine.from_json(record["measured"]), source=out)
+    assert (machine.device, machine.world, machine.node_size, machine.assumed) == ("cpu", 4, 2, False)
+    assert machine.date and not {"inside", "across"} & {*machine.assumed_parts}
+    parts = Counter(sample["part"] for sample in record["samples"])
+    assert parts == {"step": 6, "host": 4, "attention": 7, "memory": 4, "link": 2 * 3 * 4}
+    errors = [abs(s["fitted_seconds"] / s["measured_seconds"] - 1) for s in record["samples"]]
+    assert record["mean_error"] == pytest.approx(np.mean(errors))
+    assert main(["plan", "--same", "4x100", "--slots", "4", "--cp", "2", "--machine", out, "--json"]) == 0
+    cost = json.loads(capfd.readouterr().out)["cost"]
+    assert cost["source"] == out and cost["linear_seconds"] > 0
 
 
 def test_one_rank_in_words() -> None:

@@ -87,9 +87,7 @@ def test_a_run_is_exported_as_its_model_was_saved(
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(source).chat_template
 
 
-def test_an_export_has_the_loss_of_the_runs_model(
-    runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_have_a_runs_loss(runs: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "FILE_BYTES", 40_000)
     run, out = Path(runs["tp"].run.dir), tmp_path / "out"
     assert main(["export", str(run / "checkpoints" / "step-000002"), str(out), "--dtype", "float32"]) == 0
@@ -115,9 +113,7 @@ def test_an_export_has_the_loss_of_the_runs_model(
     assert not any(x.equal(saved[name]) for name, x in earlier.items() if "norm" not in name)
 
 
-def test_folders_that_hold_something_are_left_alone(
-    runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_full_folders_are_kept(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run, out = runs["pp"].run.dir, tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -134,9 +130,7 @@ def test_folders_that_hold_something_are_left_alone(
     assert all(x.equal(_weights(out)[name]) for name, x in _weights(Path(run) / "model").items())
 
 
-def test_the_card_has_the_figures_of_the_exported_step(
-    runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_of_the_card(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run, out = Path(runs["tp"].run.dir), tmp_path / "out"
     checkpoint, card = str(run / "checkpoints" / "step-000001"), out / "README.md"
     assert main(["export", str(run), str(out)]) == 0
@@ -246,9 +240,7 @@ def test_what_cannot_be_uploaded_is_one_line(
     assert (out / "README.md").is_file()
 
 
-def test_damaged_and_strange_checkpoints_are_named(
-    runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_checkpoints(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = shutil.copytree(runs["ep"].run.dir, tmp_path / "run")
     checkpoint = run / "checkpoints" / "step-000002"
     config = json.loads((run / "config.json").read_text())

@@ -1,8 +1,9 @@
-"""`longspan plan`: what goes in, and what comes out."""
+"""`longspan plan`: what goes in and comes out; with --compare, planners and degrees next to each other."""
 
 import io
 import json
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 from longspan.cli.main import main
 from longspan.config.file import load_config
-from longspan.plan import Cost, CostSettings, Plan
-from longspan.plan.cost.machine import Machine
+from longspan.layout import Layout
+from longspan.plan import Cost, CostSettings, Machine, Plan, plan_fixed
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.train.plans import find_run_cost
+from tests.plan.items.test_encoder_shape import QWEN3_VL_8B
 
 
 @pytest.fixture
@@ -52,9 +55,7 @@ def test_flags_reach_the_plan(lengths: str, capsys: pytest.CaptureFixture[str]) 
         assert {"lengths", "micro_batches", "targets", "predicted_seconds", "lower_bound_seconds"} <= answer.keys()
 
 
-def test_a_fixed_plan_without_a_degree_takes_the_smallest_that_fits(
-    lengths: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_without_a_degree_takes_the_smallest_that_fits(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["--lengths", lengths, "--slots", "6", "--planner", "fixed"]
     for cap, degree in ((900, 1), (450, 2), (449, 3), (299, 6), (0, 1)):
         plan, _ = planned([*base, "--max-tokens-per-slot", str(cap)], capsys)
@@ -127,8 +128,6 @@ BAD = [
     ("--slots 4 --data nowhere", "'nowhere' does not exist"),
     (f"{OF_SLOTS} --cp 3", "cp 3 does not divide 4 slots"),
     (f"{OF_SLOTS} --cp 2 --planner dynamic", "use --min-cp and --max-cp"),
-    ("--slots 4 --same 2x90 --max-tokens-per-slot 9", "90"),
-    ("--slots 0 --same 2x5", "longspan plan needs slots"),
     (f"{OF_SLOTS} --plot /nowhere/x.html", "cannot write /nowhere/x.html: there is no folder"),
     (f"{OF_SLOTS} --plot x.jpg", "--plot x.jpg: a plan is drawn as .html, .svg or .png"),
     ("--slots 4 --same 4x262144 --max-tokens-per-slot 8192", "that cp 4 x --max-tokens-per-slot 8192"),
@@ -161,9 +160,7 @@ def model_folder(tmp_path: Path, **values: int) -> str:
     return str(tmp_path)
 
 
-def test_under_a2a_degrees_divide_the_query_heads_of_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_degrees_of_a2a_divide_the_query_heads_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = "--distribution lognorm --slots 24 --max-tokens-per-slot 8192 --longest-document 60000 --cp-comm-type a2a"
     words = base.split()
     model = model_folder(tmp_path)
@@ -198,17 +195,6 @@ def test_devices_of_another_speed_price_the_plan(capsys: pytest.CaptureFixture[s
     assert fast.cost.source == "Qwen3-8B on GPUs of 800 TFLOP/s"
 
 
-def test_a_type_prices_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--same", "8x20000", "--slots", "16", "--cp", "16", "--cp-comm-type"]
-    levels = ["--hierarchical-context-parallel-sizes", "8", "2"]
-    seconds = {}
-    for kind, more in (("p2p", []), ("a2a", []), ("a2a+p2p", levels)):
-        plan, _ = planned([*words, kind, *more], capsys)
-        assert plan.cost == Cost().under(kind, 8 if more else 1)
-        seconds[kind] = plan.predicted_seconds
-    assert len(set(seconds.values())) == 3
-
-
 def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_folder(tmp_path)
     plan, _ = planned(["--same", "4x900", "--slots", "2", "--model", model], capsys)
@@ -219,14 +205,6 @@ def test_a_model_prices_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert free.cost == Machine.known("H200").cost(model, CostSettings(shards=2, free=True)).under("auto", heads=6)
     assert main(["plan", "--same", "4x900", "--slots", "2", "--heads", "8", "--model", model]) == 2
     assert "--heads 8 and --model" in capsys.readouterr().err
-
-
-TEXT = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
-TEXT |= {"head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936}
-VISION: dict[str, Any] = {"depth": 27, "hidden_size": 1152, "num_heads": 16, "intermediate_size": 4304}
-VISION |= {"in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
-VISION |= {"deepstack_visual_indexes": [8, 16, 24]}
-VISION_LANGUAGE = {"model_type": "qwen3_vl", "text_config": TEXT, "vision_config": VISION}
 
 
 @pytest.mark.parametrize("kind", ["p2p", "a2a+p2p"])
@@ -246,6 +224,144 @@ def test_a_planner_of_ones_own(kind: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_tower_that_is_not_priced_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(VISION_LANGUAGE))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_VL_8B | {"text_config": QWEN3_8B}))
     assert main(["plan", "--same", "8x32768", "--slots", "8", "--cp", "4", "--model", str(tmp_path)]) == 0
     assert "the model has a tower for images, which is not in these seconds" in capsys.readouterr().out
+
+
+# ---- --compare
+
+
+COMPARE = ("plan", "--compare")
+Rows = dict[str, dict[str, Any]]
+
+
+@pytest.fixture
+def compared(capsys: pytest.CaptureFixture[str]) -> Callable[..., Rows]:
+    """The rows of a comparison by name."""
+
+    def compare(words: str, *more: str) -> Rows:
+        assert main([*COMPARE, *words.split(), *more, "--json"]) == 0
+        return {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+
+    return compare
+
+
+def test_degrees_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--slots", "8", "--pp", "2", "--same", "8x64", "--which-eval-degree", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    *degrees, dynamic = answer["plans"]
+    assert [row["name"] for row in degrees] == [f"fixed, cp {cp}" for cp in (1, 2, 4, 8)]
+    assert "16 documents in place of 8" in answer["filled"]
+    best = min(degrees, key=lambda row: row["seconds"])
+    assert best["name"].endswith(f"cp {answer['best_cp']}")
+    assert f"evaluation at cp {answer['best_cp']}" in answer["reason"]
+    assert all(row["lower_bound_seconds"] <= row["seconds"] for row in (*degrees, dynamic))
+
+
+@pytest.mark.parametrize("words", ["", "--pp 2 --vpp 2", "--tp 2 --evaluation", "--mode free"])
+def test_planners_side_by_side(words: str, compared: Callable[..., Rows], capsys: pytest.CaptureFixture[str]) -> None:
+    base = f"--slots 8 --distribution expo --longest-document 30000 {words}"
+    rows = compared(base)
+    assert rows.keys() == {"padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"}
+    assert all(row["seconds"] >= row["lower_bound_seconds"] * 0.999999 for row in rows.values())
+    assert rows["padded, cp 4"]["seconds"] > rows["fixed, cp 4"]["seconds"]
+    if not words:
+        assert main([*COMPARE, *base.split()]) == 0
+        assert "fixed, cp 4" in capsys.readouterr().out
+
+
+def test_fixed_plans_are_compared_under_their_fastest_type(capsys: pytest.CaptureFixture[str]) -> None:
+    words, seconds = [*COMPARE, "--same", "2x60000", "--slots", "16", "--cp", "16"], dict[str, float]()
+    assert main([*words, "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["plans"]}
+    for kind, inner in (("p2p", 1), ("all_gather", 1), ("a2a", 1), ("a2a+p2p", 2), ("a2a+p2p", 4)):
+        options: Any = {"cp_comm_type": kind, "hierarchical_context_parallel_sizes": (inner, 16 // inner)}
+        plan = plan_fixed([60000] * 2, Layout(16), 16, cost=Cost().under(kind, inner), **options)
+        seconds[f"{kind} ({inner}, {16 // inner})"] = plan.predicted_seconds
+    row = rows["fixed, cp 16"]
+    assert row["cp_comm_type"] == min(seconds, key=lambda name: seconds[name]) == "a2a+p2p (2, 8)"
+    assert row["seconds"] == min(seconds.values())
+    assert main(words) == 0
+    assert "the fastest plan of one degree (fixed, cp 16 under a2a+p2p" in capsys.readouterr().out
+
+
+def test_the_closing_of_free_mode_has_a_column(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--slots 8 --tp 2 --distribution expo --longest-document 30000 --mode free"
+    assert main([*COMPARE, *words.split()]) == 0
+    out = capsys.readouterr().out
+    assert "not priced" in out and "--gpu NAME --gpus N --model FOLDER prices it" in out
+
+
+def test_a_planner_that_cannot_is_named_and_nothing_possible_is_an_error(
+    compared: Callable[..., Rows], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "fixed, cp 6" in compared("--slots 6 --same 3x40000 --max-tokens-per-slot 9000")
+    refused = compared("--slots 6 --same 3x20000 --max-tokens-per-slot 9000 --cp 4")["fixed, cp 4"]
+    assert "cp 4 does not divide 6 slots" in refused["error"]
+    words = "--slots 4 --same 1x262144"  # whose rows are what the longest document needs
+    assert {row["rows"] for row in compared(words).values()} == {65536}
+    assert main(["plan", *words.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["max_tokens_per_slot"] == 65536
+    assert main([*COMPARE, *words.split(), "--max-tokens-per-slot", "9000"]) == 2
+    out = capsys.readouterr().out
+    assert "fixed, cp 4: not possible: document 0 has 262144 rows" in out and "x bound" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--same 2x5 --world 8 --slots 8", "give --world or --slots, one of them"),
+        ("--same 2x5 --world 9 --tp 2", "9 ranks are not divisible by tp 2 x pp 1"),
+        (f"{OF_SLOTS} --mtp-depths 1", "--mtp-depths 1 with no --model; give --model FOLDER"),
+        (f"{OF_SLOTS} --cp 2 --which-eval-degree", "--cp 2 is one row, and --which-"),
+        (f"{OF_SLOTS} --min-cp 4 --max-cp 2", "--min-cp is 4 and --max-cp 2; give"),
+        (f"{OF_SLOTS} --planner my.planner --which-eval-degree", "--planner my.planner is one row"),
+        (f"{OF_SLOTS} --plot a.svg", "--plot is of one plan"),
+        ("--slots 4 --same 1x90 --which-eval-degree --max-tokens-per-slot 9", "to 23 or more"),
+    ],
+)
+def test_bad_input(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_degrees_that_the_query_heads_do_not_allow_are_not_compared(compared: Callable[..., Rows]) -> None:
+    words = "--slots 16 --tp 2 --same 8x64 --heads 8 --cp-comm-type"
+    assert [*compared(words, "a2a")] == ["padded, cp 1", "fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
+    degrees = compared(words, "a2a", "--which-eval-degree")
+    assert [*degrees] == ["fixed, cp 1", "fixed, cp 2", "fixed, cp 4", "dynamic"]
+    chosen = compared(words, "auto", "--which-eval-degree")
+    assert [*chosen] == [*(f"fixed, cp {cp}" for cp in (1, 2, 4, 8, 16)), "dynamic"]
+    assert "a2a" not in {chosen[f"fixed, cp {cp}"]["cp_comm_type"] for cp in (8, 16)}
+
+
+def test_a_comparison_at_given_degrees(tmp_path: Path, compared: Callable[..., Rows]) -> None:
+    (lengths := tmp_path / "lengths.json").write_text("[9000, 9000, 400, 300, 20]")
+    words = f"--slots 8 --lengths {lengths} --max-tokens-per-slot 4096 "
+    free = compared(words)
+    assert [*free] == ["padded, cp 4", "fixed, cp 4", "fixed, cp 8", "dynamic"]
+    assert [*compared(words + "--cp 8")] == ["padded, cp 8", "fixed, cp 8", "dynamic"]
+    assert "does not divide 8 slots" in compared(words + "--cp 3")["fixed, cp 3"]["error"]
+    assert compared(words + "--min-cp 8")["dynamic"]["seconds"] > free["dynamic"]["seconds"]
+    assert "more than the 8192 that cp 2" in compared(words + "--max-cp 2")["dynamic"]["error"]
+    words += "--micro-batch-multiple 3"
+    assert {row["micro_batches"] % 3 for row in compared(words).values()} == {0}
+    assert {row["micro_batches"] % 6 for row in compared(words, "--pp", "2", "--vpp", "2").values()} == {0}
+    words = "--slots 8 --same 3x9000 --which-eval-degree --max-tokens-per-slot 9000"
+    one = compared(words, "--max-cp", "1")["dynamic"]["seconds"]
+    assert one > 1.5 * compared(words)["dynamic"]["seconds"]
+
+
+def test_depths_of_multi_token_prediction_are_counted(tmp_path: Path, compared: Callable[..., Rows]) -> None:
+    sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"vocab_size": 1000}))
+    words = f"--slots 2 --same 4x4096 --model {tmp_path}"
+    bare, one = (compared(words, *more)["fixed, cp 1"] for more in ([], ["--mtp-depths", "1"]))
+    assert one["seconds"] > bare["seconds"]
+    for depths, found in enumerate((bare, one)):
+        cost = Machine().cost(tmp_path, CostSettings(depths=depths, shards=2))
+        plan = plan_fixed((4096,) * 4, Layout(2), 1, max_tokens_per_slot=8192, cost=cost)
+        assert found["seconds"] == plan.predicted_seconds
+    evaluation = compared(words, "--evaluation", "--mtp-depths", "1")  # which runs without them
+    assert evaluation == compared(words, "--evaluation")

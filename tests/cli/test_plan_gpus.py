@@ -1,4 +1,4 @@
-"""`longspan plan --gpu`: what fits, the longest document, the keys to write, steps and hours; without torch."""
+"""`longspan plan --gpu` and `train --dry-run`: what fits, the longest document, the keys to write, steps and hours."""
 
 import json
 import re
@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 
+from longspan.cli import machine, processes
 from longspan.cli.main import main
-from longspan.cli.plans.fit import UNIT, RunOnGpus
+from longspan.cli.plans import question
+from longspan.cli.plans.fit import UNIT, RunOnGpus, can_scale, position_limit
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
+from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
 from longspan.errors import PlanError
 from longspan.layout import Layout
+from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.run.checks import check_config
 from longspan.train.plans import find_run_cost
 from longspan.train.plans.order import order_lengths
+from longspan.train.plans.run_cost import run_memory_settings
+from tests.run.runs.test_images_run import model_folder, rows_with_images
 
 NAMES = [*Bytes().to_json()]
 MODEL: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 4, "head_dim": 128}
@@ -81,9 +87,7 @@ def test_what_does_not_fit_says_what_would(model: str, capsys: pytest.CaptureFix
 
 
 @pytest.mark.whole
-def test_numbers_that_the_degrees_do_not_divide_are_not_taken_for_too_few(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_that_degrees_do_not_divide_are_not_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 3}))
     words = ["--model", str(tmp_path), "--gpu-bytes", str(4 << 30), "--host-bytes", str(1 << 30), "--same", "1x131072"]
     answer = ask([*words, "--parallel.pp", "3", "--gpus", "3"], capsys)  # hosts of 8 hold stages of 3 in threes
@@ -92,17 +96,12 @@ def test_numbers_that_the_degrees_do_not_divide_are_not_taken_for_too_few(
     assert not ask([*words, "--parallel.pp", "3", "--gpus", "48"], capsys)["fits"]
 
 
-def test_keys_by_hand_win_and_what_would_do_without_them_is_said(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_by_hand_win_and_what_would_do_without_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, *GPUS, "--same", "1x65536"]
-    for kind, kept in (("selective", {"selective", "exchanged"}), ("full", {"full"})):
-        answer = ask([*words, "--train.activation_checkpointing", kind], capsys)
-        assert {word.partition("+")[0] for word in answer["measures"]} <= kept
-        assert answer["keys"]["train.activation_checkpointing"] == kind
-        check_keys(answer, model, 4)
-    host = ask([*words, "--train.offload_states", "--train.offload_activations"], capsys)
+    host = ask([*words, "--train.offload_states", "--train.activation_checkpointing", "full"], capsys)
+    assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
     assert host["host"]["states"] > 0 == host["device"]["states"] and host["keys"]["train.offload_states"] is True
+    assert host["keys"]["train.activation_checkpointing"] == "full"
     check_keys(host, model, 4)
     refused = ask([*words, "--train.activation_checkpointing", "none", "--host-bytes", str(1 << 30)], capsys)
     assert refused["fits"] is False and refused["would_fit"]["gpus"] == 4
@@ -162,9 +161,7 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 
 
-def test_layouts_are_compared_and_the_fastest_that_fits_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
     drawn = ["--distribution", "expo", "--tokens", "20000", "--longest-document", "9000"]
@@ -186,10 +183,8 @@ def test_layouts_are_compared_and_the_fastest_that_fits_is_written(
     assert text.endswith(file.read_text().partition("\n")[2]) and "the speed of an H200" in text
 
 
-def test_a_comparison_has_every_planner_at_the_rows_that_memory_holds(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also those that an answer leaves out: padded plans, and dynamic ones of equal lengths; status 2 if none fits."""
+def test_every_planner_is_compared_at_rows_that_memory_holds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those that an answer leaves out: padded plans, and dynamic ones of equal lengths."""
     words = ["--model", model, *TWO, "--same", "2x20000", "--compare"]
     answer = ask([*words, "--planner", f"{__name__}.whole_slots"], capsys)
     ways = {(way["planner"], way["degree"]): way for way in answer["alternatives"]}
@@ -202,8 +197,6 @@ def test_a_comparison_has_every_planner_at_the_rows_that_memory_holds(
     expected = {("dynamic", None), ("fixed", 2), ("padded", 2)}
     assert {(way["planner"], way["degree"]) for way in given["alternatives"]} == expected
     assert given["notes"][0].startswith(f"{__name__}.no_plan: not possible: ")
-    words = ["--model", model, "--gpu-bytes", "1200000000", "--same", "1x131072", "--compare", "--json"]
-    assert main(["plan", *words]) == 2 and not json.loads(capsys.readouterr().out)["fits"]
 
 
 def whole_slots(lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
@@ -230,19 +223,12 @@ REFUSED = [
     ("--gpu h100 --same 1x5 --cp 1 --context.context_parallel_size 1", "are the same key"),
     ("--gpu h100 --same 1x5 --lora.rnk 4", "no flag --lora.rnk: did you mean '--lora.rank'"),
     ("--gpu h100 --gpus 0 --longest", "--gpus is 0; give an integer of at least 1"),
-    ("--gpu h100 --gpus 4 --longest --parallel.tp 3", "tp 3"),
     ("--gpu h100 --gpus 4 --longest --parallel.ep 2", "ep 2, but qwen3 has no experts .*use ep 1"),
     ("--gpu h100 --longest --tflops -3", "a speed is above 0"),
     ("--gpu-bytes 80 --longest", "--gpu-bytes is 80: it is a number of bytes.* 80 GiB are 85899345920"),
     ("--gpu h100 --gpu-bytes 81920 --longest", "--gpu-bytes is 81920: .* 80 GiB are 85899345920"),
     ("--gpu h100 --host-bytes 256 --longest", "--host-bytes is 256: .* 256 GiB are 274877906944"),
     ("--gpu h100 --longest --train.memory_bytes 70", "train.memory_bytes is 70: .* 70 GiB are"),
-    pytest.param(
-        "--gpu-bytes 1200000000 --gpus 4 --longest",
-        "does not fit 4 GPUs of 1,200,000,000 bytes: ",
-        marks=pytest.mark.whole,
-    ),
-    ("--gpu h100 --longest --plot a.png", "with --gpu, longspan plan .* does not take --plot"),
     ("--model none --gpu h100 --longest", "cannot read a model's configuration"),
     ("--gpu h100 --longest --model x --model.preset qwen3-8b", "both name a model"),
     (f"--gpu h100 --longest --parallel.ep 2 --gpus 4 {PRESET}", "deals out experts, there are none"),
@@ -257,9 +243,7 @@ def test_refusals(words: str, message: str, model: str, capsys: pytest.CaptureFi
     assert re.search(message, line), line
 
 
-def test_a_machine_from_a_file_has_its_own_bytes(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_of_a_file_has_its_own_bytes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine, file = Machine(memory_bytes=9 << 30, layer_seconds=0.0), tmp_path / "machine.json"  # of a fast host
     file.write_text(json.dumps(machine.to_json()))
     words = ["--model", model, "--gpu", str(file), "--same", "1x4096"]
@@ -348,6 +332,127 @@ def test_what_is_assumed_of_gpus_is_named(gpu: str, gpu_bytes: int, machine: str
     assert given.host_bytes == 5_000_000_000 and given.assumed == assumed[:-1]
 
 
-def test_names_of_gpus_have_their_bytes() -> None:
-    names = {"h100": 80 << 30, "A100-40": 40 << 30, "b200": 180 << 30, "h200": 143771 << 20}
-    assert {name: read_gpus(GpuFlags(gpu=name), "").bytes for name in names} == names
+# ---- train --dry-run
+
+
+CONFIG = """
+model.config = "{folder}"
+data = {{ path = "{folder}/texts", vocab_size = 300, cache = "{folder}/cache", max_document_tokens = 4000 }}
+context.context_parallel_size = 2
+train = {{ lr = 1e-4, tokens_per_step = 8000, epochs = 2 }}
+run.dir = "{folder}/run"
+"""
+SMALL_MODEL = MODEL | {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 512}
+SMALL_MODEL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL_MODEL))
+    (tmp_path / "texts").mkdir()
+    for i in range(12):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * (200 + 100 * i))
+    (tmp_path / "run.toml").write_text(CONFIG.format(folder=tmp_path))
+    return str(tmp_path / "run.toml")
+
+
+def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", config, "--dry-run", "--world", "4", "--run.machine", "h100"]
+    assert main([*words, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"] and answer["gpus"] == 4 and answer["gpu_bytes"] == 80 << 30 and answer["steps"] > 1
+    assert answer["keys"]["context.context_parallel_size"] == 2 and answer["keys"]["context.max_tokens_per_slot"] > 0
+    assert [degree["degree"] for degree in answer["degrees"]] == [2]
+    assert not (tmp_path / "run").exists()
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert f"\nmax_tokens_per_slot = {answer['keys']['context.max_tokens_per_slot']}\n" in text
+    assert f"{answer['steps']} steps of " in text
+    assert "MiB of one GPU" in text and re.search(r"fits: (\S+) tokens\nthe model knows \S+ positions.* than \1", text)
+    assert main([*words, "--context.max_tokens_per_slot", "3000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["keys"]["context.max_tokens_per_slot"] == 3000
+
+
+def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", config, "--dry-run", "--world", "4"]
+    much = "(no number of such GPUs|GPUs would do).* does not fit 4 H200s: at least "
+    for more, message in (
+        (["--train.memory_bytes", "1200000000"], much),
+        (["--context.context_parallel_size", "3"], "context_parallel_size 3 does not divide 4 slots"),
+        (["--data.path", "nowhere"], "data.path 'nowhere' does not exist"),
+        (["--run.machine", "h300"], "h300"),
+    ):
+        assert main([*words, *more]) == 2
+        assert re.search(message, capsys.readouterr().err)
+
+
+def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
+    monkeypatch.setattr(question, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
+    monkeypatch.setattr(question, "free_host_bytes", lambda: 100_000_000_000)
+    assert main(["train", config, "--dry-run", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["gpus"], answer["gpu_bytes"], answer["gpu"]) == (2, 42_000_000_000, "NVIDIA A100-SXM4-40GB")
+    assert answer["host_bytes"] == int(0.85 * 50_000_000_000) and answer["assumed"] == []
+    assert main(["train", config, "--dry-run", "--json", "--device", "cpu", "--world", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["gpu"] == "H200" and "no GPU here" in answer["assumed"][0]
+    here = machine.find_first_gpu()
+    assert here is None or here[1] > 0
+
+
+PRECISIONS: list[dict[str, Any]] = [
+    {},
+    {"model.dtype": "bfloat16", "lora.rank": 8, "lora.targets": ["q_proj"]},
+    {"model.dtype": "float64", "train.optimizer": "sgd", "train.fused_norms": "off"},
+    {"model.compute_dtype": "float32", "encoder.train": "projector", "encoder.recompute": True},
+]
+
+
+@pytest.mark.parametrize("keys", PRECISIONS)
+def test_settings_without_torch_are_those_with_it(keys: dict[str, Any]) -> None:
+    config = load_config(None, keys)
+    for gpu, kind in ((True, "cuda"), (False, "cpu")):
+        assert run_memory_settings(config, gpu=gpu).compute_bytes == compute_dtype(config.model, kind).itemsize
+
+
+KNOWN_POSITIONS: list[tuple[str, dict[str, Any]]] = [
+    ("Qwen3Config", {"max_position_embeddings": 40960}),
+    ("Qwen3Config", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}}),
+    ("LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "max_position_embeddings": 4096}),
+    ("LlamaConfig", {"max_position_embeddings": 131072, "rope_scaling": None}),
+    ("Gemma3TextConfig", {"max_position_embeddings": 131072}),
+    ("Qwen3VLConfig", {}),
+    ("BambaConfig", {}),
+    ("NemotronHConfig", {}),
+    ("GraniteMoeHybridConfig", {"position_embedding_type": "nope"}),
+    ("Qwen3NextConfig", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), KNOWN_POSITIONS)
+def test_positions_are_those_that_training_knows(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, name)(**values)
+    config.save_pretrained(tmp_path)
+    assert position_limit(str(tmp_path)) == rope.position_limit(config)
+    try:
+        rope.scale_rope(config, "yarn", 2.0)
+    except Exception:
+        assert not can_scale(str(tmp_path))
+    else:
+        assert can_scale(str(tmp_path))
+
+
+def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    rows, folder = rows_with_images(tmp_path), tmp_path / "model"
+    folder.mkdir()
+    model_folder(folder)
+    words = ["plan", "--model", str(folder), "--data", str(rows), "--gpu", "h200", "--tokens-per-step", "400", "--json"]
+    assert main([*words, "--epochs", "2"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert any(re.match(r"images: \d+ rows in a step, encoded in .* s of these", note) for note in answer["notes"])
+    assert main([*words, "--data.pack_to", "200"]) == 0
+    packed = json.loads(capsys.readouterr().out)
+    assert "not in the seconds of packs" in packed["notes"][0]

@@ -35,9 +35,7 @@ def test_every_example_is_listed_with_one_line(capsys: pytest.CaptureFixture[str
     assert all(text for name, text in listed.items() if not name.endswith(".json"))
 
 
-def test_a_file_a_folder_and_all_are_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copied_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["examples", "first.toml"]) == 0
     assert capsys.readouterr().out == "examples/first.toml\n"
@@ -65,9 +63,7 @@ NO_EXAMPLES = {
 }
 
 
-def test_examples_that_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     for words, message in NO_EXAMPLES.items():
@@ -100,9 +96,7 @@ def test_the_verb_writes_the_page_of_a_run_and_of_a_plan(tmp_path: Path, capsys:
     assert other.is_file() and capsys.readouterr().out.endswith("other.html\n")
 
 
-def test_what_the_verb_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.json").write_text("{")
     nowhere = "nowhere is not the folder of a run: no such folder"
@@ -126,9 +120,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["train", "--data.path", "rows", "--data.tokenizer", "model", "--data.cache", str(tmp_path / "cache")]
 
 
-def test_the_first_rows_with_their_targets(
-    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_rows_with_their_targets(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert main([*words, "--show", "2"]) == 0
     assert sorted(tmp_path.rglob("*")) == before
@@ -164,9 +156,7 @@ def test_a_text_is_all_targets_but_its_first_token(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_rows_are_errors_or_shown_as_left_out(
-    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_rows_are_errors_or_left_out(tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with (tmp_path / "rows" / "rows.jsonl").open("a") as file:
         file.write(json.dumps({"messages": [], "id": 1}) + "\n")
     assert main([*words, "--show", "9"]) == 2
