@@ -86,9 +86,7 @@ def put(path: Path, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.weight", "optimizer.state.bias.count"])
-def test_hostile_and_damaged_ones_run_nothing_and_stay(
-    old: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_ones_run_nothing(old: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     put(old, name, Hostile(tmp_path / "trap"))
     assert main([str(old)]) == 2
     assert re.search("names _?io.open, which is neither a tensor", capsys.readouterr().err)  # _io since Python 3.13

@@ -88,9 +88,7 @@ def test_a_path_beside_sources_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("name", "module"), [("rows.parquet", "pyarrow.parquet"), ("rows.arrow", "pyarrow"), ("rows.jsonl.zst", "pyarrow")]
 )
-def test_a_missing_package_is_named_before_any_file_is_read(
-    name: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_packages_are_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     texts, tables = tmp_path / "texts", tmp_path / "tables"
     for path in (texts / "a.txt", tables / "a.txt", tables / name):
         path.parent.mkdir(exist_ok=True)

@@ -232,14 +232,6 @@ def test_all_orders_are_alike(count: int) -> None:
     assert abs(chi - free) < 4 * math.sqrt(2 * free)
 
 
-def test_neighbours_are_not_neighbours_before() -> None:
-    epochs = Epochs(1000, 7)[np.arange(200_000)].reshape(200, 1000)
-    counts = np.bincount(np.diff(epochs).ravel() % 1000, minlength=1000)[1:]
-    expected = counts.sum() / 999
-    chi = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi - 998) < 4 * math.sqrt(2 * 998)
-
-
 def test_an_epoch_never_changes() -> None:
     assert Epochs(1000, 3, 1, 0)[np.arange(2000, 2006)].tolist() == [732, 408, 832, 302, 400, 157]
 

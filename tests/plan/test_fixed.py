@@ -65,9 +65,7 @@ def test_every_plan(planner: str, request: tuple[list[int], Layout, int, dict[st
 
 @given(request=requests(), data=st.data())
 @bounded
-def test_the_order_of_documents_changes_ids_only(
-    request: tuple[list[int], Layout, int, dict[str, Any]], data: st.DataObject
-) -> None:
+def test_order_changes_ids_only(request: tuple[list[int], Layout, int, dict[str, Any]], data: st.DataObject) -> None:
     documents, home, cp, options = request
     plan = plan_fixed(documents, home, cp, **options)
     other = plan_fixed(data.draw(st.permutations(documents)), home, cp, **options)

@@ -77,10 +77,8 @@ def test_micro_batches_without_documents(planner: Callable[..., Plan], mode: str
 TYPES = r"use one of p2p, all_gather, a2a, a2a"
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [3, 0]}, "length 1 is 0"),
-    ({"lengths": [-3]}, "length 0 is -3"),
     ({"lengths": [3, 4.5]}, "length 1 is 4.5"),
     ({"lengths": [3, True]}, "length 1 is True"),
-    ({"lengths": [float("nan"), 10]}, "length 0 is nan"),
     ({"lengths": [], "allow_empty": False}, "there are no documents to plan and allow_empty is False"),
     ({"max_tokens_per_slot": 0}, "max_tokens_per_slot is 0; give an integer"),
     ({"max_tokens_per_slot": 7, "row_multiple": 8}, "max_tokens_per_slot 7 is below row_multiple 8"),

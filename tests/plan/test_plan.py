@@ -38,7 +38,6 @@ def test_a_sound_plan() -> None:
 
 BAD = [
     (with_group(slots=(4,)), r"micro-batch 0, group 1 has slots \(4\), but the plan has slots 0 to 3"),
-    (with_group(slots=(-1,)), r"has slots \(-1\)"),
     (with_group(slots=(1, 1)), r"micro-batch 0, group 1 names a slot twice: slots \(1, 1\)"),
     (with_group(slots=()), "micro-batch 0, group 1 has no slots"),
     (with_group(documents=(), lengths=()), "micro-batch 0, group 1 has no documents; leave the group out"),
@@ -110,7 +109,6 @@ def group(**changes: Any) -> dict[str, Any]:
         (edited(rank=3), "the plan has unknown rank; known are cost, lengths"),
         (edited(tokens=60), "the plan says 60 tokens, but its lengths add up to 61"),
         (edited(lengths="x"), "lengths must be a list, got str"),
-        (edited(micro_batches={}), "micro_batches must be a list, got dict"),
         (edited(micro_batches=[3]), "micro-batch 0 must be a list, got int"),
         (edited(micro_batches=[[3]]), "micro-batch 0, group 0 must be an object, got int"),
         (edited(predicted_seconds="x"), "predicted_seconds is 'x'"),
@@ -121,9 +119,7 @@ def group(**changes: Any) -> dict[str, Any]:
         (group(slots=0), "micro-batch 0, group 0: slots must be a list, got int"),
         (group(slots=["a"]), r"micro-batch 0, group 0: slots \(a\) must be integers"),
         (group(documents=[1]), r"micro-batch 0, group 0 has documents \(1,\), but the plan has 1 lengths"),
-        (group(lengths=None), "micro-batch 0, group 0: lengths must be a list, got NoneType"),
         (group(cp_comm_type=3), "micro-batch 0, group 0: cp_comm_type must be a list, got int"),
-        (group(hierarchical_context_parallel_sizes=4), "sizes must be a list, got int"),
         (group(degree=4), "micro-batch 0, group 0 has unknown degree; known are cp_comm_type"),
         (group(pad_to="x"), "pads to 'x' rows"),
     ],
