@@ -27,7 +27,7 @@ TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto",
 fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if m not in fork_server.PRELOAD))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-TIMES = ("runtime", "per_second", "step_time", "total_flos")
+TIMES = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
 # The argument for recomputation: transformers 5.17 has only its older name.
 RECOMPUTES = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"

@@ -104,6 +104,13 @@ def judging_model() -> Qwen3ForSequenceClassification:
     return Qwen3ForSequenceClassification(Qwen3Config(**SIZES, num_labels=1)).to(torch.get_default_dtype())
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("model"))
+    model_of().save_pretrained(folder)
+    return folder
+
+
 TWICE = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "steps": 4}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 
@@ -243,15 +250,16 @@ def check_received(expected: Ran, found: Ran) -> None:
         assert np.linalg.norm(received[name] - weight) <= 1e-10 * np.linalg.norm(weight), name
 
 
-def served(run: Run, lora: bool = False) -> Any:
-    """GRPO with a vLLM server: weights by name, adapters merged; log-probabilities of the sampler correct the loss."""
-    return with_vllm(run, "server", lora=lora)
+def served(run: Run) -> Any:
+    """GRPO with a vLLM server: weights by name; log-probabilities of the sampler correct the loss."""
+    return with_vllm(run, "server")
 
 
-def shared(run: Run, path: str, lora: bool = True) -> Any:
-    """RLOO with engines on the ranks, which sleep in between: each gets the weights, and makes half of the answers."""
-    settings = EVALUATION | {"num_generations_eval": 1, "questions": 5, "vllm_enable_sleep_mode": lora}
-    return with_vllm(run, "colocate", steps=2, lora=lora, config=RLOOConfig, path=path, **settings)
+def shared(run: Run, path: str) -> Any:
+    """RLOO of an adapter with engines on the ranks, which sleep in between: each gets the merged weights, and makes
+    half of the answers."""
+    settings = EVALUATION | {"num_generations_eval": 1, "questions": 5, "vllm_enable_sleep_mode": True}
+    return with_vllm(run, "colocate", steps=2, lora=True, config=RLOOConfig, path=path, **settings)
 
 
 def rolled_out(run: Run) -> Any:
@@ -359,7 +367,10 @@ def test_answers_and_rewards_of_the_first_rank_are_those_of_all(saved: str) -> N
     assert rollout["first weights"][0] == ("model.embed_tokens.weight", (VOCABULARY, 32))
     check_received(expected["served"], found["served"])
     assert found["served"].kept["asked"] == expected["served"].kept["asked"]
-    check_shared(*(of.pop(str(cases[2])) for of in (expected, found)))
+    of_stock, engine = (of[str(cases[2])] for of in (expected, found))
+    check_received(of_stock, engine)
+    asked, syncs = of_stock.kept["asked"]  # 4, 4 and, in the evaluation, 4 and 1
+    assert engine.kept["asked"] == ((asked + 1) / 2, syncs)
     for refused, in_reward, _ in (first := errors["errors"], second := errors["others"][0]["errors"]):
         assert refused.startswith("ConfigError: LongspanGRPOTrainer would make its answers by generate")
         assert "vllm_mode 'server' or 'colocate'" in refused and "rollout_func" in refused
@@ -369,21 +380,8 @@ def test_answers_and_rewards_of_the_first_rank_are_those_of_all(saved: str) -> N
     assert second[2] == failed
 
 
-def check_shared(expected: Ran, found: Ran) -> None:
-    check_received(expected, found)
-    asked, syncs = expected.kept["asked"]  # 4, 4 and, in the evaluation, 4 and 1
-    assert found.kept["asked"] == ((asked + 1) / 2, syncs)
-
-
 @pytest.mark.whole
-def test_servers_of_adapters_engines_of_whole_models_and_environments(saved: str) -> None:
-    """Environments of the other ranks are made once, for the tools that they have, and not used."""
-    cases = (partial(served, lora=True), partial(shared, path=saved, lora=False), in_a_garden)
-    expected, found = stock_each(cases), ours_each(cases, CP2, 2)
-    for name, ran in found.items():
-        assert max(log_errors(expected[name].logs, ran.logs).values()) < 1e-9, name
-    (_, of_server), (_, of_engines), (_, garden) = found.items()
-    check_received(expected[str(cases[0])], of_server)
-    assert of_server.kept["asked"] == expected[str(cases[0])].kept["asked"]
-    check_shared(expected[str(cases[1])], of_engines)
-    assert [garden.kept["resets"], garden.kept["others"][0]["resets"]] == [expected["in_a_garden"].kept["resets"], [0]]
+def test_environments_of_other_ranks_are_made_once_for_their_tools_and_not_used() -> None:
+    expected, found = (run([in_a_garden])["in_a_garden"] for run in (stock_each, lambda c: ours_each(c, CP2, 2)))
+    assert max(log_errors(expected.logs, found.logs).values()) < 1e-9
+    assert [found.kept["resets"], found.kept["others"][0]["resets"]] == [expected.kept["resets"], [0]]
