@@ -1,89 +1,106 @@
-"""Layouts and calls of the parity table, and what one rank does with them."""
+"""The parity table of attention: calls, layouts, features, head shapes and types, beside dense attention in float64.
+
+Tests run a part of the table in which every two entries of two axes meet: out, dq, dk, dv and the gradient of sinks.
+"""
 
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from types import ModuleType
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspan import Group, Layout, MicroBatch, World, attend, bind
-from longspan.attention.all_gather import gather_bytes_per_head
+from longspan import Group, Layout, MicroBatch, World, attend, bind, plan_fixed
+from longspan.attention import all_gather, all_to_all, ring
 from longspan.attention.saved_outputs import Recording
 from longspan.comm import SequenceShard
+from longspan.plan import head_split
 from longspan.testing import backend
+from tests.pairs import every_pair
 from tests.reference import dense_attention, relative_error
 
-LIMIT = {"float64": 1e-12, "float32": 1e-5}
+LIMIT = {"float64": 1e-12, "float32": 1e-5}  # of half precision: twice the error of one process
+NOISE = 1e-6  # of float32 sums, where half precision alone has no error: rows that see themselves and nothing else
 RAGGED = (13, 1, 40, 2, 7)
 MANY = tuple(range(19, 49, 3))  # under a window of about their length every one is limited elsewhere
-LEVELS = {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2), 6: (2, 3), 8: (4, 2)}  # of a2a+p2p by degree, in these layouts
-Sizes = tuple[int, int]
-
-
-HEADS = {  # N, K, H, Hv at the size of models
-    "MHA, 24 of 32": (24, 24, 32, 32),
-    "GQA, 32/4 of 128": (32, 4, 128, 128),
-    "MQA, 24/1 of 64": (24, 1, 64, 64),
-    "MLA, 24 of 192/128": (24, 24, 192, 128),
-    "MLA, 8 of 192/128": (8, 8, 192, 128),
-    "GQA, 64/8 of 64": (64, 8, 64, 64),
-}
+DEGREES = (1, 2, 3, 4, 6, 8)
+HEADS = ("mha", "gqa", "mqa", "mla", "GQA, 48/8")
 
 
 def heads_of(name: str, slots: int) -> tuple[int, int, int, int]:
     """N, K, H, Hv. Query heads divide by every degree up to the slots: key/value heads may be fewer, or cut through."""
-    n = 12 if 12 % slots == 0 else 8
-    return (HEADS | {"mha": (n, n, 4, 4), "gqa": (n, 4, 8, 8), "mqa": (n, 1, 8, 8), "mla": (n, n // 2, 12, 8)})[name]
+    n = 12 if 12 % slots == 0 else 24
+    shapes = ((n, n, 4, 4), (n, 4, 8, 8), (n, 1, 8, 8), (n, n // 2, 12, 8), (48, 8, 16, 16))
+    return dict(zip(HEADS, shapes, strict=True))[name]
 
 
-def micro_batch(*groups: tuple[tuple[int, ...], tuple[int, ...]], **options: Any) -> MicroBatch:
+LEVELS: dict[str, Callable[[int], int]] = {  # of a2a+p2p: how many members exchange heads
+    "two inside": lambda degree: 2 if degree % 2 == 0 else degree,
+    "two outside": lambda degree: degree // 2 if degree % 2 == 0 else 1,
+    "one inside": lambda degree: 1,
+    "one outside": lambda degree: degree,
+}
+
+
+def micro_batch(*groups: tuple[Any, ...], levels: str = "two inside", **options: Any) -> MicroBatch:
+    """Of slots, lengths and, where a group has its own, types."""
     ids = itertools.count()
-    made = (
-        Group(
-            slots,
-            tuple(next(ids) for _ in lengths),
-            lengths,
-            **{"hierarchical_context_parallel_sizes": LEVELS.get(len(slots)), **options},
-        )
-        for slots, lengths in groups
-    )
+    made = list[Group]()
+    for slots, lengths, *kind in groups:
+        inner = LEVELS[levels](len(slots))
+        sizes = {"hierarchical_context_parallel_sizes": (inner, len(slots) // inner)}
+        made.append(Group(slots, tuple(next(ids) for _ in lengths), lengths, *kind, **sizes, **options))
     return MicroBatch(tuple(made))
 
 
-def layouts(slots: int) -> dict[str, MicroBatch]:
-    """Micro-batches for a home of this many slots: every document split over all of them, and others."""
+def layouts(slots: int, **options: Any) -> dict[str, MicroBatch]:
+    """Micro-batches for a home of so many slots: every document split over all of them, and others."""
     everyone = tuple(range(slots))
-    batches = {
-        "ragged": micro_batch((everyone, RAGGED)),
-        "even": micro_batch((everyone, (4 * slots, 2 * slots))),
-        "contiguous": micro_batch((everyone, RAGGED), partition="contiguous"),
-        "padded": micro_batch((everyone, (5, 17, 1)), pad_to=2 * slots + 17),
-        "shares without rows": micro_batch((everyone, (1, 1))),
-        "many documents": micro_batch((everyone, MANY)),
+    nodes = everyone[: -(-slots // 2)], everyone[slots // 2 :]
+    chain = [*itertools.pairwise(everyone), *(zip(*nodes, strict=True) if slots > 1 else ())]
+    kinds = itertools.cycle(("a2a", "p2p", "all_gather", "a2a+p2p"))
+    groups: dict[str, list[tuple[Any, ...]]] = {
+        "ragged": [(everyone, RAGGED)],
+        "even": [(everyone, (4 * slots, 2 * slots))],
+        "fewer rows than members": [(everyone, (1, 2, 1))],
+        "many documents": [(everyone, MANY)],
+        "long": [(everyone, (90, 30))],
+        "slots without rows": [(everyone[1:] or everyone, (9, 4))],
+        "degree 1": [((slot,), (5 + slot, 3)) for slot in everyone],
+        "halves": [(nodes[0], (11, 5)), (nodes[1][::-1], (3, 16))],
+        "several groups a slot": [  # a slot has no row of the third
+            ((slots // 2,), (6,)),
+            (everyone, (21, 2)),
+            (nodes[1][::-1], (1,)),
+            (nodes[1][::-1], (14,)),
+            (everyone[1:] or everyone, (19,)),
+        ],
+        "local, node, cross-node": [
+            *(((slot,), (5 + slot, 2), "auto") for slot in everyone),
+            (nodes[0], (14, 3), "a2a"),
+            (nodes[1], (11,), "all_gather"),
+            (everyone, (40,), "a2a+p2p"),
+        ],
+        "chains that overlap": [(pair, (10 + pair[0],), next(kinds)) for pair in chain] or [(everyone, (10,))],
+        "one type a layer": [(everyone, (21,), ("p2p", "all_gather")), (nodes[1], (8, 4), ("a2a+p2p", "a2a"))],
     }
-    if slots >= 2:
-        batches["long"] = micro_batch((everyone, (90, 30)))
-        batches["slots without rows"] = micro_batch((everyone[1:], (9, 4)))
-        batches["degree 1"] = micro_batch(*(((slot,), (5 + slot, 3)) for slot in everyone))
-    if slots >= 4:
-        halves = ((0, 1), (11, 5)), ((3, 2), (3, 16))
-        batches["halves"] = micro_batch(*halves)
-        few = ((1,), (6,)), (everyone, (21, 2)), ((3, 1), (1,)), ((3, 1), (14,))  # slot 1 has no row of the third
-        batches["several groups a slot"] = micro_batch(*few, ((0, 3), (1, 8)), ((2,), (4, 4)), (everyone[1:], (19,)))
-    return batches
+    batches = {name: micro_batch(*made, **options) for name, made in groups.items()}
+    batches["padded"] = micro_batch((everyone, (5, 17, 1)), pad_to=2 * slots + 17, **options)
+    return batches | {f"drawn {seed}": drawn_layout(slots, seed) for seed in range(3)}
 
 
 def drawn_layout(slots: int, seed: int) -> MicroBatch:
     draw = random.Random(seed)
-    degrees = [degree for degree in LEVELS if degree <= slots]
+    degrees = [degree for degree in DEGREES if degree <= slots]
     groups: list[Group] = []
     document = 0
     for _ in range(draw.randint(1, 4)):
@@ -92,7 +109,7 @@ def drawn_layout(slots: int, seed: int) -> MicroBatch:
         ids = tuple(range(document, document + len(lengths)))
         sizes = draw.choice([(a, degree // a) for a in range(1, degree + 1) if degree % a == 0])
         pad_to = draw.choice((None, None, max(lengths) + 3))
-        partition = draw.choice(("zigzag", "zigzag", "contiguous"))
+        partition = draw.choice(("zigzag", "contiguous"))
         kinds = tuple(draw.choice(("p2p", "all_gather", "a2a", "a2a+p2p", "auto")) for _ in range(2))  # by layer
         members = tuple(draw.sample(range(slots), degree))
         groups.append(Group(members, ids, lengths, kinds, sizes, partition, pad_to))
@@ -131,101 +148,74 @@ class Question:
 
 @dataclass(frozen=True)
 class Way:
-    """How it is asked: by which communication, with which kernel."""
+    """How it is asked: by which communication, with which kernel, in which shares, and what is taken for large."""
 
-    kind: str | None = "p2p"
-    sizes: Sizes | None = None
-    kernel: str | None = None
-    layer: int | None = None
-    padding: int = 0  # rows to pad the shard to
+    kind: str | None = "p2p"  # None: the types of each group
+    levels: str = "two inside"
     heads_at_once: int | None = None  # of all_gather, through its byte budget
+    kernel: str | None = None
     recomputed: bool = False  # under a checkpoint that keeps attention's output and log-sum-exp
+    partition: str = "zigzag"
+    padding: int = 0  # rows to pad the shard to
+    large: str = "nothing"
+    communicators: bool = False  # of the members' own
 
 
 Case = tuple[Question, Way]
 WAYS = (Way("p2p"), Way("all_gather"), Way("a2a"), Way("a2a+p2p"))
-QUESTIONS = (
-    Question("", "gqa"),
-    Question("", "mha", causal=False),
-    Question("", "mla", window=5, sinks=True, spans=7),
-    Question("", "mqa", softcap=1.5, window=19),
-    Question("", "gqa", dropout=0.3, sinks=True, spans=4),
-    Question("", "mla", "float32"),
-)
+SLICES = ((all_gather, "SLICE_BYTES", 0), (all_to_all, "SLICE_BYTES", 0), (ring, "HALVES_BYTES", 0))
+LARGE: dict[str, tuple[tuple[ModuleType, str, int], ...]] = {
+    "nothing": (),
+    "in two slices": SLICES,
+    "in four slices": (*SLICES, (all_to_all, "SLICES", 4)),  # some of one key/value head, some of several
+    "heads one by one": (*SLICES, (all_to_all, "SLICES", 4), (head_split, "QUERY_GRADIENT_BYTES", 1)),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full, spans": {"causal": False, "spans": 4},
+    "narrow window": {"window": 2, "scale": -0.4},
+    "window": {"window": 5},
+    "window wider than a share": {"window": 19, "softcap": 1.5},
+    "window, sinks, spans": {"window": 5, "sinks": True, "spans": 7},
+    "chunk": {"chunk": 8},
+    "chunk, window, sinks": {"chunk": 24, "window": 5, "sinks": True},
+    "sinks, no scale": {"sinks": True, "scale": 0.0},
+    "dropout, sinks, spans": {"dropout": 0.3, "sinks": True, "spans": 4},
+    "full, softcap, dropout, sinks": {"causal": False, "softcap": 2.0, "dropout": 0.1, "sinks": True},
+}
+AXES: dict[str, Sequence[Any]] = {
+    "slots": DEGREES,
+    "feature": tuple(FEATURES),
+    "layout": tuple(layouts(1)),
+    "heads": HEADS,
+    "dtype": ("float64", "float32", "bfloat16"),
+    "way": (
+        *(Way(None), Way("auto"), Way("p2p"), Way("all_gather"), Way("all_gather", heads_at_once=1), Way("a2a")),
+        *(Way("all_gather", heads_at_once=3), *(Way("a2a+p2p", levels) for levels in LEVELS)),
+    ),
+    "kernel, recomputed": tuple(itertools.product((None, "reference"), (False, True))),
+    "partition": ("zigzag", "contiguous"),
+    "padding": (0, 40),
+    "large": tuple(LARGE),
+    "communicators": (False, True),
+}
+
+
+def pairs(seed: int) -> dict[int, list[Case]]:
+    """By slots, cases in which every two entries of two axes meet."""
+    cases: dict[int, list[Case]] = {}
+    for i, values in enumerate(every_pair([*AXES.values()], seed)):
+        slots, feature, layout, heads, dtype, way, (kernel, recomputed), *others = values
+        names = ("partition", "padding", "large", "communicators")
+        question = Question(layout, heads, dtype, seed=i, **FEATURES[feature])
+        way = replace(way, kernel=kernel, recomputed=recomputed, **dict(zip(names, others, strict=True)))
+        cases.setdefault(slots, []).append((question, way))
+    return cases
 
 
 def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:
     seeded = (replace(question, seed=seed) for seed, question in enumerate(questions))
     return list(itertools.product(seeded, list(ways)))
-
-
-def cut(cases: list[Case], count: int = 1) -> list[Case]:
-    """Of each question so many ways, in turn: every way with questions of each kind and in layouts of each kind."""
-    chosen = list[Case]()
-    for i, (_, group) in enumerate(itertools.groupby(cases, lambda case: case[0])):
-        ways, start = list(group), i + i // len(QUESTIONS)
-        taken = min(count, len(ways))
-        chosen += [ways[(start + n * len(ways) // taken) % len(ways)] for n in range(taken)]
-    return chosen
-
-
-def table(slots: int) -> list[Case]:
-    """Every layout × mask, feature and head shape × type in float64, and a cut through the rest."""
-    names = [*layouts(slots)]
-    cases = cases_of((replace(q, layout=name) for name in names for q in QUESTIONS), WAYS)
-    windows = [Question(name, "mha", window=window) for name in ("ragged", "padded") for window in (1, sys.maxsize)]
-    cases += cases_of(windows, WAYS)
-    chunks = [Question("ragged", "gqa", chunk=11), Question("padded", "gqa", chunk=1)]
-    chunks += [Question("ragged", "mla", chunk=8, window=5, sinks=True), Question("many documents", "mqa", chunk=24)]
-    cases += cases_of(chunks, WAYS)
-    scales = [Question("padded", "gqa", window=window, scale=scale) for window in (None, 5) for scale in (-0.4, 0.0)]
-    cases += cases_of([*scales, Question("ragged", "mla", "float32", scale=-0.4, sinks=True)], WAYS)
-    padded = [Question(name, "gqa", sinks=True) for name in names]
-    cases += cases_of(padded, [Way("p2p", padding=40), Way("a2a+p2p", padding=40)])
-    others = [Way("p2p", kernel="reference"), Way("all_gather", heads_at_once=1), Way("all_gather", heads_at_once=3)]
-    cases += cases_of([Question("ragged", "gqa", sinks=True), Question("ragged", "gqa", dropout=0.2)], others)
-    return cases
-
-
-def wide_table(slots: int) -> list[Case]:
-    """A cut through the table for many slots, in every pair of levels."""
-    names = ("ragged", "shares without rows", "long")
-    questions = (Question("", "gqa"), Question("", "mla", window=5, sinks=True), Question("", "mqa", causal=False))
-    levels = [Way("a2a+p2p", (a, slots // a)) for a in range(1, slots + 1) if slots % a == 0]
-    return cases_of((replace(q, layout=name) for name in names for q in questions), (*WAYS[:3], *levels))
-
-
-def head_shapes() -> list[Case]:
-    shapes = ("GQA, 32/4 of 128", "MLA, 8 of 192/128", "GQA, 64/8 of 64")
-    questions = [Question("halves", name, dtype, sinks=True) for name in shapes for dtype in ("float64", "float32")]
-    return cases_of(questions, WAYS)
-
-
-def random_cases(slots: int, count: int, seed: int) -> list[Case]:
-    """Calls and layouts drawn at random; a way without a type takes each group's own."""
-    draw = random.Random(seed)
-    kinds = (None, "p2p", "all_gather", "a2a", "a2a+p2p", "auto")
-    return [
-        (
-            Question(
-                layout=f"drawn {draw.randrange(1 << 30)}",
-                heads=draw.choice(("mha", "gqa", "mqa", "mla")),
-                window=draw.choice((None, 1, 2, 7, 30)),
-                chunk=draw.choice((None, None, 3, 16)),
-                softcap=draw.choice((None, None, 2.0)),
-                sinks=draw.random() < 0.5,
-                dropout=draw.choice((0.0, 0.0, 0.25)),
-                seed=draw.randrange(1 << 30),
-            ),
-            Way(
-                kind=draw.choice(kinds),
-                layer=draw.randrange(2),
-                padding=draw.choice((0, 0, 33)),
-                heads_at_once=draw.choice((None, 1)),
-            ),
-        )
-        for _ in range(count)
-    ]
 
 
 @cache
@@ -283,7 +273,7 @@ def dropout_factors(question: Question) -> Callable[[int, int, int], Tensor]:
 
 
 def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
-    question = case[0]
+    question, way = case
     *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
     sink_leaf = leaves[3] if question.sinks else None
@@ -291,8 +281,11 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, shard, sinks=sink_leaf, **question.options, **options_of(case, shard, leaves))
 
-    out = _recomputed(layer, *leaves[:3]) if case[1].recomputed else layer(*leaves[:3])
-    out.backward(shard.scatter(dout))
+    with ExitStack() as patched:
+        for module, name, value in LARGE[way.large]:
+            patched.enter_context(patch.object(module, name, value))
+        out = _recomputed(layer, *leaves[:3]) if way.recomputed else layer(*leaves[:3])
+        out.backward(shard.scatter(dout))
     assert question.sinks == (leaves[3].grad is not None)
     for name, x in zip("qkv", leaves, strict=False):
         assert x.grad is not None, f"no gradient of {name} at {len(x)} rows"
@@ -309,12 +302,11 @@ def _recomputed(layer: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
 def options_of(case: Case, shard: SequenceShard, leaves: list[Tensor]) -> dict[str, Any]:
     question, way = case
     rows = max(sum(group.laid_out) for group in shard.micro_batch.groups)
-    budget = gather_bytes_per_head(rows, leaves[1], leaves[2]) * (way.heads_at_once or 0)
+    budget = all_gather.gather_bytes_per_head(rows, leaves[1], leaves[2]) * (way.heads_at_once or 0)
     return {
         "cp_comm_type": way.kind,
-        "hierarchical_context_parallel_sizes": way.sizes,
         "kernel": way.kernel,
-        "layer": way.layer,
+        "layer": question.seed % 2,
         "max_gather_bytes": budget or None,
         "dropout": question.dropout,
         "dropout_seed": question.seed,
@@ -338,33 +330,47 @@ def relative_errors(sums: list[float], sinks: Tensor) -> list[float]:
     return [*errors, relative_error(torch.tensor(sums[8:], dtype=torch.float64), sinks)]
 
 
-def errors_over_ranks(cases: Sequence[tuple[Case, SequenceShard]], slots: int, world: World) -> list[list[float]]:
-    mine, sinks = list[list[float]](), list[Tensor]()
-    for case, shard in cases:
-        mine.append(squares_of(case, slots, shard))
-        sinks.append(wanted(case[0], slots, shard.micro_batch.lengths)[-1])
+def bound(case: Case, world: World, batch: MicroBatch) -> SequenceShard:
+    question, way = case
+    shard = bind(batch, world)
+    shard = shard.with_spans(question.spans_of(batch.lengths)) if question.spans else shard
+    return shard.with_padding(minimum=way.padding) if way.padding else shard
+
+
+def errors_over_limits(cases: Sequence[Case], slots: int, world: World) -> list[float]:
+    """The largest error of each case over its limit, so that 1 is the most."""
+    batches = {
+        (way.levels, way.partition): layouts(slots, levels=way.levels, partition=way.partition) for _, way in cases
+    }
+    mine, sinks, limits = list[list[float]](), list[Tensor](), list[list[float]]()
+    for question, way in cases:
+        batch = batches[way.levels, way.partition][question.layout]
+        mine.append(squares_of((question, way), slots, bound((question, way), world, batch)))
+        sinks.append(wanted(question, slots, batch.lengths)[-1])
+        limits.append(
+            [LIMIT[question.dtype]] * 5 if question.dtype in LIMIT else _errors_alone(question, batch, slots, world)
+        )
     flat = iter(world.control.sum_over_slots([x for squares in mine for x in squares]))
     summed = [[next(flat) for _ in squares] for squares in mine]
-    return [relative_errors(sums, exact) for sums, exact in zip(summed, sinks, strict=True)]
+    errors = [relative_errors(sums, exact) for sums, exact in zip(summed, sinks, strict=True)]
+    return [max(e / limit for e, limit in zip(*both, strict=True)) for both in zip(errors, limits, strict=True)]
+
+
+def _errors_alone(question: Question, batch: MicroBatch, slots: int, world: World) -> list[float]:
+    """Twice the errors of all documents on this slot."""
+    ids = tuple(range(len(batch.lengths)))
+    case, alone = (question, Way()), MicroBatch((Group((world.slot,), ids, batch.lengths),))
+    sums = squares_of(case, slots, bound(case, world, alone))
+    return [2 * error + NOISE for error in relative_errors(sums, wanted(question, slots, batch.lengths)[-1])]
 
 
 def run_cases(rank: int, slots: int, cases: list[Case]) -> list[float]:
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        return worst_errors(cases, slots, world)
-
-
-def worst_errors(cases: list[Case], slots: int, world: World) -> list[float]:
-    named = layouts(slots)
-    bound: dict[tuple[str, int, int], SequenceShard] = {}
-    for case in cases:
-        key = layout, padding, spans = key_of(case)
-        if key not in bound:
-            batch = named[layout] if layout in named else drawn_layout(slots, int(layout.split()[1]))
-            shard = bind(batch, world)
-            shard = shard.with_spans(case[0].spans_of(batch.lengths)) if spans else shard
-            bound[key] = shard.with_padding(minimum=padding) if padding else shard
-    return [max(errors) for errors in errors_over_ranks([(c, bound[key_of(c)]) for c in cases], slots, world)]
-
-
-def key_of(case: Case) -> tuple[str, int, int]:
-    return case[0].layout, case[1].padding, case[0].spans
+    torch.set_num_threads(1)  # these are small tensors
+    errors = dict[Case, float]()
+    for communicators in (False, True):
+        home, of_world = Layout(ranks=slots), [case for case in cases if case[1].communicators == communicators]
+        with World(home, backend=backend(), timeout=60, max_groups=8 if communicators else 0) as world:
+            for cp in (slots, slots // 2) if communicators and slots % 2 == 0 else ():
+                world.prepare(plan_fixed([9] * slots, home, cp=cp))
+            errors |= zip(of_world, errors_over_limits(of_world, slots, world), strict=True)
+    return [errors[case] for case in cases]

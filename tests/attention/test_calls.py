@@ -81,20 +81,23 @@ def test_a_window_is_dropped_for_the_groups_in_which_it_hides_nothing(packed: li
 
 
 def test_layers_share_what_was_checked_unless_types_are_listed_by_layer(packed: list[AttendCall]) -> None:
-    shard, listed = split(), split(cp_comm_type=("p2p", "all_gather"))
+    kinds = ("p2p", "all_gather", "a2a", "a2a+p2p")
+    shard, listed = split(), split(cp_comm_type=kinds, hierarchical_context_parallel_sizes=(2, 2))
     for layer in (0, 1, 0, 1, None):
         called(shard, layer=layer)
     assert len(packed) == 1
     for layer in (0, 1, 0, 1):
         called(shard, layer=layer, cp_comm_type=["p2p", "all_gather"])
     assert len(packed) == 3
-    for layer in (0, 1, 0, 1):
+    for layer in (0, 1, 2, 3) * 2:
         called(listed, layer=layer)
-    assert len(packed) == 5
-    assert [call.parts[0].cp_comm_type for call in packed[1:]] == ["p2p", "all_gather"] * 2
+    assert len(packed) == 7
     called(listed, layer=np.int64(1), cp_comm_type="p2p")
-    assert len(packed) == 6
-    with pytest.raises(AttentionError, match="cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"):
+    called(listed, layer=3, hierarchical_context_parallel_sizes=(1, 4))
+    ways = [(call.parts[0].cp_comm_type, call.parts[0].members.inner) for call in packed[1:]]
+    of_four = [("p2p", 1), ("all_gather", 1), ("a2a", 4), ("a2a+p2p", 2)]
+    assert ways == [*of_four[:2], *of_four, ("p2p", 1), ("a2a+p2p", 1)]
+    with pytest.raises(AttentionError, match="cp_comm_type of group 0 has 4 entries, one per layer; got layer=None"):
         attend(*tensors(listed), listed)
 
 

@@ -1,8 +1,9 @@
 """What a call keeps and holds: counted, at degrees 2, 4 and 8, for as many rows a member."""
 
 import weakref
+from contextlib import ExitStack
 from itertools import product
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -83,20 +84,24 @@ class Recording(RingBlocks):
             yield owner, block
 
 
-def measured(rank, slots):
+def at_degree(rank, slots):
+    """What is measured at this degree, and what two members and four show."""
+    with World(Layout(ranks=slots), backend=backend()) as world:
+        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
+        others = {2: (peaks_of_groups, are_gone, backward_peaks), 4: (keep,)}.get(slots, ())
+        return measured(shard, slots), {measure.__name__: measure(shard) for measure in others}
+
+
+def measured(shard, slots):
     """By way: bytes saved for backward, peak bytes, elements sent forward and backward; and peaks of ring blocks."""
-    ring.RingBlocks = Recording  # in this process only
-    sent = []
+    sent, figures = [], {}
     exchange = Channel.exchange
 
     def counted(self, sends, receives, *options):
         sent.append(sum(x.numel() for _, x in sends))
         return exchange(self, sends, receives, *options)
 
-    Channel.exchange = counted
-    figures = {}
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
+    with patch.object(ring, "RingBlocks", Recording), patch.object(Channel, "exchange", counted):
         for name, options in WAYS.items():
             # A ring of two at every degree: what is compared differs in nothing else.
             levels = {"hierarchical_context_parallel_sizes": (slots // 2, 2)} if name == "a2a+p2p" else {}
@@ -134,32 +139,44 @@ def peak_of_a_backward_pass(world, sinks):
     return forward.peak / unit, backward.peak / unit
 
 
-def peaks_of_groups(rank, slots):
+@pytest.fixture(scope="module")
+def results():
+    needs(2)
+    slots = [n for n in (2, 4, 8) if backend() != "nccl" or n <= most_ranks()]
+    return {n: run_ranks(at_degree, n, n) for n in slots}
+
+
+def peaks_of_groups(shard):
     """By communication type, in units of the queries in float32: the peak of backward, of all heads and in groups."""
     unit, peaks = ROWS * HEADS * SIZE * 4, {}
-    all_to_all.SLICE_BYTES = 0  # in this process only, as below: exchanges go in slices of heads
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
-        for kind in ("p2p", "all_gather", "a2a"):
-            for most in (1 << 30, 1):
-                head_split.QUERY_GRADIENT_BYTES = most  # in this process only
-                leaves = [torch.ones(ROWS, HEADS, SIZE, dtype=torch.bfloat16, device=shard.device) for _ in range(3)]
-                leaves = [x.requires_grad_() for x in leaves]
-                out = attend(*leaves, shard, cp_comm_type=kind)
-                dout = torch.ones_like(out)
-                with Allocated() as memory:
-                    out.backward(dout)
-                peaks[kind, most] = memory.peak / unit
+    for kind, most in product(("p2p", "all_gather", "a2a"), (1 << 30, 1)):
+        leaves = [torch.ones(ROWS, HEADS, SIZE, dtype=torch.bfloat16, device=shard.device) for _ in range(3)]
+        leaves = [x.requires_grad_() for x in leaves]
+        with in_slices(most):
+            out = attend(*leaves, shard, cp_comm_type=kind)
+            dout = torch.ones_like(out)
+            with Allocated() as memory:
+                out.backward(dout)
+        peaks[kind, most] = memory.peak / unit
     return peaks
 
 
-def test_backward_holds_float32_sums_of_one_group_of_heads():
+def in_slices(query_bytes, slices=all_to_all.SLICES):
+    """Exchanges go in slices of heads; gradients of queries take so many bytes at a time."""
+    changes = ((all_to_all, "SLICE_BYTES", 0), (all_to_all, "SLICES", slices))
+    stack = ExitStack()
+    for module, name, value in (*changes, (head_split, "QUERY_GRADIENT_BYTES", query_bytes)):
+        stack.enter_context(patch.object(module, name, value))
+    return stack
+
+
+def test_backward_holds_float32_sums_of_one_group_of_heads(results):
     """Of eight heads one at a time, where the sum of the queries' gradient of all took a unit, and keys' two.
 
     Under a2a the gradients of a slice have arrived before those of the next leave: three units for each part of heads.
     """
-    needs(2)
-    for peaks in run_ranks(peaks_of_groups, 2, 2):
+    for _, others in results[2]:
+        peaks = others["peaks_of_groups"]
         for kind, least in (("p2p", 1.0), ("all_gather", 1.0), ("a2a", 1.75)):
             assert peaks[kind, 1] <= peaks[kind, 1 << 30] - least, peaks
 
@@ -195,14 +212,8 @@ def test_the_reference_kernel_holds_no_more_of_scores_than_it_says(monkeypatch, 
         assert backward.peak >= limit / 4, "as much as it may hold is used"
 
 
-@pytest.fixture(scope="module")
-def results():
-    slots = [n for n in (2, 4, 8) if backend() != "nccl" or n <= most_ranks()]
-    return {n: run_ranks(measured, n, n) for n in slots}
-
-
 def test_local_rows_alone_are_kept_for_backward(results):
-    for figures, blocks in (of_rank for ranks in results.values() for of_rank in ranks):
+    for (figures, blocks), _ in (of_rank for ranks in results.values() for of_rank in ranks):
         for name, (saved, *_) in figures.items():
             assert saved == 4 * BLOCK + ROWS * HEADS * 4, (name, saved)  # q, k, v, out and lse
         assert blocks and all(peak <= 3 and buffers <= 3 for peak, buffers in blocks), blocks
@@ -211,7 +222,7 @@ def test_local_rows_alone_are_kept_for_backward(results):
 def test_peaks_do_not_grow_with_the_degree(results):
     """From 2 to 4 a ring gains its third block, and (degree − 1) / degree of what is gathered comes from others."""
     needs(8)
-    peaks = {name: [max(f[name][1] for f, _ in ranks) / BLOCK for ranks in results.values()] for name in WAYS}
+    peaks = {name: [max(f[name][1] for (f, _), _ in ranks) / BLOCK for ranks in results.values()] for name in WAYS}
     without = peaks.pop("all_gather, no budget")
     for name, (two, four, eight) in peaks.items():
         assert four <= 1.25 * two and eight <= 1.05 * four, (name, two, four, eight)
@@ -220,16 +231,16 @@ def test_peaks_do_not_grow_with_the_degree(results):
 
 def test_a_window_sends_what_is_seen_and_no_more(results):
     for slots, ranks in results.items():
-        forward, backward = (sum(figures["window"][i] for figures, _ in ranks) for i in (2, 3))
+        forward, backward = (sum(figures["window"][i] for (figures, _), _ in ranks) for i in (2, 3))
         # All chunks but the last are seen by the next one, and the two in the middle lie on one member.
         rows = (2 * slots - 2) * (WAYS["window"]["window"] - 1)
         assert (forward, backward) == (rows * 2 * HEADS * SIZE, 2 * rows * 2 * HEADS * SIZE), slots
-        around_rings = sum(figures["p2p"][2] for figures, _ in ranks)
+        around_rings = sum(figures["p2p"][2] for (figures, _), _ in ranks)
         assert around_rings == slots * (slots - 1) * 2 * ROWS * HEADS * SIZE
 
 
-def gone(rank):
-    arrived, are_gone = [], []
+def are_gone(shard):
+    arrived, gone = [], []
     join_columns, add_block, gradients = all_gather.join_columns, all_gather.add_block, all_gather.block_gradients
 
     def laid(tensors, order=None, dtype=None):
@@ -238,25 +249,18 @@ def gone(rank):
         return join_columns(tensors, order, dtype)
 
     def noting(compute):
-        return lambda *args: are_gone.append(arrived[-1]() is None) or compute(*args)
+        return lambda *args: gone.append(arrived[-1]() is None) or compute(*args)
 
-    # in this process only
-    all_gather.join_columns, all_gather.add_block, all_gather.block_gradients = (
-        laid,
-        noting(add_block),
-        noting(gradients),
-    )
-    with World(Layout(ranks=2), backend=backend()) as world:
-        shard = bind(micro_batch(((0, 1), (2 * ROWS,))), world)
-        leaves = [torch.ones(ROWS, 2, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)]
+    leaves = [torch.ones(ROWS, 2, SIZE, dtype=DTYPE, device=shard.device, requires_grad=True) for _ in range(3)]
+    noted = {"join_columns": laid, "add_block": noting(add_block), "block_gradients": noting(gradients)}
+    with patch.multiple(all_gather, **noted):
         for budget in (None, 2 * ROWS * 2 * SIZE * (2 * DTYPE.itemsize + 3 * 4)):  # in one slice, and head by head
             attend(*leaves, shard, cp_comm_type="all_gather", max_gather_bytes=budget).sum().backward()
-    return are_gone
+    return gone
 
 
-def test_what_arrived_is_let_go_once_it_is_in_document_order():
-    needs(2)
-    assert run_ranks(gone, 2) == [[True] * 6] * 2
+def test_what_arrived_is_let_go_once_it_is_in_document_order(results):
+    assert [others["are_gone"] for _, others in results[2]] == [[True] * 6] * 2
 
 
 # ---- of layers that are recomputed, in the shape of Qwen3-8B
@@ -264,38 +268,34 @@ def test_what_arrived_is_let_go_once_it_is_in_document_order():
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE, HIDDEN = 32, 8, 128, 4096
 
 
-def of_qwen(rows: int, shard: SequenceShard) -> list[Tensor]:
-    shapes = ((QUERY_HEADS, HEAD_SIZE), (KEY_HEADS, HEAD_SIZE), (KEY_HEADS, HEAD_SIZE))
-    return [torch.ones(rows, *s, dtype=torch.bfloat16, device=shard.device).requires_grad_() for s in shapes]
+def of_qwen(shard: SequenceShard) -> list[Tensor]:
+    heads = (QUERY_HEADS, KEY_HEADS, KEY_HEADS)
+    return [torch.ones(ROWS, n, HEAD_SIZE, dtype=torch.bfloat16, device=shard.device).requires_grad_() for n in heads]
 
 
-def backward_peaks(rank: int, slots: int) -> dict[tuple[bool, bool], float]:
+def backward_peaks(shard: SequenceShard) -> dict[tuple[bool, bool], float]:
     """The peak of backward, by whether the local rows alone were kept, and whether slices are sent one by one.
 
     Its unit are the bytes of all slices: of the local rows' queries, keys, values and dout.
     """
-    peaks, unit = dict[tuple[bool, bool], float](), 512 * (2 * QUERY_HEADS + 2 * KEY_HEADS) * HEAD_SIZE * 2
-    all_to_all.SLICE_BYTES, all_to_all.SLICES = 0, 4  # in this process only
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        shard = bind(micro_batch((tuple(range(slots)), (512 * slots,))), world)
-        leaves = of_qwen(512, shard)
-        for lean in (False, True):
-            for most in (1 << 30, 1):
-                head_split.QUERY_GRADIENT_BYTES = most  # in this process only
-                recording = OutputRecording(keep_exchanged=not lean)
-                with recording.forward():
-                    attend(*leaves, shard, cp_comm_type="a2a")
-                with recording.recompute():
-                    out = attend(*leaves, shard, cp_comm_type="a2a")
-                with Allocated() as memory:
-                    torch.autograd.grad(out, leaves, torch.ones_like(out))
-                peaks[lean, most == 1] = memory.peak / unit
+    peaks, unit = dict[tuple[bool, bool], float](), ROWS * (2 * QUERY_HEADS + 2 * KEY_HEADS) * HEAD_SIZE * 2
+    leaves = of_qwen(shard)
+    for lean, most in product((False, True), (1 << 30, 1)):
+        recording = OutputRecording(keep_exchanged=not lean)
+        with in_slices(most, slices=4):
+            with recording.forward():
+                attend(*leaves, shard, cp_comm_type="a2a")
+            with recording.recompute():
+                out = attend(*leaves, shard, cp_comm_type="a2a")
+            with Allocated() as memory:
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+        peaks[lean, most == 1] = memory.peak / unit
     return peaks
 
 
-def test_slices_that_are_sent_one_by_one_take_less_memory() -> None:
-    needs(2)
-    for peaks in run_ranks(backward_peaks, 2, 2):
+def test_slices_that_are_sent_one_by_one_take_less_memory(results) -> None:
+    for _, others in results[2]:
+        peaks = others["backward_peaks"]
         assert peaks[True, True] < peaks[True, False] - 0.7 and peaks[False, True] <= peaks[False, False], peaks
 
 
@@ -308,28 +308,25 @@ def kept_bytes(recording: OutputRecording) -> int:
     return sum(storages.values())
 
 
-def keep(rank: int, slots: int) -> dict[tuple[str, bool, bool], float]:
+def keep(shard: SequenceShard) -> dict[tuple[str, bool, bool], float]:
     """By type, whether what is exchanged is kept, and in slices: bytes of a row that stay for a layer's backward."""
     kept, usual = dict[tuple[str, bool, bool], float](), all_to_all.SLICE_BYTES
-    with World(Layout(ranks=slots), backend=backend()) as world:
-        shard = bind(micro_batch((tuple(range(slots)), (ROWS * slots,))), world)
-        for kind, keep_exchanged, in_slices in product(TYPES, (False, True), (False, True)):
-            levels: dict[str, Any] = {"hierarchical_context_parallel_sizes": (2, slots // 2)} if "+" in kind else {}
-            all_to_all.SLICE_BYTES = 0 if in_slices else usual
-            recording = OutputRecording(keep_exchanged=keep_exchanged)
-            with recording.forward():
-                out = attend(*of_qwen(ROWS, shard), shard, cp_comm_type=kind, **levels)
-            kept[kind, keep_exchanged, in_slices] = kept_bytes(recording) / ROWS + HIDDEN * out.element_size()
+    for kind, keep_exchanged, sliced in product(TYPES, (False, True), (False, True)):
+        recording = OutputRecording(keep_exchanged=keep_exchanged)
+        with patch.object(all_to_all, "SLICE_BYTES", 0 if sliced else usual), recording.forward():
+            levels = {"hierarchical_context_parallel_sizes": (2, 2)} if "+" in kind else {}
+            out = attend(*of_qwen(shard), shard, cp_comm_type=kind, **levels)
+        kept[kind, keep_exchanged, sliced] = kept_bytes(recording) / ROWS + HIDDEN * out.element_size()
     return kept
 
 
-def test_kept_bytes_of_a_row_and_layer() -> None:
+def test_kept_bytes_of_a_row_and_layer(results) -> None:
     """16.1 KiB with the layer's input under every type, and 36.1 with what a2a types exchanged."""
     needs(4)
     lean = (HIDDEN + QUERY_HEADS * HEAD_SIZE) * 2 + QUERY_HEADS * 4
     exchanged = lean + (2 * QUERY_HEADS + 2 * KEY_HEADS) * HEAD_SIZE * 2
     assert (lean, exchanged) == (16.125 * 1024, 36.125 * 1024)
-    for kept in run_ranks(keep, 4, 4):
-        for (kind, keep_exchanged, in_slices), found in kept.items():
+    for kept in (others["keep"] for _, others in results[4]):
+        for (kind, keep_exchanged, sliced), found in kept.items():
             wanted = exchanged if keep_exchanged and "a2a" in kind else lean
-            assert found == wanted, (kind, keep_exchanged, in_slices, found)
+            assert found == wanted, (kind, keep_exchanged, sliced, found)

@@ -166,11 +166,6 @@ def launches(kernel: MagicMock) -> list[tuple[Any, list[Any]]]:
     return [(grid, [x for x in values if not isinstance(x, Tensor)]) for grid, values in arguments]
 
 
-def counted(kernel: MagicMock) -> tuple[int, int]:
-    compiled = kernel.__getitem__.return_value.return_value
-    return len(launches(kernel)), len(launches(compiled))
-
-
 def copy(rows: int, columns: int = 64, dtype: torch.dtype = torch.float32, shift: int = 0) -> None:
     storage = torch.zeros(rows * columns + 64 + shift, dtype=dtype)
     at = -storage.data_ptr() % 64 // dtype.itemsize + shift
@@ -178,28 +173,22 @@ def copy(rows: int, columns: int = 64, dtype: torch.dtype = torch.float32, shift
     rows_module.fused_copy_rows([(source, source)], None)
 
 
-def test_a_launch_like_one_before_goes_to_the_compiled_kernel_with_the_same_arguments(kernel: MagicMock) -> None:
-    for _ in range(3):
-        copy(8)
-    assert counted(kernel) == (1, 2)
-    (first,), (again, _) = launches(kernel), launches(kernel.__getitem__.return_value.return_value)
-    assert first == again and first[0] == (8, 1, 1) and len(first[1]) > 3
+REMEMBERED: list[tuple[list[dict[str, Any]], tuple[int, int]]] = [  # copies; launches of Triton, and of what is at hand
+    ([{}, {}, {}], (1, 2)),
+    *(([{}, other], (2, 0)) for other in ({"rows": 9}, {"columns": 128}, {"dtype": torch.bfloat16}, {"shift": 3})),
+    ([{"shift": shift} for shift in (1, 1, 0, 0, 1)], (4, 1)),  # addresses that sixteen does not divide
+]
 
 
-OTHERS: list[dict[str, Any]] = [{"rows": 9}, {"columns": 128}, {"dtype": torch.bfloat16}, {"shift": 1}, {"shift": 3}]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_what_triton_compiles_otherwise_is_asked_of_triton(kernel: MagicMock, other: dict[str, Any]) -> None:
-    copy(8)
-    copy(**({"rows": 8} | other))
-    assert counted(kernel) == (2, 0)
-
-
-def test_addresses_that_sixteen_does_not_divide_are_never_remembered(kernel: MagicMock) -> None:
-    for shift in (1, 1, 0, 0, 1):
-        copy(8, shift=shift)
-    assert counted(kernel) == (4, 1)
+@pytest.mark.parametrize("copies, calls", REMEMBERED, ids=str)
+def test_a_launch_like_one_before_goes_to_the_compiled_kernel_with_the_same_arguments(
+    kernel: MagicMock, copies: list[dict[str, Any]], calls: tuple[int, int]
+) -> None:
+    for options in copies:
+        copy(**{"rows": 8} | options)
+    of_triton, at_hand = launches(kernel), launches(kernel.__getitem__.return_value.return_value)
+    assert (len(of_triton), len(at_hand)) == calls and all(again in of_triton for again in at_hand)
+    assert of_triton[0][0] == (8, 1, 1) and len(of_triton[0][1]) > 3
 
 
 def test_what_is_remembered_is_bounded(kernel: MagicMock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ LACKING = [
     ("fa4", needing(HALF, 264, 128), "a head size of at most 256, got 264 with values of 128"),
     ("torch_flash", needing(HALF, 264), "a head size of at most 256, got 264"),
     ("cudnn", needing(HALF, 64, mask=Mask(window=5), one_document=True), "a call without window, got window"),
+    ("cudnn", needing(HALF, 64, one_document=True, spans=True), "a call without spans, got spans"),
     (
         "cudnn",
         needing(HALF, 64, deterministic=True),
