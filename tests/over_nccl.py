@@ -12,26 +12,17 @@ import pytest
 MOST = 230  # about 3.7 s a test with messages on 4 H200, some twelve minutes
 PARTS: dict[str, tuple[str, ...]] = {
     "comm": (
-        "bridge/test_bridge.py::test_partial_gradients_are_summed_over_the_ranks_that_used_a_row",
-        "bridge/test_bridge.py::test_what_does_not_fit_is_refused_on_every_rank",
         "bridge/test_bridge.py::test_rows_are_the_same_bits_and_gradients_the_dense_sums",
         "comm/test_row_exchange.py::test_rows_and_gradients",
-        "comm/test_row_exchange.py::test_sums_of_half_precision_are_rounded_once",
-        "comm/test_row_exchange.py::test_every_rank_enters_backward",
-        "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home 4",
-        "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home 8",
-        "comm/test_ring.py::test_overlapping_groups_need_no_communicator_of_their_own",
+        "comm/test_ring.py::test_every_block_visits_every_member_and_its_gradient_comes_home",
         "comm/test_groups.py::test_channels_with_and_without_communicators",
         "comm/test_groups.py::test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority",
         "comm/test_groups.py::test_the_error_of_a_sum_does_not_grow_with_the_number_of_members",
         "comm/test_shard.py::test_labels_of_padding_rows_are_no_targets",
         "comm/test_shard.py::test_rows_positions_and_segments_of_every_kind_of_micro_batch",
         "comm/test_tp_collectives.py::test_sums_slices_and_their_gradients",
-        "comm/test_world.py::test_nested_worlds_share_groups_of_the_same_ranks_and_purpose",
         "comm/test_meshes.py::test_a_world_after_a_world_has_meshes_of_its_own",
-        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home pp=2,",
-        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home dp_replicate=2)",
-        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home (2,",
+        "comm/test_world.py::test_the_control_group_and_meshes_of_every_home_also_inside_another",
         "comm/test_failure.py::test_a_stuck_gpu_is_reported_and_its_process_ended",
     ),
     "attention": (

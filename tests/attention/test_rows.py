@@ -13,10 +13,7 @@ from torch import Tensor
 
 from longspan.attention import rows as rows_module
 from longspan.attention.rows import (
-    RowSum,
     add_addends,
-    add_rows,
-    cast_rows,
     copy_rows,
     head_slice_by_member,
     join_columns,
@@ -27,7 +24,6 @@ from longspan.comm import Addend, split_columns
 from longspan.testing import backend
 
 DEVICE = torch.device("cuda" if backend() == "nccl" else "cpu")
-SHAPES = ((1, 1, 8), (7, 3, 5), (33, 8, 128), (5, 40, 128))
 Rows = slice | Tensor
 
 
@@ -47,24 +43,6 @@ def of_host(fn: Callable[..., None], *tensors: Tensor) -> list[Tensor]:
     copies = [x.cpu().clone() for x in tensors]
     fn(*copies)
     return copies
-
-
-@pytest.mark.parametrize("picked", (False, True))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_are_added_where_they_belong_and_nowhere_else(
-    shape: tuple[int, ...], dtype: torch.dtype, picked: bool
-) -> None:
-    rows = some_rows(shape[0], picked)
-    matrix = drawn(shape[0], 3 * shape[1] * shape[2])
-    first, second, left = split_columns(matrix, (shape[1:], shape[1:], shape[1:]))
-    before, count = matrix.clone(), len(first[rows])
-    sources = [drawn(count, *shape[1:], seed=i, dtype=dtype) for i in (2, 3)]
-    add_rows([(sources[0], first), (sources[1], second)], rows)
-    expected = split_columns(before, (shape[1:], shape[1:], shape[1:]))
-    for into, source in zip(expected, sources, strict=False):
-        into[rows] += source.float()
-    assert torch.equal(first, expected[0]) and torch.equal(second, expected[1]) and torch.equal(left, expected[2])
 
 
 @pytest.mark.parametrize("fresh", (False, True))
@@ -89,30 +67,6 @@ def test_addends_of_a_block(parts: str, fresh: bool) -> None:
             into[rows] += x.double()
     add_addends(split_columns(total, shapes), addends, fresh=fresh)
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_tensors_in_another_dtype_and_contiguous(dtype: torch.dtype) -> None:
-    matrix = drawn(9, 40)
-    tensors = (*split_columns(matrix, ((2, 8), (3, 8))), drawn(9, 4, 8, dtype=dtype), drawn(9, 4, 8).transpose(1, 2))
-    converted = cast_rows(tensors, dtype)
-    assert converted[2] is tensors[2]
-    for x, original in zip(converted, tensors, strict=True):
-        assert x.dtype == dtype and x.is_contiguous() and torch.equal(x, original.to(dtype))
-
-
-@pytest.mark.parametrize("heads", (slice(0, 4), slice(0, 2), slice(2, 4)))
-def test_a_sum_of_heads_and_rows(heads: slice) -> None:
-    total, expected = RowSum((10, 4, 8), drawn(1, dtype=torch.bfloat16)), torch.zeros(10, 4, 8, dtype=torch.float64)
-    for i, rows in enumerate((slice(0, 10), slice(5, 10), some_rows(10, True))):
-        x = drawn(10, 4, 8, seed=i, dtype=torch.bfloat16)
-        if i == 1:
-            total.add_heads(heads, x[:, heads])
-            expected[:, heads] += x[:, heads].cpu().double()
-        else:
-            total.add(rows, x[: len(x[rows])])
-            expected[rows.cpu() if isinstance(rows, Tensor) else rows] += x[: len(x[rows])].cpu().double()
-    torch.testing.assert_close(total.result().cpu().double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("picked", (False, True))

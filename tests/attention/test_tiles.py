@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from longspan import Group, MicroBatch, attend
 from longspan.attention.all_to_all import HeadSplit
-from longspan.attention.call import Dropout, Members, _absorb_word
+from longspan.attention.call import Members
 from longspan.attention.tiles import (
     Launch,
     Mask,
     Tile,
     Tiling,
-    Tokens,
     _band_tiles,
     _drop_idle_limits,
     make_tilings,
@@ -442,30 +441,3 @@ def test_zigzag_composes_with_levels(inner, outer):
         for owner in range(outer):
             assert len(members.launches(owner)) <= (1 if owner == members.member else 2)
             assert sum(len(launch.tiles) for launch in members.launches(owner)) <= len(lengths)
-
-
-# ---- dropout
-
-
-@pytest.mark.parametrize(
-    "seed, word, expected",
-    [(0, 0, 16294208416658607535), (1234567, 0, 6457827717110365317), (1234567, 1, 3203168211198807973)],
-)
-def test_the_hash_of_dropout_is_splitmix64(seed, word, expected):
-    """The published outputs of the generator: a mask is the same in every version."""
-    assert int(_absorb_word(seed, torch.tensor(word))) % 2**64 == expected
-
-
-def test_dropout_drops_at_its_rate_whatever_the_head_document_or_position():
-    rows, heads = 300, 8
-    tiling = Tiling.from_tiles((Tile(0, rows, 0, rows),))
-    tokens = Tokens(np.repeat([3, 1 << 40], rows // 2), np.arange(rows), np.arange(rows) + 100_000)
-    launch = Launch(tiling, CPU, lambda: tokens)
-    for rate in (0.1, 0.5, 0.9):
-        is_kept = Dropout(rate, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64) > 0
-        for dim in ((1, 2), (0, 2), (0, 1)):
-            shares = 1 - is_kept.double().mean(dim)
-            count = is_kept.numel() / len(shares)
-            assert (shares - rate).abs().max() < 5 * (rate * (1 - rate) / count) ** 0.5, (rate, dim)
-    half = Dropout(0.5, seed=-7, first_head=3).factors(launch, launch.tiles[0], 2, torch.float64)
-    assert torch.equal(half, Dropout(0.5, seed=-7).factors(launch, launch.tiles[0], heads, torch.float64)[3:5])

@@ -7,14 +7,12 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from longspan import Bridge, Exchange, Layout, Partition, World
+from longspan import Bridge, Layout, Partition, World
 from longspan.comm.channel import Channel, Handle
 from longspan.comm.row_exchange import RowGradient
-from longspan.errors import LayoutError
 from longspan.testing import backend, run_ranks
 from tests.layout.copies import lacking, random_gradients, summed
 
@@ -217,32 +215,3 @@ def test_cases_tell_conventions_apart() -> None:
             != summed(case.have, case.need, gradients_of(case), case._replace(gradient=other).groups)
         ]
         assert len(changed) >= 2, (other, changed)
-
-
-def public_example(rank: int) -> None:
-    have, need = Partition.from_rows([[0, 1], [2], []]), Partition.from_rows([[2], [2, 0], [1]])
-    assert [Exchange(have, need).received_rows(r) for r in range(3)] == [1, 1, 1]
-    with World(Layout(ranks=3), backend=backend()) as world:
-        values = ([1.0, 2.0], [3.0], [])[rank]
-        x = torch.tensor(values, dtype=torch.float64, device=world.device).reshape(-1, 1).requires_grad_()
-        bridge = Bridge(have, need, world, gradient="partial")
-        y = bridge(x)
-        assert y.flatten().tolist() == [[3.0], [3.0, 1.0], [2.0]][rank] and "Bridge" in repr(bridge)
-        (y.sum() * (rank + 1)).backward()
-        assert x.grad is not None and x.grad.flatten().tolist() == [[2.0, 3.0], [3.0], []][rank]
-
-
-def test_partial_gradients_are_summed_over_the_ranks_that_used_a_row() -> None:
-    run_ranks(public_example, 3)
-
-
-def refuse(rank: int) -> None:
-    with World(Layout(ranks=2), backend=backend()) as world:
-        with pytest.raises(LayoutError, match="row 5 is needed by rank 1 and nobody has it"):
-            Bridge(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [5]]), world)
-        with pytest.raises(LayoutError, match="the exchange is among 1 ranks, the channel has 2"):
-            Bridge(Partition.from_rows([[0]]), Partition.from_rows([[0]]), world)
-
-
-def test_what_does_not_fit_is_refused_on_every_rank() -> None:
-    run_ranks(refuse, 2)

@@ -31,7 +31,6 @@ on_gloo = pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck proc
 RING = r"'(ring of four|leaving the world)' of step 7 between ranks \(0, 1, 2, 3\)"
 FAILURES = {  # what rank 2 does instead of entering -> what the launcher raises, and what the others say
     "kill": (RankLostError, "rank 2 of 4 was killed by signal 9", "failed .*rank 2 does not answer: it was killed"),
-    "leave": (RankLostError, "rank 2 of 4 left with exit code 3", "failed .*rank 2 does not answer: it left with"),
     "raise": (KeyError, "boom", "failed .*rank 2 left with KeyError: 'boom'"),
     "hang": (RankLostError, RING + " timed out", ".*rank 2 is computing in step 7, after 'barrier'"),
 }
@@ -45,8 +44,6 @@ def walk(rank: int, how: str) -> None:
             time.sleep(0.2)  # the others are in the exchange by now
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if how == "leave":
-                os._exit(3)
             if how == "raise":
                 raise KeyError("boom")
             time.sleep(60)
@@ -72,26 +69,6 @@ def test_the_others_stop_and_say_which(how: str) -> None:
     assert (type(raised.value) is RankLostError) == (how != "raise"), "a restart helps"
     name = "CommError" if how == "raise" else "RankLostError"
     assert all(re.match(rf"rank [013]: {name}", note) for note in said), said
-
-
-def outlive(rank: int) -> str:
-    try:
-        with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
-            if rank == 1:
-                raise ValueError("not today")
-            world.control.barrier()
-    except (ValueError, CommError) as error:
-        time.sleep(2 * rank)
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_leaves_and_lives_on_is_quoted_at_once() -> None:
-    before = time.monotonic()
-    messages = run_ranks(outlive, 2)
-    assert messages[1] == "not today"
-    assert re.search(r"'barrier' of step 0 .*rank 1 left with ValueError: not today", messages[0])
-    assert time.monotonic() - before < 50
 
 
 def wait_in_vain(rank: int, folder: Path) -> None:
@@ -293,8 +270,6 @@ def hang(rank: int, where: str, folder: Path) -> str:
             with world.watch.naming("forward and backward passes", world.home.ranks) if own else nullcontext():
                 if rank == 2:
                     time.sleep(60)
-                if where == "message":
-                    world.control.barrier("messages in pairs")
                 if where == "collective":
                     world.control.sum_of_arrays(torch.ones(1 << 14).numpy(), "a large sum")
                 dist.all_reduce(x, group=group)
@@ -316,7 +291,6 @@ def hang_on_all_but_one(rank: int, where: str, folder: Path) -> str:
 
 
 CASES = {  # what the others wait in, and what the error says of the last rank
-    "message": ("'messages in pairs' of step 7", "rank 2 is computing in step 7, after 'a first sum'"),
     "collective": ("'a large sum' of step 7", "rank 2 is computing in step 7, after 'a first sum'"),
     "torch's": ("'forward and backward passes' of step 7", "rank 2 is computing in step 7, in 'forward and backward"),
 }
@@ -358,11 +332,9 @@ def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(tmp_path: Path, m
     release.set()
 
 
-def meet_late(rank: int, is_gone: bool) -> None:
+def meet_late(rank: int) -> None:
     with World(Layout(ranks=3), backend="gloo", timeout=600) as world:
         set_timeout(world, 2)
-        if rank == 1 and is_gone:
-            os._exit(9)
         if rank != 2:
             time.sleep(60)
         x = torch.ones(4)
@@ -371,11 +343,10 @@ def meet_late(rank: int, is_gone: bool) -> None:
 
 @pytest.mark.whole
 @on_gloo
-@pytest.mark.parametrize("is_gone", [False, True])
-def test_a_first_message_is_named_soon_after_the_limit(is_gone: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_first_message_is_named_soon_after_the_limit(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CommError) as raised:
-        run_local(meet_late, 3, (is_gone,), grace=40, threads=1)
+        run_local(meet_late, 3, (), grace=40, threads=1)
     text = f"{raised.value}\n{capfd.readouterr().err}"  # gloo raises, or does not return, and the process is ended
     said = re.search(r"'a first message' of step 0 .* on rank 2 after ([\d.]+) s \(limit 2 s\): (.*)", text)
     assert said is not None and float(said[1]) < 20, text
-    assert re.search(r"\b1\b.* (killed|exit code 9)" if is_gone else "rank 1 is computing in step 0", said[2]), text
+    assert "rank 1 is computing in step 0" in said[2], text

@@ -37,6 +37,14 @@ def rows(member: int, count: int, dtype: torch.dtype, device: torch.device) -> T
     return (torch.arange(count * 3, device=device).reshape(count, 3) + 20 * member).to(dtype)
 
 
+def talk_all(rank: int) -> list[list[GroupRecord]]:
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
+        disagree(world)
+        if rank < 3:
+            check_pairs(world.channels.find_channel((2, 0, 1)))
+    return [talk(rank, max_groups) for max_groups in MAX_GROUPS]
+
+
 def talk(rank: int, max_groups: int) -> list[GroupRecord]:
     with World(Layout(ranks=4), backend=backend(), timeout=60, max_groups=max_groups) as world:
         for slots, _ in GATHERS:
@@ -107,14 +115,17 @@ def one_group(slots: tuple[int, ...]) -> Plan:
     return Plan(4, (8,), (MicroBatch((Group(slots, (0,), (8,)),)),), targets=7)
 
 
-@pytest.mark.parametrize(("max_groups", "made"), [(0, 0), (1, 1), (9, 2)])
-def test_channels_with_and_without_communicators(max_groups: int, made: int) -> None:
-    for rank, records in enumerate(run_ranks(talk, 4, max_groups)):
-        communicators = [record for record in records if record.kind == "communicator"]
-        assert all(rank in record.ranks and record.seconds > 0 for record in communicators)
-        assert len(communicators) <= max_groups
-        if rank == 0:  # (0, 1, 2, 3), again in another order, (0, 2), (0, 3)
-            assert len(communicators) == min(max_groups, 3) >= made
+MAX_GROUPS = (0, 1, 9)
+
+
+def test_channels_with_and_without_communicators() -> None:
+    for rank, of_rank in enumerate(run_ranks(talk_all, 4)):
+        for max_groups, records in zip(MAX_GROUPS, of_rank, strict=True):
+            communicators = [record for record in records if record.kind == "communicator"]
+            assert all(rank in record.ranks and record.seconds > 0 for record in communicators)
+            assert len(communicators) <= max_groups
+            if rank == 0:  # (0, 1, 2, 3), again in another order, (0, 2), (0, 3)
+                assert len(communicators) == min(max_groups, 3)
 
 
 def test_the_error_of_a_sum_does_not_grow_with_the_number_of_members() -> None:
@@ -152,40 +163,30 @@ def test_works_that_hold_much_are_not_kept_to_be_watched(work_bytes: int, seen: 
     assert watch.seen == [seen] and watch.finished == "gather"
 
 
-def pairs(rank: int) -> None:
-    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
-        channel = world.channels.find_channel((2, 0, 1))
-        peers = [m for m in range(3) if m != channel.index]
-        sizes = (2, 0, 5)
-        sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=world.device)) for n in sizes for m in peers]
-        receives = [(m, torch.zeros(n, device=world.device)) for n in sizes for m in peers]
-        assert channel.exchange(sends, receives, "pairs").wait() is None
-        for member, arrived_there in receives:
-            assert (arrived_there == 10.0 * member + len(arrived_there)).all()
-        strided = torch.arange(6.0, device=world.device).reshape(3, 2).t()
-        arrived = torch.empty(2, 3, device=world.device)
-        right, left = (channel.index + 1) % 3, (channel.index - 1) % 3
-        channel.exchange([(right, strided)], [(left, arrived)], "strided").wait()
-        assert torch.equal(arrived, strided)
-        with pytest.raises(AssertionError, match="does not send to itself"):
-            channel.exchange([(channel.index, arrived)], [], "self")
-        assert channel.exchange([], [], "nothing").wait() is None
+def check_pairs(channel: Channel) -> None:
+    device = channel.device
+    peers = [m for m in range(3) if m != channel.index]
+    sizes = (2, 0, 5)
+    sends = [(m, torch.full((n,), 10.0 * channel.index + n, device=device)) for n in sizes for m in peers]
+    receives = [(m, torch.zeros(n, device=device)) for n in sizes for m in peers]
+    assert channel.exchange(sends, receives, "pairs").wait() is None
+    for member, arrived_there in receives:
+        assert (arrived_there == 10.0 * member + len(arrived_there)).all()
+    strided = torch.arange(6.0, device=device).reshape(3, 2).t()
+    arrived = torch.empty(2, 3, device=device)
+    right, left = (channel.index + 1) % 3, (channel.index - 1) % 3
+    channel.exchange([(right, strided)], [(left, arrived)], "strided").wait()
+    assert torch.equal(arrived, strided)
+    with pytest.raises(AssertionError, match="does not send to itself"):
+        channel.exchange([(channel.index, arrived)], [], "self")
+    assert channel.exchange([], [], "nothing").wait() is None
 
 
-def test_pairs_of_members() -> None:
-    run_ranks(pairs, 3)
-
-
-def disagree(rank: int) -> None:
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        with pytest.raises(CommError, match="hold 2 different plans"):
-            world.prepare(plan_fixed([8 + rank, 4], Layout(ranks=2), cp=2))
-        with pytest.raises(CommError, match="the plan is for 4 slots, the home has 2"):
-            world.prepare(one_group((0, 1)))
-
-
-def test_prepare_refuses_plans_that_are_not_the_same() -> None:
-    run_ranks(disagree, 2)
+def disagree(world: World) -> None:
+    with pytest.raises(CommError, match="hold 2 different plans"):
+        world.prepare(plan_fixed([8 + world.rank % 2, 4], world.home, cp=2))
+    with pytest.raises(CommError, match="the plan is for 8 slots, the home has 4"):
+        world.prepare(plan_fixed([8], Layout(ranks=8), cp=2))
 
 
 def plan_of(*micro_batches: tuple[tuple[int, ...], ...]) -> Plan:

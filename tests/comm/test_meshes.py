@@ -13,14 +13,14 @@ from longspan.errors import CommError
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
 
-HOMES = [
+HOMES = (
     Layout(ranks=4, pp=2, tp=2),
     Layout(ranks=4, tp=2, dp_replicate=2),
     Layout(ranks=4, ep=2),
     Layout(ranks=4, ep=2, dp_replicate=2),
     Layout(ranks=4, ep=4),
-    Layout(ranks=8, tp=2, ep=2, dp_replicate=2),
-]
+)
+LARGE = (Layout(ranks=8, tp=2, ep=2, dp_replicate=2),)
 
 Members = dict[str, tuple[int, ...]]
 
@@ -30,7 +30,11 @@ def _members(mesh: DeviceMesh) -> Members:
     return {name: tuple(dist.get_process_group_ranks(mesh.get_group(name))) for name in names}
 
 
-def _visit(rank: int, home: Layout) -> tuple[dict[str, Members], list[str]]:
+def _visit_all(rank: int, homes: tuple[Layout, ...]) -> list[tuple[dict[str, Members], list[str]]]:
+    return [_visit(home) for home in homes]
+
+
+def _visit(home: Layout) -> tuple[dict[str, Members], list[str]]:
     with World(home, backend=backend(), timeout=60) as world:
         meshes = {"fsdp": world.meshes.fsdp, "expert": world.meshes.expert}
         if home.tp > 1:
@@ -86,12 +90,15 @@ def _wanted(home: Layout, rank: int) -> dict[str, Members]:
     return meshes
 
 
-@pytest.mark.parametrize("home", HOMES, ids=str)
-def test_axes_hold_their_ranks_and_fsdp2_takes_tensors_of_the_same_root(home: Layout) -> None:
-    for rank, (meshes, kinds) in enumerate(run_ranks(_visit, len(home.ranks), home)):
-        assert meshes == _wanted(home, rank)
-        axes = [kind for kind in kinds if kind not in ("control", "parent")]
-        assert len(axes) == len(set(axes)) == len({a for mesh in meshes.values() for a in mesh}), "one group an axis"
+@pytest.mark.parametrize(("ranks", "homes"), [(4, HOMES), (8, LARGE)])
+def test_axes_hold_their_ranks_and_fsdp2_takes_tensors_of_the_same_root(ranks: int, homes: tuple[Layout, ...]) -> None:
+    for rank, of_rank in enumerate(run_ranks(_visit_all, ranks, homes)):
+        for home, (meshes, kinds) in zip(homes, of_rank, strict=True):
+            assert meshes == _wanted(home, rank), home
+            axes = [kind for kind in kinds if kind not in ("control", "parent")]
+            assert len(axes) == len(set(axes)) == len({a for mesh in meshes.values() for a in mesh}), (
+                "one group an axis"
+            )
 
 
 REFUSED = [
@@ -105,6 +112,7 @@ REFUSED = [
 
 
 def _refused(rank: int) -> None:
+    _shuffled()
     for home, name, says in REFUSED:
         with World(home, backend=backend(), timeout=60) as world:
             before = len(world.process_groups.made)
@@ -113,11 +121,7 @@ def _refused(rank: int) -> None:
             assert len(world.process_groups.made) == before
 
 
-def test_homes_without_such_a_mesh_are_refused() -> None:
-    run_ranks(_refused, 4)
-
-
-def _shuffled(rank: int) -> None:
+def _shuffled() -> None:
     with World(Layout(ranks=(2, 0, 3, 1), dp_replicate=2), backend=backend(), timeout=60) as world:
         layer = nn.Linear(8, 16, bias=False, device=world.device)
         weight = layer.weight.detach().fill_(0).add_(torch.arange(128.0, device=world.device).view(16, 8)).clone()
@@ -125,8 +129,8 @@ def _shuffled(rank: int) -> None:
         assert isinstance(layer.weight, DTensor) and torch.equal(layer.weight.full_tensor(), weight)
 
 
-def test_slots_in_any_order_of_ranks() -> None:
-    run_ranks(_shuffled, 4)
+def test_slots_in_any_order_of_ranks_and_homes_without_such_a_mesh() -> None:
+    run_ranks(_refused, 4)
 
 
 def _again(rank: int) -> list[float]:

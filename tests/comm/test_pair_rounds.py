@@ -3,6 +3,7 @@
 import re
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,23 +39,21 @@ def texts(rank: int, home: Layout) -> list[Any]:
         return [sums, rounds.reduce(torch.tensor([rank, 1]), torch.add, "ranks").tolist()]
 
 
-@pytest.mark.parametrize("home", [Layout(1), Layout(ranks=(2, 0, 1)), Layout(5), Layout(8)], ids=str)
-def test_every_rank_gets_the_same_in_the_order_of_the_home(home: Layout) -> None:
-    n = len(home.ranks)
-    results = run_ranks(texts, n, home)
-    assert results == [results[0]] * n and results[0][1] == [n * (n - 1) // 2, n]
-
-
-def values_of_stages(rank: int) -> list[float]:
+def of_eight(rank: int) -> tuple[list[Any], list[float]]:
+    results = texts(rank, Layout(ranks=(2, 0, 1, 6, 5, 3, 4, 7)))
     with World(Layout(ranks=8, pp=2, tp=2), backend="gloo", timeout=60) as world:
         place = world.coordinates
         slots = world.control.sum_over_slots([10.0**place.slot + 100 * place.pp])
         # tensor-parallel ranks hold the same value, which counts once
-        return slots + world.control.sum_over_stages([1.0 + place.slot + 10 * place.pp])
+        return results, slots + world.control.sum_over_stages([1.0 + place.slot + 10 * place.pp])
 
 
-def test_sums_count_each_slot_of_the_stages_once() -> None:
-    assert run_ranks(values_of_stages, 8) == [[11.0 + 200 * (rank >= 4), 26.0] for rank in range(8)]
+def test_every_rank_gets_the_same_in_the_order_of_the_home() -> None:
+    for n, results in ((6, run_ranks(texts, 6, Layout(ranks=(2, 0, 1, 5, 4, 3)))), (8, run_ranks(of_eight, 8))):
+        if n == 8:
+            results, of_stages = zip(*results, strict=True)
+            assert list(of_stages) == [[11.0 + 200 * (rank >= 4), 26.0] for rank in range(8)]
+        assert [*results] == [results[0]] * n and results[0][1] == [n * (n - 1) // 2, n]
 
 
 def differences(rank: int) -> list[str]:
@@ -73,29 +72,30 @@ def differences(rank: int) -> list[str]:
         return [str(plans.value), str(errors.value), received_signal(world, stop.received)]
 
 
-def test_differences_are_named_with_their_ranks() -> None:
-    plans = (
-        "the ranks hold 2 different plans for step 12: ranks (0, 1, 2) hold 5f0c5f0c5f0c…; ranks (3) hold "
-        "91ab91ab91ab…. A plan must be made from the same lengths and settings on every rank"
-    )
-    assert run_ranks(differences, 4) == [[plans, "no room for 1 (on rank 1)", "SIGTERM"]] * 4
-
-
 def in_other_calls(rank: int) -> str:
     with pytest.raises(CommError) as raised, World(Layout(ranks=2), backend="gloo", timeout=2) as world:
         world.control.any_ranks(False, False) if rank else world.control.any_ranks(False)
     return str(raised.value)
 
 
-def test_ranks_in_different_calls_time_out_and_do_not_take_each_others_values() -> None:
-    for message in run_ranks(in_other_calls, 2):
+def of_two(rank: int) -> tuple[Any, ...]:
+    return traffic_of_calls(2), requests_of_watching(), in_other_calls(rank)
+
+
+@pytest.fixture(scope="module")
+def two() -> list[tuple[Any, ...]]:
+    return run_ranks(of_two, 2)
+
+
+def test_ranks_in_different_calls_time_out_and_do_not_take_each_others_values(two: list[tuple[Any, ...]]) -> None:
+    for *_, message in two:
         assert re.search("'agreement on a flag' of step 0 between ranks .0, 1. (timed out|failed)", message), message
 
 
 CALLS = 10
 
 
-def traffic_of_calls(rank: int, ranks: int) -> tuple[Traffic, Traffic]:
+def traffic_of_calls(ranks: int) -> tuple[Traffic, Traffic]:
     before = traffic()
     with World(Layout(ranks=ranks), backend="gloo", timeout=60) as world:
         opened = traffic() - before
@@ -106,23 +106,35 @@ def traffic_of_calls(rank: int, ranks: int) -> tuple[Traffic, Traffic]:
         return opened, traffic() - before
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 1), (4, 2)])
-def test_sockets_and_messages_grow_with_the_rounds(ranks: int, rounds: int) -> None:
-    for opened, calls in run_ranks(traffic_of_calls, ranks, ranks):
-        assert opened.peer_sockets == rounds + ranks - 1, "the rounds' pairs, and all pairs for tensors of a CPU"
-        assert calls.peer_sockets == 0
-        assert CALLS * rounds * 3 <= calls.peer_messages <= CALLS * rounds * 4 + 4
+def of_four(rank: int) -> tuple[tuple[Traffic, Traffic], list[str]]:
+    return traffic_of_calls(4), differences(rank)
 
 
-def requests_of_watching(rank: int) -> tuple[int, list[str]]:
+def test_sockets_and_messages_grow_with_the_rounds_and_differences_are_named(two: list[tuple[Any, ...]]) -> None:
+    four, texts_of_four = zip(*run_ranks(of_four, 4), strict=True)
+    for ranks, rounds, of_ranks in ((2, 1, [sent for sent, *_ in two]), (4, 2, four)):
+        for opened, calls in of_ranks:
+            assert opened.peer_sockets == rounds + ranks - 1, "the rounds' pairs, and all pairs for tensors of a CPU"
+            assert calls.peer_sockets == 0
+            assert CALLS * rounds * 3 <= calls.peer_messages <= CALLS * rounds * 4 + 4
+    plans = (
+        "the ranks hold 2 different plans for step 12: ranks (0, 1, 2) hold 5f0c5f0c5f0c…; ranks (3) hold "
+        "91ab91ab91ab…. A plan must be made from the same lengths and settings on every rank"
+    )
+    assert [*texts_of_four] == [[plans, "no room for 1 (on rank 1)", "SIGTERM"]] * 4
+
+
+def requests_of_watching() -> tuple[int, list[str]]:
     asked, has_news = list[str](), FailureReports.has_news
 
     def counted(self: FailureReports) -> bool:
         asked.append("news")
         return has_news(self)
 
-    FailureReports.has_news = counted
-    with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
+    with (
+        patch.object(FailureReports, "has_news", counted),
+        World(Layout(ranks=2), backend="gloo", timeout=60) as world,
+    ):
         world.control.barrier()
         before, asked[:] = traffic(), []
         time.sleep(1)
@@ -130,6 +142,6 @@ def requests_of_watching(rank: int) -> tuple[int, list[str]]:
         return requests - len(asked), asked[:1]
 
 
-def test_watching_takes_one_store_request_at_a_time() -> None:
-    for more, asked in run_ranks(requests_of_watching, 2):
+def test_watching_takes_one_store_request_at_a_time(two: list[tuple[Any, ...]]) -> None:
+    for _, (more, asked), _ in two:
         assert -2 <= more <= 2 and asked == ["news"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.comm import to_device
+from longspan.comm import Channel, to_device
 from longspan.comm.row_exchange import (
     RowExchange,
     RowGradient,
@@ -60,37 +60,48 @@ def wanted_gradient(row: int, need: Lists, gradient: RowGradient) -> float:
     return sum(max(map(sum, uses[r : r + 2])) for r in range(0, len(uses), 2))
 
 
-def check(rank: int, names: list[str]) -> None:
-    n = len(CASES[names[0]][0])
-    with World(Layout(ranks=n), backend=backend(), timeout=60) as world:
-        for have, need in (CASES[name] for name in names):
-            exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
-            check_values(rank, have, need, exchange, world)
-            slots = [range(n)[r : r + 2] for r in range(0, n, 2)]
-            for gradient in ("partial", "identical", "partial_over_slots"):
-                if gradient == "partial_over_slots" and need in (
-                    CASES["needed several times"][1],
-                    CASES["four ranks, sparse ids"][1],
-                ):
-                    with pytest.raises(LayoutError, match=r"but need row (0|90) 1 and 2 times"):
-                        RowExchange(exchange, world.channels.everyone, gradient=gradient, slots=slots)
-                    continue
-                move = RowExchange(exchange, world.channels.everyone, gradient=gradient, slots=slots)
-                for dtype in (torch.float64, torch.bfloat16):
-                    check_gradient(rank, have[rank], need, move, gradient, dtype)
+def exchange_of(have: Lists, need: Lists) -> Exchange:
+    return Exchange(Partition.from_rows(have), Partition.from_rows(need))
 
 
-def stack(rows: list[int], world: World, dtype: torch.dtype, *shape: int) -> Tensor:
+def check_all(rank: int) -> None:
+    """Members are ranks of the same number."""
+    with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
+        channels = {n: world.channels.find_channel(range(n)) for n in range(rank + 1, 5)}
+        for have, need in CASES.values():
+            if rank < len(have):
+                check(rank, have, need, channels[len(have)])
+        for n, others in {2: (frozen, refuse, any_strides, written), 3: (rounded_once, travel)}.items():
+            for other in others if rank < n else ():
+                other(rank, channels[n])
+
+
+def check(rank: int, have: Lists, need: Lists, channel: Channel) -> None:
+    n, exchange = len(have), exchange_of(have, need)
+    check_values(rank, have, need, exchange, channel)
+    slots = [range(n)[r : r + 2] for r in range(0, n, 2)]
+    for gradient in ("partial", "identical", "partial_over_slots"):
+        differs = need in (CASES["needed several times"][1], CASES["four ranks, sparse ids"][1])
+        if gradient == "partial_over_slots" and differs:
+            with pytest.raises(LayoutError, match=r"but need row (0|90) 1 and 2 times"):
+                RowExchange(exchange, channel, gradient=gradient, slots=slots)
+            continue
+        move = RowExchange(exchange, channel, gradient=gradient, slots=slots)
+        for dtype in (torch.float64, torch.bfloat16):
+            check_gradient(rank, have[rank], need, move, gradient, dtype)
+
+
+def stack(rows: list[int], device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     values = [value(row, 6).reshape(shape) for row in rows]
-    return (torch.stack(values) if values else torch.empty(0, *shape)).to(world.device, dtype)
+    return (torch.stack(values) if values else torch.empty(0, *shape)).to(device, dtype)
 
 
-def check_values(rank: int, have: Lists, need: Lists, exchange: Exchange, world: World) -> None:
+def check_values(rank: int, have: Lists, need: Lists, exchange: Exchange, channel: Channel) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
         for shape in ((6,), (3, 2)):
-            x = stack(have[rank], world, dtype, *shape)
-            y = RowExchange(exchange, world.channels.everyone, gradient="none")(x)
-            assert y.dtype == dtype and torch.equal(y, stack(need[rank], world, dtype, *shape))
+            x = stack(have[rank], channel.device, dtype, *shape)
+            y = RowExchange(exchange, channel, gradient="none")(x)
+            assert y.dtype == dtype and torch.equal(y, stack(need[rank], channel.device, dtype, *shape))
             assert not y.requires_grad
 
 
@@ -106,40 +117,28 @@ def check_gradient(
         assert x.grad is not None and torch.equal(x.grad, expected.to(dtype)[:, None].expand(-1, 2)), (x.grad, expected)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_rows_and_gradients(n: int) -> None:
-    run_ranks(check, n, [name for name, (have, _) in CASES.items() if len(have) == n])
+def frozen(rank: int, channel: Channel) -> None:
+    """Every rank enters backward, also one whose rows need no gradient."""
+    exchange = exchange_of([[0], [1]], [[1], [0]])
+    x = torch.ones(1, 1, device=channel.device, requires_grad=rank == 0)
+    y = RowExchange(exchange, channel, gradient="partial")(x)
+    (y * (rank + 2)).sum().backward()
+    assert x.grad is None if rank else x.grad is not None and x.grad.item() == 3.0
+    with torch.no_grad():
+        assert not RowExchange(exchange, channel)(x).requires_grad
 
 
-def frozen(rank: int) -> None:
-    exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        x = torch.ones(1, 1, device=world.device, requires_grad=rank == 0)
-        y = RowExchange(exchange, world.channels.everyone, gradient="partial")(x)
-        (y * (rank + 2)).sum().backward()
-        assert x.grad is None if rank else x.grad is not None and x.grad.item() == 3.0
-        with torch.no_grad():
-            assert not RowExchange(exchange, world.channels.everyone)(x).requires_grad
-
-
-def test_every_rank_enters_backward() -> None:
-    run_ranks(frozen, 2)
-
-
-def refuse(rank: int) -> None:
-    exchange = Exchange(Partition.from_rows([[0], [1]]), Partition.from_rows([[1], [0]]))
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        with pytest.raises(LayoutError, match="3 rows were given, this member has 1"):
-            RowExchange(exchange, world.channels.everyone)(torch.zeros(3, 1))
-        with pytest.raises(CommError, match="gradient 'both' is not known"):
-            RowExchange(exchange, world.channels.everyone, gradient="both")  # type: ignore[arg-type]
-        three = Exchange(Partition.from_rows([[0], [], []]), Partition.from_rows([[], [0], []]))
-        with pytest.raises(LayoutError, match="the exchange is among 3 ranks, the channel has 2"):
-            RowExchange(three, world.channels.everyone)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    run_ranks(refuse, 2)
+def refuse(rank: int, channel: Channel) -> None:
+    exchange = exchange_of([[0], [1]], [[1], [0]])
+    with pytest.raises(LayoutError, match="3 rows were given, this member has 1"):
+        RowExchange(exchange, channel)(torch.zeros(3, 1))
+    with pytest.raises(CommError, match="gradient 'both' is not known"):
+        RowExchange(exchange, channel, gradient="both")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match="the exchange is among 3 ranks, the channel has 2"):
+        RowExchange(exchange_of([[0], [], []], [[], [0], []]), channel)
+    for sends, receives in (([3], [2]), ([1, 1], [2]), ([2], [])):
+        with pytest.raises(CommError, match="all_to_all_rows got 2 rows to send as"):
+            all_to_all_rows(torch.zeros(2, 1), sends, receives, channel)
 
 
 OPERATIONS = {"aten::index": "index", "aten::index_copy_": "copies", "c10d::send": "sends", "c10d::recv_": "receives"}
@@ -150,7 +149,7 @@ def counts(rank: int) -> list[dict[str, int]]:
     need = [[9, 0, 6, 2], [7, 5, 3], [], []]
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
         x = torch.ones(len(have[rank]), 2, device=world.device, requires_grad=True)
-        exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
+        exchange = exchange_of(have, need)
         move = RowExchange(exchange, world.channels.everyone)
         y = move(x)
         again = RowExchange(Exchange(exchange.have, exchange.need), world.channels.everyone)
@@ -174,59 +173,69 @@ def test_one_kernel_packs_and_one_unpacks_a_direction() -> None:
     assert run_ranks(counts, 4) == [[both, both], [both, both], [nothing, nothing], [nothing, nothing]]
 
 
-def rounded_once(rank: int) -> None:
+def rounded_once(rank: int, channel: Channel) -> None:
     """256 + 1 + 1 = 258 in float32; a bfloat16 sum would stay 256. By three ranks, by one, and by one and another."""
-    with World(Layout(ranks=3), backend=backend(), timeout=60) as world:
-        for need, uses in (
-            ([[0], [0], [0]], [[256.0], [1.0], [1.0]]),
-            ([[], [0, 0, 0], []], [[], [256.0, 1.0, 1.0], []]),
-            ([[0], [], [0, 0]], [[256.0], [], [1.0, 1.0]]),
-        ):
-            exchange = Exchange(Partition.from_rows([[0], [], [0]]), Partition.from_rows(need))
-            move = RowExchange(exchange, world.channels.everyone)
-            gradient = torch.tensor(uses[rank], dtype=torch.bfloat16, device=world.device)[:, None]
-            assert move.back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
-            assert move.back(gradient).dtype == torch.bfloat16
+    for need, uses in (
+        ([[0], [0], [0]], [[256.0], [1.0], [1.0]]),
+        ([[], [0, 0, 0], []], [[], [256.0, 1.0, 1.0], []]),
+        ([[0], [], [0, 0]], [[256.0], [], [1.0, 1.0]]),
+    ):
+        move = RowExchange(exchange_of([[0], [], [0]], need), channel)
+        gradient = torch.tensor(uses[rank], dtype=torch.bfloat16, device=channel.device)[:, None]
+        assert move.back(gradient).flatten().tolist() == [[258.0], [], [258.0]][rank]
+        assert move.back(gradient).dtype == torch.bfloat16
 
 
-def test_sums_of_half_precision_are_rounded_once() -> None:
-    run_ranks(rounded_once, 3)
-
-
-def any_strides(rank: int) -> None:
+def any_strides(rank: int, channel: Channel) -> None:
     have, need = [[0, 1, 2], [3, 4]], [[4, 1, 0, 4], [0, 3]]
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
-        move = RowExchange(exchange, world.channels.everyone)
-        for dims in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
-            everything = torch.arange(5 * 4 * 8.0, device=world.device).reshape(5, 4, 8)
-            back_again = [dims.index(dim) for dim in range(3)]
-            x = everything[have[rank]].permute(dims).contiguous().permute(back_again)
-            assert torch.equal(move(x), everything[need[rank]])
-        assert move(x[:, 0, 0]).tolist() == everything[need[rank], 0, 0].tolist()
-        assert move(x[:, :0]).shape == (len(need[rank]), 0, 8)
+    move = RowExchange(exchange_of(have, need), channel)
+    for dims in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+        everything = torch.arange(5 * 4 * 8.0, device=channel.device).reshape(5, 4, 8)
+        back_again = [dims.index(dim) for dim in range(3)]
+        x = everything[have[rank]].permute(dims).contiguous().permute(back_again)
+        assert torch.equal(move(x), everything[need[rank]])
+    assert move(x[:, 0, 0]).tolist() == everything[need[rank], 0, 0].tolist()
+    assert move(x[:, :0]).shape == (len(need[rank]), 0, 8)
 
 
-def test_rows_of_any_shape_and_strides() -> None:
-    run_ranks(any_strides, 2)
-
-
-def written(rank: int) -> None:
+def written(rank: int, channel: Channel) -> None:
+    """Rows that arrive can be written into."""
     layouts = (([[0, 1], [2]], [[0, 1], [0, 1]]), ([[0, 1], [2]], [[2], [0]]), ([[0], [0]], [[], [0]]))
-    with World(Layout(ranks=2), backend=backend(), timeout=60) as world:
-        for have, need in layouts:
-            exchange = Exchange(Partition.from_rows(have), Partition.from_rows(need))
-            x = torch.ones(len(have[rank]), 2, device=world.device, requires_grad=True)
-            y = RowExchange(exchange, world.channels.everyone)(x)
-            y.mul_(3)
-            y.sum().backward()
-            uses = [sum(rows.count(row) for rows in need) for row in have[rank]]
-            assert torch.equal(x.detach().cpu(), torch.ones(x.shape)) and x.grad is not None
-            assert x.grad.cpu().tolist() == [[3.0 * count] * 2 for count in uses]
+    for have, need in layouts:
+        x = torch.ones(len(have[rank]), 2, device=channel.device, requires_grad=True)
+        y = RowExchange(exchange_of(have, need), channel)(x)
+        y.mul_(3)
+        y.sum().backward()
+        uses = [sum(rows.count(row) for rows in need) for row in have[rank]]
+        assert torch.equal(x.detach().cpu(), torch.ones(x.shape)) and x.grad is not None
+        assert x.grad.cpu().tolist() == [[3.0 * count] * 2 for count in uses]
 
 
-def test_rows_that_arrive_can_be_written_into() -> None:
-    run_ranks(written, 2)
+TABLES = (  # rows that each rank sends to each
+    [[0, 3, 1], [2, 0, 5], [4, 1, 2]],
+    [[0, 0, 0], [3, 0, 1], [2, 0, 0]],  # one sends nothing, one receives nothing
+    [[0, 0, 0]] * 3,
+)
+
+
+def travel(rank: int, channel: Channel) -> None:
+    """Rows to members that know only by asking how many come; the gradient of the i-th that arrived is 2 i + 1."""
+    for table in TABLES:
+        sent = [[[100.0 * s + 10.0 * m + i for i in range(n)] for m, n in enumerate(table[s])] for s in range(3)]
+        x = torch.tensor([x for rows in sent[rank] for x in rows], dtype=torch.float64, device=channel.device)
+        x = x.unsqueeze(1).expand(-1, 2).contiguous().requires_grad_()
+        assert exchange_counts(torch.tensor(table[rank], device=channel.device), channel) == table
+        arrived = all_to_all_rows(x, table[rank], [row[rank] for row in table], channel)
+        expected = [[x for rows in sent for x in rows[m]] for m in range(3)]
+        assert arrived[:, 0].tolist() == expected[rank]
+        places = torch.arange(len(arrived), device=channel.device).unsqueeze(1)
+        (arrived * (2 * places + 1)).sum().backward()
+        wanted = [2.0 * expected[m].index(row) + 1.0 for m in range(3) for row in sent[rank][m]]
+        assert x.grad is not None and x.grad.tolist() == [[number] * 2 for number in wanted]
+
+
+def test_rows_and_gradients() -> None:
+    run_ranks(check_all, 4)
 
 
 @pytest.mark.parametrize(
@@ -245,56 +254,6 @@ def test_indices_that_are_not_used_stay_on_the_host(have: Lists, need: Lists, us
     moves = plan_moves(*cut_into_blocks(Partition.from_rows(have), Partition.from_rows(need)), 0)
     there = vars(moves_on_device(moves, torch.device("cpu")))
     assert {name for name, value in there.items() if isinstance(value, torch.Tensor) and len(value)} == used
-
-
-# ---- rows to members that know only by asking how many come, and their gradients back
-
-TABLES = {
-    "uneven": [[0, 3, 1], [2, 0, 5], [4, 1, 2]],
-    "one sends nothing, one receives nothing": [[0, 0, 0], [3, 0, 1], [2, 0, 0]],
-    "nothing moves": [[0, 0, 0]] * 3,
-}
-
-
-def _row(sender: int, member: int, i: int) -> float:
-    return 100.0 * sender + 10.0 * member + i
-
-
-def _travel(rank: int, table: list[list[int]]) -> tuple[list[list[int]], list[float], list[float]]:
-    """Counts that this rank learns, the rows that arrive, and the gradient of those sent: 2 x the arrived place + 1."""
-    with World(Layout(ranks=3), backend=backend()) as world:
-        channel = world.channels.find_channel(range(3))
-        counts = exchange_counts(torch.tensor(table[rank], device=world.device), channel)
-        going = [_row(rank, m, i) for m, n in enumerate(table[rank]) for i in range(n)]
-        x = torch.tensor(going, dtype=torch.float64, device=world.device).unsqueeze(1).expand(-1, 2).contiguous()
-        x.requires_grad_()
-        arrived = all_to_all_rows(x, table[rank], [row[rank] for row in table], channel)
-        places = torch.arange(len(arrived), device=world.device).unsqueeze(1)
-        (arrived * (2 * places + 1)).sum().backward()
-        assert x.grad is not None and torch.equal(x.grad[:, 0], x.grad[:, 1])
-        return counts, arrived[:, 0].tolist(), x.grad[:, 0].tolist()
-
-
-@pytest.mark.parametrize("case", TABLES)
-def test_rows_travel_and_their_gradients_return(case: str) -> None:
-    table = TABLES[case]
-    answers = run_ranks(_travel, 3, table)
-    expected = [[_row(s, m, i) for s in range(3) for i in range(table[s][m])] for m in range(3)]
-    places = {value: 2.0 * place + 1.0 for rows in expected for place, value in enumerate(rows)}
-    for rank, (counts, arrived, gradient) in enumerate(answers):
-        assert counts == table and arrived == expected[rank]
-        assert gradient == [places[_row(rank, m, i)] for m in range(3) for i in range(table[rank][m])]
-
-
-def _refused(rank: int) -> None:
-    with World(Layout(ranks=1)) as world:
-        for sends, receives in (([3], [2]), ([1, 1], [2]), ([2], [])):
-            with pytest.raises(CommError, match="all_to_all_rows got 2 rows to send as"):
-                all_to_all_rows(torch.zeros(2, 1), sends, receives, world.channels.find_channel((0,)))
-
-
-def test_counts_that_do_not_fit_are_refused() -> None:
-    run_ranks(_refused, 1)
 
 
 # ---- arrays of the host on the device: pytest --backend nccl for a GPU

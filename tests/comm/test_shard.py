@@ -85,8 +85,9 @@ def test_rows_positions_and_segments_of_every_kind_of_micro_batch() -> None:
     run_ranks(check, 4, list(MICRO_BATCHES))
 
 
-def pad(rank: int) -> None:
+def pad_and_refuse(rank: int) -> None:
     with World(Layout(ranks=2), backend=backend()) as world:
+        refuse(world)
         shard = bind(MicroBatch((group((0,), 0, (5,)),)), world)
         assert shard.local_rows == (5, 0)[rank]
         padded = shard.with_padding(multiple=4)
@@ -118,38 +119,33 @@ def test_labels_of_padding_rows_are_no_targets() -> None:
         assert gradient == pytest.approx([1 / 3, 1 / 3 - 1 / 4, 1 / 3 - 3 / 4], abs=1e-15)
 
 
-def test_padding_rows_are_a_document_of_their_own() -> None:
-    run_ranks(pad, 2)
+def refuse(world: World) -> None:
+    with pytest.raises(PlanError, match=r"uses slot 3, the home has 2 slots \(0 to 1\)"):
+        bind(MicroBatch((group((1, 3), 0, (5,)),)), world)
+    shard = bind(MicroBatch((group((0, 1), 0, (5,)),)), world)
+    with pytest.raises(LayoutError, match="scatter got 4 rows, the micro-batch has 5"):
+        shard.scatter(torch.zeros(4, 1))
+    for fill, dtype, says in (
+        (-100, torch.uint8, "uint8 with -100; give a whole number from 0 to 255"),
+        (0.5, torch.int64, "int64 with 0.5"),
+        (float("nan"), torch.int32, "int32 with nan"),
+        (2, torch.bool, "bool with 2; give a whole number from 0 to 1"),
+    ):
+        with pytest.raises(LayoutError, match=f"scatter cannot fill torch.{says}"):
+            shard.scatter(torch.zeros(5, dtype=dtype), fill=fill)
+    with pytest.raises(LayoutError, match="gather got 9 rows, the shard holds"):
+        shard.gather(torch.zeros(9, 1))
+    with pytest.raises(AttributeError, match="immutable"):
+        shard.slot = 1
+    for value in (shard, shard.parts[0]):
+        assert copy.copy(value) is value and copy.deepcopy({"shard": value})["shard"] is value
+        with pytest.raises(CommError, match=r"cannot be pickled; send its MicroBatch .* call bind\(micro_batch"):
+            pickle.dumps(value)
+    assert "rows" in repr(shard) and "member" in repr(shard.parts[0])
 
 
-def refuse(rank: int) -> None:
-    with World(Layout(ranks=2), backend=backend()) as world:
-        with pytest.raises(PlanError, match=r"uses slot 3, the home has 2 slots \(0 to 1\)"):
-            bind(MicroBatch((group((1, 3), 0, (5,)),)), world)
-        shard = bind(MicroBatch((group((0, 1), 0, (5,)),)), world)
-        with pytest.raises(LayoutError, match="scatter got 4 rows, the micro-batch has 5"):
-            shard.scatter(torch.zeros(4, 1))
-        for fill, dtype, says in (
-            (-100, torch.uint8, "uint8 with -100; give a whole number from 0 to 255"),
-            (0.5, torch.int64, "int64 with 0.5"),
-            (float("nan"), torch.int32, "int32 with nan"),
-            (2, torch.bool, "bool with 2; give a whole number from 0 to 1"),
-        ):
-            with pytest.raises(LayoutError, match=f"scatter cannot fill torch.{says}"):
-                shard.scatter(torch.zeros(5, dtype=dtype), fill=fill)
-        with pytest.raises(LayoutError, match="gather got 9 rows, the shard holds"):
-            shard.gather(torch.zeros(9, 1))
-        with pytest.raises(AttributeError, match="immutable"):
-            shard.slot = 1
-        for value in (shard, shard.parts[0]):
-            assert copy.copy(value) is value and copy.deepcopy({"shard": value})["shard"] is value
-            with pytest.raises(CommError, match=r"cannot be pickled; send its MicroBatch .* call bind\(micro_batch"):
-                pickle.dumps(value)
-        assert "rows" in repr(shard) and "member" in repr(shard.parts[0])
-
-
-def test_errors_name_the_numbers() -> None:
-    run_ranks(refuse, 2)
+def test_padding_rows_are_a_document_of_their_own_and_errors_name_the_numbers() -> None:
+    run_ranks(pad_and_refuse, 2)
 
 
 def test_what_is_derived_from_a_shard_has_one_writer() -> None:

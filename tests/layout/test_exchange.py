@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.errors import LayoutError
@@ -37,9 +37,10 @@ def rows_of(partition):
 
 @examples
 @given(holdings())
-def test_every_rank_gets_exactly_what_it_lacks(sides):
+def test_every_rank_gets_exactly_what_it_lacks_and_back(sides):
     have, need = map(Partition.from_rows, sides)
     exchange = Exchange(have, need)
+    assert [rows.tolist() for rows in rows_of(have)] == sides[0]
     assert [m.tolist() for m in carry_out(exchange, rows_of(have))] == sides[1]
     for rank in range(have.degree):
         lacking = set(sides[1][rank]) - set(sides[0][rank])
@@ -49,20 +50,13 @@ def test_every_rank_gets_exactly_what_it_lacks(sides):
         assert exchange.sent_rows(rank) == sum(len(exchange.send(rank, to)) for to in range(have.degree))
         assert len(exchange.send(rank, to=rank)) == len(exchange.receive(rank, frm=rank).target) == 0
     assert exchange.counts.sum() == sum(map(exchange.sent_rows, range(have.degree)))
-
-
-@examples
-@given(holdings())
-def test_there_and_back_is_the_identity(sides):
-    have = Partition.from_rows(sides[0])
     order = [sorted({row for rows in sides[0] for row in rows}, key=lambda row: -row)]
-    need = Partition.from_rows((order + [[]] * have.degree)[: have.degree])  # one rank needs everything
-    exchange = Exchange(have, need)
-    there = carry_out(exchange, rows_of(have))
-    assert [m.tolist() for m in carry_out(exchange.reverse(), there)] == sides[0]
+    everything = Exchange(have, Partition.from_rows((order + [[]] * have.degree)[: have.degree]))  # one rank needs it
+    there = carry_out(everything, rows_of(have))
+    assert [m.tolist() for m in carry_out(everything.reverse(), there)] == sides[0]
 
 
-@examples
+@settings(examples, max_examples=20)
 @given(lengths, st.integers(1, 9))
 def test_between_partitions_of_the_same_documents(given_lengths, degree):
     zigzag, contiguous = Partition.zigzag(given_lengths, degree), Partition.contiguous(given_lengths, degree)
@@ -75,25 +69,7 @@ def test_between_partitions_of_the_same_documents(given_lengths, degree):
     assert Exchange(zigzag, zigzag).counts.sum() == 0
 
 
-def test_a_small_exchange_by_hand():
-    exchange = Exchange(Partition.from_rows([[0, 1], [2], []]), Partition.from_rows([[2], [2, 0, 2], [1]]))
-    assert exchange.counts.tolist() == [[0, 1, 1], [1, 0, 0], [0, 0, 0]]
-    assert [exchange.received_rows(rank) for rank in range(3)] == [1, 1, 1]
-    assert [exchange.sent_rows(rank) for rank in range(3)] == [2, 1, 0]
-    assert exchange.send(0, to=1).tolist() == [0] and exchange.send(0, to=2).tolist() == [1]
-    source, target = exchange.keep(1)  # rank 1 has row 2 and needs it twice
-    assert (source.tolist(), target.tolist()) == ([0, 0], [0, 2])
-    source, target = exchange.receive(1, frm=0)
-    assert (source.tolist(), target.tolist()) == ([0], [1])
-    again = Exchange(Partition.from_rows([[4, 9], []]), Partition.from_rows([[], [9, 4, 9, 9]]))
-    assert again.send(0, to=1).tolist() == [1, 0] and again.received_rows(1) == 2  # needed several times, sent once
-    source, target = again.receive(1, frm=0)
-    assert sorted(zip(source.tolist(), target.tolist(), strict=True)) == [(0, 0), (0, 2), (0, 3), (1, 1)]
-
-
-@pytest.mark.parametrize("holders", [2, 3, 4])
-@pytest.mark.parametrize("stride", [1, 3, 1000])
-@pytest.mark.parametrize("receivers", [1, 4])
+@pytest.mark.parametrize("holders, stride, receivers", [(2, 1, 1), (3, 1000, 1), (4, 3, 4)])
 def test_rows_with_several_holders_come_from_all_of_them(holders, stride, receivers):
     rows = [stride * i for i in range(1200)]
     have = Partition.from_rows([rows] * holders + [[]] * receivers)
@@ -104,9 +80,9 @@ def test_rows_with_several_holders_come_from_all_of_them(holders, stride, receiv
 
 
 def test_wide_exchanges_stay_cheap():
-    lengths = [65536, 30000, 3000, 500, 77] * 4  # work is over rows, not over pairs of ranks
+    lengths = [65536, 30000, 3000, 500, 77]  # work is over rows, not over pairs of ranks
     exchange = Exchange(Partition.zigzag(lengths, 256), Partition.contiguous(lengths, 256))
-    for rank in (0, 100, 255):
+    for rank in (0, 255):
         assert exchange.received_rows(rank) == exchange.lower_bound_rows(rank) > 0
 
 
@@ -118,7 +94,6 @@ OUTSIDE = r"rank 2 is outside an exchange among 2 \(ranks 0 to 1\)"
 BAD = [  # what is asked, what the message must say
     (lambda _: twice([[0], [1]], [[5], [1]]), r"row 5 is needed by rank 0 and nobody has it \(1 such rows in all\)"),
     (lambda _: twice([[0], [4]], [[0], [2, 9, 4, 9]]), r"row 2 is needed by rank 1 and nobody has it \(2 such rows in"),
-    (lambda _: twice([[], []], [[], [7]]), r"row 7 is needed by rank 1"),
     (lambda _: twice([[0], [1]], [[0]]), r"rows of 2 members cannot be exchanged for rows of 1"),
     (lambda _: twice([[0, 1]], [[0]]).reverse(), r"row 1 is needed by rank 0"),
     (lambda e: e.received_rows(2), OUTSIDE),
@@ -165,33 +140,21 @@ def plan_all(source, target, groups=None):
 
 @examples
 @given(feedings())
-def test_every_rank_gets_its_rows_once(sides):
-    have, need, _ = sides
+def test_rows_and_gradients_of_every_convention_travel_once(sides):
+    have, need, slots = sides
     moves = plan_all(have, need)
     assert [rows.tolist() for rows in carry(moves, [np.array(rows, dtype=float) for rows in have])] == need
     for rank, move in enumerate(moves):
         assert sum(move.receives) == len(set(need[rank]) - set(have[rank]))
         assert not move.folds and not move.further_addends and not move.widened
-
-
-@examples
-@given(feedings())
-def test_partial_gradients_of_slots_are_summed_in_order(sides):
-    have, need, slots = sides
     slot_of = {rank: index for index, ranks in enumerate(slots) for rank in ranks}
-    gradients = random_gradients(need, lambda rank, row, number: (slot_of[rank], row, number))
-    check_gradients(have, need, gradients, slots)
+    of_slots = random_gradients(need, lambda rank, row, number: (slot_of[rank], row, number))
+    check_sums(have, need, of_slots, slots)
+    check_sums(have, need, random_gradients(need, lambda *copy: copy), [[rank] for rank in range(len(have))])
+    check_identical(have, need)
 
 
-@examples
-@given(feedings())
-def test_partial_gradients_of_ranks_are_summed_in_order(sides):
-    have, need, _ = sides
-    gradients = random_gradients(need, lambda *copy: copy)
-    check_gradients(have, need, gradients, [[rank] for rank in range(len(have))])
-
-
-def check_gradients(have, need, gradients, groups):
+def check_sums(have, need, gradients, groups):
     moves = plan_all(need, have, groups)
     assert [rows.tolist() for rows in carry(moves, gradients)] == summed(have, need, gradients, groups)
     repeated = any(len(set(rows)) < len(rows) for rows in need)
@@ -199,10 +162,7 @@ def check_gradients(have, need, gradients, groups):
         assert sum(move.receives) == lacking(have, need, groups, rank) and move.widened == repeated
 
 
-@examples
-@given(feedings())
-def test_of_identical_gradients_one_is_taken(sides):
-    have, need, _ = sides
+def check_identical(have, need):
     moves = plan_all(need, have)
     parts = [np.array(rows, dtype=float) + 1 for rows in need]
     needed = {row for rows in need for row in rows}
@@ -212,7 +172,7 @@ def test_of_identical_gradients_one_is_taken(sides):
         assert sum(move.receives) == len((set(have[rank]) & needed) - set(need[rank])) and not move.folds
 
 
-@pytest.mark.parametrize("rows", [3 * PIECES, 100 * PIECES])
+@pytest.mark.parametrize("rows", [3 * PIECES, 20 * PIECES])
 def test_the_ranks_of_a_slot_share_the_way_back_evenly(rows):
     everything, nothing = range(rows), range(0)
     moves = plan_all([everything] * 4 + [nothing] * 2, [nothing] * 4 + [range(rows // 2), range(rows // 2, rows)])

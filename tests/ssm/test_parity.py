@@ -1,10 +1,12 @@
 """Scans and convolutions at every degree equal the recurrences row by row; each document is its own."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,12 +27,18 @@ from tests.mutation import mutated
 from tests.reference import relative_error
 from tests.ssm.parity import KINDS, LENGTHS, SIZE, WIDTH, batches, by_rows, inputs, measure, scan_error
 
-IN_CI = {1: ("ragged",), 3: ("ragged", "shorter than the convolution"), 8: ("long and short",)}
+
+def _three(rank: int) -> tuple[dict[tuple[str, ...], float], tuple[bool, bool]]:
+    return measure(rank, 3, ("ragged", "shorter than the convolution")), _changed(rank)
 
 
-@pytest.mark.parametrize("slots", [1, 3, pytest.param(8, marks=pytest.mark.whole)])
-def test_outputs_and_gradients_are_those_of_the_recurrence(slots: int) -> None:
-    for worst in run_ranks(measure, slots, slots, IN_CI[slots]):
+@pytest.fixture(scope="module")
+def three() -> list[tuple[dict[tuple[str, ...], float], tuple[bool, bool]]]:
+    return run_ranks(_three, 3)
+
+
+def test_outputs_and_gradients_are_those_of_the_recurrence(three: Any) -> None:
+    for worst in (*(of_rank for of_rank, _ in three), *run_ranks(_one, 1)):
         assert len(worst) >= 15 and max(worst.values()) <= 1e-11, max(worst.items(), key=lambda item: item[1])
 
 
@@ -48,7 +56,7 @@ def _in_float32(rank: int) -> list[float]:
         for lengths in LENGTHS.values():
             for partition in ("zigzag", "contiguous"):
                 shard = bind(batches(lengths, 4, partition)["one group"], world).with_padding()
-                errors += [scan_error(kind, lengths, shard, world, dtype=torch.float32) for kind in KINDS]
+                errors += [scan_error(kind, lengths, shard, dtype=torch.float32) for kind in KINDS]
     return errors
 
 
@@ -108,8 +116,8 @@ def _changed(rank: int) -> tuple[bool, bool]:
         return same[0] or not (~activations).any().item(), same[1] or not (~activations).any().item()
 
 
-def test_other_documents_keep_their_bits() -> None:
-    assert all(all(same) for same in run_ranks(_changed, 3))
+def test_other_documents_keep_their_bits(three: Any) -> None:
+    assert all(all(same) for _, same in three)
 
 
 # ---- a rank works while rows travel
@@ -198,21 +206,17 @@ def test_what_is_dropped_is_noticed() -> None:
 
 
 def _bytes(rank: int, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> dict[tuple[str, int], int]:
-    given: dict[tuple[str, int], int] = {}
+    given = Counter[tuple[str, int]]()
     gather = Channel.all_gather_rows
-    with World(Layout(ranks=4), backend=backend()) as world:
+
+    def counted(self: Channel, x: torch.Tensor, *args: Any) -> Any:
+        given[kind, rows] += x.nbytes
+        return gather(self, x, *args)
+
+    with World(Layout(ranks=4), backend=backend()) as world, patch.object(Channel, "all_gather_rows", counted):
         for kind, rows in product(kinds, sizes):
-            count = [0]
-
-            def counted(self: Channel, x: torch.Tensor, *args: Any, count: list[int] = count) -> Any:
-                count[0] += x.nbytes
-                return gather(self, x, *args)
-
-            Channel.all_gather_rows = counted
             batch = MicroBatch((Group((0, 1, 2, 3), (0,), (rows,), partition="contiguous"),))
-            scan_error(kind, (rows,), bind(batch, world), world)
-            Channel.all_gather_rows = gather
-            given[kind, rows] = count[0]
+            scan_error(kind, (rows,), bind(batch, world))
     return given
 
 
@@ -241,7 +245,8 @@ def test_bytes_under_zigzag_grow_with_the_documents() -> None:
 # ---- wrong input
 
 
-def _wrong(rank: int) -> None:
+def _one(rank: int) -> dict[tuple[str, ...], float]:
+    """Tensors that do not fit are refused with their shapes; the errors of those that do."""
     with World(Layout(ranks=1), backend=backend()) as world:
         shard: Any = bind(next(iter(batches((5, 2), 1, "zigzag").values())), world)
         q, k, v, g, beta = (x for x in inputs("delta by channel", 7, 2, 4, 3))
@@ -275,10 +280,7 @@ def _wrong(rank: int) -> None:
             name = "state_bytes" if index == 11 else "linear_scan" if index < 5 else "causal_conv"
             with pytest.raises(LayoutError, match=f"^{name} got .*{message}"):
                 call()
-
-
-def test_tensors_that_do_not_fit_are_refused_with_their_shapes() -> None:
-    run_ranks(_wrong, 1)
+    return measure(rank, 1, ("ragged",))
 
 
 def test_torch_takes_what_no_other_kernel_can() -> None:
