@@ -10,20 +10,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspan import Group, Layout, MicroBatch, World, attend, bind
+from longspan import Layout, World, attend, bind
 from longspan.attention import PATTERNS, all_to_all, ring
 from longspan.attention.attend import find_pattern
-from longspan.attention.call import Members, cache_of
+from longspan.attention.call import cache_of
 from longspan.attention.saved_outputs import Recording, active_recording
-from longspan.attention.tiles import Mask
-from longspan.comm import Channel, SequenceShard
+from longspan.comm import Channel
 from longspan.testing import backend, run_ranks
 from tests.attention.cases import layouts, micro_batch
 from tests.attention.test_attend import TYPES, needs
-from tests.reference import relative_error
 
 
 def made(rows, *shapes, seed=0, dtype=torch.float64):
@@ -134,43 +132,6 @@ def test_rows_that_see_no_key_have_zero_output_and_gradients(of_three):
         assert all(numbers == (0.0, True, True) for numbers in of_calls.values()), of_calls
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, n, bias=False) for n in (32, 16, 16))
-        self.out = nn.Linear(32, 16, bias=False)
-        self.sinks = nn.Parameter(torch.linspace(-1, 1, 4))
-
-    def forward(self, x: Tensor, shard: SequenceShard) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, 8)) for f in (self.q, self.k, self.v))
-        options: dict[str, Any] = {"sinks": self.sinks, "dropout": 0.2, "dropout_seed": 5, "layer": 0, "window": 9}
-        return x + self.out(attend(q, k, v, shard, **options).flatten(1)).relu()
-
-
-@pytest.mark.filterwarnings("default")  # torch's own, of what it compiles
-def test_compiled_and_recomputed_layers_compute_the_same() -> None:
-    """In micro-batches of other rows. `attend` is not compiled: what it does between ranks is the same."""
-    from torch._dynamo.utils import counters  # which takes seconds to import
-
-    counters.clear()
-    results = list[list[Any]]()
-    with World(Layout(ranks=1), backend=backend()) as world:
-        for is_compiled in (False, True):
-            torch.manual_seed(1)
-            layer: Any = Layer().double().to(world.device)
-            call = torch.compile(layer, backend="aot_eager", dynamic=True) if is_compiled else layer
-            results.append([])
-            for lengths in ((20, 1, 9), (14, 7)):
-                shard = bind(micro_batch(((0,), lengths)), world)
-                x = torch.randn(sum(lengths), 16, dtype=torch.float64).to(world.device).requires_grad_()
-                out = checkpoint(call, x, shard, use_reentrant=False) if is_compiled else call(x, shard)
-                out.square().sum().backward()
-                results[-1] += [out.detach(), x.grad]
-            results[-1] += [p.grad for p in layer.parameters()]
-    assert max(relative_error(a, b) for a, b in zip(*reversed(results), strict=True)) < 1e-13
-    assert sum(counters["graph_break"].values()) and all("disable" in why for why in counters["graph_break"])
-
-
 # ---- the order of messages, the same on all ranks
 
 ORDER = {  # of a rank with two slices and a ring of two: what it sends, and what it computes
@@ -196,7 +157,25 @@ def of_four():
 
 def at_four_ranks(rank: int) -> tuple[Any, ...]:
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
+        assert not alive(world), "what is derived from a shard is freed with it, without Python's collector of cycles"
         return groups_taken(world), [reorderings(world, x) for x in ("zigzag", "contiguous")], events(world)
+
+
+def alive(world: World) -> list[object]:
+    gc.collect()
+    gc.disable()
+    kept = list[weakref.ref[Any]]()
+    for options in ({}, {"dropout": 0.5, "dropout_seed": 1, "window": 5}):
+        shard = bind(layouts(4)["chains that overlap"], world)  # of every type
+        q, k, v = (torch.ones(shard.local_rows, 4, 8, device=shard.device, requires_grad=True) for _ in range(3))
+        attend(q, k, v, shard, **options).sum().backward()
+        members = [*cache_of(shard).members.values()]
+        launches = [launch for of in members for owner in range(of.degree) for launch in of.launches(owner)]
+        kept += [weakref.ref(x) for x in (*members, *launches, *(launch.tokens[0] for launch in launches))]
+        del shard, members, launches
+    gc.enable()
+    assert len(kept) > 10
+    return [x for ref in kept if (x := ref()) is not None]
 
 
 def groups_taken(world: World) -> list[Any]:
@@ -316,49 +295,3 @@ def test_views_of_inputs_are_made_again_of_the_inputs_at_hand() -> None:
     with recording.recompute():
         view, stored = output(lambda: (again, again), (again,))
     assert view.tolist() == [30.0, 40.0, 50.0] and stored.tolist() == (x + 1).tolist()
-
-
-# ---- what is derived from a shard is freed with it, without Python's collector of cycles
-
-
-@pytest.fixture
-def without_collector():
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-def derived(members: Members) -> list[object]:
-    launches = [launch for owner in range(members.degree) for launch in members.launches(owner)]
-    if members.inner == 1:
-        launches += members.launches(None)
-        members.document_order(tuple(range(members.degree)))
-        _ = members.keys_by_member
-    if members.mask.window is not None:
-        launches += members.window_rows.launches
-    tensors = [x for launch in launches for x in (*launch.tokens, *launch.cu_seqlens)]
-    tensors += [x for launch in launches for x in (launch.q_rows, launch.k_rows) if isinstance(x, torch.Tensor)]
-    return [members, *launches, *tensors, *(members.arrival_orders or ())]
-
-
-@pytest.mark.parametrize(("inner", "window"), [(1, None), (2, 5)])
-def test_index_tensors_are_freed_with_their_circle(without_collector, inner, window):
-    batch, cpu = MicroBatch((Group(tuple(range(4)), (0, 1, 2), (40, 9, 23)),)), torch.device("cpu")
-    members = Members(SequenceShard(batch, 1, -1, cpu).parts[0], Mask(True, window), cpu, inner)
-    alive = [weakref.ref(x) for x in derived(members)]
-    assert len(alive) > 10
-    del members
-    assert not [ref for ref in alive if ref() is not None]
-
-
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.5, "dropout_seed": 1, "window": 5}], ids=str)
-def test_a_call_and_its_backward_leave_nothing_of_the_shard_behind(without_collector, options):
-    with World(Layout(ranks=1), backend=backend()) as world:
-        shard = bind(MicroBatch((Group((0,), (0, 1), (40, 9)),)), world)
-        q, k, v = (torch.ones(49, 2, 8, device=shard.device, requires_grad=True) for _ in range(3))
-        attend(q, k, v, shard, **options).sum().backward()
-        kept = [weakref.ref(x) for x in cache_of(shard).members.values()]
-        assert kept
-        del shard
-        assert not [ref for ref in kept if ref() is not None]

@@ -19,7 +19,7 @@ from longspan import Group, Layout, MicroBatch, World, attend, bind
 from longspan.attention.call import AttendCall
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard
-from longspan.errors import AttentionError, CommError, LayoutError
+from longspan.errors import AttentionError, CommError
 from longspan.testing import backend
 
 module: Any = import_module("longspan.attention.attend")
@@ -134,7 +134,6 @@ BATCH = MicroBatch((Group((0, 1), (0,), (6,)),))  # three rows here
 LISTED = MicroBatch((Group((0, 1), (0,), (6,), cp_comm_type=("p2p", "ring")),))
 ELSEWHERE = MicroBatch((Group((0, 1), (0,), (6,)), Group((2, 3, 4), (1,), (9,), "a2a")))
 UNLEVELLED = MicroBatch((Group((0, 1, 2, 3), (0,), (12,), "a2a+p2p"),))
-UNEVEN = MicroBatch((Group((0, 1, 2, 3), (0,), (12,), "a2a+p2p", (3, 2)),))
 LEVELS = MicroBatch((Group((0, 1, 2, 3, 4, 5), (0,), (18,), "a2a+p2p", (2, 3)),))
 
 
@@ -159,27 +158,20 @@ BAD = [
     ({"v": x(3, 2, 8).to("meta")}, "one device, got q cpu, k cpu, v meta"),
     ({n: x(3, 2, 8).to("meta") for n in "qkv"}, "are on meta, the shard is bound to cpu"),
     ({"k": x(3, 3, 8), "v": x(3, 3, 8)}, "3 key/value heads do not divide 4 query heads"),
-    ({"k": x(3, 0, 8), "v": x(3, 0, 8)}, "0 key/value heads do not divide 4 query heads"),
     ({"v": x(3, 1, 8)}, "k and v need equal heads"),
     ({"k": x(3, 2, 16)}, "q and k equal head sizes"),
     ({"shard": BATCH}, "shard is a MicroBatch; pass what bind"),
     ({"window": 0}, "window is 0; it is how many positions"),
     ({"window": 2.5}, "window is 2.5"),
-    ({"window": True}, "window is True"),
-    ({"window": np.float64(4)}, r"window is np.float64\(4.0\)"),
     ({"window": 4, "causal": False}, "needs causal=True"),
     ({"chunk": 0}, "chunk is 0; it is how many positions of a document see each other, at least 1, or None"),
     ({"chunk": 4, "causal": False}, "chunk 4 looks back from each position; it needs causal=True"),
     ({"softcap": 0.0}, "softcap is 0.0; give a finite number above 0"),
-    ({"softcap": "a"}, "softcap is 'a'; give a finite number above 0"),
     ({"scale": float("nan")}, "scale is nan"),
     ({"scale": torch.ones(())}, r"scale is tensor\(1.\); give a finite number"),
     ({"dropout": "a"}, "dropout is 'a'; give the probability"),
     ({"dropout": 1.0}, "dropout is 1.0; give the probability"),
-    ({"dropout": -0.1}, "dropout is -0.1"),
-    ({"dropout": float("nan")}, "dropout is nan"),
     ({"sinks": x(3)}, r"sinks has shape \(3,\); give one logit per query head: \(4,\)"),
-    ({"sinks": x(4, dtype=torch.int64)}, "sinks is torch.int64"),
     ({"sinks": 0.5}, "sinks is a float; give a tensor of one logit per query head"),
     ({"cp_comm_type": 5}, "cp_comm_type is 5; use one of p2p, all_gather, a2a, a2a.p2p, auto, or one per layer"),
     ({"cp_comm_type": [5]}, r"cp_comm_type has 1 entries, one per layer; got layer=None"),
@@ -187,7 +179,6 @@ BAD = [
     ({"cp_comm_type": "ring"}, "cp_comm_type 'ring' is unknown; use one of p2p, all_gather, a2a, a2a.p2p, auto"),
     ({"cp_comm_type": ["p2p", "p2p"], "layer": 2}, "got layer=2"),
     ({"shard": bound_shard(LISTED), "layer": 1}, "cp_comm_type 'ring' of group 0 is unknown"),
-    ({"shard": bound_shard(LISTED)}, "cp_comm_type of group 0 has 2 entries, one per layer; got layer=None"),
     ({"cp_comm_type": "a2a+p2p"}, r"needs hierarchical_.*\(a2a, p2p\) with product 2: one of \(1, 2\), \(2, 1\)"),
     (
         {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
@@ -198,18 +189,10 @@ BAD = [
         r"'a2a\+p2p' of group 0 needs .* product 4: one of \(1, 4\), \(2, 2\), \(4, 1\)",
     ),
     ({"shard": bound_shard(UNLEVELLED, slot=9), **{n: x(0, 4, 8) for n in "qkv"}}, "of group 0 needs hierarchical_"),
-    ({"shard": bound_shard(UNEVEN)}, r"sizes \(3, 2\) of group 0 multiply to 6, but the group has cp 4"),
-    ({"hierarchical_context_parallel_sizes": (2,)}, r"is \(2,\); give \(a2a, p2p\), two sizes"),
     ({"hierarchical_context_parallel_sizes": (0, 2)}, r"is \(0, 2\); give \(a2a, p2p\)"),
-    ({"hierarchical_context_parallel_sizes": 2}, r"is 2; give \(a2a, p2p\), two sizes"),
-    ({"hierarchical_context_parallel_sizes": "22"}, r"is '22'; give \(a2a, p2p\), two sizes"),
     (
         {**WIDE, "cp_comm_type": "a2a"},
         r"4 query heads cannot be dealt to the 6 members .* of group 0 .*: 1, 2 \(.* \(1, 6\), \(2, 3\)\)",
-    ),
-    (
-        {**WIDE, "hierarchical_context_parallel_sizes": (3, 2)},
-        r"4 query heads cannot be dealt to the 3 members that cp_comm_type 'a2a\+p2p'",
     ),
     ({"shard": bound_shard(ELSEWHERE)}, "4 query heads cannot be dealt to the 3 members .* of group 1"),
     ({"max_gather_bytes": 0}, "max_gather_bytes is 0; give a number of bytes"),
@@ -222,6 +205,9 @@ BAD = [
     ({"kernel": "torch_flash"}, "needs cuda tensors, got cpu; available here: cpu_flash, reference"),
     ({"kernel": "cpu_flash", "softcap": 2.0}, "needs a call without softcap, got softcap; available here: reference"),
     ({"kernel": "cpu_flash", "dropout": 0.1, "dropout_seed": 0}, "got dropout; available here: reference"),
+    ({"kernel": "tests.attention.own.NEITHER"}, r"'tests.attention.own.NEITHER' is no Kernel; ava"),
+    ({"cp_comm_type": "no_such_module.x"}, r"cp_comm_type is 'no_such_module.x', and no_such_module cannot"),
+    ({"cp_comm_type": "tests.attention.own.NEITHER"}, "or the dotted name of a pair of functions of your own"),
 ]
 
 
@@ -252,12 +238,6 @@ TALKING = [
 ]
 
 
-@pytest.mark.parametrize("changes", TALKING, ids=str)
-def test_a_good_call_talks_whatever_its_type(changes):
-    with pytest.raises(CommError, match="world -1"):
-        attend(**{**GOOD, **changes})
-
-
 def test_a_slot_without_groups_checks_as_well_and_has_no_rows():
     idle = {name: x(0, 4, 8) for name in "qkv"} | {"shard": bound_shard(slot=2)}
     with pytest.raises(AttentionError, match="'ring' is unknown"):
@@ -269,12 +249,6 @@ def test_a_slot_without_groups_checks_as_well_and_has_no_rows():
     assert out.shape == (0, 4, 8)
     out.sum().backward()
     assert all(leaf.grad is not None and leaf.grad.shape == (0, 4, 8) for leaf in leaves)
-
-
-def test_a_document_without_rows_is_refused_where_it_is_laid_out():
-    for lengths in ((0,), (3, 0, 2)):
-        with pytest.raises(LayoutError, match=r"is 0 .*; a document has at least 1 row: leave empty documents out"):
-            bound_shard(MicroBatch((Group((0,), tuple(range(len(lengths))), lengths),)))
 
 
 def test_one_member_needs_no_heads_and_no_levels():

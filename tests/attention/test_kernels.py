@@ -143,17 +143,6 @@ def test_kernels_match_the_reference(dtype, options):
             assert worst <= LIMIT[dtype], (kernel.name, shape, lengths, degree, seed, worst)
 
 
-@pytest.mark.parametrize("options", [*MASKS, {"softcap": 2.0}], ids=str)
-def test_kernels_that_take_the_products_of_dout_and_the_output(options):
-    call = AttendCall(1, 1, 16, 16, torch.float64, DEVICE)
-    kernels = [k for k in usable(torch.float64, options.get("window"), options.get("softcap")) if k.takes_deltas(call)]
-    assert [kernel.name for kernel in kernels] == ["reference"]
-    for heads in HEADS.values():
-        for degree in (1, 3):
-            worst = max(errors(kernels[0], torch.float64, heads, (5, 1, 40, 3), degree, with_deltas=True, **options))
-            assert worst <= 1e-12, (heads, degree, worst)
-
-
 def test_pieces_of_long_tiles(monkeypatch):
     monkeypatch.setattr(reference, "_BYTES_AT_ONCE", 3200)
     monkeypatch.setattr(cpu_flash, "_BAND_ROWS", 5)
@@ -308,11 +297,6 @@ def test_a_kernel_that_cannot_is_an_error(name, call, message):
         choose_kernel(call, name)
 
 
-def test_softcap_falls_to_the_kernel_that_has_it():
-    assert choose_kernel(AttendCall(1, 1, 8, 8, torch.float32)).name == "cpu_flash"
-    assert choose_kernel(AttendCall(1, 1, 8, 8, torch.float32, softcap=2.0)).name == "reference"
-
-
 def hidden_by_torch_flash(launch: Launch) -> bool:
     """Whether the kernel's own reading of window and longest keys hides what a tile shows, or shows what it hides.
 
@@ -417,12 +401,6 @@ def test_a_device_with_little_shared_memory_gets_smaller_blocks_and_keeps_them(m
     once = [("forward", 32, 32), ("query_gradients", 32, 16), *[("key_gradients", 16, 32)] * 2]
     assert [entry[:3] for entry in recorder.launches] == once * 2
     assert set(triton_flash._fitting.values()) == {1}
-
-
-def test_a_device_with_no_room_at_all_is_an_error(monkeypatch):
-    monkeypatch.setattr(triton_flash, "_fitting", {})
-    with pytest.raises(TooSmallError):
-        run(Recorder(room=8), monkeypatch, 512)
 
 
 @pytest.mark.parametrize("size, passes", [(256, [(True, True)]), (512, [(True, False), (False, True)])])

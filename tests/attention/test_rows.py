@@ -15,9 +15,7 @@ from longspan.attention import rows as rows_module
 from longspan.attention.rows import (
     add_addends,
     copy_rows,
-    head_slice_by_member,
     join_columns,
-    member_views,
     merge_rows_,
 )
 from longspan.comm import Addend, split_columns
@@ -150,21 +148,3 @@ def test_what_is_remembered_is_bounded(kernel: MagicMock, monkeypatch: pytest.Mo
     for rows in range(1, 20):
         copy(rows)
         assert len(rows_module._compiled) <= 3
-
-
-@pytest.mark.parametrize("members, slices, heads, size", [(1, 1, 1, 3), (2, 1, 4, 3), (2, 2, 8, 3), (4, 1, 4, 5)])
-@pytest.mark.parametrize("apart", [False, True])
-def test_heads_of_members_as_views(members: int, slices: int, heads: int, size: int, apart: bool) -> None:
-    matrix = torch.arange(7 * 2 * heads * size).view(7, 2 * heads, size)
-    x = matrix[2:, ::2] if apart else matrix[2:, heads:]
-    for part in range(slices):
-        expected = x.unflatten(1, (members, slices, -1))[:, :, part].flatten(2)
-        assert torch.equal(head_slice_by_member(x, members, slices, part), expected)
-
-
-def test_columns_by_member_are_views_of_the_matrix() -> None:
-    matrix = torch.arange(3 * 4 * 9).view(12, 9)
-    views = member_views(matrix, 3, [4, 5])
-    expected = matrix.unflatten(0, (3, 4)).transpose(0, 1).split([4, 5], 2)
-    assert [x.tolist() for x in views] == [x.tolist() for x in expected]
-    assert all(x.untyped_storage().data_ptr() == matrix.data_ptr() for x in views)

@@ -109,7 +109,6 @@ CASES = {
     "3·2 split over its ranks to 3·2·1": Case(
         TP3, encoder_rows(TP3, split=True), language_model_rows(TP3, 2, zigzag), "partial_over_slots"
     ),
-    "2·3 to 1·6·1": Case(ONE, encoder_rows(TP2), language_model_rows(ONE, 6, zigzag, shared=2), "partial"),
     "6·1 to 1·2·3, repeated": Case(
         ONE, encoder_rows(Layout(6, tp=6)), language_model_rows(ONE, 2, random, repeated=2, shared=3), "partial"
     ),
@@ -121,7 +120,6 @@ CASES = {
     "ranks in another order": Case(
         BACKWARDS, encoder_rows(TP2), language_model_rows(BACKWARDS, 3, zigzag, shared=2), "partial_over_slots"
     ),
-    "no image": Case(TP2, [[]] * 6, [[]] * 6, "partial_over_slots"),
     "one rank has, another needs": Case(
         TP2, [[], [4, 3, 9], [], [], [], []], [[], [], [], [], [9], [9]], "partial_over_slots"
     ),

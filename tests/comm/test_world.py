@@ -75,14 +75,16 @@ def check_files(world: World, before: int) -> None:
     assert open_files() - before <= spare + CONNECTIONS * len(world.home.ranks)
 
 
-def visit_all(rank: int) -> None:
+def visit_all(rank: int) -> str:
     for home in HOMES:
         visit(rank, home)
     nested(rank)
+    return apart(rank)
 
 
 def test_the_control_group_and_meshes_of_every_home_also_inside_another() -> None:
-    run_ranks(visit_all, RANKS)
+    reports = run_ranks(visit_all, RANKS)  # that of the first rank whose time is over has all of them
+    assert any("rank 2 is in 'encoding'" in said and "is in 'embedding'" in said for said in reports), reports
 
 
 def of_two(rank: int, folder: Path) -> None:
@@ -303,6 +305,7 @@ def check_reductions(*worlds: World) -> None:
 
 
 def apart(rank: int) -> str:
+    """A report says what a rank does in another world."""
     with (
         pytest.raises(CommError) as error,
         World(Layout(RANKS, tp=2), backend="gloo", timeout=3) as world,
@@ -313,11 +316,6 @@ def apart(rank: int) -> str:
         else:
             world.control.gather_objects(rank, "embedding")
     return str(error.value)
-
-
-def test_a_report_says_what_a_rank_does_in_another_world() -> None:
-    reports = run_ranks(apart, RANKS)  # that of the first rank whose time is over has all of them
-    assert any("rank 2 is in 'encoding'" in said and "is in 'embedding'" in said for said in reports), reports
 
 
 # ---- opened and closed without a block, and open when a program ends

@@ -98,7 +98,6 @@ BAD = [  # what is asked, what the message must say
     (lambda _: twice([[0, 1]], [[0]]).reverse(), r"row 1 is needed by rank 0"),
     (lambda e: e.received_rows(2), OUTSIDE),
     (lambda e: e.sent_rows(2), OUTSIDE),
-    (lambda e: e.lower_bound_rows(2), OUTSIDE),
     (lambda e: e.send(2, to=0), OUTSIDE),
     (lambda e: e.send(0, to=2), OUTSIDE),
     (lambda e: e.receive(2, frm=0), OUTSIDE),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from longspan.errors import LayoutError
-from longspan.layout import Packing, Partition, Segment
+from longspan.layout import Packing, Partition
 from tests.layout.strategies import degrees, examples, lengths
 
 KINDS = {"zigzag": Partition.zigzag, "contiguous": Partition.contiguous}
@@ -18,16 +18,12 @@ kinds = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 
 TABLE = [  # kind, lengths, rows of each member
     ("zigzag", [8], [range(8)]),
-    ("zigzag", [8], [[0, 1, 6, 7], [2, 3, 4, 5]]),
-    ("zigzag", [12], [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]),
     ("zigzag", [8, 4], [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]),
     ("zigzag", [6], [[0, 4, 5], [1, 2, 3]]),  # 3 rows a member: one takes the longer chunk late, the next one early
     ("zigzag", [6, 6], [[0, 4, 5, 6, 7, 11], [1, 2, 3, 8, 9, 10]]),  # and the other way round in the next document
     ("zigzag", [1, 1, 1], [[0], [1], [2], []]),  # remainder rows go round the members
-    ("zigzag", [2, 3], [[1, 2], [0], [4], [3]]),
     ("zigzag", [], [[], []]),
     ("contiguous", [8, 3], [range(4), range(4, 8), range(8, 11)]),
-    ("contiguous", [5], [[0, 1], [2, 3], [4]]),
     ("contiguous", [1, 1], [[0], [1], []]),
 ]
 
@@ -148,10 +144,7 @@ def test_imbalance_of_one_document_is_not_repeated_by_the_next(degree, length):
         ([], r"rows of 0 members"),
         ([[0], [2, -3]], r"rows of member 1 hold -3"),
         ([[0], [1.0]], r"rows of member 1 hold float"),
-        ([[True, 2]], r"rows of member 0 hold bool"),
-        ([np.array([0.5])], r"rows of member 0 hold float"),
         ([np.array([True])], r"rows of member 0 hold bool"),
-        ([np.array([3, -2])], r"rows of member 0 hold -2"),
         ([[0], None], r"rows of member 1 are None"),
         ([["a", None]], r"rows of member 0 hold NoneType, str"),
     ],
@@ -229,21 +222,3 @@ def test_a_partition_of_runs_is_that_of_their_rows() -> None:
     for runs in wrong:
         with pytest.raises(LayoutError, match=r"runs|run from row"):
             Partition.from_runs(runs)
-
-
-SEGMENTS = [  # partition, member, its segments: document, start, stop, offset
-    (Partition.zigzag([8], 2), 0, [(0, 0, 2, 0), (0, 6, 8, 2)]),
-    (Partition.zigzag([8], 2), 1, [(0, 2, 6, 0)]),  # chunks that touch are one run
-    (Partition.zigzag([8, 3], 1), 0, [(0, 0, 8, 0), (1, 0, 3, 8)]),  # never across documents
-    (Partition.zigzag([1, 8], 2), 1, [(1, 2, 6, 0)]),  # no row of document 0
-    (Partition.zigzag([1], 3), 2, []),
-    (Partition.zigzag([], 3), 0, []),
-    (Partition.contiguous([3, 5, 1], 2), 0, [(0, 0, 3, 0), (1, 0, 2, 3)]),
-    (Partition.contiguous([3, 5, 1], 2), 1, [(1, 2, 5, 0), (2, 0, 1, 3)]),
-]
-
-
-@pytest.mark.parametrize(("shares", "member", "segments"), SEGMENTS, ids=repr)
-def test_small_segments(shares, member, segments):
-    of_member = shares.segments(member)
-    assert list(of_member) == [Segment(*s) for s in segments] and len(of_member) == len(segments)

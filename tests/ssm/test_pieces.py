@@ -1,9 +1,5 @@
 """Maps of pieces of runs, folded, are those of the runs; gradients go back the same way."""
 
-import math
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ssm.kernels import delta as maps
 from longspan.ssm.kernels.call import CHUNK, LocalRuns
 from longspan.ssm.kernels.delta import Pieces, cut_into_pieces
 from tests.mutation import mutated
@@ -128,25 +123,3 @@ def test_folds_are_those_of_the_recurrence() -> None:
 def test_what_is_dropped_is_noticed(old: str, new: str) -> None:
     with mutated(("ssm.kernels.delta", old, new)):
         assert worst() > 1e-6
-
-
-@pytest.mark.parametrize(("size", "width"), [(64, 64), (65, 128), (192, 16)])
-def test_programs_hold_the_columns_of_states_and_transitions(
-    size: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grids: list[tuple[int, ...]] = []
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            grids.append(grid)
-            return lambda *_, **__: None
-
-    monkeypatch.setattr(maps, "triton_kernel", lambda name: Kernel())
-    keys, values = torch.zeros(1, 5, 3, size), torch.zeros(1, 5, 3, width)
-    rows = {**dict.fromkeys(("q", "k", "w"), keys), **dict.fromkeys(("u", "do", "dv"), values), "g": keys[..., 0]}
-    runs: Any = SimpleNamespace(lengths=(2, 3), ends=None, chunk=64)
-    states, transitions = maps.run_maps(rows, runs)
-    assert states.shape == maps.compute_entry_gradients(rows, runs, 1.0).shape == (2, 3, size, width)
-    assert transitions.shape == (2, 3, size, size)
-    of_states, of_transitions = (math.ceil(columns / 64) for columns in (width, size))
-    assert grids == [(of_states + of_transitions, 3, 2), (of_states, 3, 2)]
