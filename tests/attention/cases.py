@@ -64,7 +64,7 @@ def micro_batch(*groups: tuple[Any, ...], levels: str = "two inside", **options:
 def layouts(slots: int, **options: Any) -> dict[str, MicroBatch]:
     """Micro-batches for a home of so many slots: every document split over all of them, and others."""
     everyone = tuple(range(slots))
-    nodes = everyone[: -(-slots // 2)], everyone[slots // 2 :]
+    nodes, most = (everyone[: -(-slots // 2)], everyone[slots // 2 :]), everyone[-(3 * slots // 4) :]
     chain = [*itertools.pairwise(everyone), *(zip(*nodes, strict=True) if slots > 1 else ())]
     kinds = itertools.cycle(("a2a", "p2p", "all_gather", "a2a+p2p"))
     groups: dict[str, list[tuple[Any, ...]]] = {
@@ -73,7 +73,7 @@ def layouts(slots: int, **options: Any) -> dict[str, MicroBatch]:
         "fewer rows than members": [(everyone, (1, 2, 1))],
         "many documents": [(everyone, MANY)],
         "long": [(everyone, (90, 30))],
-        "slots without rows": [(everyone[1:] or everyone, (9, 4))],
+        "slots without rows": [(most, (9, 4))],
         "degree 1": [((slot,), (5 + slot, 3)) for slot in everyone],
         "halves": [(nodes[0], (11, 5)), (nodes[1][::-1], (3, 16))],
         "several groups a slot": [  # a slot has no row of the third
@@ -81,7 +81,7 @@ def layouts(slots: int, **options: Any) -> dict[str, MicroBatch]:
             (everyone, (21, 2)),
             (nodes[1][::-1], (1,)),
             (nodes[1][::-1], (14,)),
-            (everyone[1:] or everyone, (19,)),
+            (most, (19,)),
         ],
         "local, node, cross-node": [
             *(((slot,), (5 + slot, 2), "auto") for slot in everyone),
@@ -182,7 +182,7 @@ AXES: dict[str, Sequence[Any]] = {
 
 
 def pairs(seed: int) -> dict[int, list[Case]]:
-    """By slots, cases in which every two entries of two axes meet."""
+    """By slots, cases in which every two entries of two axes meet, and some in which more than two must."""
     cases: dict[int, list[Case]] = {}
     for i, values in enumerate(every_pair([*AXES.values()], seed)):
         slots, feature, layout, heads, dtype, way, (kernel, recomputed), *others = values
@@ -190,7 +190,10 @@ def pairs(seed: int) -> dict[int, list[Case]]:
         question = Question(layout, heads, dtype, seed=i, **FEATURES[feature])
         way = replace(way, kernel=kernel, recomputed=recomputed, **dict(zip(names, others, strict=True)))
         cases.setdefault(slots, []).append((question, way))
-    return cases
+    of_slices = cases_of([Question("ragged", "mqa", sinks=True)], [Way("a2a+p2p", large="in four slices")])
+    of_windows = cases_of([Question("many documents", "gqa", window=19)], WAYS)
+    narrow = [replace(way, partition="contiguous") for way in WAYS]
+    return cases | {4: cases[4] + of_slices + of_windows + cases_of([Question("long", "mla", window=5)], narrow)}
 
 
 def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:

@@ -55,7 +55,6 @@ LACKING = [
     ("cudnn", needing(torch.float32, 64), "bfloat16 or float16, got float32"),
     ("cudnn", needing(HALF, 192), "a head size of at most 128, or 192 with values of 128, got 192"),
     ("cudnn", needing(HALF, 8, 136), "a head size of at most 128, or 192 with values of 128, got 8 with values of 136"),
-    ("cudnn", needing(HALF, 192, 128), ""),
     ("reference", needing(HALF, 512, 1024), ""),
     ("fa4", needing(HALF, 264, 128), "a head size of at most 256, got 264 with values of 128"),
     ("torch_flash", needing(HALF, 264), "a head size of at most 256, got 264"),
@@ -77,7 +76,7 @@ def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttendCall, mes
 def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_alone(monkeypatch) -> None:
     cudnn = find_kernel("cudnn")
     monkeypatch.setitem(cudnn.__dict__, "device_lack", lambda device: "")
-    assert cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
+    assert cudnn.head_sizes.accept(192, 128) and cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
     assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.lack_for(needing(torch.bfloat16, 64))
 
 

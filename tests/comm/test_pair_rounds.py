@@ -49,11 +49,11 @@ def of_eight(rank: int) -> tuple[list[Any], list[float]]:
 
 
 def test_every_rank_gets_the_same_in_the_order_of_the_home() -> None:
-    for n, results in ((6, run_ranks(texts, 6, Layout(ranks=(2, 0, 1, 5, 4, 3)))), (8, run_ranks(of_eight, 8))):
-        if n == 8:
-            results, of_stages = zip(*results, strict=True)
-            assert list(of_stages) == [[11.0 + 200 * (rank >= 4), 26.0] for rank in range(8)]
-        assert [*results] == [results[0]] * n and results[0][1] == [n * (n - 1) // 2, n]
+    of_six = run_ranks(texts, 6, Layout(ranks=(2, 0, 1, 5, 4, 3)))
+    eight, of_stages = zip(*run_ranks(of_eight, 8), strict=True)
+    assert [*of_stages] == [[11.0 + 200 * (rank >= 4), 26.0] for rank in range(8)]
+    for n, results in ((6, of_six), (8, [*eight])):
+        assert results == [results[0]] * n and results[0][1] == [n * (n - 1) // 2, n]
 
 
 def differences(rank: int) -> list[str]:
