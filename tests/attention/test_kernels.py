@@ -459,8 +459,9 @@ def by_degree(rank: int, slots: int) -> dict[tuple[str, str], list[float]]:
                 out = attend(*leaves, shard, cp_comm_type=kind)
                 out.backward(shard.scatter(dout.to(shard.device)))
             gathered = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
-            pairs = zip(gathered, dense((*qkv, dout), DOCUMENTS), strict=True)
-            relative[str(dtype), name] = [relative_error(a, b) for a, b in pairs]
+            if rank == 0:
+                pairs = zip(gathered, dense((*qkv, dout), DOCUMENTS), strict=True)
+                relative[str(dtype), name] = [relative_error(a, b) for a, b in pairs]
     return relative
 
 
