@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.errors import CommError, LayoutError, RankLostError
+from longspan.errors import CommError, RankLostError
 from longspan.launch import launch, rank_process
 from longspan.launch.launch import LocalRank, LocalRanks
 from longspan.testing import run_ranks
@@ -34,8 +33,8 @@ def describe(rank: int, folder: Path, *args: object) -> tuple[object, ...]:
     return rank, args, [os.environ[name] for name in names], torch.get_num_threads(), large
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_results_come_back_by_rank(n: int, tmp_path: Path) -> None:
+def test_results_come_back_by_rank(tmp_path: Path) -> None:
+    n = 3
     for rank, (*result, large) in enumerate(run_ranks(describe, n, tmp_path, "a", 2)):
         assert result == [rank, ("a", 2), [str(rank), str(rank), str(n), str(n), "127.0.0.1"], 1]
         assert torch.equal(large, torch.full((1_000_000,), rank, dtype=torch.float64))
@@ -85,11 +84,9 @@ class AwkwardError(Exception):
 
 FAILURES = {  # how rank 1 fails -> the error's type and what it says
     "value": (ValueError, "(?m)^boom$"),
-    "layout": (LayoutError, "seven slots"),
     "awkward": (CommError, "rank 1 failed with AwkwardError: 3 and 4"),
-    "kill": (RankLostError, r"rank 1 of 3 was killed by signal 9 \(SIGKILL\)"),
     "leave": (RankLostError, "rank 1 of 3 left with exit code 7"),
-    "fault": (RankLostError, "rank 1 of 3 was killed by signal 11"),
+    "fault": (RankLostError, r"rank 1 of 3 was killed by signal 11 \(SIGSEGV\)"),
 }
 
 
@@ -99,12 +96,8 @@ def fail(rank: int, how: str, folder: Path) -> None:
         return
     if how == "value":
         raise ValueError("boom")
-    if how == "layout":
-        raise LayoutError("seven slots")
     if how == "awkward":
         raise AwkwardError(3, 4)
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
     if how == "fault":
         ctypes.string_at(0)
     os._exit(7)
@@ -116,7 +109,7 @@ def test_a_failing_rank_is_named(how: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=message) as raised:
         run_ranks(fail, 3, how, tmp_path)
     assert raised.type is kind
-    died = how in ("kill", "leave", "fault")
+    died = how in ("leave", "fault")
     assert {path.name for path in tmp_path.iterdir()} == ({"0", "2"} if died else {"0", "1", "2"})
     if not died:
         assert isinstance(raised.value.__cause__, rank_process.RankError)
@@ -207,48 +200,6 @@ def test_the_fork_server_imports_ahead_and_ends_with_its_command(tmp_path: Path)
     (tmp_path / "ahead.py").write_text(AHEAD)
     done = subprocess.run([sys.executable, tmp_path / "ahead.py"], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-SCRIPT = """
-import os, signal, time
-from longspan.comm import run_local
-from longspan.launch import fork_server
-
-fork_server.PRELOAD = ("torch",)  # its ranks need no more, and transformers takes seconds
-
-def sleep(rank):
-    os.write(1, f"rank {os.getpid()}\\n".encode())  # in one piece, whatever the others write
-    time.sleep(60)
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
-    try:
-        run_local(sleep, 2)
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    run_local(sleep, 2)
-"""
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_nothing_stays_behind_a_script_that_is_interrupted_and_killed(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, tmp_path / "script.py"], stdout=subprocess.PIPE, text=True) as script:
-        assert script.stdout is not None
-        pids = [int(script.stdout.readline().removeprefix("rank ")) for _ in range(2)]
-        script.send_signal(signal.SIGINT)
-        assert script.stdout.readline() == "interrupted\n"
-        pids += [int(script.stdout.readline().removeprefix("rank ")) for _ in range(2)]
-        script.kill()
-    deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [pid for pid in pids if alive(pid)]
 
 
 SAW = rank_process.Answer(False, pickle.dumps(CommError("rank 2 does not answer")), summary="saw", consequence=True)

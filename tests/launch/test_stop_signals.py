@@ -206,12 +206,8 @@ def test_a_command_that_reads_its_configuration_is_interrupted_in_one_line(tmp_p
 
 MOMENTS = [
     (fork_server_of, press_as_timeout_does, signal.SIGTERM),
-    pytest.param(fork_server_of, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
-    pytest.param(a_rank_is_there, press_as_timeout_does, signal.SIGTERM, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, press_in_the_group, signal.SIGINT, marks=pytest.mark.whole),
     pytest.param(a_rank_is_there, subprocess.Popen.send_signal, signal.SIGTERM, marks=pytest.mark.whole),
-    pytest.param(a_rank_is_there, press_in_the_group, signal.SIGUSR1, marks=pytest.mark.whole),
-    pytest.param(fork_server_of, press_in_the_group, signal.SIGHUP, marks=pytest.mark.whole),
 ]
 
 

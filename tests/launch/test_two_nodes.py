@@ -1,4 +1,4 @@
-"""Two torchruns of this machine as two nodes: a node that dies is named, and one node goes on."""
+"""Two torchruns of this machine as two nodes, and what ranks and the command say of a node that dies."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from bench.processes import two_nodes
@@ -18,16 +19,15 @@ from bench.processes.node_network import missing_permission
 from bench.processes.two_nodes import bytes_per_second, torchrun_words
 from torch.distributed import HashStore
 
+from longspan.comm import World, failure_reports, run_local
 from longspan.comm.failure_reports import FailureReports, Nodes
-from longspan.config.file import to_toml
+from longspan.errors import RankLostError
+from longspan.layout import Layout
 from longspan.plan import Machine
-from longspan.testing import backend, run_ranks
-from tests.launch.test_launch import alive
-from tests.train.small import small_config, train_rank
+from longspan.testing import backend
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(ROOT / "bench/two_nodes.sh"), "--cpu"]
-RUN = {"context.context_parallel_size": 1, "context.eval_context_parallel_size": 1, "train.eval_every": 0}
 TORCHRUN = """
 import os, signal, subprocess, sys
 words = sys.argv[sys.argv.index("--no-python") + 1 :]
@@ -54,6 +54,11 @@ def _children(pid: int) -> Iterator[int]:
         yield from _children(child)
 
 
+def alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + 150
     while not condition():
@@ -61,37 +66,33 @@ def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -
         time.sleep(0.05)
 
 
-@on_cpus
-@reads_proc
-def test_a_node_that_dies_is_named_and_one_node_goes_on(tmp_path: Path) -> None:
-    config = small_config(tmp_path, **RUN, train__steps=100000, train__save_every=2)
-    (tmp_path / "small.toml").write_text(to_toml(config))
-    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    nodes = _start("--ranks", "1", "longspan", "train", str(tmp_path / "small.toml"), folder=tmp_path)
-    _wait_for(lambda: checkpoints.is_dir() and [*checkpoints.glob("step-*[0-9]")], nodes)
-    torchrun = [pid for pid in _children(nodes.pid) if b"--node-rank\x001" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    dying = [torchrun[0], *_children(torchrun[0])]
-    started = time.monotonic()
-    for pid in dying:
-        os.kill(pid, signal.SIGKILL)
-    out, err = nodes.communicate(timeout=100)
-    assert nodes.returncode == 128 + signal.SIGKILL and time.monotonic() - started < 90
-    assert re.search(r"error \(rank 0\): .* all ranks \(1\) of node 1 \(host .*\) do not answer: killed", err), err
-    (log,) = re.findall(r"node 1 was killed by SIGKILL; output of node 1: (.*)", err)
-    assert "step      1/100000" in out and Path(log).is_file() and not [pid for pid in dying if alive(pid)]
-    assert json.loads((run / "run.json").read_text())["hosts"] == 2, "by the number of slots of a node of the world"
+def lose_a_node(rank: int) -> None:
+    os.environ["GROUP_RANK"] = str(rank)
+    with (
+        mock.patch.object(failure_reports, "ANSWER_SECONDS", 0.5),
+        mock.patch.object(FailureReports, "has_died", lambda *_: False),  # a launcher ends with its node
+        World(Layout(ranks=2), backend="gloo", timeout=60) as world,
+    ):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.control.barrier()
 
-    before = max(int(folder.name[-6:]) for folder in checkpoints.glob("step-*[0-9]"))
-    shorter = small_config(tmp_path, **RUN, train__steps=before + 2, train__save_every=0)
-    (result,) = run_ranks(train_rank, 1, shorter, 1)
-    assert result.done == before + 2
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row][-2:] == [before + 1, before + 2]
+
+@on_cpus
+def test_ranks_name_a_node_that_died() -> None:
+    with pytest.raises(RankLostError, match="rank 1 of 2 was killed by signal 9") as raised:
+        run_local(lose_a_node, 2, timeout=100, grace=30, threads=1)
+    (note,) = raised.value.__notes__
+    assert re.search(r"rank 0: .* all ranks \(1\) of node 1 \(host .*\) do not answer: killed", note), note
+
+
+ENDS = [(signal.SIGKILL, "node 1 was killed by SIGKILL"), (signal.SIGINT, "ended by SIGINT")]
 
 
 @on_cpus
 @reads_proc
-def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "said"), ENDS)
+def test_a_node_that_dies_and_ctrl_c_end_everything(number: signal.Signals, said: str, tmp_path: Path) -> None:
     """With a stand-in for torchrun, which starts without torch."""
     (stand_in := tmp_path / "torch" / "distributed").mkdir(parents=True)
     (stand_in / "run.py").write_text(TORCHRUN)
@@ -99,15 +100,21 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     words = ("--ranks", "1", "sh", "-c", "echo here $GROUP_RANK; sleep 100 & wait")
     nodes = _start(*words, folder=tmp_path, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
 
-    def sleeping() -> list[int]:
-        return [p for p in _children(nodes.pid) if Path(f"/proc/{p}/cmdline").read_bytes() == b"sleep\x00100\x00"]
+    def with_words(words: str) -> list[int]:
+        line = words.replace(" ", "\0").encode()
+        return [pid for pid in _children(nodes.pid) if line in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
-    _wait_for(lambda: len(sleeping()) == 2, nodes)
+    _wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes)
     everything = [*_children(nodes.pid)]
-    os.killpg(nodes.pid, signal.SIGINT)
+    if number == signal.SIGINT:
+        os.killpg(nodes.pid, number)
+    else:
+        dying = with_words("--node-rank 1")[0]
+        for pid in dict.fromkeys((dying, *_children(dying), *with_words("sleep 100 "))):
+            os.kill(pid, number)  # the other node has nothing left to wait for, and ends
     out, err = nodes.communicate(timeout=100)
-    assert nodes.returncode == 128 + signal.SIGINT and out == "here 0\n"
-    (log,) = re.findall(r"ended by SIGINT; output of node 1: (.*)", err)
+    assert nodes.returncode == 128 + number and out == "here 0\n"
+    (log,) = re.findall(rf"{said}; output of node 1: (.*)", err)
     assert Path(log).read_text().startswith("here 1\n") and not [pid for pid in everything if alive(pid)]
 
 
