@@ -218,20 +218,6 @@ def test_what_is_given_stays_and_nothing_is_left_open(training: ContextConfig, k
 
 
 @bounded
-@given(TRAINING, SOME, SOME)
-def test_a_set_is_as_evaluation_but_for_its_keys(
-    training: ContextConfig, of_all: dict[str, Any], of_set: dict[str, Any]
-) -> None:
-    evaluation = inherit_keys(PlanSection(**of_all), training, training)
-    assert inherit_keys(EvalConfig(), evaluation, training).plan_keys == evaluation.plan_keys
-    entry = inherit_keys(EvalConfig(name="books", **of_set), evaluation, training)
-    assert entry.name == "books" and inherit_keys(entry, evaluation, training) == entry
-    follows = {"planner", "cp_comm_type", "hierarchical_context_parallel_sizes"}  # a degree
-    for key in set(KEYS) - follows - of_set.keys():
-        assert getattr(entry, key) == getattr(evaluation, key)
-
-
-@bounded
 @given(TRAINING, SOME, DEGREES | st.just(AUTO))
 def test_a_degree_that_is_given_makes_plans_of_one_degree(
     training: ContextConfig, of_all: dict[str, Any], degree: int | str

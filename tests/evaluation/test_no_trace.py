@@ -1,12 +1,10 @@
 """Evaluations leave no trace: training goes on bit by bit as without, whatever home, optimizer and model keep."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,14 +15,12 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
 from longspan.plan import plan_fixed
-from longspan.run.loggers import read_metrics
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train.plans import PlanChoice
 from tests.evaluation.state import State, differences, state_of
 from tests.model.deep import deep
 from tests.model.stock import texts
-from tests.train.small import small_config, train_rank, without_times
 
 LENGTHS, HELD_OUT_LENGTHS = (13, 1, 30, 7, 2, 18), (31, 2, 17, 1, 9, 24)
 ROUTER = RouterCoefficients(balance=0.5, z=0.1)
@@ -123,15 +119,3 @@ def compare(rank: int, names: tuple[str, ...]) -> dict[str, list[str]]:
 def test_evaluations_leave_no_trace(names: tuple[str, ...]) -> None:
     for rank, differ in enumerate(run_ranks(compare, 4, names)):
         assert differ == {name: [] for name in names}, rank
-
-
-@pytest.mark.whole
-def test_a_run_that_is_evaluated_after_every_step_trains_as_without(tmp_path: Path) -> None:
-    rows, weights = [], []
-    for every in (0, 1):
-        config = small_config(tmp_path / str(every), train__eval_every=every, context__eval_context_parallel_size=1)
-        run_ranks(train_rank, 2, config, 2)
-        metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
-        rows.append([without_times(row) for row in metrics if "loss" in row])
-        weights.append(load_file(Path(config.run.dir) / "model" / "model.safetensors"))
-    assert rows[0] == rows[1] and not differences(*weights)

@@ -40,11 +40,6 @@ def result(means: np.ndarray, tokenizer: str = "a", text_bytes: tuple[int, ...] 
     )
 
 
-def jackknife(values: np.ndarray) -> float:
-    n = len(values)
-    return math.sqrt((n - 1) / n * ((values - values.mean()) ** 2).sum())
-
-
 def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents() -> None:
     (made,) = set_differences(result(FIRST), result(OTHER))
     paired = OTHER - FIRST
@@ -57,13 +52,6 @@ def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents() 
     means = [(OTHER * COUNTS)[i].sum() / COUNTS[i].sum() for i in ([0, 1, 3], [4], [2])]
     assert [row[3] for row in made.by_length] == pytest.approx(means, rel=1e-12)
     assert [row[4] for row in made.by_length] == [3, 1, 1]
-
-
-def test_equal_documents_have_the_error_of_the_jackknife() -> None:
-    (made,) = set_differences(result(FIRST), result(OTHER))
-    paired = OTHER - FIRST
-    left_out = np.array([np.delete(paired, i).mean() for i in range(5)])
-    assert made.document_standard_error == pytest.approx(jackknife(left_out), rel=1e-12)
 
 
 def test_tokenizers_that_differ_are_compared_by_bytes() -> None:

@@ -124,14 +124,6 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     assert fit_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
 
 
-def test_flags_of_what_evaluation_has_from_training_count() -> None:
-    config = load_config(None, BASE)
-    degrees = {"min_dynamic_context_parallel_size": 2, "max_dynamic_context_parallel_size": 4}
-    flagged = replace(config, context=replace(config.context, partition="contiguous", **degrees))
-    choice = PlanChoice.evaluation(flagged, find_set(flagged, "", ()))
-    assert (choice.options.partition, choice.min_degree, choice.max_degree) == ("contiguous", 2, 4)
-
-
 def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
     sets = [{"name": "long", "path": "x"}]
     keys = {"context.planner": "fixed", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
