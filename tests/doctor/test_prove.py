@@ -189,13 +189,6 @@ def test_documents_with_images_have_videos_where_the_model_takes_them(name: str,
     assert len(item_documents(config, documents).items) == sum(len(document.rows) for document in documents)
 
 
-def test_names_say_what_is_not_as_usual() -> None:
-    assert Case(cp=2).name == "float64, cp 2, p2p"
-    case = Case(cp=2, tp=2, ep=2, plan="several", router_losses=True, recompute="full", sequence_parallel=True)
-    of_plan, more = "several micro-batches, cp 1 to 2, p2p", "sequence parallel, full recomputation, router losses"
-    assert case.name == f"float64, tp 2, ep 2, {of_plan}, {more}"
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("name", ["basic", "whole"])
 def test_every_case_has_a_sound_plan_over_its_home(name: str, ranks: int) -> None:

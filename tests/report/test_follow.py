@@ -22,8 +22,6 @@ from longspan.layout import Layout
 from longspan.plan import plan_fixed
 from longspan.plan.plan import find_plan, plan_row, read_plans
 from longspan.report.follow import Follower, LiveRun, is_over, live_page, lock_holder
-from longspan.run.loggers import MetricsLog
-from longspan.run.records import PlanLog
 from tests.report.pages import parts_of, value_of, words_of
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run
 
@@ -89,25 +87,6 @@ def test_a_step_that_is_late_is_said(tmp_path: Path) -> None:
         os.utime(tmp_path / "run" / "metrics.jsonl", (0, time.time() - 60))
         story = live_page(LiveRun.read(tmp_path / "run"))[1]["head"]["story"]
     assert "no step for 60 s, where one takes 300 ms" in story
-
-
-def test_a_resumed_run_goes_on_from_its_step(tmp_path: Path) -> None:
-    plans = [plan_fixed([900, 300, n], Layout(4), cp=2, max_tokens_per_slot=512) for n in (20, 21, 22, 23)]
-    with PlanLog(tmp_path / "plans.jsonl", after_step=0) as log:
-        for step in (1, 2, 3):
-            log.write(step, plans[step - 1])
-    add_rows(tmp_path, *(train_row(step, loss=9.0 - step) for step in (1, 2, 3)))
-    live = LiveRun.read(tmp_path)
-    assert live.step == 3 and live.run.plans == (("step 3", plans[2]),)
-    with (
-        PlanLog(tmp_path / "plans.jsonl", after_step=2) as log,
-        MetricsLog(tmp_path / "metrics.jsonl", after_step=2) as metrics,
-    ):
-        assert LiveRun.read(tmp_path).run.train["loss"].tolist() == [8.0, 7.0]
-        log.write(3, plans[3])
-        metrics.write(train_row(3, loss=5.0))
-        run = LiveRun.read(tmp_path).run
-    assert run.train["loss"].tolist() == [8.0, 7.0, 5.0] and run.plans == (("step 3", plans[3]),)
 
 
 def test_the_newest_plan_has_the_cost_of_the_rows_before(tmp_path: Path) -> None:

@@ -51,8 +51,10 @@ def test_markup() -> None:
     assert len(list(ElementTree.fromstring(PATTERNS))) == 2
 
 
-@pytest.mark.parametrize("width", [360, 1200])
-def test_every_part_of_every_page_is_drawn(width: int, tmp_path: Path) -> None:
+SHOWN = {"✓ equal", "<b>", "resumed on 2 ranks", "evaluation, cp 4", "ln V = 7.625, a uniform guess"}
+
+
+def test_every_part_of_every_page_is_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows=[train_row(step, mfu=0.4, mtp_loss_1=3.0) for step in range(1, 121)])
     (run / "run.json").write_text(json.dumps(FACTS | {"sessions": [[0, 4], [60, 2]]}))
     sample = {"step": 4, "name": "", "text": "<b>", "answer": "3", "predicted": "4", "images": ["aGk="]}
@@ -61,13 +63,13 @@ def test_every_part_of_every_page_is_drawn(width: int, tmp_path: Path) -> None:
     pages["eval"].write_text(eval_page(RECORD))
     pages["plan"].write_text(plan_page(mixed_plan(8)))
     for name, path in pages.items():
-        value, drawn = value_of(path.read_text()), draw(path, width)
+        value, drawn = value_of(path.read_text()), draw(path, 360)
+        words = {element["words"] for element in drawn["elements"]}
+        assert name != "report" or words >= SHOWN
         titles = [element["words"] for element in drawn["elements"] if element["name"] == "h2"]
         assert titles == [section["title"] for section in value["sections"] if section["title"]]
         assert drawn["title"] == value["name"] and drawn["timers"] == 0
         assert sum(element["name"] == "markup" for element in drawn["elements"]) == (name != "eval")
-    words = {element["words"] for element in draw(pages["report"], width)["elements"]}
-    assert {"✓ equal", "<b>", "resumed on 2 ranks", "evaluation, cp 4", "ln V = 7.625, a uniform guess"} <= words
 
 
 def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
