@@ -1,11 +1,9 @@
 """A run in processes of its own, under the local launcher or torchrun, that signals are sent to."""
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,25 +33,20 @@ def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
 
 
 @contextmanager
-def started(folder: Path, words: tuple[str, ...], terminal: int | None = None, **keys: Any) -> Iterator[Process]:
-    """A run of 100,000 steps that has taken three; its output is in `log`, or goes to a terminal of its own."""
+def started(folder: Path, words: tuple[str, ...], **keys: Any) -> Iterator[Process]:
+    """A run of 100,000 steps that has taken three; its output is in `log`."""
     defaults = {"train__steps": 100_000, "train__eval_every": 0, "run__stopped_status": 75}
     (folder / "config.toml").write_text(to_toml(small_config(folder, **(defaults | keys))))
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 
-    def take_terminal() -> None:
-        if terminal is not None:
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *words, str(folder / "config.toml")],
-            stdin=subprocess.DEVNULL if terminal is None else terminal,
-            stdout=log if terminal is None else terminal,
-            stderr=log if terminal is None else terminal,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,
-            preexec_fn=take_terminal,  # noqa: PLW1509 (only a terminal is taken)
         )
     try:
         metrics = folder / "run" / "metrics.jsonl"

@@ -124,13 +124,6 @@ def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
     assert "state-space" in model_figures(RunConfig(), unpriced, world, cost).uncounted
 
 
-def test_products_of_float32_may_be_of_a_shorter_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert figures_module._product_dtype(torch.float32) == "float32"
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert figures_module._product_dtype(torch.float32) == "tensorfloat32"
-    assert figures_module._product_dtype(torch.bfloat16) == "bfloat16"
-
-
 def of_calls(*calls: AttendCall) -> Execution:
     return Execution(torch.float32, torch.float32, torch.float32, calls)
 

@@ -1,13 +1,10 @@
 """The loop of a run: signals, slow slots, steps prepared ahead, and what a rank that is out of memory says."""
 
 import os
-import pty
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,7 +32,6 @@ from tests.faults.live_run import (
     to_group,
     to_launcher,
     to_rank,
-    wait_for,
 )
 from tests.run.runs.homes import ALONE, lines_of
 from tests.train.small import small_config, train_rank
@@ -43,35 +39,7 @@ from tests.train.small import small_config, train_rank
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@linux
-def test_a_closed_terminal_stops_a_run_that_a_signal_has_saved(tmp_path: Path) -> None:
-    controller, terminal = pty.openpty()
-    shown, closing = list[bytes](), threading.Event()
-
-    def read() -> None:
-        with suppress(OSError):
-            while closing.is_set() is False:
-                shown.append(os.read(controller, 4096))
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    with started(tmp_path, LOCAL, terminal, run__save_on=["SIGUSR1"], run__keep_checkpoints=0) as process:
-        os.close(terminal)
-        process.send_signal(signal.SIGUSR1)
-        os.killpg(process.pid, signal.SIGUSR1)  # as Slurm does: neither stops the run, or kills its ranks
-        (step,) = wait_for(lambda: saved_steps(tmp_path), process, tmp_path / "log")
-        wait_for(lambda: last_step(tmp_path) > step + 3, process, tmp_path / "log")
-        assert saved_steps(tmp_path) == [step], "one checkpoint a signal"
-        closing.set()  # the reader ends at the next output, and then the terminal is closed
-        reader.join()
-        os.close(controller)
-        assert process.wait(60) == 75
-    assert saved_steps(tmp_path) == [step, last_step(tmp_path)] and (tmp_path / "run" / "report.html").is_file()
-    assert f"SIGUSR1 was received: step {step} is saved, and the run goes on" in b"".join(shown).decode()
-
-
 STOPS = [
-    (LOCAL, to_launcher, signal.SIGUSR1, 75),
     (LOCAL, to_group, signal.SIGUSR2, 75),
     (LOCAL, to_rank, signal.SIGUSR1, 75),
     (LOCAL, to_launcher, signal.SIGHUP, 75),
@@ -94,21 +62,6 @@ def test_a_signal_saves_and_stops(
     assert saved_steps(tmp_path) == [last], log
     assert f"stopped by {number.name} after step {last} of 100000" in log
     assert "was killed" not in log and "leaked" not in log
-
-
-@linux
-@pytest.mark.whole
-@pytest.mark.parametrize("words", [LOCAL, TORCHRUN])
-def test_a_lost_rank_is_named_and_ends_the_run_with_3(words: tuple[str, ...], tmp_path: Path) -> None:
-    with started(tmp_path, words, train__save_every=1) as process:
-        to_rank(process, signal.SIGKILL)
-        status = process.wait(60)
-    log = (tmp_path / "log").read_text()
-    if words is LOCAL:
-        assert status == 3 and re.search(r"error: rank [01] of 2 was killed by signal 9 \(SIGKILL\)", log), log
-    else:  # whose agent reports the status of the rank that was killed
-        assert status == 1 and "exitcode  : -9" in log, log
-    assert saved_steps(tmp_path)
 
 
 def receive_on_rank_1(rank: int, configs: list[RunConfig]) -> list[tuple[str, int]]:

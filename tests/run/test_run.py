@@ -6,10 +6,13 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -33,6 +36,7 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
+from longspan.model.weights.fill import RandomWeights
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan import group_counts
 from longspan.run import records as run_records
@@ -41,6 +45,7 @@ from longspan.run.facts import RunFacts, TrainResult
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import order
+from tests.faults.live_run import children_of, last_step, saved_steps
 from tests.run.runs.homes import ALONE, lines_of, refusals, train_rows
 from tests.train.small import small_config, train_rank, without_times
 
@@ -137,11 +142,18 @@ def test_the_last_evaluations_agree_over_degrees(straight: Straight) -> None:
     assert outcome.text().splitlines()[-2:] and "relative difference" in outcome.text()
 
 
+def train_without_drawing(rank: int, config: RunConfig) -> TrainResult:
+    """Weights are NaN until the checkpoint is loaded, so one that it lacked would end the run."""
+    refuse = mock.Mock(side_effect=AssertionError("weights were read or drawn, and a checkpoint has them"))
+    with mock.patch.object(RandomWeights, "read", refuse), mock.patch.object(set_up, "load_run_model", refuse):
+        return train_rank(rank, config, 2)
+
+
 def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(straight: Straight, tmp_path: Path) -> None:
     config, _ = straight
     again = copy_cut_at(config, tmp_path, 3)
     (Path(again.run.dir) / "summary.json").write_text('{"stopped": "SIGTERM"}')  # as the run before left it
-    run(again, 2)
+    run_ranks(train_without_drawing, 2, again, timeout=90)
     assert rows_of(again) == rows_of(config)
     plans, before = (list(read_plans(Path(c.run.dir) / "plans.jsonl")) for c in (again, config))
     assert plans == before and [step for step, _ in plans] == [1, 2, 3, 4, 5, 6]
@@ -362,29 +374,42 @@ def test_a_step_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path)
         assert getattr(error, "__notes__", []) == notes
 
 
-def test_sigterm_to_the_launcher_saves_and_leaves(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = small_config(tmp_path, train__steps=10_000, train__eval_every=0, run__stopped_status=75)
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sigusr1_to_all_processes_saves_and_sigterm_to_the_launcher_saves_and_leaves(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"run__save_on": ["SIGUSR1"], "run__keep_checkpoints": 0, "run__stopped_status": 75}
+    config = small_config(tmp_path, train__steps=10_000, train__eval_every=0, **keys)
     (tmp_path / "config.toml").write_text(to_toml(config))
-    metrics, statuses = tmp_path / "run" / "metrics.jsonl", list[int]()
 
     def press() -> None:
-        deadline = time.monotonic() + 60
-        while len(read_metrics(metrics)) < 3 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for(lambda: len(read_metrics(tmp_path / "run" / "metrics.jsonl")) >= 3)
+        server = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+        for pid in (os.getpid(), server, *children_of(server)):
+            os.kill(pid, signal.SIGUSR1)  # as Slurm does: neither stops the run, or kills its ranks
+        wait_for(lambda: saved_steps(tmp_path))
+        wait_for(lambda: last_step(tmp_path) > min(saved_steps(tmp_path), default=0) + 3)
         for _ in range(2):  # as `timeout` and other supervisors do
             os.kill(os.getpid(), signal.SIGTERM)
 
     pressing = threading.Thread(target=press)
     pressing.start()
-    statuses.append(main(["train", str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]))
+    assert main(["train", str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]) == 75
     pressing.join()
     out, err = capfd.readouterr()
-    assert statuses == [75], err
-    last = read_metrics(metrics)[-1]["step"]
-    assert f"stopped by SIGTERM after step {last} of 10000" in out and not err
+    (saved, last), end = saved_steps(tmp_path), last_step(tmp_path)  # one checkpoint a signal
+    assert last == end > saved + 3 and not err
+    assert f"SIGUSR1 was received: step {saved} is saved, and the run goes on" in out
+    assert f"stopped by SIGTERM after step {last} of 10000" in out
     assert out.count("the same command goes on") == 1 and out.endswith("report.html\n")
-    saved = tmp_path / "run" / "checkpoints" / f"step-{last:06d}"
-    assert saved.is_dir() and json.loads((saved / "state.json").read_text())["step"] == last
+    checkpoint = tmp_path / "run" / "checkpoints" / f"step-{last:06d}"
+    assert json.loads((checkpoint / "state.json").read_text())["step"] == last
     assert (tmp_path / "run" / "report.html").is_file()
 
 

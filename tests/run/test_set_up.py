@@ -167,7 +167,7 @@ def resolve(rank: int, config: RunConfig, ranks: int, local: int) -> tuple[Any, 
 
 
 # ranks, ranks of a host (the last may have fewer), home, slots of a host
-HOSTS = [(3, 2, ParallelConfig(), 2), (6, 4, ParallelConfig(tp=2), 2), (4, 2, ParallelConfig(pp=2), 2)]
+HOSTS = [(6, 4, ParallelConfig(tp=2), 2), (4, 2, ParallelConfig(pp=2), 2)]
 
 
 @pytest.mark.parametrize(("ranks", "local", "parallel", "slots"), HOSTS)

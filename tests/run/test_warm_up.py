@@ -23,16 +23,14 @@ from tests.run.runs.test_lora_run import write_base
 from tests.train.small import small_config, train_rank, without_times
 
 LENGTHS = [900, 40, 300, 8, 8, 8, 17, 120, 64, 65, 33, 1]
-FREE = {"context__planner": "dynamic", "context__mode": "free", "context__eval_planner": "dynamic"}
 MOE = {"model__preset": "qwen3-moe-tiny"}
 MASKED: dict[str, object] = {}  # of rows with masks, that the test writes
 HOMES: dict[str, tuple[int, Mapping[str, object]]] = {
     "masked rows": (2, MASKED),
-    "fsdp, free": (2, FREE),
     "stages": (2, {"parallel__pp": 2, "context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}),
     "tensor and experts": (4, MOE | {"parallel__tp": 2, "parallel__ep": 2, "train__optimizer": "sgd"}),
 }
-MARKS = dict.fromkeys(("fsdp, free", "stages", "tensor and experts"), pytest.mark.whole)
+MARKS = dict.fromkeys(("stages", "tensor and experts"), pytest.mark.whole)
 
 
 def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:

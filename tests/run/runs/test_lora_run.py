@@ -29,7 +29,6 @@ from longspan.run import checks
 from longspan.run.checks import check_config
 from longspan.run.set_up import check_adapter_targets
 from tests.model.stock import SIZES
-from tests.mutation import mutated
 from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
 from tests.train.small import small_config
 
@@ -128,14 +127,6 @@ def test_one_export_takes_the_place_of_another(trained: Trained, tmp_path: Path)
     with torch.no_grad():
         wanted = _stock(config, torch.float32)(input_ids=IDS).logits
         assert (_merged(out, torch.float32)(input_ids=IDS).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-
-
-def test_a_merge_that_forgets_the_scaling_is_noticed(trained: Trained, tmp_path: Path) -> None:
-    with mutated(("checkpoint.export", "saved.scalings[linear] * ", "")):
-        assert export_main([trained[0].run.dir, str(tmp_path / "out"), "--merge"]) == 0
-    with torch.no_grad():
-        wanted = _stock(trained[0])(input_ids=IDS).logits
-        assert (_merged(tmp_path / "out")(input_ids=IDS).logits - wanted).abs().max() > 1e-3
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")  # peft's own

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -121,49 +120,3 @@ def test_depths_of_a_folder_are_trained_on(trained: Trained, tmp_path: Path) -> 
     assert drawn["loss"] == read["loss"] and all(drawn[key][0] > read[key][0] + 0.1 for key in COLUMNS[1:3])
     with pytest.raises(ModelError, match=r"mtp.depths is 3, .* weights of 2 depths .*mtp.depths = 2, or mtp.weights"):
         run(alone(small_config(tmp_path, **{**keys, "mtp__depths": 3}), tmp_path / "more"), 1)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("whole", [False, True], ids=["adapted depths", "whole depths"])
-@pytest.mark.filterwarnings("ignore")  # peft's, of what a base model without depths has no place for
-def test_an_adapter_beside_depths(trained: Trained, whole: bool, tmp_path: Path) -> None:
-    base = trained[0].run.dir + "/model"
-    lora = {"model__path": base, "lora__rank": 4, "train__lr": 0.05, "mtp__train_whole": whole}
-    config = small_config(tmp_path, **{**KEYS, **STEPS, **lora})
-    losses = run(config, 2)
-    for name, parallel in {"tp": ParallelConfig(tp=2), "pp": ParallelConfig(pp=2)}.items():
-        other = gone_on_from_the_first_checkpoint(config, tmp_path / name, parallel)
-        assert close(run(alone(other, tmp_path / name), 2), losses)
-        saved = [
-            load_file(Path(folder) / "model" / "adapter_model.safetensors")
-            for folder in (config.run.dir, other.run.dir)
-        ]
-        assert saved[0].keys() == saved[1].keys()
-    for name, words in {"adapter": [], "merged": ["--merge"], "bare": ["--merge", "--mtp", "none"]}.items():
-        assert export_main([config.run.dir, str(tmp_path / name), *words]) == 0
-    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    weights, merged, bare = (
-        load_file(Path(folder) / "model.safetensors") for folder in (base, tmp_path / "merged", tmp_path / "bare")
-    )
-    assert any(".mtp.layers.1.mtp_block." in name for name in adapter) and merged.keys() == weights.keys()
-    of_depths = [name for name in adapter if ".mtp." in name]
-    assert all(("lora_" in name) is not whole for name in of_depths) and of_depths
-    for name, weight in weights.items():
-        if whole and name.startswith("mtp."):
-            assert (
-                torch.equal(merged[name], adapter[f"base_model.model.{name}"]) and (merged[name] != weights[name]).any()
-            )
-            continue
-        first, second = (adapter.get(f"base_model.model.{name[:-7]}.lora_{part}.weight") for part in "AB")
-        added = 0 if first is None or second is None else 2 * second @ first
-        assert (merged[name] - weight - added).abs().max() <= 1e-12, name
-        assert name.startswith("mtp.") or torch.equal(bare[name], merged[name])
-    assert not any(name.startswith("mtp.") for name in bare)
-    stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)  # without depths
-    ids = torch.arange(40)[None] * 5 % 200
-    found = peft.PeftModel.from_pretrained(stock, str(tmp_path / "adapter")).eval()(input_ids=ids).logits
-    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "bare", dtype=torch.float64).eval()(input_ids=ids).logits
-    assert (found - wanted).abs().max() <= 1e-10 * wanted.abs().max()
-    with_depths = add_mtp(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64), 2)
-    read = peft.PeftModel.from_pretrained(with_depths, str(tmp_path / "adapter")).merge_and_unload().state_dict()
-    assert all((read[name] - merged[name]).abs().max() <= 1e-12 for name in merged if whole or name in bare)
