@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +34,7 @@ def test_each_rank_has_a_trace_of_each_step(run: Path) -> None:
         assert any("gloo:" in name for name in names) and any("Optimizer" in name for name in names), names
 
 
-@pytest.mark.whole
-def test_a_run_that_goes_on_profiles_what_is_left(run: Path, tmp_path: Path) -> None:
-    config = replace(small_config(tmp_path, train__profile_steps=(2, 3), train__eval_every=0))
-    for steps in (2, 4):
-        run_ranks(train_rank, 2, replace(config, train=replace(config.train, steps=steps)), 2)
-        done = {folder.name for folder in (Path(config.run.dir) / FOLDER).iterdir()}
-        assert done == {f"step-{step:06d}" for step in (2, 3) if step <= steps}
-
-
-def test_the_table_adds_up_to_the_step(run: Path) -> None:
+def test_the_table_adds_up_to_the_step_and_is_in_the_report(run: Path) -> None:
     folder = run / FOLDER / "step-000002"
     row = json.loads((folder / PARTS_FILE).read_text())
     parts = {part: row["parts"][part] for part in PARTS if part != "step"}
@@ -53,17 +43,8 @@ def test_the_table_adds_up_to_the_step(run: Path) -> None:
     table = (folder / TABLE_FILE).read_text()
     assert table == f"{profile_text(row)}\n" and "  ".join(TITLES[:2]) in table
     assert row["kernels"][0]["name"] in table and table.count("\n") <= 14
-
-
-def test_the_table_has_the_seconds_of_each_part(run: Path) -> None:
-    row = json.loads((run / FOLDER / "step-000002" / PARTS_FILE).read_text())
-    cells = profile_text(row).splitlines()[1].split("rank 0", 1)[1].split()
-    assert cells == profile.part_cells(row)
-
-
-def test_the_report_shows_it(run: Path) -> None:
-    (table,) = parts_of(report_of(run), "text")
-    assert table == (run / FOLDER / "step-000002" / TABLE_FILE).read_text()
+    assert table.splitlines()[1].split("rank 0", 1)[1].split() == profile.part_cells(row)
+    assert parts_of(report_of(run), "text") == [table]
 
 
 def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
