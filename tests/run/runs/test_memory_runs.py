@@ -27,40 +27,9 @@ SETTINGS: dict[str, object] = {
     "train__tokens_per_step": 256,
     "data__eval_documents": 0,
 }
-GEMMA = {
-    "model_type": "gemma3_text",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 300,
-    "sliding_window": 24,
-    "query_pre_attn_scalar": 16,
-    "max_position_embeddings": 4096,
-    "architectures": ["Gemma3ForCausalLM"],
-    "tie_word_embeddings": True,
-}
-DYNAMIC: dict[str, object] = {"context__planner": "dynamic"}
-A2A: dict[str, object] = {"context__cp_comm_type": "a2a"}
-RUNS: dict[str, dict[str, object]] = {
-    "tied, a2a": {"model__preset": "qwen3-deep-tiny"} | A2A,
-    "dynamic, adapters": {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3} | DYNAMIC,
-    "a mixture": {"model__preset": "qwen3-moe-tiny"} | A2A,
-    "a hybrid, dynamic": {"model__preset": "bamba-tiny", "context__partition": "zigzag"} | DYNAMIC,
-    "Gemma 3": {"model__config": "gemma"} | A2A,
-    "multi-token prediction": {"model__preset": "qwen3-tiny", "mtp__depths": 1},
-}
+ADAPTERS = {"model__preset": "qwen3-deep-tiny", "lora__rank": 4, "train__lr": 1e-3, "context__planner": "dynamic"}
+HYBRID = {"model__preset": "bamba-tiny", "context__partition": "zigzag", "context__planner": "dynamic"}
 ROOM = 1 << 40
-
-
-def _config(folder: Path, changes: dict[str, object]) -> RunConfig:
-    if "model__config" in changes:
-        (folder / "gemma").mkdir()
-        (folder / "gemma" / "config.json").write_text(json.dumps(GEMMA))
-        changes = changes | {"model__config": str(folder / "gemma")}
-    return small_config(folder, **SETTINGS | changes)
 
 
 class Trained(NamedTuple):
@@ -108,14 +77,19 @@ def _train_with_less(rank: int, config: RunConfig, resumed: bool) -> tuple[str, 
     return str(refusal.value), plain, _train(rank, config, size)
 
 
-# In the whole suite; their layers are in test_measures.py.
-WHOLE = ("tied, a2a", "multi-token prediction", "Gemma 3", "a mixture", "a hybrid, dynamic")
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n in WHOLE)) for n in RUNS])
-def test_what_layers_keep_changes_no_loss_and_no_gradient(name: str, tmp_path: Path) -> None:
-    resumed = name == "dynamic, adapters"
-    config = _config(tmp_path, RUNS[name] | ({"train__steps": 3, "train__save_every": 1} if resumed else {}))
+# The layers of other models are in tests/model/test_measures.py.
+@pytest.mark.parametrize(
+    ("changes", "resumed"),
+    [
+        (ADAPTERS | {"train__steps": 3, "train__save_every": 1}, True),
+        pytest.param(HYBRID, False, marks=pytest.mark.whole),
+    ],
+    ids=["adapters", "hybrid"],
+)
+def test_what_layers_keep_changes_no_loss_and_no_gradient(
+    changes: dict[str, object], resumed: bool, tmp_path: Path
+) -> None:
+    config = small_config(tmp_path, **SETTINGS | changes)
     (refusal, *plain_and_less), (of_other, *_) = run_ranks(_train_with_less, 2, config, resumed, timeout=280)
     assert refusal == of_other and "that may fill 0.0 GiB (1,024)" in refusal
     (plain, all_kept), (less, chosen) = plain_and_less
