@@ -1,13 +1,11 @@
 """The matrix of evaluation: models × homes × degrees of training and of evaluation × plans × placements × dtypes.
 
-Some steps run in the whole suite, all of it in `make test-all`. A run trains at one degree and evaluates after every
-step, each time at another degree and in another way. The loss of every held-out document is compared with the stock
-model in one process, which is trained on the same batches and sees the same documents one by one. Losses, gradient
-norms and weights are compared, bit by bit, with those of the same run without evaluations.
+A run trains at one degree and evaluates after every step, each time at another degree and in another way. The loss of
+every held-out document is compared with the stock model in one process, which is trained on the same batches and sees
+the same documents one by one. That training is the same as without evaluations is in test_no_trace.py.
 """
 
 import itertools
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,12 +26,11 @@ from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train.plans import PlanChoice
-from tests.evaluation.state import local_weights
 from tests.model.deep import deep
 from tests.model.stock import texts
 from tests.pairs import every_pair
 
-RANKS, STEPS = 8, 40
+RANKS = 8
 DEGREES = (1, 2, 4, 8)
 BATCHES = ((13, 1, 30, 7, 2, 18), (31, 2, 4, 1, 6, 3, 11), (5, 29, 8, 1, 1, 17))
 TRAINING = [texts(lengths, seed) for seed, lengths in enumerate(BATCHES)]
@@ -55,10 +52,6 @@ class Home(NamedTuple):
     def row_multiple(self) -> int:
         return self.layout.tp if self.sequence_parallel else 1
 
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        return tuple(degree for degree in DEGREES if degree <= self.layout.slots)
-
 
 HOMES = {
     "8 slots": Home(Layout(ranks=RANKS)),
@@ -69,10 +62,7 @@ HOMES = {
     "pp 2, tp 2": Home(Layout(ranks=RANKS, pp=2, tp=2)),
     "pp 2, tp 2, vpp 2": Home(Layout(ranks=RANKS, pp=2, tp=2), vpp=2),
 }
-FAMILIES = ("qwen3", "qwen3 with YaRN", "qwen3-moe", "gpt-oss")
-PLACEMENTS = ("sharded", "kept gathered", "recomputed", "free", "compiled")
 WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p", "contiguous", "small cap", "padded", "dynamic", "reference kernel")
-DTYPES = ("float32", "float64")
 
 
 class Step(NamedTuple):
@@ -100,17 +90,6 @@ class Run:
     @property
     def key(self) -> tuple[str, str, int]:
         return self.family, self.dtype, self.layers
-
-    @property
-    def refusal(self) -> str | None:
-        layout = HOMES[self.home].layout
-        if layout.ep > 1 and "moe" not in self.family and self.family != "gpt-oss":
-            return "it has no experts"
-        if any(max(step.degree, step.evaluation) > layout.slots for step in self.steps):
-            return "the home has fewer slots"
-        if self.placement == "free" and (layout.pp > 1 or layout.ep > 1):
-            return "all slots wait for each other"
-        return None
 
     def training_plan(self, number: int) -> Plan:
         home, lengths, degree = HOMES[self.home], BATCHES[number % len(BATCHES)], self.steps[number].degree
@@ -181,45 +160,25 @@ def _loss_of(model: PreTrainedModel, document: Any) -> Tensor:
 
 
 class Errors(NamedTuple):
-    """The largest relative errors of a document's loss and of training losses, and what evaluations changed.
-
-    `document` is over all evaluations; `changed` counts steps whose loss or gradient norm, and parameters at the end
-    that, differ by a bit from those of the run without evaluations.
-    """
+    """The largest relative errors of a document's loss, over all evaluations, and of training losses."""
 
     document: float
     training: float
-    changed: float
 
     def over_limit(self, dtype: str) -> float:
-        return max(self.document / LIMITS[dtype], self.training / LIMITS[dtype], 1e9 * self.changed)
+        return max(self) / LIMITS[dtype]
 
 
-class Trained(NamedTuple):
-    steps: list[tuple[float, float | None]]
-    documents: list[list[float]]
-    weights: dict[str, Tensor]
-
-
-def take(rank: int, runs: Sequence[Run], stock: dict[tuple[str, str, int], Stock], twice: bool = True) -> list[Errors]:
-    """This rank's errors of each run, those of one home after each other in one world.
-
-    `twice`: each run is made without evaluations too, and compared with that.
-    """
+def take(rank: int, runs: Sequence[Run], stock: dict[tuple[str, str, int], Stock]) -> list[Errors]:
+    """This rank's errors of each run, those of one home after each other in one world."""
     errors = dict[Run, Errors]()
     for home in dict.fromkeys(run.home for run in runs):
         with World(HOMES[home].layout, backend=backend(), timeout=120) as world:
-            without = dict[Any, Trained]()
-            for run in (run for run in runs if run.home == home):
-                trained = _train(run, world)
-                alike = (*run.key, run.placement, tuple(step.degree for step in run.steps))
-                if alike not in without:
-                    without[alike] = _train(run, world, evaluates=False) if twice else trained
-                errors[run] = _errors(trained, without[alike], stock[run.key])
+            errors |= {run: _errors_of(run, stock[run.key], world) for run in runs if run.home == home}
     return [errors[run] for run in runs]
 
 
-def _train(run: Run, world: World, *, evaluates: bool = True) -> Trained:
+def _errors_of(run: Run, stock: Stock, world: World) -> Errors:
     home = HOMES[run.home]
     model = prepare(
         model_of(*run.key),
@@ -227,60 +186,26 @@ def _train(run: Run, world: World, *, evaluates: bool = True) -> Trained:
         probe=False,
         reshard_after_forward=run.placement != "kept gathered",
         activation_checkpointing=run.placement == "recomputed",
-        compiled=run.placement == "compiled",
         virtual_stages=home.vpp,
         sequence_parallel=home.sequence_parallel,
     )
     optimizer = build_optimizer(model, "sgd", lr=RATE)
-    trained = Trained([], [], {})
+    documents, training = list[float](), list[float]()
     for number, (_, degree, way) in enumerate(run.steps):
         batch = TRAINING[number % len(TRAINING)]
-        result = run_step(model, run.training_plan(number), batch, world, optimizer, step=number)
-        trained.steps.append((result.loss, result.grad_norm))
-        if evaluates:
-            kernel = "reference" if way == "reference kernel" else None
-            options = EvaluationOptions(step=number, attention_kernel=kernel)
-            evaluation = evaluate(model, HELD_OUT, choice_of(run.home, degree, way), world, options)
-            trained.documents.append([loss.sum for loss in evaluation.document_losses])
-    trained.weights.update(local_weights(model))
-    return trained
-
-
-def _errors(trained: Trained, without: Trained, stock: Stock) -> Errors:
-    documents = [
-        abs(loss - exact) / max(exact, 1e-9)  # a document of one token has no loss
-        for losses, of_stock in zip(trained.documents, stock.documents, strict=False)
-        for loss, exact in zip(losses, of_stock, strict=True)
-    ]
-    training = [abs(loss / exact - 1) for (loss, _), exact in zip(trained.steps, stock.losses, strict=False)]
-    changed = sum(x != y for x, y in zip(trained.steps, without.steps, strict=True))
-    changed += sum(not torch.equal(weight, without.weights[name]) for name, weight in trained.weights.items())
-    return Errors(max(documents), max(training), changed)
+        loss = run_step(model, run.training_plan(number), batch, world, optimizer, step=number).loss
+        training.append(abs(loss / stock.losses[number] - 1))
+        options = EvaluationOptions(step=number, attention_kernel="reference" if way == "reference kernel" else None)
+        evaluation = evaluate(model, HELD_OUT, choice_of(run.home, degree, way), world, options)
+        documents += [
+            abs(loss.sum - exact) / max(exact, 1e-9)  # a document of one token has no loss
+            for loss, exact in zip(evaluation.document_losses, stock.documents[number], strict=True)
+        ]
+    return Errors(max(documents), max(training))
 
 
 def worst_of_ranks(answers: Sequence[Sequence[Errors]]) -> list[Errors]:
     return [Errors(*map(max, zip(*of_run, strict=True))) for of_run in zip(*answers, strict=True)]
-
-
-@cache
-def whole() -> list[Run]:
-    """Every family under every home trained at every degree for 40 steps in both dtypes; placements take turns.
-
-    Each run goes through all evaluations that its home has, every degree in every way, in a drawn order.
-    """
-    runs, draw, turns = list[Run](), random.Random(0), itertools.cycle(PLACEMENTS[:-1])
-    for family, home, dtype in itertools.product(FAMILIES, HOMES, DTYPES):
-        for degree in HOMES[home].degrees:
-            steps = _steps(home, degree, draw)
-            alike = [Run(family, home, next(turns), dtype, steps) for _ in PLACEMENTS[:-1]]
-            runs += [run for run in alike if run.refusal is None][:1]
-    return [*runs, Run("qwen3", "8 slots", "compiled", "float32", _steps("8 slots", 2, draw))]
-
-
-def _steps(home: str, degree: int, draw: random.Random) -> tuple[Step, ...]:
-    evaluations = list(itertools.product(HOMES[home].degrees, WAYS))
-    draw.shuffle(evaluations)
-    return tuple(Step(degree, *evaluation) for evaluation in itertools.islice(itertools.cycle(evaluations), STEPS))
 
 
 # Runs of a few steps each: every home, family, placement and dtype.
@@ -305,37 +230,13 @@ def few() -> list[Run]:
     return [replace(run, steps=tuple(steps[run])) for run in FEW]
 
 
-def fewest() -> list[Run]:
-    """What every run of the suite has: every pair of degrees, ways in turn, over a run of each family."""
-    some, steps = (FEW[0], FEW[3], FEW[5], FEW[7]), dict[Run, list[Step]]()
-    for (degree, evaluation), way in zip(itertools.product(DEGREES, DEGREES), itertools.cycle(WAYS), strict=False):
-        step = Step(degree, evaluation, way)
-        fitting = [run for run in some if max_degree(step) <= HOMES[run.home].layout.slots]
-        steps.setdefault(min(fitting, key=lambda run: len(steps.get(run, ()))), []).append(step)
-    return [replace(run, steps=tuple(of_run)) for run, of_run in steps.items()]
-
-
 def max_degree(step: Step) -> int:
     return max(step.degree, step.evaluation)
 
 
-def check(runs: list[Run], *, twice: bool, timeout: float = 280) -> list[Errors]:
-    assert all(run.refusal is None and run.steps for run in runs)
-    found = worst_of_ranks(run_ranks(take, RANKS, runs, stock_answers(runs), twice, timeout=timeout))
+@pytest.mark.whole
+def test_every_pair_of_degrees_and_ways_is_exact() -> None:
+    runs = few()
+    found = worst_of_ranks(run_ranks(take, RANKS, runs, stock_answers(runs), timeout=280))
     wrong = [(run, errors) for run, errors in zip(runs, found, strict=True) if not errors.over_limit(run.dtype) <= 1]
     assert not wrong, f"{len(wrong)} of {len(runs)}:\n" + "\n".join(f"{errors} {run}" for run, errors in wrong)
-    return found
-
-
-@pytest.mark.parametrize(
-    "runs", [pytest.param(runs, marks=pytest.mark.whole) for runs in (fewest(), few())], ids=["fewest", "few"]
-)
-def test_a_few_runs_are_exact(runs: list[Run]) -> None:
-    check(runs, twice=False)
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(14400)
-def test_the_whole_matrix() -> None:
-    found = check(whole(), twice=True, timeout=14000)
-    print(f"{len(found)} runs, worst {worst_of_ranks([[errors] for errors in found])[0]}")
