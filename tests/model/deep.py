@@ -7,13 +7,12 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.model.experts.moe import router_modules
 from tests.model import stock
 from tests.model.experts.moe_models import router_losses
-from tests.model.stock import SIZES, VOCABULARY, Answer, random_model, weights_of
+from tests.model.stock import SIZES, VOCABULARY, Answer, random_model
 
 
 def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedConfig:
@@ -72,22 +71,3 @@ def answer(
     for hook in hooks:
         hook.remove()
     return exact
-
-
-def weights_after(
-    model: PreTrainedModel,
-    batches: Sequence[Sequence[np.ndarray]],
-    device: torch.device | str,
-    *,
-    lr: float,
-    max_norm: float,
-) -> dict[str, Tensor]:
-    """The stock model's weights after a clipped SGD step on each batch."""
-    torch.nn.Module.to(model, device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    for documents in batches:
-        optimizer.zero_grad()
-        answer(model, documents, device)
-        clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    return weights_of(model)
