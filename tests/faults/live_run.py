@@ -24,6 +24,14 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(step_of(path) for path in (folder / "run" / "checkpoints").glob("step-??????"))
 
 
+def lives(pid: int) -> bool:
+    """A process that has ended and that nobody has asked for does not live."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def wait_for(what: Callable[[], Any], process: Process, log: Path) -> Any:
     deadline = time.monotonic() + 240
     while not (value := what()):

@@ -14,7 +14,7 @@ from bench.processes.node_network import missing_permission
 
 from longspan.config.file import to_toml
 from longspan.run.loggers import read_metrics
-from tests.faults.live_run import LOCAL, TORCHRUN, last_step, ranks_of, saved_steps, started, wait_for
+from tests.faults.live_run import LOCAL, TORCHRUN, last_step, lives, ranks_of, saved_steps, started, wait_for
 from tests.train.small import small_config
 
 pytestmark = [
@@ -64,11 +64,6 @@ def test_a_killed_rank_is_named_and_costs_the_steps_since_the_save(
     assert f"step-{4 if during == 'step' else 2:06}" in re.findall(r"going on from .*", said)[0], said
     assert saved_steps(tmp_path) == [2, 4, 6] and not list((tmp_path / "run/checkpoints").glob("*.partial"))
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if "lr" in row] == [*range(1, 7)]
-
-
-def lives(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("words", [LOCAL, TORCHRUN])

@@ -25,6 +25,7 @@ from longspan.errors import RankLostError
 from longspan.layout import Layout
 from longspan.plan import Machine
 from longspan.testing import backend
+from tests.faults.live_run import lives
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(ROOT / "bench/two_nodes.sh"), "--cpu"]
@@ -52,11 +53,6 @@ def _children(pid: int) -> Iterator[int]:
     yield from direct
     for child in direct:
         yield from _children(child)
-
-
-def alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def _wait_for(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
@@ -115,7 +111,7 @@ def test_a_node_that_dies_and_ctrl_c_end_everything(number: signal.Signals, said
     out, err = nodes.communicate(timeout=100)
     assert nodes.returncode == 128 + number and out == "here 0\n"
     (log,) = re.findall(rf"{said}; output of node 1: (.*)", err)
-    assert Path(log).read_text().startswith("here 1\n") and not [pid for pid in everything if alive(pid)]
+    assert Path(log).read_text().startswith("here 1\n") and not [pid for pid in everything if lives(pid)]
 
 
 @pytest.mark.whole  # tests/cli/test_calibrate.py has two hosts without torchrun

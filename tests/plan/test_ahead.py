@@ -17,6 +17,7 @@ from longspan.errors import PlanError
 from longspan.plan import Plan
 from longspan.plan.plan_ahead import PlanAhead, PlannerError
 from longspan.testing import run_ranks
+from tests.faults.live_run import lives
 from tests.plan import planners
 
 
@@ -25,14 +26,6 @@ def _wait_for(what: Callable[[], bool], seconds: float = 20) -> bool:
     while not (happened := what()) and time.monotonic() < until:
         time.sleep(0.02)
     return happened
-
-
-def _is_gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +102,7 @@ def test_errors_come_at_the_step_that_they_belong_to() -> None:
 def test_a_dead_process_is_an_error_that_names_the_step() -> None:
     with PlanAhead(planners.dies_at_three, ahead=3) as plans:
         plans.start(0)
-        assert _wait_for(lambda: _is_gone(_pid(plans)))
+        assert _wait_for(lambda: not lives(_pid(plans)))
         for step in (0, 1, 2):
             assert plans.plan(step) == planners.plan_step(step)
         with pytest.raises(PlanError, match=r"step 3 has no plan: .* was killed by signal 9 \(SIGKILL\) before step 3"):
@@ -119,7 +112,7 @@ def test_a_dead_process_is_an_error_that_names_the_step() -> None:
     with PlanAhead(planners.plan_step, ahead=1) as plans:  # one that was idle
         plans.plan(1)
         os.kill(_pid(plans), signal.SIGKILL)
-        assert _wait_for(lambda: _is_gone(_pid(plans)))
+        assert _wait_for(lambda: not lives(_pid(plans)))
         with pytest.raises(PlanError, match="step 7 has no plan"):
             plans.plan(7)
 
@@ -128,7 +121,7 @@ def test_closing_leaves_no_process() -> None:
     with PlanAhead(planners.plan_step, ahead=1) as plans:
         plans.plan(0)
         pid = _pid(plans)
-    assert _is_gone(pid)
+    assert not lives(pid)
     with pytest.raises(PlanError, match="inside a with block"):
         plans.plan(1)
     plans.close()
@@ -226,4 +219,4 @@ def test_a_script_without_a_guard_is_told_so_and_takes_no_rank(tmp_path: Path) -
 def test_no_process_is_left_when_its_parent_ends(tmp_path: Path, planner: str, end: str) -> None:
     code, out, err = _run(tmp_path, planner=planner, end=end, guard='__name__ == "__main__"')
     assert "True" in out and code in (0, -9), err
-    assert _wait_for(lambda: _is_gone(int(out.split()[-1])), 4)
+    assert _wait_for(lambda: not lives(int(out.split()[-1])), 4)
