@@ -210,7 +210,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         r"size 4 does not divide 2 slots \(4 ranks / tp 1 / pp 2",
     ),
     ({"parallel.vpp": 2}, r"parallel.vpp is 2 and parallel.pp is 1: virtual stages need a pipeline; use pp = 2"),
-    ({"parallel.pp": 2, "parallel.pipeline_schedule": "zbv"}, r'"zbv", which folds .* parallel.vpp is 1; use vpp = 2'),
+    ({"parallel.pipeline_schedule": "zero_bubble"}, r'"zero_bubble" and parallel.pp is 1: there is no pipeline'),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
     ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
     ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),

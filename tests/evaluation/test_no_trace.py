@@ -55,7 +55,7 @@ CASES = {
     "PP": Case(Layout(ranks=4, pp=2), "qwen3-moe"),
     "VPP": Case(Layout(ranks=4, pp=2), settings={"virtual_stages": 2}, dropout=0.3),
     "zero bubbles": Case(Layout(ranks=4, pp=2), settings={"pipeline_schedule": "zero_bubble"}),
-    "PP × TP, ZBV": Case(Layout(ranks=4, pp=2, tp=2), settings={"virtual_stages": 2, "pipeline_schedule": "zbv"}),
+    "PP × TP": Case(Layout(ranks=4, pp=2, tp=2), settings={"virtual_stages": 2, "pipeline_schedule": "zero_bubble"}),
 }
 ALWAYS = ("TP, sequence parallel",)  # over FSDP2, with dropout
 

@@ -74,8 +74,8 @@ class ParallelConfig:
     """Pipeline stages: ranks that each hold a part of the layers."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
-    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
-    """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
+    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order of forward and backward passes: 1f1b, interleaved with vpp above 1, or zero_bubble."""
     ep: PositiveInt = 1
     """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
     dp_replicate: PositiveInt = 1

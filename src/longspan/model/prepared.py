@@ -178,7 +178,7 @@ def prepare(
     compiled: "layers" (each as two halves around attention), "modules" or True (its norms and MLPs), "none", or "auto":
         layers on GPUs without tensor parallelism, from 2048 features on.
     probe: False: no trial on the meta device that every layer reaches `attend`; the first pass shows it.
-    virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b", "gpipe", "zero_bubble" or "zbv".
+    virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b" or "zero_bubble".
     sequence_parallel: where `home.tp` is above 1, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
     encoder: the home of tower and projector of a model from images and text: a Layout over the same ranks, an open
         World of one, or an `EncoderHome`.

@@ -378,11 +378,6 @@ def check_pipeline(config: RunConfig) -> None:
             f'parallel.pipeline_schedule is "{schedule}" and parallel.pp is 1: there is no pipeline to schedule; use '
             "pp = 2, or leave it out"
         )
-    if schedule == "zbv" and vpp != 2:
-        raise ConfigError(
-            f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
-            'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
-        )
 
 
 def check_mode(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, 3, set(), {}),
     ({"tp": 4, "pp": 2}, 6, set(), {"tp": 2}),
     ({"tp": 4, "pp": 3}, 6, set(), {"tp": 2, "pp": 3}),
-    ({"pp": 2, "pipeline_schedule": "zbv", "vpp": 2}, 1, set(), {}),
+    ({"pp": 2, "pipeline_schedule": "zero_bubble", "vpp": 2}, 1, set(), {}),
     ({"dp_replicate": 4}, 6, set(), {"dp_replicate": 3}),
     ({"ep": 8}, 4, set(), {"ep": 4}),
     ({"ep": 8, "dp_replicate": 2}, 8, set(), {"ep": 4, "dp_replicate": 2}),

@@ -83,7 +83,7 @@ def errors_of(
 Table = Mapping[str, tuple[Home, tuple[tuple[str, str], ...]]]  # the (family, adapter) that run under a home
 PP, TP, TP_OF_4 = Layout(ranks=2, pp=2), Layout(ranks=2, tp=2), Layout(ranks=4, tp=2)
 SEQUENCE_PARALLEL, FULL = {"sequence_parallel": True}, {"activation_checkpointing": "full"}
-FOLDED = {"virtual_stages": 2, "pipeline_schedule": "zbv"}
+SPLIT = {"virtual_stages": 2, "pipeline_schedule": "zero_bubble"}
 TIED = ("qwen3", "embedding and head")
 
 
@@ -105,7 +105,7 @@ FEW: Table = {
 OF_TWO: Table = {
     "dynamic, copies": (Home(Layout(ranks=2), {"shard_parameters": False}, dynamic=True), _llama("every linear")),
     "pp 2, interleaved": (Home(PP, {"virtual_stages": 2}), (("deep", "the last layer"),)),
-    "pp 2, folded": (Home(PP, FOLDED), (("deep", "every linear"),)),
+    "pp 2, interleaved zero bubble": (Home(PP, SPLIT), (("deep", "every linear"),)),
     "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"),)),
 }
 OF_FOUR: Table = {
@@ -130,7 +130,10 @@ MIXERS: Table = {
     "dynamic": (DYNAMIC, CASES),
     "tp 2": (TP_MIXERS, (*CASES, *OTHERS)),
     "pp 2": (PP_MIXERS, (*CASES, ("zamba2", "projections"))),
-    "two stages a rank, folded": (Home(PP, FOLDED, partition="contiguous"), (("zamba2", "projections"),)),
+    "pp 2, zero bubble": (
+        Home(PP, {"pipeline_schedule": "zero_bubble"}, partition="contiguous"),
+        (("zamba2", "projections"),),
+    ),
 }
 OF_FOUR_MIXERS = {"tp 2, cp 2": (Home(TP_OF_4, SEQUENCE_PARALLEL | FULL, partition="contiguous"), (*CASES, *OTHERS))}
 

@@ -73,7 +73,7 @@ TOKENS_SPLIT = [
     Case("gemma4", depths=1, settings=(_FULL,), plans=_TWO),
 ]
 TOKENS_IN_STAGES = [
-    Case("zamba2", settings=(_FULL, ("pipeline_schedule", "zbv"), ("virtual_stages", 2)), plans=_TWO),
+    Case("zamba2", settings=(_FULL,), plans=_TWO),
     Case("zamba2", depths=1, settings=(("pipeline_schedule", "zero_bubble"), ("shard_parameters", False)), plans=_TWO),
 ]
 SPLIT = [
@@ -86,8 +86,7 @@ EXPERTS = [Case("qwen3-moe", depths=1, layers=3, settings=(("activation_checkpoi
 STAGES = [
     Case("llama", labelled=True, settings=(("shard_parameters", False),)),
     Case("llama", layers=4, settings=(("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))),
-    Case("llama", layers=4, settings=(("pipeline_schedule", "zbv"), ("virtual_stages", 2))),
-    Case("llama", settings=(("activation_checkpointing", "full"), ("pipeline_schedule", "gpipe"))),
+    Case("llama", layers=4, settings=(("activation_checkpointing", "full"), ("virtual_stages", 2))),
     Case("qwen3-moe", layers=3),
 ]
 

@@ -53,8 +53,8 @@ def all_of(ranks: int) -> list[Case]:
         for name in FAMILIES:
             cases.append(Case(name, Layout(2, tp=2), one, 1, options=parts))
             cases.append(Case(name, Layout(2, pp=2), Layout(2, tp=2), 1))
-        zbv = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
-        cases.append(Case("llava-clip", Layout(2, pp=2), one, 1, options=zbv))
+        split = (("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))
+        cases.append(Case("llava-clip", Layout(2, pp=2), one, 1, options=split))
         how = (("activation_checkpointing", True), ("shard_parameters", False))
         cases.append(Case("qwen2.5-vl", one, one, 2, options=how))
     if ranks == 4:

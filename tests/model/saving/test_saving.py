@@ -172,11 +172,11 @@ def test_a_folder_comes_back_bit_for_bit_under_another_layout(tmp_path: Path) ->
     assert texts[0] == texts[1] and "has no adapter_model.safetensors, and the model has an adapter" in texts[0]
 
 
-FOLDED = {"pipeline_schedule": "zbv", "virtual_stages": 2}
+INTERLEAVED = {"virtual_stages": 2}
 CASES: dict[str, tuple[Layout, str, str, dict[str, Any]]] = {  # a home, a family, an adapter, how it is prepared
     "shards": (Layout(2), "qwen3", "", {}),
     "pp 2, tied": (Layout(2, pp=2), "qwen3", "", {}),
-    "pp 2, folded": (Layout(2, pp=2), "llama", "", FOLDED),
+    "pp 2, interleaved": (Layout(2, pp=2), "llama", "", INTERLEAVED),
     "experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "", {}),
     "every linear, pp 2": (Layout(2, pp=2), "llama", "every linear", {}),
     "row-wise, tp 2": (Layout(2, tp=2), "llama", "row-wise alone", {}),
