@@ -38,7 +38,7 @@ class Case:
         model = deep(self.family, torch.float32, 2 * self.layout.pp, 62, attention_dropout=self.dropout)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".layers.1." not in name)
-        prepared = prepare(model, world, probe=False, **self.settings)
+        prepared = prepare(model, world, **self.settings)
         prepared.train()
         for name, module in prepared.named_modules():
             if ".layers.1" in name:

@@ -78,7 +78,7 @@ def test_layers_are_two_graphs_whatever_is_recomputed(measures: tuple[str, ...])
     with World(Layout(ranks=1)) as world:
         for words in measures:
             measure, _, evaluation = words.partition("+")
-            how = {"activation_checkpointing": measure, "probe": False}
+            how = {"activation_checkpointing": measure}
             expected = take_step(prepare(tiny("qwen3", torch.float64), world, **how), world, LENGTHS)
             with graphs.counted():
                 model = prepare(tiny("qwen3", torch.float64), world, compiled="layers", **how)
@@ -117,7 +117,7 @@ def with_adapter() -> PreTrainedModel:
     return model
 
 
-SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective", "probe": False}
+SELECTIVE: dict[str, Any] = {"activation_checkpointing": "selective"}
 TILES = SELECTIVE | {"mlp_tile_rows": 16}
 BETWEEN: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Any], float, range]] = {  # error and graphs at most
     "qwen3-moe-tiny": (partial(preset_model, "qwen3-moe-tiny"), SELECTIVE, 1e-12, range(4, 5)),
@@ -164,7 +164,7 @@ def layers_under_home(rank: int, home: str) -> tuple[float, int]:
     with World(layout, backend=backend()) as world:
         for compiled in ("none", "layers"):
             with graphs.counted():
-                model = prepare(preset_model(preset), world, compiled=compiled, probe=False, **how)
+                model = prepare(preset_model(preset), world, compiled=compiled, **how)
                 answers.append(take_step(model, world, LENGTHS))
                 take_step(model, world, OTHERS)
     return worst(answers[1], answers[0]), graphs.made[1]
@@ -183,9 +183,9 @@ def test_layers_under_every_home(home: str) -> None:
 def rounding_errors(device: str, dtype: torch.dtype) -> dict[str, float]:
     errors = {}
     with World(Layout(ranks=1)) as world:
-        expected = take_step(prepare(tiny("qwen3", torch.float64), world, probe=False), world, LENGTHS)
+        expected = take_step(prepare(tiny("qwen3", torch.float64), world), world, LENGTHS)
         for compiled in ("none", "layers"):
-            how = {"fused_norms": "off", "activation_checkpointing": "selective", "probe": False}
+            how = {"fused_norms": "off", "activation_checkpointing": "selective"}
             got = take_step(prepare(tiny("qwen3", dtype), world, compiled=compiled, **how), world, LENGTHS)
             errors[compiled] = worst({name: x.double() for name, x in got.items()}, expected)
     return errors

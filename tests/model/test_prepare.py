@@ -254,8 +254,8 @@ def test_what_is_not_prepared_or_saved_is_told_on_every_rank(tmp_path: Path) -> 
 def test_options_are_one_value_and_keywords_win(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "prepare_language_model", lambda model, world, options: options)
     model: Any = object()
-    options: Any = prepare(model, model, options=PrepareOptions(probe=False, virtual_stages=2), virtual_stages=1)
-    assert options == PrepareOptions(probe=False, virtual_stages=1)
+    options: Any = prepare(model, model, options=PrepareOptions(virtual_stages=2), virtual_stages=1)
+    assert options == PrepareOptions(virtual_stages=1)
     with pytest.raises(TypeError, match="virtual_stage"):
         prepare(model, model, virtual_stage=1)
 

@@ -19,7 +19,7 @@ from longspan.errors import ModelError
 class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
-    `calls` is empty without a probe; `kernel` is the one requested by name; `mixers` counts state-space layers;
+    `kernel` is the one requested by name; `mixers` counts state-space layers;
     `float8` and `compiled` say in words what computes so.
     """
 

@@ -196,9 +196,7 @@ def test_modules_that_stages_share_in_part_and_two_copies_of_a_rank_are_refused(
     with pytest.raises(ModelError, match=says):
         cut_model(model, parts, stage_layers(4, 2), 2, 1)
     layers[2].mlp.up_proj = layers[0].mlp.up_proj
-    says = (
-        r"layers.0.mlp.up_proj.weight is on the pipeline stages 0, 1, 2, 3 of 4, .* pp 2 has several; use vi"
-    )
+    says = r"layers.0.mlp.up_proj.weight is on the pipeline stages 0, 1, 2, 3 of 4, .* pp 2 has several; use vi"
     with pytest.raises(ModelError, match=says):
         cut_model(model, parts, stage_layers(4, 4), 2, 0)
 

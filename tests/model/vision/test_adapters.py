@@ -37,7 +37,7 @@ def wanted(name: str, parts: tuple[str, ...]) -> Answer:
 def step_error(case: Case, answer: Answer, make: Callable[[], Any], *, of_adapters: bool = True) -> float:
     """The largest relative error of a step of the model."""
     with whole_float64(), World(case.home) as world:
-        model = prepare(make(), world, encoder=case.encoder, probe=False, **dict(case.options))
+        model = prepare(make(), world, encoder=case.encoder, **dict(case.options))
         documents = documents_of(image_tokens(config_of(case.name)))
         result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)
         gradients = own_names(model, gradients_of(model), world)
@@ -132,7 +132,7 @@ def test_an_encoders_adapter_is_left_out_too() -> None:
     documents = documents_of(image_tokens(config_of("qwen2.5-vl")))
     with World(Layout(1)) as world:
         peft_model = adapted("qwen2.5-vl", ENCODER)
-        model, bare = (prepare(x, world, encoder=Layout(1), probe=False) for x in (peft_model, tiny("qwen2.5-vl")))
+        model, bare = (prepare(x, world, encoder=Layout(1)) for x in (peft_model, tiny("qwen2.5-vl")))
         plan = Case("qwen2.5-vl", Layout(1), Layout(1), 1).plan(documents.lengths, documents.targets)
         expected = run_step(bare, plan, documents, world, backward=False).loss
         for left_out in (peft_model.disable_adapter(), without_adapter(model)):
@@ -165,4 +165,4 @@ def test_what_an_encoder_refuses() -> None:
             peft_model = adapted("qwen2.5-vl", (TOWER,))
             change(peft_model.get_base_model().model.visual.blocks[0].attn.qkv)
             with pytest.raises(ModelError, match=message):
-                prepare(peft_model, world, encoder=Layout(1), probe=False)
+                prepare(peft_model, world, encoder=Layout(1))

@@ -519,10 +519,7 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the checks of a model found: its adapter, the calls of its layers, and its random draws in words.
-
-    Draws are those outside attention; `calls` is empty for a model that was not probed.
-    """
+    """What the checks found: an adapter, the calls of layers, and in words random draws outside attention."""
 
     adapter: Adapter | None
     calls: tuple[AttendCall, ...]
@@ -537,13 +534,12 @@ def check_model(
     *,
     stages: int,
     kernel: str | None,
-    probe: bool,
 ) -> Evidence:
     """Raise ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
 
     `connect` makes the model's attention, mixers and experts call longspan. In order: what it declares, a small copy of
     its class, its adapter and placement (also `tensor_parallel/split_trial.py`), and a pass of the connected model on
-    the meta device, unless not `probe`. Later `row_trial.py` tries the placed model, and depths, images, encoders,
+    the meta device. Later `row_trial.py` tries the placed model, and depths, images, encoders,
     stages and the loss by rows are tried where they are made.
     """
     if is_prepared(model):
@@ -559,7 +555,7 @@ def check_model(
         if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
             check_equal_adapters(model, placement.world)
     connect(model)
-    record = record_model(model, class_draws, probe=probe)
+    record = record_model(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
     calls = check_kernel(model, kernel, record.calls, device=device, dtype=dtype)
     return Evidence(adapter, calls, record.draws, record.draws_in_evaluation)

@@ -28,9 +28,7 @@ from longspan.model.pipeline.stages import (
     refuse_dependent_layers,
     refuse_inexact,
 )
-from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.meta_pass import check_recorded_calls
 from longspan.model.sharding import reshard
 from longspan.plan.memory.stage_bytes import stage_layers
 
@@ -115,7 +113,6 @@ class PipelineModel(nn.Module):
             pipeline_settings.pp,
             world.coordinates.pp,
         )
-        self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key  # by which the world is looked up: modules store no process group
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
@@ -169,8 +166,6 @@ class PipelineModel(nn.Module):
                 stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
             for stage in stages:
                 stage.inputs = inputs
-            if inputs and not self.probed:
-                recorded_calls.setdefault(inputs[0].shard, [])  # one micro-batch shows what every layer calls
             try:
                 _run_watched_schedule(step, world)
             finally:
@@ -178,20 +173,6 @@ class PipelineModel(nn.Module):
                     stage.drop_step()
         if not backward:
             reshard(self)
-        if inputs and not self.probed:  # a model that `prepare` did not try: its first pass shows the attention calls
-            self._check_pass(inputs[0].shard, world)
-
-    def _check_pass(self, shard: SequenceShard, world: World) -> None:
-        """Raise ModelError on every rank if, in the first pass, layers of any stage did not call our attention."""
-        refusal = None
-        try:
-            check_recorded_calls([stage.model for stage in self.stages], shard)
-        except ModelError as error:
-            refusal = str(error)
-        refusals = world.control.gather_objects(refusal, "attention of all stages")
-        if refusal := next((text for text in refusals if text is not None), None):
-            raise ModelError(refusal)
-        self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
         key = (micro_batches, backward)
