@@ -212,7 +212,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"parallel.vpp": 2}, r"parallel.vpp is 2 and parallel.pp is 1: virtual stages need a pipeline; use pp = 2"),
     ({"parallel.pipeline_schedule": "zero_bubble"}, r'"zero_bubble" and parallel.pp is 1: there is no pipeline'),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
-    ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
+    ({"lora.rank": 4, "parallel.tp": 2}, "lora.rank is 4 and parallel.tp is 2: adapters are not split"),
     ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),
     ({"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True}, "adapters .* are float32"),
     ({"mtp.loss_weight": 0.1}, r"loss_weight 0.1, .* mtp.depths is 0"),

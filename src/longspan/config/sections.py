@@ -96,7 +96,7 @@ class LoraSection:
     alpha: NonNegativeFloat = 0.0
     """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
     dropout: NonNegativeFloat = 0.0
-    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
+    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows."""
     targets: tuple[str, ...] = ()
     """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers, and of
     the other parts that are named."""

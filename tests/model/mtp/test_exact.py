@@ -120,7 +120,6 @@ TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
     "inputs of tokens on 2 slots of tp 2": (Layout(4, tp=2), TOKENS_SPLIT),
     "inputs of tokens in 2 stages": (Layout(2, pp=2), TOKENS_IN_STAGES),
     "adapters and cp 2": (Layout(2), _adapted(_FULL)),
-    "adapters and rows split over tp 2": (Layout(2, tp=2), _adapted(*_ROWS)),
     "adapters and pp 2": (Layout(2, pp=2), _adapted()),
 }
 

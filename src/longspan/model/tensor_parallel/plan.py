@@ -18,7 +18,6 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import base_module
 from longspan.model.layers import text_name
 from longspan.model.mtp import PREFIX
 from longspan.model.seams.mixers import find_mixers
@@ -126,10 +125,7 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     for parameter, tensor in mixer.named_parameters():
         part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
         rows = parts.rows.get(part or "")
-        # an adapter's first matrix stays whole, whatever its number of rows
-        if part is None or (
-            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
-        ):
+        if part is None or (rows is not None and rows.size not in tensor.shape):
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -217,21 +213,12 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name in the mixer, owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
+def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == part_name or name.startswith(f"{part_name}."):
             owner, _, attribute = name.rpartition(".")
-            yield name, mixer.get_submodule(owner), attribute
-
-
-def is_first_adapter_matrix(name: str) -> bool:
-    """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
-
-    >>> is_first_adapter_matrix("in_proj.lora_A.default.weight")
-    True
-    """
-    return ".lora_A." in name
+            yield mixer.get_submodule(owner), attribute
 
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -356,7 +343,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
     """Return the names of the blocks that are split inside: mixers, and modules that own a column-wise linear.
 
-    Of nested blocks the outermost counts: an adapted linear inside attention has column-wise linears too.
+    Of nested blocks the outermost counts.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in styled_modules if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}
@@ -419,12 +406,11 @@ def tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
         elif parameter is None and style in (COLWISE, ROWWISE, PACKED, SPLIT_INPUT):
-            linear = base_module(module)
-            if not isinstance(linear, nn.Linear):
+            if not isinstance(module, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )
-            width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
+            width = {COLWISE: module.out_features, PACKED: module.out_features // 2}.get(style, module.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
                 sizes["width of " + name_for_layers] = width
     return sizes
@@ -500,15 +486,14 @@ def _feature_parameters(block: nn.Module, names: Collection[str], styles: Mappin
         inputs.append(args[0])
         return out.detach()
 
-    linears = [module for module in block.modules() if isinstance(base_module(module), nn.Linear)]
-    column_linears = [base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE]
+    linears = [module for module in block.modules() if isinstance(module, nn.Linear)]
+    column_linears = [linear for linear in linears if styles.get(id(linear)) == COLWISE]
     if not column_linears:
         return set()
-    first_linear: Any = column_linears[0]
     handles = [m.register_forward_hook(cut_output) for m in linears if styles.get(id(m)) == ROWWISE]
     tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
     parameters = [tensors[name].requires_grad_() for name in names]
-    hidden = torch.empty(1, 2, first_linear.in_features, dtype=first_linear.weight.dtype, device="meta")
+    hidden = torch.empty(1, 2, column_linears[0].in_features, dtype=column_linears[0].weight.dtype, device="meta")
     try:
         with torch.enable_grad():
             out = functional_call(block, tensors, (hidden,))
