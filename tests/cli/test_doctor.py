@@ -40,15 +40,6 @@ def test_ranks() -> None:
     assert "loss nan" in checks[2].found and "allowed 1.0e-12" in checks[1].found
 
 
-def test_levels_are_said_once_whatever_the_dtype() -> None:
-    levels = "level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"
-    hierarchical = _parity(Case(cp=4, cp_comm_type="a2a+p2p", sizes=(2, 2)), levels=(levels,))
-    details = {"ranks": 4, "device": "cpu", "backend": "gloo", "groups": []}
-    checks = list(rank_checks(details | {"parity": [hierarchical, hierarchical | {"dtype": "float32"}]}))
-    assert checks[0].name == "float64, cp 4, a2a+p2p (2, 2)"
-    assert checks[2:] == [Check("group", "cp 4, a2a+p2p (2, 2)", f"ranks of {levels}", None)]
-
-
 def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--world", "2", "--backend", "gloo", "--json"]) == 0
     out, err = capsys.readouterr()
@@ -90,9 +81,6 @@ def test_a_folder_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     result = json.loads(out)
     assert result["good"] and {row["status"] for row in result["cases"]} == {"exact"}
     assert [row["name"] for row in result["cases"]] == ["float64, cp 1, p2p", "float64, cp 1, all_gather"]
-    kernel = result["model"]["kernels"][0]
-    assert kernel["attention"] == "heads of 128" and kernel["layers"] == 36 and kernel["here"].startswith("cpu_flash")
-    assert kernel["on_gpus"].startswith("fa4 (needs")
 
 
 def test_a_refused_model_has_its_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ class DoctorFlags:
 
     The comparison runs a Qwen3 of two layers at context-parallel degrees 1, 2 and 4 with every communication type. It
     uses four local processes, one process for each GPU where there are several, or the ranks of torchrun. The result
-    names the process groups that were made, and the ranks of each level of a hierarchical group.
+    names the process groups that were made.
 
     longspan doctor                              this machine, with a small model
 
@@ -181,11 +181,6 @@ def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
         yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({ranks_text})", None)
     for row in details["parity"]:
         yield Check("parity", row["name"], row["found"], row["good"])
-    # Ranks of levels are the same in every dtype: one row of a degree, type and sizes is enough.
-    rows = {(row["cp"], row["cp_comm_type"], str(row.get("sizes"))): row for row in details["parity"]}
-    for row in rows.values():
-        for levels in row.get("levels", ()):
-            yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
 
 
 def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
@@ -26,8 +25,8 @@ from longspan.doctor.cases import (
 )
 from longspan.doctor.proof import InWorld, Proof, Ranks, outcome_text, proof_json, proof_text, run_proof
 from longspan.doctor.stock import no_video_reason
-from longspan.doctor.which_model import KernelLine, find_configuration, kernel_lines, reads_images
-from longspan.errors import CommError, LongspanError, plural
+from longspan.doctor.which_model import find_configuration, reads_images
+from longspan.errors import CommError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
 from longspan.plan.shape.model_shape import has_mixers
@@ -67,11 +66,9 @@ def prove_model(
     worlds = tuple(world for proof in proofs for world in proof.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
-    if is_reporting():  # about the last processes, which are on GPUs where there are any
-        device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
-        lines, note = _kernels_at_true_sizes(config, device)
+    if is_reporting():
         if as_json:
-            model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
+            model = {"name": name, "copies": models}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
             copies = (
@@ -79,8 +76,7 @@ def prove_model(
                 f"{plural(of['ranks'], 'rank')} ({of['backend']})"
                 for of in models
             )
-            heading = [*copies, *(f"attention at true sizes: {line}" for line in lines)]
-            print(proof_text(proof, [*heading, *filter(None, (note, models[-1]["videos"]))], seconds))
+            print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))
     return 0 if proof.good else 1
 
 
@@ -148,13 +144,3 @@ def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: P
         "backend": processes.backend,
         "videos": videos,
     }
-
-
-def _kernels_at_true_sizes(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    try:
-        return kernel_lines(config, device, dtype), ""
-    except LongspanError as error:
-        return (), f"attention at true sizes: {error}"
-    except Exception as error:  # of the model's own code, on the meta device
-        return (), f"attention at true sizes is not known: {type(error).__name__}: {error}"

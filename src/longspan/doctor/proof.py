@@ -53,7 +53,6 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.call_rules import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
-from longspan.plan.micro_batch import Levels, group_levels, hierarchical_groups
 from longspan.train import run_step
 from longspan.train.step_inputs import check_step
 
@@ -67,7 +66,7 @@ class Outcome:
 
     "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
     rank that died or did not end; "not built": the stock model itself cannot run. Errors are None where nothing was
-    compared. `levels` has the ranks of the levels of hierarchical groups.
+    compared.
     """
 
     case: Case
@@ -78,7 +77,6 @@ class Outcome:
     tolerance: float | None = None
     message: str = ""
     seconds: float = 0.0
-    levels: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -239,11 +237,6 @@ class CaseRun:
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
-        plane = self.world.plane  # the ranks of slots, with this rank's pipeline stage and tp position
-        levels = [
-            Levels(*(tuple(tuple(plane[s] for s in slots) for slots in level) for level in (pair.a2a, pair.p2p)))
-            for pair in map(group_levels, hierarchical_groups(plan.micro_batches))
-        ]
         return Outcome(
             case,
             "exact" if max(loss, gradient or 0.0) <= expected.tolerance else "wrong",
@@ -252,7 +245,6 @@ class CaseRun:
             parameter,
             expected.tolerance,
             seconds=self._began - began,
-            levels=tuple(map(str, levels)),
         )
 
     def _plan_case(self, case: Case) -> Plan:
@@ -403,6 +395,5 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
     for line in record.read_text().splitlines() if record.exists() else []:
         fields: dict[str, Any] = json.loads(line)
         number = fields.pop("number")
-        fields |= {"case": cases[number], "levels": tuple(fields["levels"])}  # JSON has lists only
-        outcomes[number] = Outcome(**fields)
+        outcomes[number] = Outcome(**fields | {"case": cases[number]})
     return outcomes
