@@ -319,9 +319,9 @@ class TrainConfig:
     """rows: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
     weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
     (docs/precision.md)."""
-    compiled: Literal["auto", "layers", "modules", "none"] = "auto"
-    """Compile with torch.compile: layers (each in two halves around attention), modules (true: norms and MLPs), none
-    (false), or auto: layers on GPUs at tp 1, of models whose hidden states have 2048 features or more."""
+    compiled: Literal["auto", "layers", "none"] = "auto"
+    """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
+    GPUs at tp 1, of models whose hidden states have 2048 features or more."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
     configuration."""

@@ -76,7 +76,7 @@ class PrepareOptions:
     attention_kernel: str | None = None
     fused_norms: Literal["auto", "on", "off"] = "auto"
     float8: Literal["", "rows"] = ""
-    compiled: bool | str = "none"
+    compiled: Literal["auto", "layers", "none"] = "none"
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"
     sequence_parallel: bool = False
@@ -173,8 +173,8 @@ def prepare(
     attention_kernel: a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     fused_norms: RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can.
     float8: "rows": linears and experts of decoder layers multiply in float8 (docs/precision.md).
-    compiled: "layers" (each as two halves around attention), "modules" or True (its norms and MLPs), "none", or "auto":
-        layers on GPUs without tensor parallelism, from 2048 features on.
+    compiled: "layers" (each as two halves around attention), "none", or "auto": layers on GPUs without tensor
+        parallelism, from 2048 features on.
     virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b" or "zero_bubble".
     sequence_parallel: where `home.tp` is above 1, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
     encoder: the home of tower and projector of a model from images and text: a Layout over the same ranks, an open
@@ -270,9 +270,9 @@ def prepare_language_model(
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)
-    parts = compile_layers(models, compiled)
+    compiled_text = compile_layers(models, compiled)
     values: Any = prepared
-    values.call_rules, values.execution = rules, replace(execution, compiled=str(parts))
+    values.call_rules, values.execution = rules, replace(execution, compiled=compiled_text)
     guard_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)

@@ -36,7 +36,7 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("word", "tokens", "expected"),
-    [("auto", 5e5, "none"), ("auto", 5e6, "auto"), ("layers", 1, "layers"), ("modules", 5e6, "modules")],
+    [("auto", 5e5, "none"), ("auto", 5e6, "auto"), ("layers", 1, "layers"), ("none", 5e6, "none")],
 )
 def test_layers_are_compiled_for_an_evaluation_that_takes_long(word: str, tokens: float, expected: str) -> None:
     assert choose_compiled_parts(word, preset_config("qwen3-8b"), tokens) == expected

@@ -198,8 +198,7 @@ _NAMES = (
 _NORMS = {"auto": ", norms fused on GPUs", "on": ", fused norms", "off": ", the model's own norms"}
 _COMPILED = {
     "layers": ", compiled layers",
-    **dict.fromkeys(("modules", True), ", compiled norms and MLPs"),  # True and False are of older records
-    **dict.fromkeys(("none", False), ""),
+    **dict.fromkeys(("none", False), ""),  # False is of older records
     "auto": "",  # a record's execution says what it came to
 }
 

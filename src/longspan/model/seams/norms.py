@@ -193,11 +193,6 @@ def use_class_norms(modules: Iterable[nn.Module]) -> None:
             del module.forward
 
 
-def runs_in_one_pass(module: nn.Module) -> bool:
-    """Return whether a module is a norm that runs by our kernel where this can take its inputs."""
-    return getattr(vars(module).get("forward"), "func", None) is _run_own_kernel
-
-
 def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:
     """In mixed types or float64 by its class's own code; `formula` is the plain one here."""
     weight = norm.weight
