@@ -395,5 +395,6 @@ def _read_outcomes(task: Task) -> dict[int, Outcome]:
     for line in record.read_text().splitlines() if record.exists() else []:
         fields: dict[str, Any] = json.loads(line)
         number = fields.pop("number")
-        outcomes[number] = Outcome(**fields | {"case": cases[number]})
+        fields["case"] = cases[number]
+        outcomes[number] = Outcome(**fields)
     return outcomes
