@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from longspan.cli import doctor, doctor_model, processes
+from longspan.cli import doctor_model, processes
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Proof, outcome_text, proof_json, proof_text
+from longspan.doctor.proof import Outcome, Proof, WorldFacts, proof_json, proof_text
 from longspan.errors import CommError
 from longspan.model import preset_config
 
@@ -25,16 +25,11 @@ def test_versions() -> None:
     assert not all(check.good is not False for check in version_checks({"torch": "2.13.0", "numpy": "2.0"}))
 
 
-def _parity(case: Case, **changes: Any) -> dict[str, Any]:
-    outcome = replace(Outcome(case, "exact", 1e-16, 1e-15, "weight", 1e-12), **changes)
-    return outcome.row() | {"found": outcome_text(outcome)}
-
-
 def test_ranks() -> None:
-    groups = [{"ranks": [0, 1], "kind": "parent", "seconds": 0.01}]
-    details = {"ranks": 2, "device": "cpu", "backend": "gloo", "groups": groups}
-    wrong = _parity(Case(cp=2), status="wrong", loss_error=float("nan"))
-    checks = list(rank_checks(details | {"parity": [_parity(Case(cp=2)), wrong]}))
+    world = WorldFacts(2, "cpu", "gloo", ({"ranks": [0, 1], "kind": "parent", "seconds": 0.01},))
+    exact = Outcome(Case(cp=2), "exact", 1e-16, 1e-15, "weight", 1e-12)
+    wrong = replace(exact, status="wrong", loss_error=float("nan"))
+    checks = list(rank_checks(Proof((exact, wrong), (world,))))
     assert [check.good for check in checks] == [None, True, False]
     assert checks[0] == Check("group", "parent of 2", "made in 10 ms (2 ranks on cpu, gloo)", None)
     assert "loss nan" in checks[2].found and "allowed 1.0e-12" in checks[1].found
@@ -60,10 +55,10 @@ def test_a_failure_is_a_cross_and_status_1(monkeypatch: pytest.MonkeyPatch, caps
     assert "2 processes on this machine need a GPU each, and it has 1 GPU; " in (out := capsys.readouterr().out)
     assert "start at most 1, or give --backend gloo" in out
 
-    def fail(flags: object) -> dict:
+    def fail(*_: object) -> Proof:
         raise CommError("rank 1 left")
 
-    monkeypatch.setattr(doctor, "_compare_small_model", fail)
+    monkeypatch.setattr(doctor_model, "compare_preset", fail)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "✗  parity" in out and "rank 1 left" in out and "1 check failed" in out

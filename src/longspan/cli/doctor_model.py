@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from transformers import PreTrainedConfig
@@ -23,7 +23,7 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
-from longspan.doctor.proof import InWorld, Proof, Ranks, outcome_text, proof_json, proof_text, run_proof
+from longspan.doctor.proof import InWorld, Proof, Ranks, proof_json, proof_text, run_proof
 from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
@@ -32,6 +32,7 @@ from longspan.model.presets import preset_config
 from longspan.plan.shape.model_shape import has_mixers
 
 LOCAL_RANKS = 4
+Backend = Literal["auto", "gloo", "nccl"]
 VOCABULARY = 97
 DEGREES = (1, 2, 4)
 # By backend: the dtype of which results agree almost exactly, and one whose rounding shows in them.
@@ -45,7 +46,7 @@ def prove_model(
     *,
     head_size: Literal["auto", "true", "small"],
     world: int,
-    backend: Literal["auto", "gloo", "nccl"],
+    backend: Backend,
     timeout: float,
     as_json: bool,
 ) -> int:
@@ -80,22 +81,21 @@ def prove_model(
     return 0 if proof.good else 1
 
 
-def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
-    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes; returns a JSON object. Raises
-    CommError where the ranks did not end well.
+def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
+    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes. Raises CommError where the
+    ranks did not end well.
     """
+    processes = next(_list_proof_processes(world, backend))  # with one GPU, which has no degrees, on the CPU
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
     proof = _prove_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:  # no ranks came up, and every outcome says why
         raise CommError(proof.outcomes[0].message)
-    world = proof.worlds[0]
-    parity = [outcome.row() | {"found": outcome_text(outcome)} for outcome in proof.outcomes]
-    return asdict(world) | {"groups": list(world.groups), "parity": parity}
+    return proof
 
 
-def _list_proof_processes(world: int, backend: Literal["auto", "gloo", "nccl"]) -> Iterator[Processes]:
+def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
     gpus = usable_gpus()
     cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
     if gpus == 0 or cpus_too or backend == "gloo":

@@ -134,17 +134,6 @@ def prepare(
 ) -> MultimodalModel: ...
 
 
-@overload
-def prepare(
-    model: PreTrainedModel | nn.Module,
-    world: World,
-    *,
-    encoder: "Layout | World | EncoderHome | None",
-    options: PrepareOptions | None = None,
-    **changes: Any,
-) -> PreTrainedModel | PipelineModel | MultimodalModel: ...
-
-
 def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,

@@ -416,13 +416,9 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     return model.train()
 
 
-def _attend_by_row(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, None]:
-    return attend_separately(query, key, value, options.get("scaling")), None
-
-
-AttentionInterface.register(_STAND_IN, _attend_by_row)
+AttentionInterface.register(
+    _STAND_IN, lambda module, q, k, v, mask, **options: (attend_separately(q, k, v, options.get("scaling")), None)
+)
 
 
 class _Pass(NamedTuple):

@@ -4,7 +4,6 @@ The shard owns masking. Hooks note a layer's arguments for attention that does n
  Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,21 +29,10 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
     if isinstance(shard, SequenceShard):
         return shard
     got = "no shard" if shard is None else f"shard={type(shard).__name__}"
-    hint = _trainer_hint() if shard is None else ""
-    raise ModelError(f"{name} got {got}; call {call} with shard = bind(micro_batch, world){hint}")
-
-
-def _trainer_hint() -> str:
-    frame = sys._getframe()
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module == "transformers.trainer" or module.partition(".")[0] == "trl":
-            return (
-                "; a Trainer cannot make one, so give the model before prepare to longspan.hf.with_longspan(Trainer), "
-                "with Trainer or any trainer of TRL"
-            )
-        frame = frame.f_back
-    return ""
+    raise ModelError(
+        f"{name} got {got}; call {call} with shard = bind(micro_batch, world); a Trainer, of TRL too, cannot make one: "
+        "give the model before prepare to longspan.hf.with_longspan(Trainer)"
+    )
 
 
 def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:

@@ -29,8 +29,6 @@ from longspan.model.seams.attention_calls import Probe, RecordedCall
 from longspan.model.seams.call_rules import doctor_hint, items_text, stock_class_name
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
 
-VALUES_READ = "the forward read values of tensors on the meta device, which were made up"
-
 
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
     """Run the model's forward on two rows, on the meta device; an argument of `more` that is None is left out.
@@ -42,7 +40,6 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
-    values = _MadeUpValues()
     # A module under two names, as a layer that others share, is named once: torch would put the first stand-in back in
     # place of the parameter.
     tensors = {
@@ -53,21 +50,15 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     if gradients:
         for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
             tensors[name].requires_grad_(tensors[name].is_floating_point())
-    try:
-        nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
-        with (
-            preserve_attributes(model),
-            torch.random.fork_rng(devices=[]),
-            torch.set_grad_enabled(gradients),
-            nonzero,
-            values,
-        ):
-            # Tied parameters have a stand-in under each of their names, which torch refuses if it is to tie them.
-            return functional_call(model, tensors, (), inputs, tie_weights=False)
-    except Exception as error:
-        if values.read:
-            error.add_note(VALUES_READ)
-        raise
+    with (
+        preserve_attributes(model),
+        torch.random.fork_rng(devices=[]),
+        torch.set_grad_enabled(gradients),
+        settings.patch(meta_nonzero_assume_all_nonzero=True),
+        _MadeUpValues(),
+    ):
+        # Tied parameters have a stand-in under each of their names, which torch refuses if it is to tie them.
+        return functional_call(model, tensors, (), inputs, tie_weights=False)
 
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has: hooks, children, parameters
@@ -101,27 +92,21 @@ _READS: dict[Any, Callable[..., Any]] = {
 
 
 class _MadeUpValues(TorchFunctionMode):
-    """Answers reads of values on the meta device with zeros; `read` becomes True at the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = False
+    """Answers reads of values on the meta device with zeros."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _READS and args[0].is_meta:
-            self.read = True
             return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:
             # A scalar tensor as an index counts as 0, as torch would read its value; a boolean is a mask and stays.
+            def is_scalar(x: object) -> bool:
+                return isinstance(x, Tensor) and x.is_meta and x.ndim == 0 and x.dtype != torch.bool
+
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(0 if _is_scalar(i) else i for i in index))
+            args = (args[0], tuple(0 if is_scalar(i) else i for i in index))
         return func(*args, **(kwargs or {}))
-
-
-def _is_scalar(index: object) -> bool:
-    return isinstance(index, Tensor) and index.is_meta and index.ndim == 0 and index.dtype != torch.bool
 
 
 # ---- random draws
@@ -167,7 +152,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
-                if _is_adapter_dropout(name):  # not counted: each rank drops inputs of its own rows
+                if ".lora_dropout." in f".{name}.":  # not counted: each rank drops inputs of its own rows
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
@@ -175,28 +160,13 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
             return _Pass(tuple(probe.calls), draws)
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
-            f"device raised {type(error).__name__}: {error}; {_cause_text(error)}{doctor_hint(model)}"
+            f"device raised {type(error).__name__}: {error}; a forward must hand keyword arguments down to its decoder "
+            "layers, make tensors where its inputs are (device=x.device), and depend on no values of tensors"
+            f"{doctor_hint(model)}"
         ) from error
     if judged:
         check_calls(model, tuple(probe.calls))
     return _Pass(tuple(probe.calls), draws)
-
-
-def _cause_text(error: Exception) -> str:
-    if isinstance(error, ModelError):  # our attention was reached, and had no shard
-        return "its forward must hand keyword arguments down to its decoder layers"
-    if "is not on the expected device meta" in str(error):
-        return (
-            "its forward makes a tensor on a device of its own, as torch.randn(shape) does; make it where its input is "
-            "(device=x.device)"
-        )
-    values_read = VALUES_READ in getattr(error, "__notes__", ())
-    if values_read or (isinstance(error, RuntimeError) and "meta" in str(error)):  # NotImplementedError among them
-        return (
-            "its forward reads values of tensors, and there are none on the meta device; have it compute with the "
-            "tensors themselves"
-        )
-    return "the error is its forward's own"
 
 
 def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
@@ -251,10 +221,6 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     values |= dict(zip(values, args, strict=False)) | dict(kwargs)
     switches = [*(values.get(name, 1.0) for name in _RATES), *(values.get(name, True) for name in _MODES)]
     return not any(isinstance(value, int | float) and value == 0 for value in switches)
-
-
-def _is_adapter_dropout(name: str) -> bool:
-    return ".lora_dropout." in f".{name}."
 
 
 def check_kernel(

@@ -31,9 +31,9 @@ from longspan.model.tensor_parallel.plan import (
     check_divided_sizes,
     find_tensors,
     layer_experts,
-    list_partial_gradients,
     list_styles,
     mixer_parts,
+    refuse_unnamed_parameters,
     split_block_names,
     tp_sizes,
 )
@@ -307,7 +307,7 @@ def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: b
     for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)
-    styled_modules += list_partial_gradients(model, styled_modules)
+    refuse_unnamed_parameters(model, styled_modules)
     refuse_mixed_features(model, styled_modules)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():
