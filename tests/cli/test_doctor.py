@@ -50,7 +50,8 @@ def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_is_a_cross_and_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(processes, "usable_gpus", lambda: 1)
+    for module in (processes, doctor_model):
+        monkeypatch.setattr(module, "usable_gpus", lambda: 1)
     assert main(["doctor", "--world", "2", "--backend", "nccl"]) == 1
     assert "2 processes on this machine need a GPU each, and it has 1 GPU; " in (out := capsys.readouterr().out)
     assert "start at most 1, or give --backend gloo" in out

@@ -49,7 +49,10 @@ def _local(world: World, cp: int = 1) -> tuple[SequenceShard, dict[str, Any]]:
 
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "no shard": ({"shard": None}, r"got no shard; call .*shard = bind\(micro_batch, world\)$"),
+    "no shard": (
+        {"shard": None},
+        r"got no shard; call .*shard = bind\(micro_batch, world\); .*hf\.with_longspan\(Trainer\)",
+    ),
     "a wrong shard": ({"shard": 3}, "got shard=int"),
     "labels": ({"labels": torch.zeros(1, 13, dtype=torch.long)}, "labels would be shifted .* use longspan.run_step"),
     "a mask": ({"attention_mask": torch.ones(1, 1, 13, 13)}, "leave attention_mask out"),
@@ -82,12 +85,6 @@ def test_wrong_calls_are_refused() -> None:
         # an error inside a layer leaves no shard behind
         with pytest.raises(ModelError, match=r"Qwen3Attention got no shard; .*model\(..., shard=shard\)"):
             model.model(input_ids=arguments["input_ids"], position_ids=arguments["position_ids"])
-        for caller in ("transformers.trainer", "trl.trainer.grpo_trainer"):
-            compute_loss = eval("lambda model, ids: model(input_ids=ids)", {"__name__": caller})
-            with pytest.raises(
-                ModelError, match=r"got no shard; .*give the model before .*hf\.with_longspan\(Trainer\)"
-            ):
-                compute_loss(model, arguments["input_ids"])
 
 
 def _identity(rank: int) -> tuple[bool, bool, float, set[torch.dtype]]:
