@@ -51,7 +51,7 @@ def _local(world: World, cp: int = 1) -> tuple[SequenceShard, dict[str, Any]]:
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no shard": (
         {"shard": None},
-        r"got no shard; call .*shard = bind\(micro_batch, world\); .*hf\.with_longspan\(Trainer\)",
+        r"got no shard; call .*shard = bind\(micro_batch, world\); .*hf\.with_longspan",
     ),
     "a wrong shard": ({"shard": 3}, "got shard=int"),
     "labels": ({"labels": torch.zeros(1, 13, dtype=torch.long)}, "labels would be shifted .* use longspan.run_step"),
