@@ -15,7 +15,6 @@ from longspan.bench import calibrate
 from longspan.bench.calibrate import (
     MESSAGE_BYTES,
     CalibrateFlags,
-    CalibrationSettings,
     Measured,
     Sample,
     Sizes,
@@ -24,7 +23,6 @@ from longspan.bench.calibrate import (
     fit_machine,
     fit_samples,
     least_squares,
-    make_calibration_settings,
     make_record,
 )
 from longspan.cli.main import main
@@ -146,7 +144,7 @@ def test_least_squares_is_optimal() -> None:
     assert least_squares(np.zeros((0, 2)), np.zeros(0), np.zeros(0)) == [0.0, 0.0]
 
 
-def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
+def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: str) -> Measured:
     """Calibrate as one of two ranks of a host, in steps that sum no gradients between the hosts."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
@@ -157,7 +155,7 @@ def _calibrate_two_hosts(rank: int, settings: CalibrationSettings) -> Measured:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(calibrate.SIZES, "cpu", small)
         patch.setattr(_fsdp_param_group, "foreach_reduce", sum_gradients)
-        return calibrate_ranks(rank, settings)
+        return calibrate_ranks(rank, flags, ranks, backend)
 
 
 def test_two_hosts_write_a_machine_that_plans_are_priced_by(
@@ -183,10 +181,9 @@ def test_two_hosts_write_a_machine_that_plans_are_priced_by(
 
 
 def test_one_rank_in_words() -> None:
-    settings = make_calibration_settings(CalibrateFlags(), 1, "gloo")
     measured = Measured(_measured(levels=()), "NVIDIA H100 80GB HBM3", 1, 12.0)
-    calibration = fit_machine(measured, settings)
-    lines = calibration_text(make_record(calibration, measured, settings, ["longspan"])).splitlines()
+    calibration = fit_machine(measured, 1, "gloo")
+    lines = calibration_text(make_record(calibration, measured, {"ranks": 1, "backend": "gloo"})).splitlines()
     assert lines[0].startswith("qwen3-tiny (2 layers) in float32 on 1 rank (gloo), hosts of 1 as the launcher counts")
     words = [line.split() for line in lines]
     assert ["micro_batch_seconds", "0.005"] in words and ["layer_seconds", "0.006"] in words

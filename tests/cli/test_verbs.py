@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from bench.begun import open_record
 
-from longspan.bench.benches import BENCHES, SCRIPTS, write_record
+from longspan.bench.benches import BENCHES, write_record
 from longspan.cli import examples, show
 from longspan.cli.examples import examples_folder, first_sentence
 from longspan.cli.main import main
@@ -173,13 +173,6 @@ def test_the_list_of_benches(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(f"  {name} " in out for name in BENCHES) and list(BENCHES) == ["calibrate", "step"]
     assert main(["bench", "stp"]) == 2
     assert "longspan bench has no 'stp'; it has calibrate, step" in capsys.readouterr().err
-
-
-def test_a_bench_of_the_repository_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, script in SCRIPTS.items():
-        assert main(["bench", name, "--world", "2"]) == 2
-        assert f"bench {name} is a script of the repository: python {script}" in capsys.readouterr().err
-        assert (ROOT / script).is_file()
 
 
 def test_a_record_goes_on_with_figures_of_its_own_kind_alone(tmp_path: Path) -> None:

@@ -60,10 +60,6 @@ BENCHES = {
     "step": "whole training steps of a model under padded, fixed and dynamic plans, next to their predictions",
 }
 MODULES = {"calibrate": "calibrate", "step": "step.command"}
-SCRIPTS = {  # benches that the package does not have, and where they are
-    "attention": "bench/attention/attention_types.py",
-    "eval": "bench/evaluation/evaluation_degrees.py",
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,8 +71,6 @@ def main(argv: Sequence[str]) -> int:
         )
         return 0
     name, *arguments = argv
-    if name in SCRIPTS:
-        raise ConfigError(f"bench {name} is a script of the repository: python {SCRIPTS[name]} [flags]")
     if name not in BENCHES:
         raise ConfigError(f"longspan bench has no {name!r}; it has {', '.join(BENCHES)}")
     return import_module(f"longspan.bench.{MODULES[name]}").main(arguments)

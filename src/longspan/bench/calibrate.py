@@ -177,21 +177,6 @@ SIZES = {
 }
 
 
-@dataclass(frozen=True)
-class CalibrationSettings:
-    """How often the ranks measure, and their world."""
-
-    warmup: int
-    repeats: int
-    ranks: int
-    backend: str
-    timeout_seconds: float
-
-    @property
-    def sizes(self) -> Sizes:
-        return SIZES["cuda" if self.backend == "nccl" else "cpu"]
-
-
 class Measured(NamedTuple):
     """The samples, and facts of the world that was measured."""
 
@@ -213,21 +198,20 @@ class Trial(NamedTuple):
             self.run()
 
 
-def calibrate_ranks(rank: int, settings: CalibrationSettings) -> Measured:
+def calibrate_ranks(rank: int, flags: "CalibrateFlags", ranks: int, backend: str) -> Measured:
     """Open a world and measure everything; returns the same on every rank."""
-    backend = None if settings.backend == "nccl" else "gloo"
-    with World(Layout(settings.ranks), backend=backend, timeout=settings.timeout_seconds) as world:
-        bench = _Bench(settings, world)
+    with World(Layout(ranks), backend=None if backend == "nccl" else "gloo", timeout=flags.timeout_seconds) as world:
+        bench = _Bench(flags, world)
         return Measured(bench.measure_samples(), device_name(world.device), world.node_size, bench.seconds)
 
 
 class _Bench:
-    def __init__(self, settings: CalibrationSettings, world: World) -> None:
+    def __init__(self, flags: "CalibrateFlags", world: World) -> None:
         self.began = time.perf_counter()
-        self.settings, self.world, self.device = settings, world, world.device.type
+        self.flags, self.world, self.device = flags, world, world.device.type
         # each rank is a replica: nothing is gathered in a step
-        self.replicas = world.open_inner(Layout(settings.ranks, dp_replicate=settings.ranks))
-        self.sizes = sizes = settings.sizes
+        self.replicas = world.open_inner(Layout(world.home.slots, dp_replicate=world.home.slots))
+        self.sizes = sizes = SIZES[self.device]
         configuration = preset_config(sizes.preset, vocab_size=VOCABULARY if "tiny" in sizes.preset else None)
         configuration.get_text_config().vocab_size = VOCABULARY  # a published preset brings its own
         model = load_model(config=change_layer_count(configuration, LAYERS), dtype=sizes.dtype)
@@ -252,7 +236,7 @@ class _Bench:
         machine for a while disturbs no sample in most rounds.
         """
         times: list[list[float]] = []
-        warmup, repeats = self.settings.warmup, self.settings.repeats
+        warmup, repeats = self.flags.warmup, self.flags.repeats
         for i in range(warmup + repeats):
             if i > warmup and self.world.control.any_rank(self.seconds > MOST_SECONDS):
                 break
@@ -439,12 +423,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the bench; returns the exit code."""
     flags = parse_flags(CalibrateFlags, argv, "longspan bench calibrate")
     ranks, backend = flags.processes(CPU_RANKS)
-    settings = make_calibration_settings(flags, ranks, backend)
-    measured = run_on_ranks(calibrate_ranks, (settings,), ranks)
+    flags.check_flags()
+    if not Path(flags.out).absolute().parent.is_dir():
+        raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
+    measured = run_on_ranks(calibrate_ranks, (flags, ranks, backend), ranks)
     if is_reporting():
-        calibration = fit_machine(measured, settings)
+        calibration = fit_machine(measured, ranks, backend)
         write_text(flags.out, json.dumps(calibration.machine.to_json(), indent=1) + "\n")
-        record = make_record(calibration, measured, settings, ["longspan", "bench", "calibrate", *argv])
+        about = {"ranks": ranks, "backend": backend, "repeats": flags.repeats}
+        command = " ".join(["longspan", "bench", "calibrate", *argv])
+        record = make_record(calibration, measured, about | {"command": command})
         print(json.dumps(record, indent=1) if flags.json else calibration_text(record))
         print(f"wrote {flags.out}", file=sys.stderr if flags.json else sys.stdout)
     return 0
@@ -455,40 +443,31 @@ def _attend_both_ways(inputs: tuple[Tensor, Tensor, Tensor], gradient: Tensor, s
     torch.autograd.grad(attend(q, k, v, shard), inputs, gradient)
 
 
-def make_calibration_settings(flags: CalibrateFlags, ranks: int, backend: str) -> CalibrationSettings:
-    flags.check_flags()
-    if not Path(flags.out).absolute().parent.is_dir():
-        raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
-    return CalibrationSettings(flags.warmup, flags.repeats, ranks, backend, flags.timeout_seconds)
-
-
-def fit_machine(measured: Measured, settings: CalibrationSettings) -> Calibration:
+def fit_machine(measured: Measured, ranks: int, backend: str) -> Calibration:
     """Fit a machine to the samples. Figures that were not measured are those known of this device; for an unknown one
     those of an H200 on GPUs, and orders of magnitude on CPUs.
     """
     known = find_device(measured.device)
-    base = known or (Machine.known("H200") if settings.backend == "nccl" else Machine.cpus())
+    base = known or (Machine.known("H200") if backend == "nccl" else Machine.cpus())
     base = replace(
         base,
         device=measured.device,
         node_size=measured.node_size,
         source=f"the model on {measured.device}, as measured",
-        world=settings.ranks,
+        world=ranks,
         date=date.today().isoformat(),
     )
     return fit_samples(measured.samples, base, known=known is not None)
 
 
-def make_record(
-    calibration: Calibration, measured: Measured, settings: CalibrationSettings, command: Sequence[str]
-) -> dict[str, Any]:
+def make_record(calibration: Calibration, measured: Measured, about: dict[str, Any]) -> dict[str, Any]:
+    sizes = SIZES["cuda" if about["backend"] == "nccl" else "cpu"]
     return {
         "bench": "calibrate",
-        "model": settings.sizes.preset,
+        "model": sizes.preset,
         "layers": LAYERS,
-        "dtype": settings.sizes.dtype,
-        **{name: getattr(settings, name) for name in ("ranks", "backend", "repeats")},
-        "command": " ".join(command),
+        "dtype": sizes.dtype,
+        **about,
         "machine": machine_facts(),
         "versions": versions(),
         "node_size": measured.node_size,

@@ -23,7 +23,7 @@ from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
 from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
-from longspan.plain_text import bytes_text, markdown_table, text_table
+from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.run.records import mixers_text
@@ -51,7 +51,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         settings = replace(settings, config=set_node_size(settings.config, world))
-        use_machine(settings.config, world, partial(_log_first_rank, rank))
+        use_machine(settings.config, world)
         record: dict[str, Any] = {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json()}
         about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
         record |= {"memory": None, **about, "rows": []}
@@ -62,11 +62,6 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
             record["rows"].append(row)
             _report_row(record, settings, rank)
     return record
-
-
-def _log_first_rank(rank: int, line: str) -> None:
-    if rank == 0:
-        print(line, file=sys.stderr)
 
 
 def _planner_cases(settings: StepSettings, world: World) -> Cases:
@@ -91,7 +86,11 @@ def _make_training(settings: StepSettings, world: World) -> Training:
     """By the functions that set up a run. What layers keep, and the rows of a slot where they are "auto", are chosen
     before the model is made.
     """
-    log = partial(_log_first_rank, world.rank)
+
+    def log(line: str) -> None:
+        if world.rank == 0:
+            print(line, file=sys.stderr)
+
     # Every batch is a coming step, under all planners: they share one model, whose layers must suit all plans.
     batches, gpu = [batch.lengths for batch in settings.batches()], settings.device == "cuda"
     heads, model_config = query_heads(settings.configuration), settings.configuration
@@ -195,75 +194,39 @@ _NAMES = (
     "peak memory",
     "planned",
 )
-_NORMS = {"auto": ", norms fused on GPUs", "on": ", fused norms", "off": ", the model's own norms"}
-_COMPILED = {
-    "layers": ", compiled layers",
-    **dict.fromkeys(("none", False), ""),  # False is of older records
-    "auto": "",  # a record's execution says what it came to
-}
 
 
 def record_text(record: dict[str, Any]) -> str:
-    memory = f"\n\n{text}" if (text := _memory_text(record)) else ""
-    memory += "".join(f"\n\n{line}" for line in _retries_lines(record))
-    table = text_table(_NAMES, _table_rows(record))
-    return f"{_record_title(record)}\n\n{table}{memory}{_missing_text(record)}"
-
-
-def record_markdown(record: dict[str, Any]) -> str:
-    memory = f"{text}.\n\n" if (text := _memory_text(record)) else ""
-    memory += "".join(f"{line}.\n\n" for line in _retries_lines(record))
-    return (
-        f"# {_record_title(record)}\n\n"
-        f"{origin_text(record)}\n\n"
-        f"{markdown_table(_NAMES, _table_rows(record))}\n\n{memory}"
-        "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
-        f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
-        f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
-        f"recomputation; padding does not count.\n{_missing_text(record)}\n"
-    )
-
-
-def _record_title(record: dict[str, Any]) -> str:
+    """Write the page of a record, which is printed and stands beside its file."""
     shape, documents = record["shape"], "one sequence at a time"
     if not record["sequences"]:
         documents = f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
         documents += f"({record['source']})"
-    experts = f", {shape['experts']} experts" if shape["experts"] else ""
-    offloaded = " offloaded" if record["offload"] else ""
-    rows = f"{record['partition']} rows, " if record["partition"] != "zigzag" else ""
-    kernels = _NORMS[record["fused_norms"]] + _COMPILED[record.get("compiled", "none")]
-    return (
-        f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}{experts}) over "
-        f"{record['ranks']} ranks ({record['backend']}): {documents}; "
-        f"{record['mode']}, {record['cp_comm_type']}, "
-        f"{rows}at most {record['max_tokens_per_slot'] or 'any'} rows a slot, "
-        f"recomputation {record['recompute']}{offloaded}{kernels}, "
+    title = (
+        f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}) over {record['ranks']} "
+        f"ranks ({record['backend']}): {documents}; {record['mode']}, {record['cp_comm_type']}, at most "
+        f"{record['max_tokens_per_slot'] or 'any'} rows a slot, recomputation {record['recompute']}, "
         f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
-
-
-def _table_rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    memory = record.get("memory")
-    planned = bytes_text(memory["device"]["total"] - memory["device"]["communicators"]) if memory else ""
-    return [_record_row(row, planned) for row in record["rows"] if "missing" not in row]
-
-
-def _memory_text(record: dict[str, Any]) -> str:
-    if not (memory := record.get("memory")):
-        return ""
-    gathered = ", weights gathered once" if memory["gathered_once"] else ""
-    offloaded = ", states on the host" if memory["offload_states"] else ""
-    host = f"; {bytes_text(memory['host']['total'])} on the host" if memory["host"]["total"] else ""
-    return f"memory: {measures_text(memory['measures'])}{gathered}{offloaded}{host}"
-
-
-def _retries_lines(record: dict[str, Any]) -> list[str]:
-    return [
-        f"{row['name']}: {retries_text(row['allocator_retries'], row['peak_bytes'], row['reserved_bytes'])}"
-        for row in record["rows"]
-        if row.get("allocator_retries")
-    ]
+    lines, planned_bytes = list[str](), ""
+    if memory := record.get("memory"):
+        gathered = ", weights gathered once" * memory["gathered_once"]
+        host = f"; {bytes_text(memory['host']['total'])} on the host" * bool(memory["host"]["total"])
+        lines.append(f"memory: {measures_text(memory['measures'])}{gathered}{host}.")
+        planned_bytes = bytes_text(memory["device"]["total"] - memory["device"]["communicators"])
+    for row in record["rows"]:
+        if "missing" in row:
+            lines.append(f"- {row['name']}: not available: {row['missing']}")
+        elif retries := row["allocator_retries"]:
+            lines.append(f"{row['name']}: {retries_text(retries, row['peak_bytes'], row['reserved_bytes'])}.")
+    rows = [_record_row(row, planned_bytes) for row in record["rows"] if "missing" not in row]
+    about = (
+        "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "
+        f"Seconds are the median of {record['repeats']} steps after {record['warmup']}, of the slowest rank. "
+        f"Predicted under {record['cost_source']}. Model FLOPs are 6 a weight and token and causal attention, without "
+        "recomputation; padding does not count."
+    )
+    return "\n\n".join([f"# {title}", origin_text(record), markdown_table(_NAMES, rows), *lines, about]) + "\n"
 
 
 def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
@@ -283,10 +246,6 @@ def _record_row(row: dict[str, Any], planned_memory: str) -> tuple[str, ...]:
     )
 
 
-def _missing_text(record: dict[str, Any]) -> str:
-    return "".join(f"\n- {row['name']}: not available: {row['missing']}" for row in record["rows"] if "missing" in row)
-
-
 CPU_RANKS = 2
 
 
@@ -297,7 +256,7 @@ def main(argv: Sequence[str], peers: Peers | None = None) -> int:
     if not (settings.planners or peers):
         raise ConfigError(f"--planners is none: nothing to time; name some of {', '.join(PLANNERS)}")
     record = run_on_ranks(measure_step_on_rank, (settings, peers), ranks)
-    show_record(record, flags, text=record_text(record), markdown=record_markdown(record))
+    show_record(record, flags, text=record_text(record), markdown=record_text(record))
     return 0
 
 

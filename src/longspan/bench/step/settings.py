@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from longspan.bench.benches import BenchFlags, change_layer_count
 from longspan.cli.flags import Groups, Word, parse_flags
@@ -38,9 +38,9 @@ class StepFlags(BenchFlags, SourceFlags):
     keys as flags. Without it the model is a qwen3-8b with random weights on GPUs and a qwen3-tiny on CPUs. The learning
     rate is 0, so that all planners see the same weights and report the same loss.
 
-    The documents come from --lengths (numbers with commas between, or a JSON file), --data, --distribution or --same;
-    else they are those of step 1 of CONFIG.toml's corpus. One sequence over all GPUs is --sequences 65536 --planners
-    fixed. Runs one process for each GPU of this machine, or torchrun's, or --world local processes.
+    The documents come from --lengths (numbers with commas between, or a JSON file), --distribution or --same. One
+    sequence over all GPUs is --sequences 65536 --planners fixed. Runs one process for each GPU of this machine, or
+    torchrun's, or --world local processes.
     """
 
     SHOWN: ClassVar[Groups] = {
@@ -49,7 +49,7 @@ class StepFlags(BenchFlags, SourceFlags):
         "what is timed": ("--planners", "--warmup", "--repeats", "--world", "--out", "--json"),
     }
     config: Annotated[str, Word("[CONFIG.toml]")] = ""
-    """Configuration file of a run, whose own step is timed."""
+    """Configuration file of a run, whose step is timed."""
     planners: str = ""
     """Planners, with commas between, or none; one of your own by its dotted name. Default: that of CONFIG.toml,
     otherwise padded,fixed,dynamic."""
@@ -95,8 +95,7 @@ def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
 CPU_LENGTHS = (96, 40, 24, 16, 16)
 
 
-@dataclass(frozen=True)
-class StepDocuments:
+class StepDocuments(NamedTuple):
     """Lengths of documents, where they came from, and whether they were listed as numbers."""
 
     lengths: tuple[int, ...]
@@ -104,40 +103,25 @@ class StepDocuments:
     listed: bool = False
 
 
-def read_documents(flags: StepFlags, config: RunConfig, slots: int, *, gpu: bool) -> StepDocuments:
-    """Read the documents that flags name, or those of a run's first step; on CPUs there is a default. Raises
-    ConfigError where there are none, and for flags that contradict each other.
+def read_documents(flags: StepFlags, slots: int, *, gpu: bool) -> StepDocuments:
+    """Read the documents that flags name; on CPUs there is a default. Raises ConfigError where there are none, and for
+    flags that contradict each other.
     """
     entries = (flags.sequences or flags.lengths).split(",")
     are_numbers = all(entry.strip().isdecimal() for entry in entries)  # --lengths may name a file instead
-    has_source = flags.data or flags.distribution or flags.same
-    if flags.sequences and not are_numbers:
-        raise ConfigError(f"--sequences {flags.sequences!r} is not a list of lengths such as 16384,65536")
-    if flags.sequences and (has_source or flags.lengths):
-        raise ConfigError("--sequences are timed one after another; leave --lengths and other documents out")
+    has_source = flags.distribution or flags.same
+    if flags.sequences and (not are_numbers or has_source or flags.lengths):
+        raise ConfigError(
+            f"--sequences {flags.sequences} are lengths such as 16384,65536, timed one after another; no other flag "
+            "may name documents beside them"
+        )
     if are_numbers and not has_source:
         return StepDocuments(tuple(map(int, entries)), "given", listed=True)
     if flags.lengths or has_source:
         return StepDocuments(*read_lengths(flags, slots))
-    if flags.config:
-        return _read_first_step(config)
     if not gpu:
         return StepDocuments(CPU_LENGTHS, "given")
-    raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, --data or --same")
-
-
-def _read_first_step(config: RunConfig) -> StepDocuments:
-    from longspan.data.documents import Corpus
-    from longspan.train.plans.order import make_step_order
-
-    folder, config = Path(config.run.dir), resolve_defaults(config)
-    if not (folder / "corpus" / "corpus.json").is_file():
-        raise ConfigError(
-            f"{folder} has no corpus yet, whose first step would be timed; give documents (--lengths, --distribution, "
-            "--data or --same), or train the run first"
-        )
-    lengths = make_step_order(config, Corpus(folder / "corpus")).lengths_of_step(0)
-    return StepDocuments(tuple(lengths), f"step 1 of {folder}")
+    raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, or --same")
 
 
 # The keys of the configuration in a record.
@@ -231,15 +215,24 @@ def make_settings(
     planners = _choose_planners(flags, config)
     flags.check_flags()
     home = home_of(config.parallel, ranks)
-    documents = read_documents(flags, config, home.slots, gpu=gpu)
+    documents = read_documents(flags, home.slots, gpu=gpu)
     if gpu and not (flags.config or config.model.source or config.model.preset):
         config = replace(config, model=replace(config.model, preset="qwen3-8b"))
     configuration = _fit_configuration(flags, config, max(documents.lengths))
     if not flags.config:
         config = _set_limits(flags, config, configuration, documents, home, gpu=gpu)
     config = _make_timed_config(resolve_defaults(config, ranks), max(documents.lengths), ranks, planners)
-    _check_cap(flags, config)
-    cost = find_run_cost(config, configuration, _ignore_line, gpu=gpu, slots=home.slots)
+    if config.context.max_tokens_per_slot == AUTO and not (flags.config and Path(config.run.dir).is_dir()):
+        lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"
+        raise ConfigError(
+            f'context.max_tokens_per_slot is "auto", which is kept in a run\'s folder, and {lack}; give a number'
+        )
+    cost, peak = find_run_cost(config, configuration, lambda _: None, gpu=gpu, slots=home.slots), flags.peak_tflops
+    if gpu and not peak:
+        import torch
+
+        kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
+        peak = peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
     heads = query_heads(configuration)
     config, _ = choose_partition(config, [documents.lengths], home, cost=cost, heads=heads)
     settings = StepSettings(
@@ -254,7 +247,7 @@ def make_settings(
         sequences=documents.lengths if flags.sequences else (),
         source=documents.source,
         cost=cost,
-        peak_tflops=flags.peak_tflops or (_vendor_peak(config) if gpu else 0.0),
+        peak_tflops=peak,
     )
     for batch in settings.batches():
         for planner in planners:
@@ -282,7 +275,7 @@ def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "Pr
         if config.model.path:
             raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")
         configuration = change_layer_count(configuration, flags.layers)
-    return scale_positions(configuration, config.model, longest, "of the bench", _ignore_line)
+    return scale_positions(configuration, config.model, longest, "of the bench", lambda _: None)
 
 
 def _set_limits(
@@ -324,23 +317,3 @@ def _make_timed_config(config: RunConfig, longest: int, ranks: int, planners: Se
     for planner in planners:
         check_config(replace(config, context=replace(config.context, planner=planner)), ranks)
     return replace(config, train=replace(config.train, lr=0.0))
-
-
-def _check_cap(flags: StepFlags, config: RunConfig) -> None:
-    if config.context.max_tokens_per_slot != AUTO or (flags.config and Path(config.run.dir).is_dir()):
-        return
-    lack = f"there is no {config.run.dir}" if flags.config else "no CONFIG.toml names one"
-    raise ConfigError(
-        f'context.max_tokens_per_slot is "{AUTO}", which is kept in a run\'s folder, and {lack}; give a number of rows'
-    )
-
-
-def _vendor_peak(config: RunConfig) -> float:
-    import torch
-
-    kind = str(compute_dtype(config.model, "cuda")).removeprefix("torch.")
-    return peak_tflops(torch.cuda.get_device_name(0), kind) or 0.0
-
-
-def _ignore_line(text: str) -> None:
-    pass
