@@ -17,7 +17,6 @@ from longspan.plan import (
     AttentionCall,
     Cost,
     CostSettings,
-    EncoderLoad,
     EncoderShape,
     Machine,
     MemoryNeeds,
@@ -83,9 +82,9 @@ class Measured:
         plan = _plan(self.by, cost)
         if "images" not in self.by:
             return plan.predicted_seconds
-        load = EncoderLoad.of(plan, self.by["images"], EncoderShape.of(config).cost(again=1), max_rows=8192)
-        encoding = load.replicated_seconds if self.by["encoder"] == "replicated" else load.seconds
-        return plan.predicted_seconds + encoding
+        images, cost = [n for document in self.by["images"] for n in document], EncoderShape.of(config).cost(again=1)
+        waves = plan_dynamic(images, Layout(plan.slots), max_tokens_per_slot=8192, max_cp=1, cost=cost, effort="fast")
+        return plan.predicted_seconds + waves.predicted_seconds
 
 
 @dataclass(frozen=True)

@@ -210,9 +210,9 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
         r"size 4 does not divide 2 slots \(4 ranks / tp 1 / pp 2",
     ),
     ({"parallel.vpp": 2}, r"parallel.vpp is 2 and parallel.pp is 1: virtual stages need a pipeline; use pp = 2"),
-    ({"parallel.pipeline_schedule": "zero_bubble"}, r'"zero_bubble" and parallel.pp is 1: there is no pipeline'),
+    ({"parallel.pp": 2, "parallel.pipeline_schedule": "zbv"}, r'"zbv", which folds .* parallel.vpp is 1; use vpp = 2'),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
-    ({"lora.rank": 4, "parallel.tp": 2}, "lora.rank is 4 and parallel.tp is 2: adapters are not split"),
+    ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
     ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),
     ({"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True}, "adapters .* are float32"),
     ({"mtp.loss_weight": 0.1}, r"loss_weight 0.1, .* mtp.depths is 0"),
@@ -334,7 +334,7 @@ EVALUATED = {"context.eval_cp_comm_type": "a2a", "context.eval_context_parallel_
 HEADS = [  # on 16 ranks
     (
         {"context.cp_comm_type": "a2a", "context.context_parallel_size": 16},
-        r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4 or 8",
+        r"context.cp_comm_type 'a2a' deals 8 query heads to the 16 slots .*context_parallel_size 1, 2, 4, 8",
     ),
     (
         EVALUATED | {"parallel.tp": 2},

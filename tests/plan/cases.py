@@ -6,7 +6,8 @@ from typing import Any
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from longspan.plan import Group, MicroBatch, Plan, slot_rows
+from longspan.plan import Cost, Group, MicroBatch, ModelShape, Plan, slot_rows
+from longspan.plan.cost.cost import StateCost, price_shape
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 MIXTURE = QWEN3_8B | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
@@ -16,6 +17,15 @@ HYBRID: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 4, "num_attent
 HYBRID |= {"vocab_size": 100, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 HYBRID |= {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
 HYBRID |= {"layer_types": [*["linear_attention"] * 3, "full_attention"]}
+
+
+def flops_cost(config: Any, tflops: float, attention_tflops: float | None = None, depths: int = 0) -> Cost:
+    """The cost of a model by its FLOPs at these rates alone, on ideal links."""
+    shape = ModelShape.of(config, depths=depths)
+    rates: dict[str, Any] = {"tflops": tflops, "attention_tflops": attention_tflops or tflops, "bytes_per_value": 2}
+    states = StateCost.of(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=10e-6)
+    return Cost(**price_shape(shape, states, step_latency=10e-6, **rates))
+
 
 bounded = settings(derandomize=True, deadline=None, max_examples=50)
 

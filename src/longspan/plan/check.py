@@ -19,11 +19,7 @@ class LongDocumentError(PlanError):
 
 
 def name_arguments(text: str, names: Mapping[str, str]) -> str:
-    """Replace arguments of planners in an error's text by the names that its reader gives them, as keys or flags.
-
-    >>> name_arguments("min_cp 5 is above the 4 slots", {"min_cp": "--min-cp"})
-    '--min-cp 5 is above the 4 slots'
-    """
+    """Replace arguments of planners in an error's text by the names that its reader gives them, as keys or flags."""
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
 

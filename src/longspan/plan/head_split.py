@@ -68,9 +68,6 @@ def count_head_groups(query_bytes: float, kv_heads: int) -> int:
     """Return in how many groups, one after another, backward of attention computes the key/value heads; `query_bytes`
     are those of the float32 gradient of all queries, of which a group of several heads has at most
     QUERY_GRADIENT_BYTES.
-
-    >>> count_head_groups(5 << 29, 8)
-    3
     """
     return max(1, min(kv_heads, ceil(query_bytes / max(1, QUERY_GRADIENT_BYTES))))
 
@@ -86,10 +83,6 @@ def count_exchange_slices(
     """Return in how many slices heads are exchanged: one for each `slice_bytes` of queries, `most` at most.
     `query_numbers` are those of all query heads of the member with the most rows, so that all members count the same.
     Each group of heads that backward computes one after another may be a slice, even of more than `most`.
-
-    >>> split = HeadSplit(heads=32, kv_heads=8, degree=2)
-    >>> [count_exchange_slices(split, rows * 32 * 128, 2) for rows in (4096, 65536, 360448)]
-    [1, 2, 4]
     """
     useful_slices = query_numbers * bytes_of_number // max(1, slice_bytes)  # slice_bytes 0: as many as can be
     groups = count_head_groups(4 * query_numbers, split.member_kv_heads)  # 4 bytes: sums are float32

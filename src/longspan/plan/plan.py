@@ -17,7 +17,16 @@ import numpy as np
 from longspan.errors import LayoutError, PlanError, plural
 from longspan.files import parse_json, read_lines
 from longspan.layout import check_lengths
-from longspan.plan.check import MODES, check_choice, check_comm_types, check_count, check_hierarchy, check_size
+from longspan.plain_text import seconds_text, text_table
+from longspan.plan.check import (
+    MODES,
+    check_choice,
+    check_comm_types,
+    check_count,
+    check_hierarchy,
+    check_number,
+    check_size,
+)
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, type_text
 from longspan.plan.step_times import Timeline, lower_bound_seconds, slot_rows, timeline
@@ -117,8 +126,14 @@ class Plan:
 
     def table(self, cost: Cost | None = None, limit: int = 24) -> str:
         """Return the plan as plain text: its sizes and times, then a line for each of at most `limit` micro-batches."""
-        times = self.timeline(cost)
-        return "\n".join([*_header_lines(self, cost or self.cost, times), "", *_micro_batch_lines(self, times, limit)])
+        times, rows = self.timeline(cost), list[tuple[str, ...]]()
+        for m, batch in enumerate(self.micro_batches[:limit]):
+            fullest, seconds = f"{int(times.rows[m].max()):,}", seconds_text(float(np.max(times.busy[m], initial=0.0)))
+            rows.append((f"{m}", _degrees_text(batch), f"{batch.tokens:,}", fullest, seconds, f"{times.idle[m]:.1%}"))
+        names = ("micro-batch", "groups", "tokens", "fullest slot", "seconds", "idle")
+        others = max(0, len(self.micro_batches) - limit)
+        lines = [*_header_lines(self, cost or self.cost, times), "", text_table(names, rows, left=2)]
+        return "\n".join([*lines, *[plural(others, "more micro-batch", "es")] * bool(others)])
 
     def check(self) -> "Plan":
         """Return this plan if it is sound: every document once, slots in range, caps met, types that exist. Raises
@@ -136,10 +151,23 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Plan":
-        """Return the checked plan that `to_json` wrote. Raises PlanError naming the part that is missing or wrong."""
-        fields, tokens = read_plan_fields(text)
-        plan = cls(**fields).check()
-        if tokens is not None and tokens != plan.tokens:
+        """Return the checked plan that `to_json` wrote; what has a default may be left out, and a group's lengths too.
+        Raises PlanError naming what is missing or wrong.
+        """
+        try:
+            values: dict[str, Any] = dict(parse_json(text))
+            tokens, lengths = values.pop("tokens", None), tuple(values["lengths"])
+            batches = [[_read_group(group, lengths) for group in batch] for batch in values["micro_batches"]]
+            values |= {"lengths": lengths, "micro_batches": tuple(MicroBatch(tuple(groups)) for groups in batches)}
+            values |= {"cost": Cost.from_json(values.get("cost", {}))}
+            values.setdefault("targets", sum(lengths) - len(lengths))
+            plan = cls(**values).check()
+        except PlanError:
+            raise
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {reason}") from None
+        if tokens not in (None, plan.tokens):
             raise PlanError(f"the plan says {tokens!r} tokens, but its lengths add up to {plan.tokens}")
         return plan
 
@@ -151,6 +179,8 @@ def _check_plan_numbers(plan: Plan) -> None:
     if plan.max_tokens_per_slot is not None:
         check_count("max_tokens_per_slot", plan.max_tokens_per_slot)
     check_choice("mode", plan.mode, MODES)
+    for name in _SECONDS:
+        check_number(name, getattr(plan, name))
     try:
         if check_lengths(plan.lengths) != plan.lengths:
             raise PlanError(f"the plan's lengths must be a tuple of int, got {type(plan.lengths).__name__}")
@@ -165,22 +195,12 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
         missing = "slots" if group.documents else "documents"
         raise PlanError(f"{where} has no {missing}; leave the group out: a slot in no group runs a dummy pass")
     for name in ("slots", "documents", "lengths"):
-        if set(map(type, getattr(group, name))) != {int}:
+        if {type(value) for value in getattr(group, name)} != {int}:
             raise PlanError(f"{where}: {name} {_excerpt(getattr(group, name))} must be integers (int, not numpy's)")
     if len(set(group.slots)) != len(group.slots):
         raise PlanError(f"{where} names a slot twice: slots {_excerpt(group.slots)}")
     if min(group.slots) < 0 or max(group.slots) >= plan.slots:
         raise PlanError(f"{where} has slots {_excerpt(group.slots)}, but the plan has slots 0 to {plan.slots - 1}")
-    _check_group_lengths(where, group, plan)
-    check_choice(f"{where}: partition", group.partition, PARTITIONS)
-    try:
-        types = check_comm_types(group.cp_comm_type)
-        check_hierarchy(types, group.hierarchical_context_parallel_sizes, group.degree)
-    except PlanError as error:
-        raise PlanError(f"{where}: {error}") from None
-
-
-def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
     if len(group.documents) != len(group.lengths):
         raise PlanError(f"{where} has {len(group.documents)} documents and {len(group.lengths)} lengths")
     if min(group.documents) < 0 or max(group.documents) >= len(plan.lengths):
@@ -193,6 +213,12 @@ def _check_group_lengths(where: str, group: Group, plan: Plan) -> None:
             )
     if group.pad_to is not None and (type(group.pad_to) is not int or group.pad_to < max(group.lengths)):
         raise PlanError(f"{where} pads to {group.pad_to!r} rows, less than its longest document, {max(group.lengths)}")
+    check_choice(f"{where}: partition", group.partition, PARTITIONS)
+    try:
+        types = check_comm_types(group.cp_comm_type)
+        check_hierarchy(types, group.hierarchical_context_parallel_sizes, group.degree)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error}") from None
 
 
 def _check_documents(plan: Plan) -> None:
@@ -236,123 +262,33 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
     median = f", median {lengths[len(lengths) // 2]:,}" if lengths else ""
     spread = f"{lengths[0]:,} to {lengths[-1]:,} rows{median}" if lengths else "none"
     fullest, bound, seconds = int(times.rows.max(initial=0)), plan.lower_bound_seconds, times.step_seconds
-    ratio = f"{seconds / bound:.3f} x the lower bound of {_seconds_text(bound)}" if bound else "no lower bound"
+    ratio = f"{seconds / bound:.3f} x the lower bound of {seconds_text(bound)}" if bound else "no lower bound"
     lines = [
         f"{plan.planner} plan, {plan.mode}: {plural(plan.slots, 'slot')}, "
         f"{plural(len(plan.micro_batches), 'micro-batch', 'es')}, {cap} rows a slot",
         f"  documents   {len(plan.lengths):>14,}   {spread}",
         f"  tokens      {plan.tokens:>14,}   {plan.targets:,} targets",
-        f"  predicted   {_seconds_text(seconds):>14}   {ratio}",
+        f"  predicted   {seconds_text(seconds):>14}   {ratio}",
         f"  priced for  {cost.source or NO_MACHINE}",
     ]
     if plan.mode == "free" and cost.closing_seconds:  # in lockstep every micro-batch gathers and sums
-        closing, share = _seconds_text(cost.closing_seconds), cost.closing_seconds / seconds
+        closing, share = seconds_text(cost.closing_seconds), cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"
     return [*lines, f"  rows used   {plan.efficiency:>14.1%}   {used}"]
 
 
-def _micro_batch_lines(plan: Plan, times: Timeline, limit: int) -> list[str]:
-    """Of more than `limit` + 1 micro-batches only the first two thirds and the last, `limit` in all; one more than
-    `limit` would be replaced by a line that is as long.
-    """
-    count = len(plan.micro_batches)
-    shown, last = list(range(count)), limit // 3
-    if count > limit + 1:
-        shown = [*range(limit - last), *range(count - last, count)]
-    groups = {m: _degrees_text(plan.micro_batches[m]) for m in shown}
-    width = max(len("groups"), *map(len, groups.values()))
-    lines = [f"  micro-batch   {'groups':<{width}}   {'tokens':>11}   fullest slot      seconds    idle"]
-    for previous, m in zip([-1, *shown], shown, strict=False):
-        if m - previous > 1:
-            lines.append(f"            …   {plural(m - previous - 1, 'more micro-batch', 'es')}")
-        batch, longest_text = plan.micro_batches[m], _seconds_text(float(np.max(times.busy[m], initial=0.0)))
-        lines.append(
-            f"  {m:>11}   {groups[m]:<{width}}   {batch.tokens:>11,}   {int(times.rows[m].max()):>12,}"
-            f"   {longest_text:>10}   {times.idle[m]:>5.1%}"
-        )
-    return lines
-
-
-def _degrees_text(batch: MicroBatch, most: int = 4) -> str:
-    """Name the groups by degree, widest first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none."""
+def _degrees_text(batch: MicroBatch) -> str:
+    """Name the groups by degree, the widest four first, as in '2 x cp 8, 16 x cp 1'; "dummy" if there are none."""
     counts = sorted(Counter(group.degree for group in batch.groups).items(), reverse=True)
-    texts = [f"{count} x cp {degree}" for degree, count in counts]
-    other_groups = sum(count for _, count in counts[most:])
-    return ", ".join(texts[:most]) + (f", {other_groups} more" if other_groups else "") or "dummy"
+    others = sum(count for _, count in counts[4:])
+    texts = [f"{count} x cp {degree}" for degree, count in counts[:4]]
+    return ", ".join([*texts, *[f"{others} more"] * bool(others)]) or "dummy"
 
 
-def _seconds_text(value: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if value * scale >= 0.1:
-            return f"{value * scale:,.3f} {unit}"
-    return f"{value * 1e6:,.1f} us"
-
-
-_PLAN = {"slots", "lengths", "micro_batches"}  # needed; the rest has a default
-_LIMITS = {"targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple"}
-_PLAN_MORE = _LIMITS | {"tokens", "planner", "predicted_seconds", "lower_bound_seconds", "cost"}
-_GROUP = {"slots", "documents"}
-_GROUP_MORE = {"lengths", "cp_comm_type", "hierarchical_context_parallel_sizes", "partition", "pad_to"}  # with defaults
-
-
-def read_plan_fields(text: str | bytes) -> tuple[dict[str, Any], Any]:
-    """Read the fields of a plan from a JSON document, unchecked, and the number of tokens that it states, or None."""
-    try:
-        document = parse_json(text)
-    except ValueError as error:
-        raise PlanError(f"a plan must be JSON as Plan.to_json writes it: {error}") from None
-    values = _read_object("the plan", document, _PLAN, _PLAN_MORE)
-    tokens = values.pop("tokens", None)
-    lengths = values["lengths"] = _read_tuple("lengths", values["lengths"])
-    batches = list[MicroBatch]()
-    for m, groups in enumerate(_read_tuple("micro_batches", values["micro_batches"])):
-        where, items = f"micro-batch {m}", _read_tuple(f"micro-batch {m}", groups)
-        read = (_read_group(f"{where}, group {index}", group, lengths) for index, group in enumerate(items))
-        batches.append(MicroBatch(tuple(read)))
-    values["micro_batches"] = tuple(batches)
-    values["cost"] = Cost.from_json(values.get("cost", {}))
-    for name in _SECONDS:
-        seconds: Any = values.get(name, 0.0)
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
-            raise PlanError(f"{name} is {seconds!r}; it must be a number of at least 0")
-        values[name] = float(seconds)
-    # Lengths that are no integers are refused by `Plan.check`.
-    values.setdefault("targets", sum(length - 1 for length in lengths if isinstance(length, int)))
-    return values, tokens
-
-
-def _read_group(where: str, item: Any, lengths: tuple[Any, ...]) -> Group:
-    """Sizes may be null, as a group without levels has them; lengths that are left out are those of the plan."""
-    values = _read_object(where, item, _GROUP, _GROUP_MORE)
-    for name in ("slots", "documents", "lengths", "hierarchical_context_parallel_sizes"):
-        if name in values and not (name.startswith("hier") and values[name] is None):  # of these only sizes may be null
-            values[name] = _read_tuple(f"{where}: {name}", values[name])
-    kind = values.get("cp_comm_type", "p2p")
-    values["cp_comm_type"] = kind if isinstance(kind, str) else _read_tuple(f"{where}: cp_comm_type", kind)
-    documents = values["documents"]
-    if not all(type(d) is int and 0 <= d < len(lengths) for d in documents):
-        raise PlanError(f"{where} has documents {documents}, but the plan has {len(lengths)} lengths")
-    values.setdefault("lengths", tuple(lengths[d] for d in documents))
-    return Group(**values)
-
-
-def _read_object(where: str, value: Any, required: set[str], optional: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise PlanError(f"{where} must be an object, got {type(value).__name__}")
-    values = dict(cast(dict[str, Any], value))
-    missing, unknown = sorted(required - set(values)), sorted(set(values) - required - optional)
-    if missing:
-        raise PlanError(f"{where} lacks {', '.join(missing)}")
-    if unknown:
-        raise PlanError(f"{where} has unknown {', '.join(unknown)}; known are {', '.join(sorted(required | optional))}")
-    return values
-
-
-def _read_tuple(where: str, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, list):
-        raise PlanError(f"{where} must be a list, got {type(values).__name__}")
-    return tuple(cast(list[Any], values))
+def _read_group(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
+    fields: dict[str, Any] = {name: _list_as_tuple(value) for name, value in values.items()}
+    return Group(**{"lengths": tuple(lengths[d] for d in fields["documents"])} | fields)
 
 
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from longspan.errors import LongspanError, PlanError
 from longspan.launch.stop_signals import SIGNALS
@@ -92,7 +92,7 @@ class PlanAhead:
         answer = pickle.loads(self._answers[step].result())
         if isinstance(answer, Plan):
             return answer
-        raise answer.error(step)
+        raise answer
 
     def plan_if_made(self, step: int) -> Plan | None:
         """Return the plan of a coming step without waiting; None if it is not made yet, or the planner failed. The
@@ -134,26 +134,6 @@ class PlanAhead:
                 f"{self._died_before} was planned; see what it wrote to standard error, whether the machine ran out of "
                 "memory, or plan inline with ahead=0"
             ) from None
-
-
-class Failure(NamedTuple):
-    """An error of the planner: pickled, or None if it does not pickle; its traceback and its last line as text."""
-
-    pickled: bytes | None
-    text: str
-    summary: str
-
-    def error(self, step: int) -> BaseException:
-        """Make the planner's error again, of its own type if that pickles, with its traceback as the cause."""
-        error: Any = None if self.pickled is None else pickle.loads(self.pickled)
-        if not isinstance(error, Exception):  # it does not pickle, or is a SystemExit, which would end this process
-            error = PlanError(f"the planner of step {step} failed with {self.summary}")
-        error.__cause__ = PlannerError(f"while planning step {step}\n{self.text}")
-        return error
-
-
-class PlannerError(Exception):
-    """Where in the planning process an error was raised, as text: the cause of the error that `PlanAhead` raises."""
 
 
 def _start_worker(planner: Planner) -> Worker:
@@ -202,8 +182,12 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
             try:
                 answer = pickle.dumps(check_plan(planner(step), step))
             except BaseException as error:
-                text, last = "".join(traceback.format_exception(error)), traceback.format_exception_only(error)[-1]
-                answer = pickle.dumps(Failure(pickle_error(error), text, last.strip()))
+                told = error
+                if not isinstance(error, Exception) or pickle_error(error) is None:  # a SystemExit would end the owner
+                    last = traceback.format_exception_only(error)[-1].strip()
+                    told = PlanError(f"the planner of step {step} failed with {last}")
+                told.add_note(f"while planning step {step}\n{''.join(traceback.format_exception(error))}")
+                answer = pickle.dumps(told)
             connection.send_bytes(answer)
 
 

@@ -7,17 +7,16 @@ one run a slot, and want an all-to-all of heads, which is even however rows are 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Literal
+from itertools import chain, product
+from typing import Literal, NamedTuple
 
 from longspan.errors import LongspanError, PlanError, plural
 from longspan.layout import Layout, check_lengths
 from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, PartitionKind, level_sizes, type_text
+from longspan.plan.micro_batch import PARTITIONS, PartitionKind, level_sizes, type_text
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
-from longspan.plan.step_times import timeline
 
 TYPES = ("a2a", "p2p")  # of hybrids; all_gather takes more memory the longer the documents are, which is not weighed
 CLOSE = 1.02  # of the fastest: of ways so close the first is taken, contiguous before zigzag and a2a before p2p
@@ -27,9 +26,6 @@ NAMED = 4  # degrees after the best, in a line of reasons
 
 def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None) -> list[PlanOptions]:
     """List the options under each type that comes into question at a degree (None: in a dynamic plan), rings first.
-
-    >>> [o.cp_comm_type for o in list_type_options(PlanOptions(cp_comm_type="auto", heads=8), Layout(8), 4)]
-    ['p2p', 'all_gather', 'a2a', 'a2a+p2p']
 
     A type of `options` other than "auto" is the only one. Types that exchange heads need them, and first levels inside
     a node. Contiguous rows, which are even only under a2a, take other types only where the heads do not allow a2a.
@@ -62,37 +58,13 @@ def plan_type_text(plan: Plan) -> str:
     return type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
 
 
-@dataclass(frozen=True)
-class PricedWay:
-    """One way: the options of its plans, and the seconds that these are predicted to take."""
+class PartitionChoice(NamedTuple):
+    """The options of the way that was chosen, and why in one line: the seconds of each way, or ratios under a cost that
+    is of no machine, and which ways were not possible.
+    """
 
     options: PlanOptions
-    seconds: float
-
-    def __str__(self) -> str:
-        return _way_text(self.options)
-
-
-@dataclass(frozen=True)
-class PartitionChoice:
-    """Every way that was possible, the chosen one first, then by time; and a text for each that was not possible."""
-
-    ways: tuple[PricedWay, ...]
-    left_out: tuple[str, ...]
-
-    @property
-    def options(self) -> PlanOptions:
-        return self.ways[0].options
-
-    @property
-    def reason(self) -> str:
-        """Why it was chosen, in one line: the seconds of each way, or ratios under a cost that is of no machine."""
-        chosen, *others = self.ways
-        if chosen.options.cost.source:
-            texts = [f"{chosen}: {chosen.seconds:.3g} s predicted", *(f"{way} {way.seconds:.3g} s" for way in others)]
-        else:
-            texts = [f"{chosen}, by cost", *(f"{way} {way.seconds / chosen.seconds:.3f} x as long" for way in others)]
-        return "; ".join([*texts, *self.left_out])
+    reason: str
 
 
 def which_partition(
@@ -104,37 +76,27 @@ def which_partition(
     `options` name are kept. `seconds_of` makes a plan under the options of a way and returns its predicted seconds; a
     way that it refuses with a LongspanError is left out. Raises PlanError where nothing is possible.
     """
-    ways, refused = list[PricedWay](), dict[str, str]()
+    seconds, refused = dict[PlanOptions, float](), dict[PlanOptions, str]()
     types = TYPES if options.cp_comm_type == "auto" else (options.cp_comm_type,)
-    for kind in reversed(PARTITIONS) if partition == "auto" else (partition,):
-        for cp_comm_type in types:
-            way = replace(options, partition=kind, cp_comm_type=cp_comm_type)
-            try:
-                ways.append(PricedWay(way, seconds_of(way)))
-            except LongspanError as error:
-                refused[_way_text(way)] = str(error)
-    if not ways:
+    kinds = reversed(PARTITIONS) if partition == "auto" else (partition,)
+    for kind, cp_comm_type in product(kinds, types):
+        way = replace(options, partition=kind, cp_comm_type=cp_comm_type)
+        try:
+            seconds[way] = seconds_of(way)
+        except LongspanError as error:
+            refused[way] = str(error)
+    if not seconds:
         raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
-    least_seconds = min(way.seconds for way in ways)
-    choice = next(way for way in ways if way.seconds <= CLOSE * least_seconds)
-    others = sorted((way for way in ways if way is not choice), key=lambda way: way.seconds)
-    return PartitionChoice((choice, *others), tuple(f"{name} is not possible" for name in refused))
-
-
-def plan_with_partition(
-    make: Callable[[PlanOptions], Plan], options: PlanOptions, partition: Literal["auto"] | PartitionKind = "auto"
-) -> tuple[Plan, str]:
-    """Make the plan of these options; also returns why the rows of a hybrid are dealt out as they are ("" for others).
-    `partition` "auto" is the fastest partition for a hybrid, and zigzag for other models.
-    """
-    if options.cost.states is None:
-        return make(replace(options, partition="zigzag" if partition == "auto" else partition)), ""
-    choice = which_partition(lambda way: make(way).predicted_seconds, options, partition)
-    return make(choice.options), f"rows {choice.reason}"
-
-
-def _way_text(options: PlanOptions) -> str:
-    return f"{options.partition} under {type_text(options.cp_comm_type)}"
+    chosen = next(way for way in seconds if seconds[way] <= CLOSE * min(seconds.values()))
+    names = {way: f"{way.partition} under {type_text(way.cp_comm_type)}" for way in (*seconds, *refused)}
+    others = sorted((way for way in seconds if way is not chosen), key=seconds.__getitem__)
+    if options.cost.source:
+        texts = [f"{names[chosen]}: {seconds[chosen]:.3g} s predicted"]
+        texts += [f"{names[way]} {seconds[way]:.3g} s" for way in others]
+    else:
+        texts = [f"{names[chosen]}, by cost"]
+        texts += [f"{names[way]} {seconds[way] / seconds[chosen]:.3f} x as long" for way in others]
+    return PartitionChoice(chosen, "; ".join([*texts, *(f"{names[way]} is not possible" for way in refused)]))
 
 
 def plan_evaluation(
@@ -169,16 +131,12 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
     return next((degree for degree in degrees if heads_allow(degree, options.heads, types, home.tp)), 1)
 
 
-@dataclass(frozen=True)
-class DegreeChoice:
-    """One degree of an evaluation. `planned` has each document once, under the fastest type and at the best cap;
-    `options` are those of its type, with the cap of the comparison. *Filled*, as evaluation loops do: one document a
-    group and micro-batch, and documents repeated until the last pass keeps the pipeline full, `filled_steps` in all.
+class DegreeChoice(NamedTuple):
+    """One degree of an evaluation: its plan, under the fastest type and at the best cap, and the options of that type,
+    with the cap of the comparison.
     """
 
     cp: int
-    filled_steps: int
-    filled_seconds: float
     planned: Plan
     options: PlanOptions
 
@@ -222,7 +180,6 @@ def which_degree(
     *,
     options: PlanOptions | None = None,
     degrees: Sequence[int] | None = None,
-    accumulation: int | None = None,
     dynamic_degrees: tuple[int, int] = (1, 0),
 ) -> DegreeComparison:
     """Price forward passes over these documents at each degree, and by a dynamic plan.
@@ -232,9 +189,9 @@ def which_degree(
 
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
     fastest type (`list_type_options`). Degrees (default: all that divide the slots) at which the longest document does
-    not fit, or that the heads do not allow, are left out. `accumulation` micro-batches keep the pipeline full (default:
-    the stages). `max_tokens_per_slot` None takes the longest document. `dynamic_degrees` are the smallest and the
-    largest (0: no limit) of the dynamic plan. Raises PlanError where no degree is possible.
+    not fit, or that the heads do not allow, are left out. `max_tokens_per_slot` None takes the longest document.
+    `dynamic_degrees` are the smallest and the largest (0: no limit) of the dynamic plan. Raises PlanError where no
+    degree is possible.
     """
     lengths, options = check_lengths(lengths), options or PlanOptions()
     longest, multiple = max(lengths), options.row_multiple
@@ -248,7 +205,7 @@ def which_degree(
         elif not heads_allow(cp, heads, types, home.tp):
             refused.append(f"cp {cp} does not divide {(heads or 0) // home.tp} query heads")
         else:
-            choices.append(_price_degree(lengths, home, options, cp, accumulation or home.pp))
+            choices.append(_price_degree(lengths, home, options, cp))
     if not choices:
         least = -(-longest // (home.slots * multiple)) * multiple
         raise PlanError(
@@ -257,7 +214,7 @@ def which_degree(
             "another cp_comm_type"
         )
     comparison = DegreeComparison(tuple(choices), None, tuple(refused))
-    from longspan.plan.dynamic import plan_dynamic
+    from longspan.plan.dynamic.planner import plan_dynamic
 
     (least_cp, most_cp), best = dynamic_degrees, comparison.best.options
 
@@ -271,23 +228,12 @@ def which_degree(
     return replace(comparison, dynamic=dynamic)
 
 
-def _price_degree(
-    lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int, accumulation: int
-) -> DegreeChoice:
+def _price_degree(lengths: tuple[int, ...], home: Layout, options: PlanOptions, cp: int) -> DegreeChoice:
     """The limit of rows that suits the pipeline is searched under the first type only, as each limit takes a plan."""
     first, *others = list_type_options(options, home, cp)
     planned = plan_evaluation(lambda way: plan_fixed(lengths, home, cp, options=way), lengths, home, first, cp)
-    plans = [(planned, first)]
+    choices = [DegreeChoice(cp, planned, first)]
     for way in others:
         limited = replace(way, cost=way.cost.forward_only(), max_tokens_per_slot=planned.max_tokens_per_slot)
-        plans.append((plan_fixed(lengths, home, cp, options=limited), way))
-    planned, way = min(plans, key=lambda pair: pair[0].predicted_seconds)
-    groups, usual = home.slots // cp, planned.micro_batches[0].groups[0]
-    steps = -(-len(lengths) // (groups * accumulation)) * groups * accumulation
-    filled = [
-        replace(usual, slots=tuple(range(g * cp, (g + 1) * cp)), documents=(d,), lengths=(lengths[d],), pad_to=None)
-        for g, d in ((step % groups, step % len(lengths)) for step in range(steps))
-    ]
-    batches = [MicroBatch(tuple[Group, ...](filled[at : at + groups])) for at in range(0, steps, groups)]
-    seconds = timeline(batches, home.slots, planned.cost, node_size=options.node_size).step_seconds
-    return DegreeChoice(cp, steps, seconds, planned, way)
+        choices.append(DegreeChoice(cp, plan_fixed(lengths, home, cp, options=limited), way))
+    return min(choices, key=lambda choice: choice.planned.predicted_seconds)

@@ -281,7 +281,7 @@ def open_run_documents(
     if state and config.data.eval_documents == AUTO:
         config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
     node_size, config = config.context.node_size, set_node_size(config, world)
-    use_machine(config, world, log)
+    use_machine(config, world)
     if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
         run_on_every_rank(world, lambda: check_folder(config.model.path), ModelError)
     model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)

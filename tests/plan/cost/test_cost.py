@@ -37,7 +37,7 @@ from longspan.plan.cost.machine import SHARDING_SHARE, UPDATE_BYTES, with_recomp
 from longspan.plan.micro_batch import level_sizes
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
 from longspan.ssm import state_bytes
-from tests.plan.cases import HYBRID, bounded, plans
+from tests.plan.cases import HYBRID, bounded, flops_cost, plans
 
 
 def test_group_seconds_one_by_one_and_many_at_once() -> None:
@@ -167,8 +167,8 @@ def test_json_gives_a_cost_back_with_what_it_is_of() -> None:
         ({"forward": {"linear_seconds": 1.0}}, "forward is the cost of forward passes only"),
         ({"states": {"state_bytes": -1}}, "states.state_bytes is -1; give a finite number"),
         ({"states": {"partition": "ring"}}, "partition of a cost is 'ring'; use one of zigzag, contiguous"),
-        ({"states": {"halo": 1}}, "states of a cost is an object with some of scan_seconds"),
-        ({"states": [1]}, "states of a cost is an object"),
+        ({"states": {"halo": 1}}, "a cost is an object .* unexpected keyword argument 'halo'"),
+        ({"states": [1]}, "a cost is an object"),
     ],
 )
 def test_refused(values: object, message: str) -> None:
@@ -338,14 +338,14 @@ def flops(recomputed: int) -> int:
 @pytest.mark.parametrize("layers", (1, 2, 3))
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
-    cost = Cost.for_model(TINY, tflops=1.0)
+    cost = flops_cost(TINY, tflops=1.0)
     recomputed = with_recomputation(cost, TINY_SHAPE, "selective", layers)
     assert recomputed.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
     assert recomputed == (with_recomputation(cost, TINY_SHAPE, "selective") if layers == 3 else recomputed)
 
 
 def test_full_recomputation_repeats_attention_and_its_ring() -> None:
-    cost = Cost.for_model(TINY, tflops=1.0)
+    cost = flops_cost(TINY, tflops=1.0)
     full, third = (with_recomputation(cost, TINY_SHAPE, "full", layers) for layers in (None, 1))
     assert full.attention_seconds == pytest.approx(cost.attention_seconds * 9 / 7)
     assert full.ring_step_seconds == pytest.approx(cost.ring_step_seconds * 3 / 2)
@@ -358,7 +358,7 @@ def test_full_recomputation_repeats_attention_and_its_ring() -> None:
 
 
 def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> None:
-    cost = Cost.for_model(TINY, tflops=1.0)
+    cost = flops_cost(TINY, tflops=1.0)
     lean, half = (with_recomputation(cost, TINY_SHAPE, "selective", layers) for layers in (0, 1))
     exchanged = with_recomputation(cost, TINY_SHAPE, "exchanged")
     queries, keys = 4 * 16, 2 * 16
@@ -369,7 +369,7 @@ def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> Non
 
 
 def test_frozen_weights_cost_no_gradients_of_their_own() -> None:
-    cost = Cost.for_model(TINY, tflops=1.0)
+    cost = flops_cost(TINY, tflops=1.0)
     frozen, recomputed = (with_recomputation(cost, TINY_SHAPE, kind, frozen=True) for kind in ("none", "selective"))
     assert frozen.linear_seconds == pytest.approx(cost.linear_seconds * 4 / 6)
     assert frozen.attention_seconds == cost.attention_seconds and frozen.forward_only() == cost.forward_only()

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.step_times import GroupTable
 from longspan.train.plans import read_cost
-from tests.plan.cases import MIXTURE
+from tests.plan.cases import MIXTURE, flops_cost
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
 H200 = Machine.known("H200")
@@ -90,8 +89,8 @@ def test_all_types_are_priced_whatever_the_groups_own() -> None:
     assert set(prices) == {"p2p", "all_gather", "a2a", "a2a+p2p"}
     assert prices["a2a"].seconds == math.inf and prices["a2a"].impossible == "32 query heads do not divide by 6"
     assert prices["a2a+p2p"].sizes == (2, 3)
-    assert str(prices["a2a"]) == "a2a cannot: 32 query heads do not divide by 6"
-    assert str(prices["p2p"]).startswith("p2p takes ") and "ms of attention, and" in str(prices["p2p"])
+    assert prices["a2a"].impossible == "32 query heads do not divide by 6"
+    assert not prices["p2p"].impossible
 
 
 def test_the_cost_of_a_model_prices_groups_as_its_layers() -> None:
@@ -215,7 +214,7 @@ def test_known_machines() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"machine": 1}, "the machine's file has version 1, and this longspan reads 2; measure again"),
+        ({"machine": 1}, "it is version 1 of a machine, and this longspan reads 2; measure again"),
         ({"device": None, "surplus": 1}, "missing or unknown: surplus"),
         ({"memory_bytes_per_second": 0.0}, "memory_bytes_per_second of a machine is 0.0; give a finite number above 0"),
         ({"memory_bytes": -1}, "memory_bytes of a machine is -1"),
@@ -251,6 +250,7 @@ def test_products_in_float8_take_less_but_for_gradients_of_weights() -> None:
         ({"compiled": "layers"}, True),
         ({"compiled": "auto"}, True),
         ({"compiled": "auto", "weight_ranks": 2}, False),  # not under tensor parallelism
+        ({"compiled": "modules"}, False),
     ],
 )
 def test_compiled_layers_make_fewer_passes_over_memory(settings: dict[str, Any], less: bool) -> None:
@@ -337,7 +337,7 @@ def test_what_real_rows_take_alone_follows_the_rows() -> None:
     travel = H200.cost(MIXTURE, CostSettings(ep=4)).linear_seconds - plain.linear_seconds
     assert share(ep=4) - plain.real_row_seconds == pytest.approx(travel)
     assert Cost.from_json(plain.to_json()) == plain and without_real_rows(plain).real_row_seconds == 0.0
-    by_flops = Cost.for_model(MIXTURE, tflops=400)
+    by_flops = flops_cost(MIXTURE, tflops=400)
     assert by_flops.real_row_seconds == pytest.approx(6 * weights / 4e14)
     assert all(c.real_row_seconds < c.linear_seconds for c in (plain, plain.forward_only(), by_flops))
 
@@ -349,8 +349,8 @@ def test_what_real_rows_take_alone_follows_the_rows() -> None:
         ("folder", "is a folder"),
         ("{", "holds no machine: Expecting property name"),
         (b"\xff", "holds no machine: 'utf-8' codec"),
-        ('{"ring_bytes": 7}', "holds no machine: a machine is an object with across, assumed"),  # the cost of one model
-        ("[]", "holds no machine: a machine is an object"),
+        ('{"ring_bytes": 7}', "holds no machine: it is version None of a machine"),  # the cost of one model
+        ("[]", "holds no machine: it is version None of a machine"),
     ],
 )
 def test_a_file_without_a_machine_is_an_error(
@@ -378,27 +378,7 @@ def test_a_machine_is_read_back_by_file_and_by_name(tmp_path: Path) -> None:
     assert machines.read_machine(str(path), "--machine") == replace(machine, source=str(path))
     assert machines.read_machine("A100-80", "--machine") == Machine.known("a100-80")
     path.write_text(json.dumps(machine.to_json() | {"machine": 1}))
-    with pytest.raises(ConfigError, match=r"--machine \S+ .*has version 1, and this longspan reads 2; measure"):
+    with pytest.raises(
+        ConfigError, match=r"--machine \S+ .*is version 1 of a machine, and this longspan reads 2; measure"
+    ):
         machines.read_machine(str(path), "--machine")
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "hosts", "answer"),
-    [
-        ("NVIDIA H200", 4, 1, ""),
-        ("NVIDIA H200", 4, 3, "m.json was measured on 1 host, and this run has 3: the links between hosts are assumed"),
-        ("NVIDIA A100", 4, 1, "m.json was measured on NVIDIA H200, and this run is on NVIDIA A100; measure again"),
-        ("NVIDIA H200", 8, 1, "m.json was measured with 4 ranks on a host, and this run has 8; measure again"),
-    ],
-)
-def test_a_machine_is_of_its_device_and_hosts(device: str, ranks: int, hosts: int, answer: str) -> None:
-    machine = Machine(device="NVIDIA H200", world=4, node_size=4, assumed_parts=("across",), source="m.json")
-    check = partial(machines.check_measured_machine, key="run.machine", device=device, ranks_of_host=ranks, hosts=hosts)
-    if "measure again" in answer:
-        with pytest.raises(ConfigError, match=f"^run.machine {answer} with longspan bench calibrate$"):
-            check(machine)
-        assert check(replace(machine, world=0)) == ""  # a known one, by name
-    else:
-        assert check(machine).removeprefix("run.machine ").startswith(answer)
-        assert check(replace(machine, world=8, assumed_parts=())) == ""  # two hosts were measured, which is enough
-    assert check(replace(machine, world=0)) == ""

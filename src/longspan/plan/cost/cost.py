@@ -36,10 +36,6 @@ _FORWARD_SHARES = {
 class StateCost:
     """Seconds and bytes of the state-space layers of a model, all of them, forward and backward.
 
-    >>> cost = StateCost(state_bytes=100.0, transition_bytes=50.0)
-    >>> float(cost.run_bytes(1.0, 65536.0, 4.0)), float(cost.for_partition("contiguous").run_bytes(1.0, 65536.0, 4.0))
-    (850.0, 400.0)
-
     `scan_seconds` of a row's recurrence, convolution, norms and gates are part of `Cost.linear_seconds`;
     `summary_seconds` are added for each row of a run that other slots need the state of. `state_bytes` are those of a
     run's state, `transition_bytes` of what a run does to one, which go to all slots of a group. `step_seconds` is the
@@ -133,16 +129,6 @@ class StateCost:
         states, transitions = documents * (runs - 1), documents * np.maximum(runs - 2, 0)
         sent = degree > 1
         return self.state_bytes * np.where(sent, states, 0) + self.transition_bytes * np.where(sent, transitions, 0)
-
-    @classmethod
-    def from_json(cls, values: Any) -> "StateCost":
-        """Read a cost from a JSON object; missing constants are 0. Raises PlanError for unknown ones."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        constants = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {"": values}
-        constants.pop("halo_bytes", None)  # of version 0.2
-        if not all(name in names for name in constants):
-            raise PlanError(f"states of a cost is an object with some of {', '.join(names)}; got {values!r}")
-        return cls(**constants)
 
 
 def busiest_ratio(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
@@ -277,12 +263,7 @@ class Cost:
         return FORWARD_SHARES | ({"ring_bytes": self.network.block_share} if self.network else {})
 
     def forward_only(self) -> "Cost":
-        """Return the cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`.
-
-        >>> cost = Cost().forward_only()
-        >>> cost.forward_only() is cost, round(cost.micro_batch_seconds, 4)
-        (True, 0.0033)
-        """
+        """Return the cost of forward passes only, as in an evaluation: measured, or by `FORWARD_SHARES`."""
         if self.passes == "forward":
             return self
         shared = {name: value * self.forward_shares.get(name, 1.0) for name, value in self.constants().items()}
@@ -294,11 +275,7 @@ class Cost:
         return dataclasses.replace(self, **constants, source=source, passes="forward", forward=None, states=states)
 
     def under(self, cp_comm_type: str | Sequence[str], a2a_size: int = 1, *, heads: int | None = None) -> "Cost":
-        """Return this cost for groups of a communication type, or of the type that most layers of a list have.
-
-        >>> Cost().under(["a2a", "p2p", "a2a"]).cp_comm_type
-        'a2a'
-        """
+        """Return this cost for groups of a communication type, or of the type that most layers of a list have."""
         types = [cp_comm_type] if isinstance(cp_comm_type, str) else list(cp_comm_type)
         heads = self.heads if heads is None else heads
         return dataclasses.replace(self, cp_comm_type=max(types, key=types.count), a2a_size=a2a_size, heads=heads)
@@ -440,44 +417,6 @@ class Cost:
             forward=self.forward and self.forward.shared_by(tp),
         )
 
-    @classmethod
-    def for_model(
-        cls,
-        config: Any,
-        *,
-        tflops: float,
-        attention_tflops: float | None = None,
-        inside_gbps: float = 350.0,
-        across_gbps: float = 40.0,
-        micro_batch_seconds: float = 10e-3,
-        ring_step_latency: float = 10e-6,
-        depths: int = 0,
-    ) -> "Cost":
-        """Return the cost of a model on a machine: 6 FLOPs a token and active weight, 7 x width in causal attention.
-
-        >>> cost = Cost.for_model("Qwen3-8B/config.json", tflops=400, inside_gbps=350, across_gbps=40)  # doctest: +SKIP
-
-        `config` is a transformers configuration, an object or dict like one, a config.json or its folder. `tflops` is
-        what a slot (its tensor-parallel ranks together) sustains, in 1e12 FLOP/s, `attention_tflops` the same in
-        attention. A slot sends `inside_gbps` to another slot of its node and `across_gbps` elsewhere, in 1e9 bytes/s; a
-        ring's step waits `ring_step_latency` in one layer. `depths` of multi-token prediction are those of `add_mtp`.
-        Raises PlanError naming attributes that are missing, or that show layers which cannot be priced so.
-        """
-        attention_tflops = tflops if attention_tflops is None else attention_tflops
-        rates = {"tflops": tflops, "attention_tflops": attention_tflops}
-        for name, value in (rates | {"inside_gbps": inside_gbps, "across_gbps": across_gbps}).items():
-            if not value > 0:
-                raise PlanError(f"{name} is {value!r}; give a number above 0")
-        shape = ModelShape.of(config, depths=depths)
-        states = StateCost.of(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=ring_step_latency)
-        return cls(
-            **price_shape(shape, states, **rates, step_latency=ring_step_latency, bytes_per_value=2),
-            inside_bytes_per_second=inside_gbps * 1e9,
-            across_bytes_per_second=across_gbps * 1e9,
-            micro_batch_seconds=micro_batch_seconds,
-            source=f"the model at {tflops:g} TFLOP/s",
-        )
-
     def to_json(self) -> dict[str, Any]:
         """Return the constants, the source, and all else that is not at its default, for `Cost.from_json`."""
         values = {name: value for name in _CHOICES if (value := getattr(self, name)) != getattr(Cost, name)}
@@ -490,12 +429,17 @@ class Cost:
     @classmethod
     def from_json(cls, values: Any) -> "Cost":
         """Read a cost from a JSON object; constants left out keep their default. Raises PlanError for unknown ones."""
-        constants = cast(dict[str, Any], values) if isinstance(values, dict) else {"": values}
-        if not set(constants) <= set(names := [field.name for field in dataclasses.fields(cls)]):
-            raise PlanError(f"a cost is an object with numbers for some of {', '.join(names)}; got {values!r}")
-        fields: dict[str, Any] = {"source": "a file that does not name its machine"} | constants
-        parts: dict[str, Any] = {"forward": cls.from_json, "states": StateCost.from_json, "network": Network.from_json}
-        return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
+        try:
+            fields: dict[str, Any] = {"source": "a file that does not name its machine"} | values
+            if fields.get("states"):
+                states: dict[str, Any] = dict(fields["states"])
+                states.pop("halo_bytes", None)  # of version 0.2
+                fields["states"] = StateCost(**states)
+            parts: dict[str, Any] = {"forward": cls.from_json, "network": Network.from_json}
+            return cls(**fields | {name: read(fields[name]) for name, read in parts.items() if fields.get(name)})
+        except (TypeError, KeyError, AttributeError) as error:
+            names = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise PlanError(f"a cost is an object with numbers for some of {names}; got {values!r}: {error}") from None
 
 
 DEFAULT_COST = Cost()

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from longspan.errors import ConfigError, LongspanError, PlanError, plural
+from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
 from longspan.plan.cost.cost import Cost, Rows, StateCost, busiest_ratio, price_attention, price_shape
@@ -73,15 +73,6 @@ class TypePrice:
     @property
     def name(self) -> str:
         return f"{self.cp_comm_type} {self.sizes}" if self.cp_comm_type == "a2a+p2p" else self.cp_comm_type
-
-    def __str__(self) -> str:
-        if self.impossible:
-            return f"{self.name} cannot: {self.impossible}"
-        computed, exposed = (self.seconds - self.exposed) * 1e3, self.exposed * 1e3
-        return (
-            f"{self.name} takes {self.seconds * 1e3:.3g} ms: {computed:.3g} ms of attention, and {exposed:.3g} ms of "
-            "messages that it does not hide"
-        )
 
 
 def price_types(cost: Cost, group: Group, call: AttentionCall, node_size: int) -> dict[str, TypePrice]:
@@ -153,7 +144,7 @@ def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk
 
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
-Compiled = Literal["auto", "layers", "none"]
+Compiled = Literal["auto", "layers", "modules", "none"]
 
 VERSION = 2  # of the file
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.
@@ -184,11 +175,7 @@ _COMPILED_WIDTH = 2048
 
 
 def resolve_compiled_parts(word: Compiled, *, hidden: int, tp: int) -> Compiled:
-    """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism.
-
-    >>> resolve_compiled_parts("auto", hidden=4096, tp=1), resolve_compiled_parts("auto", hidden=4096, tp=2)
-    ('layers', 'none')
-    """
+    """Return what of layers is compiled on GPUs, where "auto" leaves the choice to the width and tensor parallelism."""
     if word == "auto":
         return "layers" if tp == 1 and hidden >= _COMPILED_WIDTH else "none"
     return word
@@ -535,14 +522,8 @@ class Machine:
         """Read a machine from a JSON object. Raises PlanError for another version, and for other figures."""
         names = {f.name for f in dataclasses.fields(cls)}
         fields = dict(cast(dict[str, Any], values)) if isinstance(values, dict) else {}
-        if "machine" not in fields:
-            raise PlanError(
-                f"a machine is an object with {', '.join(sorted(names))}; got {str(cast(object, values))[:80]}"
-            )
-        if (version := fields.pop("machine")) != VERSION:
-            raise PlanError(
-                f"the machine's file has version {version!r}, and this longspan reads {VERSION}; measure again"
-            )
+        if (version := fields.pop("machine", None)) != VERSION:
+            raise PlanError(f"it is version {version!r} of a machine, and this longspan reads {VERSION}; measure again")
         if differ := sorted(names ^ set(fields)):
             raise PlanError(f"a machine has {', '.join(sorted(names))}; missing or unknown: {', '.join(differ)}")
         links: dict[str, Any] = {level: Link.from_json(fields[level]) for level in LEVELS}
@@ -586,17 +567,8 @@ def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> 
     return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
-def is_known(name: str) -> bool:
-    return name.lower() in (known.lower() for known in KNOWN)
-
-
 def find_device(device: str) -> Machine | None:
-    """Find the known machine of a device's full name, or None; a GH200 is no H200, and may have an H100's memory.
-
-    >>> known = find_device("NVIDIA A100-SXM4-80GB")
-    >>> known and known.device
-    'A100-80'
-    """
+    """Find the known machine of a device's full name, or None; a GH200 is no H200, and may have an H100's memory."""
     names = (name for name in KNOWN if "GH200" not in device and all(part in device for part in name.split("-")))
     return next(map(Machine.known, names), None)
 
@@ -604,44 +576,20 @@ def find_device(device: str) -> Machine | None:
 def read_machine(file: str, key: str) -> Machine:
     """Read the machine in a JSON file, which becomes its `source`, or of a known name such as "h200".
 
-    >>> read_machine("h200", "--machine") == Machine.known("H200")
-    True
-
     A file that is there is read even if it has the name of a known machine. `key` is the option or key that names the
-    file, for messages. Raises ConfigError for a folder, and for a file that holds no machine.
+    file, for messages. Raises ConfigError for a name that is not known, and for a file that holds no machine.
     """
-    if is_known(file) and not Path(file).is_file():
-        return Machine.known(file)
+    path = Path(file)
+    if not path.is_file() and (file.lower() in map(str.lower, KNOWN) or not (path.suffix or path.exists())):
+        try:
+            return Machine.known(file)
+        except PlanError as error:
+            raise ConfigError(f"{key} {file}: {error}; other GPUs are --gpu-bytes N --tflops N") from error
     try:
-        return replace(Machine.from_json(read_json(Path(file))), source=file)
+        return replace(Machine.from_json(read_json(path)), source=file)
     except (OSError, ValueError, TypeError, LongspanError) as error:
         fault = f"holds no machine: {error.strerror if isinstance(error, OSError) else error}"
         raise ConfigError(
             f"{key} {file} {'is a folder' if isinstance(error, IsADirectoryError) else fault}; give the file that "
             "`longspan bench calibrate --out FILE.json` writes for this machine"
         ) from error
-
-
-def check_measured_machine(machine: Machine, key: str, *, device: str, ranks_of_host: int, hosts: int) -> str:
-    """Refuse a measured machine of another device or hosts of another size; returns what is assumed ("": nothing). A
-    file of fewer hosts than a run has is taken if its hosts are as large: links between hosts are assumed then.
-    """
-    if not machine.world:
-        return ""
-    file, again = f"{key} {machine.source}", "measure again with longspan bench calibrate"
-    if machine.device != device:
-        raise ConfigError(f"{file} was measured on {machine.device}, and this run is on {device}; {again}")
-    measured_ranks = min(machine.world, machine.node_size)  # of a host
-    if measured_ranks != ranks_of_host:
-        raise ConfigError(
-            f"{file} was measured with {plural(measured_ranks, 'rank')} on a host, and this run has {ranks_of_host}; "
-            f"{again}"
-        )
-    measured_hosts = -(-machine.world // machine.node_size)
-    if hosts > measured_hosts and "across" in machine.assumed_parts:
-        speed = machine.across.point.bytes_per_second / 1e9
-        return (
-            f"{file} was measured on {plural(measured_hosts, 'host')}, and this run has {hosts}: the links between "
-            f"hosts are assumed, {speed:.3g} GB/s"
-        )
-    return ""

@@ -24,8 +24,6 @@ from longspan.plan.planners.options import (
     PlanKeywords,
     PlanOptions,
     Request,
-    call_options,
-    check_first_size,
     check_heads,
     shows_options,
 )
@@ -206,7 +204,7 @@ def plan_dynamic(
     Raises PlanError if a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a bad
     length.
     """
-    request = Request.of(lengths, home, call_options(plan_dynamic, options, keywords))
+    request = Request.of(lengths, home, options, keywords)
     degrees = _possible_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
@@ -226,7 +224,7 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
         raise PlanError(f"min_cp {min_cp} is above the {slots} slots; use at most {slots}")
     if max_cp is not None and min_cp > max_cp:
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
-    check_first_size(request)
+    check_heads(request, 1)
     degrees = request.degrees(least=int(min_cp), most=widest)
     if not degrees:  # a2a allows no degree of the range: this raises the error that says why
         check_heads(request, widest)
@@ -294,7 +292,7 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
         if request.slots % cp or max(request.lengths) > cp * problem.cap or least + request.cost.update_seconds >= best:
             continue
         packer = Packer.of(request, cp)
-        yield [_sort_documents(batch) for batch in packer.micro_batches(packer.fastest_assignment())]
+        yield [_sort_documents(batch) for batch in packer.micro_batches()]
 
 
 def _sort_documents(batch: MicroBatch) -> MicroBatch:

@@ -1,4 +1,4 @@
-"""The work of encoding images: of a model's tower by its configuration, of any encoder, and of a plan's documents.
+"""The work of encoding images: of a model's tower by its configuration, and of any encoder.
 
 Towers are those of Qwen's vision-language models, LLaVA, Gemma 3 and PaliGemma, as transformers describes them.
 """
@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from longspan.errors import PlanError
-from longspan.layout import Layout
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
-from longspan.plan.dynamic.planner import plan_dynamic
-from longspan.plan.plan import Plan
 from longspan.plan.shape.layers import ConfigReader
-from longspan.plan.step_times import GroupTable
 
 Trained = Literal["all", "projector", "none"]
 
@@ -201,34 +195,3 @@ _NAMES = {"merge": "spatial_merge_size", "patch": "patch_size", "frames": "tempo
 def _read_size(vision: ConfigReader, size: str) -> int:
     value: Any = vision.value(_NAMES[size])
     return int(value[0]) if isinstance(value, (list, tuple)) else vision.count(_NAMES[size])  # pyright: ignore[reportUnknownArgumentType]
-
-
-@dataclass(frozen=True)
-class EncoderLoad:
-    """Predicted seconds of images dealt to all slots by their cost, and the busiest slot's work over the mean.
-
-    `replicated_seconds`: of every slot encoding all images of its groups' documents, micro-batch by micro-batch.
-    """
-
-    seconds: float
-    balance: float
-    replicated_seconds: float
-
-    @classmethod
-    def of(
-        cls, plan: Plan, images: Sequence[Sequence[int]], cost: Cost, *, max_rows: int | None = None
-    ) -> "EncoderLoad":
-        """Compute the load of these images: rows of each, by document of the plan; a slot holds `max_rows` in a wave.
-
-        >>> load = EncoderLoad.of(plan, [[256] * 16] * len(plan.lengths), shape.cost())  # doctest: +SKIP
-        """
-        rows, home = [count for document_images in images for count in document_images], Layout(plan.slots)
-        waves = plan_dynamic(rows, home, max_tokens_per_slot=max_rows, max_cp=1, cost=cost, effort="fast")
-        work = waves.timeline().busy.sum(0)
-        of_documents = [float(sum(cost.work_seconds(n, n * n) for n in document_images)) for document_images in images]
-        groups = [group for batch in plan.micro_batches for group in batch.groups]
-        of_groups = np.array([sum(of_documents[document] for document in group.documents) for group in groups])
-        table, count = GroupTable.of(plan.micro_batches), len(plan.micro_batches)
-        slowest = table.sums_by_slot(of_groups, count, plan.slots).max(1)
-        replicated = slowest.sum() + cost.micro_batch_seconds * (slowest > 0).sum()  # without images: no launch
-        return cls(waves.predicted_seconds, float(work.max() / work.mean()), float(replicated))

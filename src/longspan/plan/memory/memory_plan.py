@@ -154,10 +154,6 @@ class MemoryNeeds:
     def layers(self) -> int:
         return len(self.places[0].numbers.kinds)
 
-    def with_settings(self, **changes: Any) -> "MemoryNeeds":
-        settings = replace(self.places[0].settings, **changes)
-        return replace(self, places=tuple(replace(place, settings=settings) for place in self.places))
-
     def measures_of_layers(self, first: str, count: int, others: str) -> tuple[str, ...]:
         words = [others] * self.layers
         for place in self.places:
@@ -196,12 +192,14 @@ def _count_waiting_micro_batches(
     home: Layout, settings: MemorySettings, pipeline_rank: int, micro_batches: int
 ) -> float:
     """How many micro-batches wait for their backward passes at most, on a rank of the pipeline. With chunks a
-    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. Under
-    1F1B, interleaved with several chunks, a rank runs as many as there are ranks behind it, and one more, before its
-    first backward pass.
+    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. GPipe runs all forward
+    passes first. Under 1F1B, interleaved with several chunks, a rank runs as many as there are ranks behind it, and one
+    more, before its first backward pass.
     """
     if home.pp == 1:
         return 1.0
+    if settings.schedule == "gpipe":
+        return float(micro_batches)
     chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks
@@ -406,9 +404,14 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
         [False, True][: 1 + can_offload] if fixed.offload_states is None else [fixed.offload_states],
         [True, False][not gathers_again :] if fixed.gathered_once is None else [fixed.gathered_once],
     ):
-        changed = needs.with_settings(
-            segment_layers=segments, mlp_tile_rows=tile_rows, offload_states=offload_states, gathered_once=gathered_once
+        choice = replace(
+            settings,
+            segment_layers=segments,
+            mlp_tile_rows=tile_rows,
+            offload_states=offload_states,
+            gathered_once=gathered_once,
         )
+        changed = replace(needs, places=tuple(replace(place, settings=choice) for place in needs.places))
         for i, fast in enumerate(words):
             for slow in words[i:]:
                 yield changed, slow, fast
@@ -458,9 +461,6 @@ def fit_fewest_layers(needs: MemoryNeeds, slow: Measure, fast: Measure, budget: 
 def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
     """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do. Numbers double until
     one does not fit or is at least `limit`; halving finds the last below that one.
-
-    >>> largest_fitting(lambda count: count <= 37)
-    37
     """
     low, high = 0, 1
     while (limit is None or high < limit) and fits(high):

@@ -94,6 +94,7 @@ class MemorySettings:
     segment_layers: int = 0
     loss_chunk_rows: int = 0
     fused_norms: bool = True
+    schedule: str = "1f1b"
     vpp: int = 1
     free: bool = False
     sequence_parallel: bool = False
@@ -182,9 +183,6 @@ class MemoryBudget:
 def places_in_segments(words: Sequence[str], size: int) -> list[int]:
     """Return each layer's number within its segment, from 0: at most `size` neighbouring layers that recompute (0 or 1:
     each its own). A layer that keeps all ("none") is in no segment and has 0.
-
-    >>> places_in_segments(["none", "full", "full", "full"], 2)
-    [0, 0, 1, 0]
     """
     places = list[int]()
     for i, word in enumerate(words):

@@ -17,7 +17,7 @@ from longspan.layout import Floats, Integers, Layout
 from longspan.plan.check import check_comm_types, heads_allow
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, call_options, shows_options
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, shows_options
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
@@ -105,11 +105,11 @@ def plan_fixed(
     divide the slots, a document is longer than cp x max_tokens_per_slot, or a type or number is impossible; LayoutError
     for a bad length.
     """
-    request = Request.of(lengths, home, call_options(plan_fixed, options, keywords))
+    request = Request.of(lengths, home, options, keywords)
     packer = Packer.of(request, request.check_degree(home, cp))
     if not request.lengths:
         return request.plan((), "fixed")
-    return request.plan(packer.micro_batches(packer.fastest_assignment()), "fixed")
+    return request.plan(packer.micro_batches(), "fixed")
 
 
 def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
@@ -174,11 +174,11 @@ class Packer:
             return self.request.cost.lockstep_seconds(matrix.max(axis=1).tolist())
         return max(math.fsum(column[column > 0] + launch) for column in matrix.T)
 
-    def fastest_assignment(self) -> Integers:
-        return min(self.assignments(), key=self.seconds)
-
-    def micro_batches(self, assignment: Integers) -> list[MicroBatch]:
-        """Make the micro-batches of an assignment: for each place with documents a group, with rising ids."""
+    def micro_batches(self, assignment: Integers | None = None) -> list[MicroBatch]:
+        """Make the micro-batches of an assignment (None: the fastest): for each place with documents a group, with
+        rising ids.
+        """
+        assignment = min(self.assignments(), key=self.seconds) if assignment is None else assignment
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
@@ -274,7 +274,7 @@ def plan_padded(
     `plan_fixed`; the cap counts whole padded rows. With partition="contiguous" some slots hold more padding than
     others.
     """
-    request = Request.of(lengths, home, call_options(plan_padded, options, keywords))
+    request = Request.of(lengths, home, options, keywords)
     cp = request.check_degree(home, cp)
     groups, count, pad = request.slots // cp, len(request.lengths), max(request.lengths, default=0)
     # Without a limit of rows there is one micro-batch.

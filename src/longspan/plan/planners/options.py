@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, TypedDict, TypeVar
 
 import numpy as np
@@ -107,19 +106,6 @@ def shows_options(planner: Planner) -> Planner:
     return planner
 
 
-def call_options(planner: Callable[..., Any], options: PlanOptions | None, keywords: PlanKeywords) -> PlanOptions:
-    """Return the options of one call of a planner: `options`, or the defaults, with the keywords in place of fields.
-    Raises TypeError for a keyword that the planner does not have; the message names the most similar one.
-    """
-    names = [*inspect.signature(planner).parameters]
-    for name in keywords:
-        if name not in names:
-            nearest = get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known: {', '.join(names)}"
-            raise TypeError(f"{planner.__name__}() got an unexpected keyword argument {name!r}: {hint}")
-    return replace(options or PlanOptions(), **keywords)
-
-
 SAME = 1e-9  # relative; of types as fast as each other every host takes the first
 
 
@@ -134,9 +120,13 @@ class Request(PlanOptions):
     hierarchical_context_parallel_sizes: int | tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], home: Layout, options: PlanOptions) -> "Request":
-        """Make a request of a planner's arguments, checked. Raises PlanError, or LayoutError for a bad length."""
-        documents = check_lengths(lengths)
+    def of(
+        cls, lengths: Sequence[int], home: Layout, options: PlanOptions | None, keywords: PlanKeywords | None = None
+    ) -> "Request":
+        """Make a request of a planner's arguments, checked: of `options`, or the defaults, with keywords in place of
+        fields. Raises PlanError, or LayoutError for a bad length.
+        """
+        documents, options = check_lengths(lengths), replace(options or PlanOptions(), **(keywords or {}))
         if not documents and not options.allow_empty:
             raise PlanError(
                 "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
@@ -182,16 +172,12 @@ class Request(PlanOptions):
                     f"max_tokens_per_slot {cap} is below row_multiple {self.row_multiple}: a slot could hold no row; "
                     f"use at least {self.row_multiple}"
                 )
-        if self.mode == "free" and home.ep > 1:
-            raise PlanError(
-                f"mode is 'free' and the home has ep {home.ep}: slots that share experts wait for each other in every "
-                "layer; use mode='lockstep', or ep 1"
-            )
-        if self.mode == "free" and home.pp > 1:
-            raise PlanError(
-                f"mode is 'free' and the home has pp {home.pp}: a pipeline keeps all slots at one micro-batch; "
-                "use mode='lockstep', or pp 1"
-            )
+        for axis, degree in (("ep", home.ep), ("pp", home.pp)):
+            if self.mode == "free" and degree > 1:
+                raise PlanError(
+                    f"mode is 'free' and the home has {axis} {degree}: slots that share experts or a pipeline wait for "
+                    f"each other; use mode='lockstep', or {axis} 1"
+                )
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -217,7 +203,6 @@ class Request(PlanOptions):
         if sizes is not None:
             check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
         check_heads(self, cp)
-        check_first_size(self)
         self.check_longest(cp)
         return int(cp)
 
@@ -306,38 +291,18 @@ class Request(PlanOptions):
 
 
 def check_heads(request: Request, degree: int) -> None:
-    """Raise PlanError if `a2a` would deal the query heads of a rank to a group whose degree does not divide them.
-    Key/value heads limit nothing: where there are fewer than slots, the same head goes to several.
+    """Raise PlanError if `a2a` would deal the query heads of a rank to a group whose degree does not divide them, or
+    `a2a+p2p` to a first size. Key/value heads limit nothing: where there are fewer than slots, the same head goes to
+    several.
     """
-    if degree in request.degrees(least=degree, most=degree):  # those that a2a allows; without a2a, or heads, all
-        return
-    fit = request.degrees(least=1, most=degree)
-    levels = ", ".join(f"({d}, {degree // d})" for d in fit if degree % d == 0)
-    raise PlanError(
-        f"cp_comm_type 'a2a' deals {_heads_text(request)} to the {degree} slots of a group, which do not divide them; "
-        f"use cp {_numbers_text(fit)}, or p2p, all_gather, or a2a+p2p with hierarchical_context_parallel_sizes {levels}"
-    )
-
-
-def check_first_size(request: Request) -> None:
-    """Raise PlanError if `a2a+p2p` would deal the query heads to a first size that does not divide them."""
-    sizes, heads = request.hierarchical_context_parallel_sizes, request.heads
-    sizes = (sizes, 1) if isinstance(sizes, int) else sizes
-    if heads is None or sizes is None or "a2a+p2p" not in request.types or heads % (sizes[0] * request.tp) == 0:
-        return
-    fit = [1, *(size for size in range(2, sizes[0]) if heads % (size * request.tp) == 0)]
-    raise PlanError(
-        f"cp_comm_type 'a2a+p2p' deals {_heads_text(request)} to {sizes[0]} slots, the first of "
-        f"hierarchical_context_parallel_sizes {sizes}, which do not divide them; use a first size of "
-        f"{_numbers_text(fit)}, or p2p or all_gather"
-    )
-
-
-def _heads_text(request: Request) -> str:
-    shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
-    return f"{(request.heads or 0) // request.tp} query heads{shared}"
-
-
-def _numbers_text(numbers: Sequence[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
+    sizes, heads = request.hierarchical_context_parallel_sizes, (request.heads or 0) // request.tp
+    first = sizes if isinstance(sizes, int) else sizes[0] if sizes else 1
+    for kind, members, name in (("a2a", degree, "cp"), ("a2a+p2p", first, "a first size of")):
+        if kind not in request.types or heads_allow(members, request.heads, ("a2a",), request.tp):
+            continue
+        fit = ", ".join(str(n) for n in range(1, members) if heads % n == 0)
+        shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""
+        raise PlanError(
+            f"cp_comm_type {kind!r} deals {heads} query heads{shared} to the {members} slots of a group, which do not "
+            f"divide them; use {name} {fit}, or p2p or all_gather"
+        )

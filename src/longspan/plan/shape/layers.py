@@ -18,11 +18,7 @@ _WIDTHS = {"gpt2": "n_inner", "gpt_bigcode": "n_inner", "opt": "ffn_dim"}  # of 
 
 
 class ConfigReader:
-    """Reads a transformers configuration, of the language model of one that also sees or hears.
-
-    >>> ConfigReader.of({"text_config": {"hidden_size": 64}}).count("hidden_size")
-    64
-    """
+    """Reads a transformers configuration, of the language model of one that also sees or hears."""
 
     def __init__(self, config: Any, where: str) -> None:
         self.where: str = where
@@ -142,9 +138,6 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
 
     `types` are those of the model's own layers: if none of these has experts, the depth has an MLP in place of experts,
     and the other way round.
-
-    >>> depth_types({"mtp_hybrid_override_pattern": "*E"}, ["linear_attention", "mlp", "full_attention"])
-    ['full_attention', 'mlp']
     """
     read = config if isinstance(config, ConfigReader) else ConfigReader.of(config)
     names: Sequence[str] = read.value("mtp_layers_block_type") or [  # or by letters, as Nemotron-H has it
@@ -355,10 +348,6 @@ CHUNK = 64  # rows of a chunk of the scan, by which its products are counted
 @dataclass(frozen=True, kw_only=True)
 class MixerShape:
     """One state-space layer: what a row costs in it, and what its state weighs.
-
-    >>> shape = MixerShape(kind="gated delta net", weights=1000, heads=32, key_size=128, value_size=128, delta=True)
-    >>> shape.scan_flops
-    3145728
 
     `weights` multiply each row (projections, and the convolution's `channels` x `width`), those of the `last` product
     among them. The state is `heads` matrices of `key_size` x `value_size`, none of a short convolution; under a delta

@@ -171,9 +171,6 @@ def read_query_heads(config: Any) -> int | None:
 
     None if no layer attends, as in Mamba 2.
 
-    >>> read_query_heads({"num_attention_heads": 32})
-    32
-
     Raises PlanError if it has no count of them.
     """
     read = ConfigReader.of(config)
@@ -189,9 +186,6 @@ def read_query_heads(config: Any) -> int | None:
 
 def has_mixers(config: Any) -> bool:
     """Return whether a configuration has state-space layers of a kind that groups of several ranks can run.
-
-    >>> has_mixers({"num_hidden_layers": 2, "conv_L_cache": 3, "full_attn_idxs": [1]})
-    True
 
     Raises PlanError for what is no configuration.
     """
@@ -209,9 +203,6 @@ class ExpertCounts(NamedTuple):
 
 def read_experts(config: Any) -> ExpertCounts:
     """Read the experts of a transformers configuration, an object or dict like one, a config.json or its folder.
-
-    >>> read_experts({"num_local_experts": 8, "num_experts_per_tok": 2})
-    ExpertCounts(of_layer=8, name='num_local_experts', of_token=2)
 
     Raises PlanError for what is no count.
     """

@@ -177,7 +177,7 @@ class PlanChoice:
         if targets is not None:
             options = replace(options, targets=targets)
         if self.planner == "dynamic":
-            from longspan.plan.dynamic import plan_dynamic
+            from longspan.plan.dynamic.planner import plan_dynamic
 
             max_cp, widest = self.max_degree or None, widest_degree(home, options, self.max_degree)
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)

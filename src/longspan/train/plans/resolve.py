@@ -6,7 +6,7 @@ degree and, if the type is "auto" too, under every type, as `longspan plan --com
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -22,7 +22,6 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.cost.machine import check_measured_machine
 from longspan.plan.ways import PartitionChoice, which_degree, which_partition
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.run_cost import KEY, read_run_machine
@@ -174,7 +173,7 @@ def set_node_size(config: RunConfig, world: World) -> RunConfig:
     return replace(config, context=replace(config.context, node_size=slots))
 
 
-def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> None:
+def use_machine(config: RunConfig, world: World) -> None:
     """Let a world resolve "auto" by the machine of `run.machine`; entered by all ranks.
 
     Raises ConfigError, on every rank, for a file of another device or of hosts of another size, CommError if files
@@ -189,12 +188,12 @@ def use_machine(config: RunConfig, world: World, log: Callable[[str], None]) -> 
     world.control.agree(digest, what="machines", hint=hint)
     ranks = len(world.home.ranks)
     ranks_of_host = min(ranks, world.node_size * world.home.tp)  # node_size counts slots, each of tp ranks
-    name = device_name(world.device)
-    line = check_measured_machine(
-        machine, KEY, device=name, ranks_of_host=ranks_of_host, hosts=-(-ranks // ranks_of_host)
-    )
-    if line:
-        log(line)
+    measured = machine.device, min(machine.world, machine.node_size)
+    if machine.world and measured != (device_name(world.device), ranks_of_host):
+        raise ConfigError(
+            f"{KEY} {machine.source} was measured on {measured[0]} with {plural(measured[1], 'rank')} on a host, and "
+            f"this run is on {device_name(world.device)} with {ranks_of_host}; measure again: longspan bench calibrate"
+        )
     world.machine = machine
 
 
