@@ -165,10 +165,9 @@ def row_of(name: str, folder: Path) -> str:
 
 
 def cell(answer: Mapping[str, Any]) -> str:
-    """What a cell says: bytes of a GPU and seconds of a step; where it does not fit, how many GPUs would do."""
+    """What a cell says: bytes of a GPU and seconds of a step; "no" where it does not fit."""
     if not answer["fits"]:
-        fit = answer["would_fit"]
-        return "no" if fit is None else f"no: {fit['gpus']} GPUs"
+        return "no"
     host = f" + {gib(answer['host'])} of the host" * (answer["host"]["total"] >= 1 << 28)
     return f"{gib(answer['device'])}{host}, {answer['step_seconds']:.3g} s"
 

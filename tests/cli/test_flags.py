@@ -54,7 +54,9 @@ def test_help_shows_the_keys_that_most_runs_set_their_defaults_and_examples(caps
     assert "(default: 300)" in text and "Default: 65536" in " ".join(text.split())
     assert "--train.betas" not in text and "longspan train --help-all shows all" in text
     plan = help_of(capsys, "plan", "--help")
-    assert all(title in plan for title in ("a plan of one step:", "what fits GPUs (--gpu):", "compared (--compare):"))
+    assert all(
+        title in plan for title in ("a plan of one step:", "what fits GPUs (--gpu):", "planners or degrees compared:")
+    )
     assert "--seed" not in plan and "--which-eval-degree" in plan
     assert "_" not in plan.split("longspan plan")[1].split()[0]
 
@@ -87,16 +89,16 @@ WRONG = [
     ("plan --slts 4", "longspan plan has no flag --slts: did you mean '--slots'?"),
     (
         "plan --slots 0 --distribution expo",
-        "longspan plan needs slots (GPUs / (tp x pp)): longspan plan --distribution expo --slots 4; or ask what fits",
+        "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or",
     ),
-    ("plan --compare --slots 4 --tp 0 --same 2x5", "--tp is 0; give an integer of at least 1"),
+    ("plan --compare --slots 4 --tp 0 --same 2x5", "parallel.tp is 0; it must be at least 1"),
     ("eval x --train.steps 5", "longspan eval has no flag --train.steps"),
     ("train --world -1", "--world is -1"),
     ("train --parallel.tp two", "--parallel.tp is 'two'; it must be an integer"),
     ("train --train.lr=", "--train.lr is ''; it must be a number"),
     ("train --parallel.tp --json", "--parallel.tp has no value; it must be an integer"),
     ("train --train.offload_activations=maybe", "--train.offload_activations is 'maybe'; it must be true or false"),
-    ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, zero_bubble"),
+    ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, gpipe"),
     ("plan --planner dynamc", "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
     ("train --train.betas 0.9", "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas 0"),
     ("train --train.betas 0.9 x a.toml", "--train.betas is '0.9 x'; it must be a list of 2 numbers"),

@@ -64,39 +64,24 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
         assert [*answer[place]] == NAMES and all(isinstance(size, int) for size in answer[place].values())
         assert answer[place]["total"] == sum(answer[place][name] for name in NAMES[:-1])
     assert len(answer["measures"]) == 4 and answer["fits"] and answer["steps"] is None and answer["step_seconds"] > 0
-    assert all(answer["largest"][name] >= answer["device"][name] for name in NAMES[:-1])
-    assert answer["largest"]["gradients"] > 0 and answer["tokens_per_second_per_gpu"] > 0
+    assert answer["tokens_per_second_per_gpu"] > 0
     check_keys(answer, model, 4)
     assert answer["keys"]["model.rope_scaling"] == "yarn" and answer["longest"] > 16384
     for tokens, fits in ((answer["longest"], True), (answer["longest"] + 4 * UNIT, False)):
         assert ask(["--model", model, *GPUS, "--same", f"1x{tokens}"], capsys)["fits"] is fits
 
 
-def test_what_does_not_fit_says_what_would(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, *GPUS[:-1], "1", "--same", "1x131072"]
     answer = ask(words, capsys)
     assert answer["fits"] is False and answer["device"]["total"] > 0.92 * (5 << 30) and answer["step_seconds"] is None
-    other = answer["would_fit"]
-    assert other["gpus"] > 1 and len(other["measures"]) == 4 and other["device"]["total"] <= 0.92 * (5 << 30)
-    check_keys(other, model, other["gpus"])
     assert main(["plan", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "1 document (131,072 tokens)" in line and f"{other['gpus']} GPUs would do" in line
-    fewer = ask(["--model", model, *GPUS[:-1], str(other["gpus"] - 1), "--same", "1x131072"], capsys)
-    assert not fewer["fits"]
+    assert "1 document (131,072 tokens)" in line and f"({answer['device']['total']:,} bytes) are needed" in line
+    assert "use more GPUs" in line and line.endswith(f"the longest document that fits has {answer['longest']:,} tokens")
 
 
-@pytest.mark.whole
-def test_numbers_that_degrees_do_not_divide_are_not_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 3}))
-    words = ["--model", str(tmp_path), "--gpu-bytes", str(4 << 30), "--host-bytes", str(1 << 30), "--same", "1x131072"]
-    answer = ask([*words, "--parallel.pp", "3", "--gpus", "3"], capsys)  # hosts of 8 hold stages of 3 in threes
-    assert not answer["fits"] and answer["would_fit"]["gpus"] == 96
-    assert ask([*words, "--parallel.pp", "3", "--gpus", "72"], capsys)["fits"]
-    assert not ask([*words, "--parallel.pp", "3", "--gpus", "48"], capsys)["fits"]
-
-
-def test_keys_by_hand_win_and_what_would_do_without_is_said(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", model, *GPUS, "--same", "1x65536"]
     host = ask([*words, "--train.offload_states", "--train.activation_checkpointing", "full"], capsys)
     assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
@@ -104,8 +89,7 @@ def test_keys_by_hand_win_and_what_would_do_without_is_said(model: str, capsys: 
     assert host["keys"]["train.activation_checkpointing"] == "full"
     check_keys(host, model, 4)
     refused = ask([*words, "--train.activation_checkpointing", "none", "--host-bytes", str(1 << 30)], capsys)
-    assert refused["fits"] is False and refused["would_fit"]["gpus"] == 4
-    assert "train.activation_checkpointing" not in refused["would_fit"]["keys"]
+    assert refused["fits"] is False and refused["keys"]["train.activation_checkpointing"] == "none"
     half = ask([*words, "--model.dtype", "bfloat16"], capsys)
     assert half["device"]["weights"] * 2 == ask(words, capsys)["device"]["weights"]
 
@@ -180,7 +164,7 @@ def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys:
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert "tokens/s per GPU" in text and "\nfixed, cp 2 " in text and "\ndynamic " in text
-    assert text.endswith(file.read_text().partition("\n")[2]) and "the speed of an H200" in text
+    assert text.endswith(file.read_text().partition("\n")[2]) and "priced as H200s" in text
 
 
 def test_every_planner_is_compared_at_rows_that_memory_holds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +201,7 @@ REFUSED = [
     ("--gpu h100", "what shall fit?.*--longest, documents of a step"),
     ("--gpu h100 --longest --same 1x5", "--longest asks for the longest document, and --same names"),
     ("--gpu h100 --same 1x5 --data x", "--same and --data are both given"),
-    ("--gpu h100 --same 1x5 --heads 4", "with --gpu, longspan plan .* does not take --heads"),
+    ("--gpu h100 --same 1x5 --plot x.svg", "with --gpu, longspan plan .* does not take --plot"),
     ("--gpu h100 --same 1x5 --slots 4", "--gpus N is how many GPUs there are"),
     ("--gpu h100 --same 1x5 --epochs 2", "train.epochs is of a run, whose documents --data names"),
     ("--gpu h100 --same 1x5 --cp 1 --context.context_parallel_size 1", "are the same key"),
@@ -311,25 +295,13 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
     assert run.seconds(plans[:1], memory) > run.seconds(plans[1:], memory)
 
 
-GPU, MEMORY = "GPU speed (data sheet)", "GPU memory (data sheet)"
-
-
-@pytest.mark.parametrize(
-    ("gpu", "gpu_bytes", "machine", "assumed"),
-    [
-        ("h100", 0, "", (GPU, MEMORY, "host memory")),
-        ("h100", 0, "h200", (MEMORY, "host memory")),  # the speed is measured, the bytes are not
-        ("h200", 0, "h100", (GPU, "host memory")),
-        ("h100", 80 << 30, "", (GPU, "host memory")),
-        ("h200", 0, "", ("host memory",)),
-    ],
-)
-def test_what_is_assumed_of_gpus_is_named(gpu: str, gpu_bytes: int, machine: str, assumed: tuple[str, ...]) -> None:
-    gpus = read_gpus(GpuFlags(gpu=gpu, gpu_bytes=gpu_bytes), machine)
-    assert gpus.assumed == assumed and gpus.bytes == (gpu_bytes or Machine.known(gpu).memory_bytes)
-    assert gpus.host_bytes == 128 << 30
-    given = read_gpus(GpuFlags(gpu=gpu, gpu_bytes=gpu_bytes, host_bytes=5_000_000_000), machine)
-    assert given.host_bytes == 5_000_000_000 and given.assumed == assumed[:-1]
+@pytest.mark.parametrize("gpu_bytes", [0, 80 << 30])
+def test_bytes_of_gpus_are_given_or_those_of_their_name(gpu_bytes: int) -> None:
+    gpus = read_gpus(GpuFlags(gpu="h100", gpu_bytes=gpu_bytes), "h200")
+    assert gpus.bytes == (gpu_bytes or Machine.known("h100").memory_bytes) and gpus.host_bytes == 128 << 30
+    assert gpus.machine.product_flops_per_second == Machine().product_flops_per_second
+    assert read_gpus(GpuFlags(gpu="h100"), "").title.endswith("(by data sheet)")
+    assert read_gpus(GpuFlags(gpu="h100", host_bytes=5_000_000_000), "").host_bytes == 5_000_000_000
 
 
 # ---- train --dry-run
@@ -368,14 +340,14 @@ def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pyt
     text = capsys.readouterr().out
     assert f"\nmax_tokens_per_slot = {answer['keys']['context.max_tokens_per_slot']}\n" in text
     assert f"{answer['steps']} steps of " in text
-    assert "MiB of one GPU" in text and re.search(r"fits: (\S+) tokens\nthe model knows \S+ positions.* than \1", text)
+    assert "of one GPU" in text and re.search(r"fits: (\S+) tokens\nthe model knows \S+ positions.* than \1", text)
     assert main([*words, "--context.max_tokens_per_slot", "3000", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["keys"]["context.max_tokens_per_slot"] == 3000
 
 
 def test_what_the_run_refuses_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", config, "--dry-run", "--world", "4"]
-    much = "(no number of such GPUs|GPUs would do).* does not fit 4 H200s: at least "
+    much = " does not fit 4 H200s: at least .*use more GPUs"
     for more, message in (
         (["--train.memory_bytes", "1200000000"], much),
         (["--context.context_parallel_size", "3"], "context_parallel_size 3 does not divide 4 slots"),
@@ -393,10 +365,10 @@ def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], mo
     assert main(["train", config, "--dry-run", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["gpus"], answer["gpu_bytes"], answer["gpu"]) == (2, 42_000_000_000, "NVIDIA A100-SXM4-40GB")
-    assert answer["host_bytes"] == int(0.85 * 50_000_000_000) and answer["assumed"] == []
+    assert answer["host_bytes"] == int(0.85 * 50_000_000_000)
     assert main(["train", config, "--dry-run", "--json", "--device", "cpu", "--world", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["gpu"] == "H200" and "no GPU here" in answer["assumed"][0]
+    assert answer["gpu"] == "H200"
     here = machine.find_first_gpu()
     assert here is None or here[1] > 0
 
@@ -452,7 +424,4 @@ def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     words = ["plan", "--model", str(folder), "--data", str(rows), "--gpu", "h200", "--tokens-per-step", "400", "--json"]
     assert main([*words, "--epochs", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert any(re.match(r"images: \d+ rows in a step, encoded in .* s of these", note) for note in answer["notes"])
-    assert main([*words, "--data.pack_to", "200"]) == 0
-    packed = json.loads(capsys.readouterr().out)
-    assert "not in the seconds of packs" in packed["notes"][0]
+    assert re.match(r"images: \d+ rows in a step, whose encoding is not in these seconds", answer["notes"][0])

@@ -1,43 +1,52 @@
 """`longspan plan`: document lengths to a plan: a table, JSON, a page, a picture. Imports no torch.
 
-With `--gpu` it says what fits GPUs and how long it takes (`plans/answer.py`), with `--compare` it prices planners and
-degrees (`plans/compare.py`).
+With `--gpu` or `--compare` it says what fits GPUs and how long it takes (`plans/answer.py`).
 """
 
+import json
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.cli.flags import Groups, parse_flags, write_text
+from longspan.cli.flags import Groups, check_least, parse_flags, shown_flag, write_text
 from longspan.cli.plans.answer import answer_gpu_question
-from longspan.cli.plans.compare import CompareFlags, check_comparison_flags, run_comparison
-from longspan.cli.plans.planning import (
-    UNPRICED,
-    check_degrees,
-    check_slots,
-    own_planners,
-    plan_options,
-    read_lengths,
-    read_price,
-)
-from longspan.cli.plans.question import asks_for_gpus, parse_question
+from longspan.cli.plans.planning import read_lengths
+from longspan.cli.plans.question import GpuFlags, asks_for_gpus, parse_question
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.hub import find_local
+from longspan.hub import find_local, hub_name
 from longspan.layout import Layout
-from longspan.plan import Cost, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.check import name_arguments
+from longspan.plan import Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
+from longspan.plan.check import check_comm_types, heads_allow, name_arguments
+from longspan.plan.cost.cost import DEFAULT_COST
+from longspan.plan.cost.machine import CostSettings, read_machine
 from longspan.plan.items.encoder_shape import EncoderShape
 from longspan.plan.planners.fixed import smallest_degree
-from longspan.plan.ways import plan_with_partition
+from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
+from longspan.plan.ways import which_degree, which_partition
 from longspan.train.plans.choice import KEYS
+from longspan.train.plans.run_cost import call_planner, check_planner
+
+USUAL_ROWS = 8192  # of a slot
+UNPRICED = (
+    "free mode: gathering sharded parameters and summing their gradients, once a step, is not in these seconds;\n"
+    "--gpu NAME --gpus N --model FOLDER prices it by the model's weights"
+)
+
+READ_BY_DEGREES = {
+    *("lengths", "same", "distribution", "tokens", "longest_document", "seed", "slots", "world", "tp", "pp", "vpp"),
+    *("node_size", "machine", "model", "cp_comm_type", "hierarchical_context_parallel_sizes", "min_cp", "max_cp"),
+    *("max_tokens_per_slot", "json", "compare", "which_eval_degree"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanFlags(CompareFlags):
+class PlanFlags(GpuFlags):
     """Plan one step of some documents: which slots work together on which of them, micro-batch by micro-batch.
 
     With --gpu, say whether a model and its documents fit so many GPUs, with which keys, and how long it takes: the
@@ -45,8 +54,8 @@ class PlanFlags(CompareFlags):
     longspan train may stand behind it. Planner, degree, rows of a slot and measures are chosen where they are not
     given.
 
-    With --compare, price planners next to each other, or degrees of an evaluation: with --gpu at the rows that memory
-    holds, without it by the cost model alone.
+    With --compare, every planner and degree is a row of that table; --which-eval-degree says at which degree an
+    evaluation is fastest.
 
     longspan plan --same 8x8192 --slots 4
 
@@ -57,23 +66,19 @@ class PlanFlags(CompareFlags):
 
     SHOWN: ClassVar[Groups] = {
         "a plan of one step": (
-            *("--lengths", "--data", "--distribution", "--same", "--slots", "--max_tokens_per_slot", "--cp_comm_type"),
+            *("--lengths", "--distribution", "--same", "--slots", "--max_tokens_per_slot", "--cp_comm_type"),
             *("--model", "--machine", "--plot", "--json"),
         ),
-        "what fits GPUs (--gpu)": ("--gpu", "--gpus", "--longest", "--tokens_per_step", "--epochs", "--write"),
-        "planners or degrees compared (--compare)": (
-            "--compare",
-            "--world",
-            "--tp",
-            "--pp",
-            "--which_eval_degree",
+        "what fits GPUs (--gpu)": (
+            *("--gpu", "--gpus", "--longest", "--data", "--tokens_per_step", "--epochs", "--write"),
         ),
+        "planners or degrees compared": ("--compare", "--world", "--tp", "--pp", "--which_eval_degree"),
     }
     partition: Literal["auto", "zigzag", "contiguous"] = "auto"
     """How a group's rows are dealt out: zigzag: equal causal work; contiguous: one run a slot, fewer copies under a2a,
     and slower than predicted under the other types; auto: of hybrids the faster, otherwise zigzag."""
-    row_multiple: int = 1
-    """Rows of a slot are laid out in multiples of this (sequence parallelism)."""
+    which_eval_degree: bool = False
+    """Price an evaluation of the documents (forward passes) at each degree, and by a dynamic plan."""
     plot: tuple[str, ...] = ()
     """Draw the plan to these files: .html (a page to explore), .svg or .png (viz extra)."""
 
@@ -87,15 +92,15 @@ def main(argv: Sequence[str]) -> int:
             f"longspan plan reads no configuration; longspan train {files[0]} --dry-run --run.machine h100 --world 4 "
             "answers for one"
         )
-    if asks_for_gpus(argv):
+    asks_for_degree = any(word.replace("_", "-").startswith("--which-eval-degree") for word in argv)
+    if not asks_for_degree and asks_for_gpus(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    tokenizer = find_local(flags.tokenizer, "--tokenizer")
-    flags = replace(flags, model=find_local(flags.model, "--model"), tokenizer=tokenizer)
-    check_comparison_flags(flags)
-    own_planners(flags)  # checks the name
+    flags = replace(flags, model=find_local(flags.model, "--model"))
+    if flags.planner not in ("auto", *PLANNERS):
+        check_planner(flags.planner, "--planner")
     try:
-        return run_comparison(flags) if flags.compare else _plan_step(flags)
+        return _show_degrees(flags) if asks_for_degree else _plan_step(flags)
     except PlanError as error:
         flag_names = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "cp"}  # "cp 4" is a degree
         raise PlanError(name_arguments(str(error), flag_names)) from error
@@ -107,11 +112,9 @@ def _plan_step(flags: PlanFlags) -> int:
             raise ConfigError(f"--plot {path}: a plan is drawn as .html, .svg or .png; give a name that ends so")
         if not Path(path).absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: there is no folder {Path(path).parent}")
-    check_degrees(flags)
-    check_slots(flags)
-    lengths, source = read_lengths(flags, flags.slots)
+    home, lengths, source, options = _read_request(flags)
     began = time.perf_counter()
-    plan, reason = make_plan(flags, lengths, read_price(flags, slots=flags.slots, mode=flags.mode))
+    plan, reason = make_plan(flags, lengths, home, options)
     seconds = time.perf_counter() - began
     if flags.plot:
         from longspan.report import plan_document, plan_page, write_png
@@ -137,28 +140,81 @@ def _plan_step(flags: PlanFlags) -> int:
     return 0
 
 
-def make_plan(flags: PlanFlags, lengths: Sequence[int], cost: Cost) -> tuple[Plan, str]:
-    home = Layout(flags.slots)
-    options = plan_options(
-        flags,
-        lengths,
-        home,
-        cost=cost,
-        node_size=flags.node_size,
-        micro_batch_multiple=flags.micro_batch_multiple,
+def _show_degrees(flags: PlanFlags) -> int:
+    for name in (field.name for field in fields(flags) if getattr(flags, field.name) != field.default):
+        if name not in READ_BY_DEGREES:
+            raise ConfigError(f"--which-eval-degree does not take {shown_flag('--' + name)}; leave it out")
+    home, lengths, source, options = _read_request(flags)
+    if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
+        options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
+    comparison = which_degree(lengths, home, options=options, dynamic_degrees=(flags.min_cp, flags.max_cp))
+    seconds = {choice.cp: choice.planned.predicted_seconds for choice in comparison.choices}
+    dynamic = comparison.dynamic and comparison.dynamic.predicted_seconds
+    answer = {"best_cp": comparison.best.cp, "reason": comparison.reason(), "seconds": seconds, "dynamic": dynamic}
+    print(json.dumps(answer) if flags.json else f"{comparison.reason()}; lengths from {source}")
+    return 0
+
+
+def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanOptions]:
+    """Read the home, the documents and where they are from, and the planners' options. In lockstep the price of a model
+    includes FSDP2's gathers and sums; without --machine it is that of H200s, without --model too the default one. The
+    limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest degree.
+    """
+    check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, cp=0, min_cp=1, max_cp=0)
+    if 0 < flags.max_cp < flags.min_cp:
+        raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
+    if not (ranks := flags.world or flags.slots * flags.tp * flags.pp):
+        raise ConfigError(
+            "longspan plan needs documents and slots (GPUs / (tp x pp)): longspan plan --same 8x8192 --slots 4; or ask "
+            "what fits GPUs: longspan plan --model FOLDER --gpu h100 --gpus 4 --same 8x8192"
+        )
+    home = Layout(ranks, tp=flags.tp, pp=flags.pp)
+    lengths, source = read_lengths(flags, home.slots)
+    cost, model = DEFAULT_COST, flags.model or QWEN3_8B
+    if flags.machine or flags.model:
+        path = Path(flags.model).resolve()
+        folder = path.parent if path.is_file() else path
+        name = (hub_name(folder) or folder.name) if flags.model else "Qwen3-8B"
+        settings = CostSettings(shards=home.slots, free=flags.mode == "free", weight_ranks=home.tp)
+        cost = read_machine(flags.machine or "h200", "--machine").cost(model, settings)
+        cost = replace(cost, source=(cost.source or "").replace("the model", name, 1))
+    options = PlanOptions(
+        cost=replace(cost.shared_by(home.tp), chunks=flags.vpp),
+        node_size=max(1, flags.node_size // home.tp),  # in slots, where the flag counts ranks
+        micro_batch_multiple=home.pp,
         mode=flags.mode,
-        row_multiple=flags.row_multiple,
+        cp_comm_type=flags.cp_comm_type,
+        hierarchical_context_parallel_sizes=flags.hierarchical_context_parallel_sizes or None,
+        heads=read_query_heads(model),
     )
+    rows = flags.max_tokens_per_slot
+    if isinstance(rows, int):
+        check_least(flags, max_tokens_per_slot=0)
+    elif rows != AUTO:
+        raise ConfigError(f"--max-tokens-per-slot is {rows!r}; give an integer, or {AUTO}")
+    else:
+        types, widest = check_comm_types(options.cp_comm_type), min(flags.max_cp or home.slots, home.slots)
+        degrees = (d for d in range(widest, 0, -1) if home.slots % d == 0)
+        degree = flags.cp or next(d for d in degrees if heads_allow(d, options.heads, types, home.tp))
+        rows = max(USUAL_ROWS, -(-max(lengths) // degree))
+    return home, lengths, source, replace(options, max_tokens_per_slot=rows or None)
+
+
+def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: PlanOptions) -> tuple[Plan, str]:
+    """Make the plan; also returns why the rows of a hybrid are dealt out as they are ("" for others)."""
     kind = ("fixed" if flags.cp else "dynamic") if flags.planner == "auto" else flags.planner
     if kind == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
 
     def make(way: PlanOptions) -> Plan:
-        if planners := own_planners(flags):
-            return planners[kind](lengths, home, options=way)
+        if kind not in PLANNERS:
+            return call_planner(kind, "--planner", lengths, home, options=way)
         if kind == "dynamic":
             return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=way)
         planner = plan_padded if kind == "padded" else plan_fixed
         return planner(lengths, home, flags.cp or smallest_degree(lengths, home, way), options=way)
 
-    return plan_with_partition(make, options, flags.partition)
+    if options.cost.states is None:
+        return make(replace(options, partition="zigzag" if flags.partition == "auto" else flags.partition)), ""
+    choice = which_partition(lambda way: make(way).predicted_seconds, options, flags.partition)
+    return make(choice.options), f"rows {choice.reason}"

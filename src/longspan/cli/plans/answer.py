@@ -7,9 +7,9 @@ open; `longspan train … --dry-run` asks about a configuration and its data. `f
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,10 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.cli.flags import write_text
-from longspan.cli.plans.compare import NOTHING_POSSIBLE, CompareFlags
 from longspan.cli.plans.fit import (
-    BY_HAND,
-    DOUBLINGS,
     UNIT,
     Choices,
     Documents,
@@ -29,14 +26,13 @@ from longspan.cli.plans.fit import (
     RunOnGpus,
     find_fits,
     find_longest,
-    find_way_out,
     fit_run,
     rank_fit,
 )
-from longspan.cli.plans.planning import BYTES_PER_TOKEN, cut_lengths, read_lengths
-from longspan.cli.plans.question import Question, choose_gpus, find_source, read_gpus
+from longspan.cli.plans.planning import read_lengths
+from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_source, read_gpus
 from longspan.cli.processes import is_reporting
-from longspan.config.defaults import encoder_default, resolve_defaults
+from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
@@ -45,13 +41,14 @@ from longspan.data.step_order import PackOrder, StepOrder
 from longspan.errors import ConfigError, DataError, PlanError, plural
 from longspan.model.weights.file_names import tokenizer_folder
 from longspan.plain_text import seconds_text, text_table
-from longspan.plan import EncoderLoad, EncoderShape, Plan, group_counts, model_flops, peak_tflops
-from longspan.plan.memory.settings import Bytes, gib_text
+from longspan.plan import Plan, group_counts, model_flops, peak_tflops
+from longspan.plan.memory.settings import gib_text
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_files
 from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
 
 Log = Callable[[str], None]
+BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ class RunDocuments:
     target_share: float
     image_rows: float
     line: str
-    images: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])  # rows of each, by document
 
     @property
     def steps(self) -> int:
@@ -93,14 +89,10 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
         tokens = max(1, int(lengths.sum()))
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
-        rows, images = 0.0, dict[int, list[int]]()
-        if corpus.images is not None and len(corpus.images):
-            rows = float(corpus.images.column("rows").sum()) / tokens * largest_step(config, order)
-            columns = (np.asarray(corpus.images.column(name)).tolist() for name in ("document", "rows"))
-            for document, image_rows in zip(*columns, strict=True):
-                images.setdefault(document, []).append(image_rows)
+        images = corpus.images
+        rows = 0.0 if images is None else float(images.column("rows").sum()) / tokens * largest_step(config, order)
         longest_tokens, line = _longest_planned_length(config, order, lengths), documents_line(config, order)
-        yield RunDocuments(config, order, longest_tokens, share, rows, line, images)
+        yield RunDocuments(config, order, longest_tokens, share, rows, line)
 
 
 def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
@@ -110,14 +102,14 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
     paths = find_files(data.path or STDLIB, key="--data")
     sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
-    cut = (cut_lengths([size // BYTES_PER_TOKEN], data.max_document_tokens) for size in sizes)
-    documents = ([n for n in text if n >= SHORTEST] for text in cut)
-    counts = [*filter(None, documents)]  # the tokens of the documents of each text
+    limit, tokens = data.max_document_tokens, (size // BYTES_PER_TOKEN for size in sizes)
+    cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
+    counts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]  # of the documents of each text
     if not counts:
         raise DataError(f"--data {data.path!r} holds no text")
     log(
         f"tokens are estimated as bytes / {BYTES_PER_TOKEN} of {plural(len(counts), 'text')}: neither data.tokenizer "
-        "nor the model's folder has a tokenizer (--tokenizer FOLDER counts them)"
+        "nor the model's folder has a tokenizer (--data.tokenizer FOLDER counts them)"
     )
     lengths = np.concatenate(counts)
     order = order_lengths(config, lengths, texts=np.repeat(np.arange(len(counts)), [*map(len, counts)]))
@@ -140,11 +132,6 @@ def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, len
     return data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
 
 
-def sample_steps(steps: int, most: int) -> list[int]:
-    """Choose at most `most` of a run's steps, evenly apart, the first one among them."""
-    return [i * steps // most for i in range(most)] if steps > most else [*range(steps)]
-
-
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones
 GATHERS = "parallel.reshard_after_forward"
 LOWEST_DEGREE = "context.min_dynamic_context_parallel_size"  # of dynamic plans
@@ -158,9 +145,8 @@ WRITTEN = "# keys of longspan plan; the rest is chosen or has a default"
 class Answer:
     """What was asked (`title`) of the GPUs of `run`, and the ways that were compared, the best first.
 
-    Where nothing fits, the first way is the leanest, and `way_out` would do: the same GPUs without measures by hand,
-    or more GPUs; None if neither. `longest` is the longest document that fits, in tokens. `steps` are those of a run
-    (None: one step was asked about), of which `sampled` were planned.
+    Where nothing fits, the first way is the leanest. `longest` is the longest document that fits, in tokens. `steps`
+    are those of a run (None: one step was asked about), of which `sampled` were planned.
     """
 
     title: str
@@ -168,7 +154,6 @@ class Answer:
     ways: tuple[Fit, ...]
     given_keys: frozenset[str]
     longest: int
-    way_out: Fit | None = None
     steps: int | None = None
     sampled: int = 0
     notes: tuple[str, ...] = ()
@@ -178,36 +163,23 @@ class Answer:
         """Seconds of a step of the first way; None where nothing fits."""
         return self.ways[0].seconds
 
-    @property
-    def keys(self) -> dict[str, Any]:
-        """Return the keys of the way that fits, or of the way out without the measures that prevent it; {} for none."""
-        if self.seconds is not None:
-            return _run_keys(self.ways[0].run, self.given_keys)
-        if self.way_out is None:
-            return {}
-        by_hand = {f"train.{key}" for key in BY_HAND} | {GATHERS}
-        is_freed = self.way_out.run.gpus.count == self.run.gpus.count
-        return _run_keys(self.way_out.run, self.given_keys - by_hand if is_freed else self.given_keys)
-
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
-        `device` is the moment at which a GPU holds most, `largest` has each part at its own largest. Where nothing
-        fits, `keys` are those that were asked about, and `would_fit` has those that would do.
+        `device` is the moment at which a GPU holds most.
         """
-        gpus, best, other, fits = self.run.gpus, self.ways[0], self.way_out, self.seconds is not None
+        gpus, best, fits = self.run.gpus, self.ways[0], self.seconds is not None
         hours = self.seconds * self.steps / 3600 if self.seconds is not None and self.steps is not None else None
-        values: dict[str, Any] = {
+        return {
             "device": best.memory.device.to_json(),
             "host": best.memory.host.to_json(),
             "measures": list(best.memory.measures),
             "longest": self.longest,
             "fits": fits,
-            "keys": self.keys if fits else _run_keys(best.run, self.given_keys),
+            "keys": _run_keys(best.run, self.given_keys),
             "steps": self.steps,
             "step_seconds": self.seconds,
             "hours": hours,
             "gpu_hours": None if hours is None else hours * gpus.count,
-            "largest": _largest_parts(best),
             **_way_figures(best),
             "degrees": _count_degrees(best.plans) if fits else [],
             "alternatives": [_way_figures(way) for way in self.ways],
@@ -215,13 +187,8 @@ class Answer:
             "gpus": gpus.count,
             "gpu_bytes": gpus.bytes,
             "host_bytes": gpus.host_bytes,
-            "assumed": list(gpus.assumed),
             "notes": list(self.notes),
         }
-        if not fits:
-            count = {} if other is None else {"gpus": other.run.gpus.count, "keys": self.keys}
-            values["would_fit"] = None if other is None else other.memory.to_json() | count
-        return values
 
 
 def _way_figures(way: Fit) -> dict[str, Any]:
@@ -247,14 +214,6 @@ def _way_figures(way: Fit) -> dict[str, Any]:
         "device_bytes": way.memory.device.total,
         "host_bytes_used": way.memory.host.total,
     }
-
-
-def _largest_parts(way: Fit) -> dict[str, int]:
-    memory, needs = way.memory, way.run.memory_needs(way.plans)
-    names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
-    needs = needs.with_settings(**{name: getattr(memory, name) for name in names})
-    moments = [m for place in needs.places for m in place.moments(needs.loads, memory.measures)]
-    return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
 def _count_degrees(plans: Sequence[Plan]) -> list[dict[str, Any]]:
@@ -290,7 +249,7 @@ def _read_key(config: RunConfig, name: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def answer_gpu_question(flags: CompareFlags, question: Question) -> int:
+def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
     source = find_source(flags, question)
     config = question.config
@@ -367,14 +326,12 @@ def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[s
     if all(way.run.choice.has_one_degree for way in fitting):
         sample = _sample_run_documents(documents, PRICED[True])
         fitting = [fit_run(way.run, [*sample, longest]) for way in fitting]
-    timed = sorted((_add_encoding(way, documents) for way in fitting), key=lambda pair: rank_fit(pair[0]))
-    best, note = timed[0]
+    images = f"images: {documents.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
     return replace(
         answer,
-        ways=(*(way for way, _ in timed), *answer.ways[len(timed) :]),
-        way_out=find_way_out(run, [*sample, longest], choices) if best.seconds is None else None,
+        ways=(*sorted(fitting, key=rank_fit), *answer.ways[len(fitting) :]),
         sampled=len(sample),
-        notes=(*note, *answer.notes),
+        notes=(*[images] * bool(documents.image_rows), *answer.notes),
     )
 
 
@@ -391,46 +348,21 @@ def _answer_steps(
     longest = max(n for step in steps for n in step.lengths)
     ways = [replace(way, run=way.run.scale_positions(longest)) for way in ways]
     fits = ways[0].seconds is not None
-    other = None if fits else find_way_out(run, steps, choices)
     return Answer(
         title=title,
         run=run,
         ways=tuple(ways),
         given_keys=given_keys,
         longest=find_longest(run, choices)[0],
-        way_out=other and replace(other, run=other.run.scale_positions(longest)),
         notes=(*notes, *(ways[0].run.position_notes(longest) if fits else ())),
     )
 
 
 def _sample_run_documents(documents: RunDocuments, most: int) -> list[Documents]:
-    order = documents.order
-    steps = sample_steps(documents.steps, most)
+    """At most `most` of a run's steps, evenly apart, the first one among them."""
+    order, count = documents.order, documents.steps
+    steps = [i * count // most for i in range(most)] if count > most else range(count)
     return [Documents(tuple(order.lengths_of_step(step)), order.targets_of_step(step)) for step in steps]
-
-
-def _add_encoding(fit: Fit, documents: RunDocuments) -> tuple[Fit, Sequence[str]]:
-    if fit.seconds is None or not documents.image_rows:
-        return fit, ()
-    config, rows = fit.run.config, f"images: {documents.image_rows:,.0f} rows in a step"
-    try:
-        cost = EncoderShape.of(fit.run.model).cost(trained=config.encoder.train or encoder_default(config))
-    except PlanError as error:
-        return fit, (f"{rows}, whose encoding is not in the seconds: {error}",)
-    order, images = documents.order, list[list[Sequence[int]]]()
-    if documents.images and not isinstance(order, PackOrder):  # the documents of packs are cut
-        for step in sample_steps(documents.steps, len(fit.plans)):
-            images.append([documents.images.get(document, ()) for document in order.documents_of_step(step)])
-    if not any(images):
-        return fit, (f"{rows}, whose encoding is not in the seconds of packs (data.pack_to)",)
-    most_rows = config.encoder.max_rows or None
-    loads = [
-        EncoderLoad.of(plan, step_images, cost, max_rows=most_rows).seconds if any(step_images) else 0.0
-        for plan, step_images in zip(fit.plans, images, strict=True)
-    ]
-    seconds = sum(loads) / len(loads)
-    note = f"{rows}, encoded in {seconds:.3g} s of these on H200s"
-    return replace(fit, seconds=fit.seconds + seconds), (note,)
 
 
 def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: bool = False) -> int:
@@ -443,7 +375,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
         print("\n".join(_answer_lines(answer)))
     if write and fits:
         write_text(write, "\n".join([WRITTEN, *_key_lines(answer)]) + "\n")
-    return NOTHING_POSSIBLE if compare and not fits else 0
+    return 2 if compare and not fits else 0
 
 
 def _answer_lines(answer: Answer) -> Iterator[str]:
@@ -466,11 +398,11 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
     yield from (*answer.notes, "", _ways_table(answer), "")
-    columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
-    of_model = columns[1]["total"] - columns[1]["communicators"]
+    columns = best.memory.device.to_json(), best.memory.host.to_json()
+    of_model = columns[0]["total"] - columns[0]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
-    rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
-    yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
+    rows = [(name, *(f"{part[name] / size:,.2f}" for part in columns)) for name in columns[0]]
+    yield text_table([unit, "of one GPU", "of its host"], rows)
     yield (
         f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_bytes), the host up to "
         f"{gib_text(budget.host)} for each GPU"
@@ -508,18 +440,11 @@ def _ways_table(answer: Answer) -> str:
 
 
 def _refusal_line(answer: Answer) -> str:
-    run, memory, other = answer.run, answer.ways[0].memory, answer.way_out
-    if other is None:
-        way_out = f"no number of such GPUs up to {run.gpus.count << DOUBLINGS} would do with these keys"
-    else:
-        released = " if train.memory may choose" if other.run.gpus.count == run.gpus.count else ""
-        measures = other.memory.summary_line().removeprefix("memory: ")
-        keys = ", ".join(f"{name} = {value}" for name, value in answer.keys.items())
-        way_out = f"{plural(other.run.gpus.count, 'GPU')} would do{released} ({measures}), with {keys}"
-    line = f"{way_out}: {answer.title} does not fit {run.gpus.words}: at least {gib_text(memory.device.total)} "
-    line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to "
-    line += gib_text(run.budget.device)
-    line += f", and {gib_text(memory.host.total)} of the host's {gib_text(run.budget.host)}"
+    memory, budget = answer.ways[0].memory, answer.run.budget
+    line = f"{answer.title} does not fit {answer.run.gpus.words}: at least {gib_text(memory.device.total)} "
+    line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
+    line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; use more GPUs, a higher "
+    line += "parallel.tp, or leave keys of memory out"
     return line + (f"; the longest document that fits has {answer.longest:,} tokens" if answer.longest else "")
 
 
@@ -528,7 +453,7 @@ def _key_lines(answer: Answer) -> Iterator[str]:
     named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
     named |= {f"model.{key}" for key in ("path", "preset", "config") if getattr(config.model, key)}
     named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
-    values = {name: _read_key(config, name) for name in named} | answer.keys
+    values = {name: _read_key(config, name) for name in named} | _run_keys(answer.ways[0].run, answer.given_keys)
     last_section = ""
     for name in sorted(values):
         section, _, key = name.partition(".")

@@ -11,8 +11,8 @@ from typing import Any
 
 from longspan.cli.plans.question import Gpus
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, TrainConfig, check_measures
-from longspan.errors import ConfigError, LayoutError, LongspanError, PlanError
+from longspan.config.sections import RunConfig, check_measures
+from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS
 from longspan.plan import (
@@ -45,7 +45,6 @@ from longspan.run.checks import (
 from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
 from longspan.train.plans.run_cost import fixed_keys, run_cost_settings, run_memory_settings
 
-SCALED = "yarn"
 BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
 WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
 
@@ -87,12 +86,6 @@ class RunOnGpus:
             classes = read.value("architectures") or [read.family or read.where]
             raise PlanError(no_experts_text(home.ep, str(classes[0])))
         return run
-
-    def change_home(self, *, gpus: int = 0, ep: int = 0) -> "RunOnGpus":
-        """The same run on another number of these GPUs, or with experts shared by `ep` slots (0: as it is)."""
-        parallel = replace(self.config.parallel, ep=ep or self.config.parallel.ep)
-        config, kind = replace(self.config, parallel=parallel), replace(self.gpus, count=gpus or self.gpus.count)
-        return replace(self, config=config, gpus=kind, home=home_of(parallel, kind.count))
 
     def set_context(self, **keys: Any) -> "RunOnGpus":
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
@@ -176,7 +169,7 @@ class RunOnGpus:
         limit, model = position_limit(self.model), self.config.model
         if limit is None or longest <= limit or model.rope_scaling or not can_scale(self.model):
             return self
-        return replace(self, config=replace(self.config, model=replace(model, rope_scaling=SCALED)))
+        return replace(self, config=replace(self.config, model=replace(model, rope_scaling="yarn")))
 
     def position_notes(self, longest: int) -> Iterator[str]:
         limit, scaling = position_limit(self.model), self.config.model.rope_scaling
@@ -198,15 +191,13 @@ def position_limit(model: Any) -> int | None:
 
     `longspan.model.seams.rope` reads the same from a configuration object of transformers, and the two must agree.
     """
-    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _shared_rope(model)
+    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _read_rope(model)
     if not limit or _lacks_positions(model):
         return None
-    factor = rope.get("factor") or 1.0
-    if rope["rope_type"] in ("linear", "dynamic"):
-        return int(limit * factor)
-    if rope["rope_type"] == "yarn":  # whose max_position_embeddings is the stretched length in some files
+    kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
+    if kind == "yarn":  # whose max_position_embeddings is the stretched length in some files
         return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
-    return limit
+    return int(limit * factor) if kind in ("linear", "dynamic") else limit
 
 
 def can_scale(model: Any) -> bool:
@@ -214,23 +205,18 @@ def can_scale(model: Any) -> bool:
     one kind of rotary positions that their own configuration does not scale.
     """
     reader = ConfigReader.read_whole(model)
-    if reader.value("text_config") is not None or any(reader.value(name) is not None for name in BY_LAYER):
-        return False
-    by_layer = _is_nested(reader.value("rope_parameters"))
-    return not by_layer and not _lacks_positions(model) and _shared_rope(model)["rope_type"] == "default"
+    one_kind = all(reader.value(name) is None for name in ("text_config", *BY_LAYER))
+    return one_kind and not _lacks_positions(model) and _read_rope(model).get("rope_type") == "default"
 
 
-def _shared_rope(model: Any) -> dict[str, Any]:
+def _read_rope(model: Any) -> dict[str, Any]:
+    """Rotary parameters that all layers share; {} where types of layers have their own."""
     reader = ConfigReader.read_whole(model)
-    for name in ("rope_parameters", "rope_scaling"):  # the second in versions of transformers before 5
-        value = reader.value(name)
-        if isinstance(value, Mapping) and not _is_nested(value):
-            return {"rope_type": value.get("type", "default"), **value}  # "type" in older files
-    return {"rope_type": "default"}
-
-
-def _is_nested(rope: Any) -> bool:
-    return isinstance(rope, Mapping) and any(isinstance(inner, Mapping) for inner in rope.values())
+    values = map(reader.value, ("rope_parameters", "rope_scaling"))  # the second before version 5 of transformers
+    rope: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return {}
+    return {"rope_type": rope.get("type", "default"), **rope}  # "type" in older files
 
 
 def _lacks_positions(model: Any) -> bool:
@@ -244,11 +230,8 @@ def _lacks_positions(model: Any) -> bool:
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples
 MOST_ROWS = 1 << 26  # of a slot, which no GPU holds
-HOST_GPUS = 8  # each number up to which a refusal tries, then twice as many up to DOUBLINGS times; ep at most
-DOUBLINGS = 6
+MOST_EP = 8
 WAYS = {True: 5, False: 3}  # limits of rows that are compared, of plans of one degree and of dynamic ones
-# Keys by which measures are given by hand.
-BY_HAND = ("memory", "activation_checkpointing", "offload_activations", "offload_states", "mlp_tile_rows")
 
 
 @dataclass(frozen=True)
@@ -360,14 +343,14 @@ def _expert_runs(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:
     yield run
     if not choices.ep or not run.experts:
         return
-    ep = max(d for d in range(1, HOST_GPUS + 1) if run.home.slots % d == 0 and run.experts % d == 0)
+    ep = max(d for d in range(1, MOST_EP + 1) if run.home.slots % d == 0 and run.experts % d == 0)
+    config = replace(run.config, parallel=replace(run.config.parallel, ep=ep))
     try:
-        changed = run.change_home(ep=ep)
-        RunOnGpus.of(changed.config, changed.gpus)  # checks the keys
+        changed = RunOnGpus.of(config, run.gpus)  # checks the keys
     except LongspanError:
         return
     if ep > 1:
-        yield changed
+        yield replace(run, config=config, home=changed.home)
 
 
 def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
@@ -420,28 +403,3 @@ def find_longest(run: RunOnGpus, choices: Choices) -> tuple[int, RunOnGpus]:
     while most and not fits(run.plan((most * unit * degree,))):  # its planner shares attention in another way
         most = max(0, most - 1 - most // 256)
     return most * unit * degree, run.set_context(max_tokens_per_slot=max(1, most) * unit)
-
-
-def find_way_out(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Fit | None:
-    """Find what would fit where nothing does: the same GPUs without measures by hand, or more GPUs.
-    reshard_after_forward also gets its default back, for keeping gathered parameters costs memory. Only numbers of GPUs
-    that the run's degrees divide are tried.
-    """
-    defaults, parallel = TrainConfig(), replace(run.config.parallel, reshard_after_forward=True)
-    train = replace(run.config.train, **{key: getattr(defaults, key) for key in BY_HAND})
-    free = replace(run, config=replace(run.config, train=train, parallel=parallel))
-    others = [free] if free.config != run.config else []
-    counts = {*range(run.gpus.count + 1, HOST_GPUS + 1), *(run.gpus.count << i for i in range(1, DOUBLINGS + 1))}
-    for count in sorted(counts):
-        try:
-            others.append(run.change_home(gpus=count))
-        except (LayoutError, ConfigError):
-            continue
-    for other in others:
-        try:
-            fit = find_fits(other, steps, replace(choices, compare=False))[0][0]
-        except (PlanError, LayoutError):
-            continue
-        if fit.seconds is not None:
-            return fit
-    return None

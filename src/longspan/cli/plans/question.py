@@ -1,7 +1,7 @@
 """Flags of `longspan plan` that ask what fits GPUs, the keys of runs behind them, and the GPUs that they name.
 
-With `--gpu` or `--gpu-bytes` every key of `longspan train` stands on the command line by its own name, and flags of
-plans that mean the same as a key are read as that key. Imports no torch.
+With `--gpu`, `--gpu-bytes` or `--compare` every key of `longspan train` stands on the command line by its own name, and
+flags of plans that mean the same as a key are read as that key. Imports no torch.
 """
 
 import math
@@ -19,29 +19,27 @@ from longspan.cli.flags import (
     split_flags,
 )
 from longspan.cli.machine import find_first_gpu
-from longspan.cli.plans.planning import PlanningFlags, find_machine
+from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.processes import count_host_ranks, has_torchrun
 from longspan.config.defaults import find_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host_memory import free_host_bytes
 from longspan.plan import Machine
-from longspan.plan.cost.machine import find_device
+from longspan.plan.cost.machine import find_device, read_machine
 from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint, gib_text
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
 PROG = "longspan plan"
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
-ASKING = ("--gpu", "--gpu_bytes")  # one of them makes a question of memory and time
+ASKING = ("--gpu", "--gpu_bytes", "--compare")  # one of them makes a question of memory and time
+DEFAULT_MODEL = "qwen3-8b"  # of a comparison that names none
 # Flags of plans, and the keys of training that they stand for here.
 KEYS = {
     "--data": "--data.path",
-    "--tokenizer": "--data.tokenizer",
-    "--max_document_tokens": "--data.max_document_tokens",
     "--tokens_per_step": "--train.tokens_per_step",
     "--epochs": "--train.epochs",
     "--machine": "--run.machine",
-    "--mtp_depths": "--mtp.depths",
     "--tp": "--parallel.tp",
     "--pp": "--parallel.pp",
     "--vpp": "--parallel.vpp",
@@ -70,21 +68,37 @@ class GpuFlags(PlanningFlags):
     """With --gpu or --gpu-bytes: how many of them."""
     gpu_bytes: int = 0
     """Bytes of a GPU, in place of those of --gpu; of another GPU with --tflops. 0: those of --gpu."""
+    tflops: float = 0.0
+    """With --gpu or --gpu-bytes: what a GPU sustains, in 1e12 FLOP/s; 0: that of --gpu or --machine."""
     host_bytes: int = 0
     """With --gpu or --gpu-bytes: bytes of the host's memory that are free for each GPU; 0: 128 GiB, an assumption."""
     longest: bool = False
     """With --gpu or --gpu-bytes: the most tokens of one document over all of them, and what takes which bytes."""
+    data: str = ""
+    """With --gpu: rows of data, whose steps are planned as training would: as data.path, a folder or file, or stdlib.
+    Tokens are estimated as bytes / 4 where neither --data.tokenizer nor the model's folder has a tokenizer."""
     tokens_per_step: int = 0
     """With --gpu and --data: as train.tokens_per_step; 0: its default."""
     epochs: float = 0.0
     """With --gpu and --data: as train.epochs; 0: one, unless train.steps is given."""
+    compare: bool = False
+    """Price every planner and degree next to each other, at the rows that memory holds: on --gpu, or on --machine (an
+    H200) where none is named; of --model or else of Qwen3-8B."""
+    world: int = 0
+    """With --compare: ranks of the machine, in place of --gpus or --slots."""
+    tp: int = 1
+    """With --compare or --gpu: as parallel.tp."""
+    pp: int = 1
+    """With --compare or --gpu: as parallel.pp."""
+    vpp: int = 1
+    """With --compare or --gpu: as parallel.vpp."""
     write: str = ""
     """With --gpu or --gpu-bytes: write the keys of the answer to this file, which longspan train takes."""
 
 
 # Flags that only a question about GPUs has, and all that it reads.
 OF_GPUS = {f"--{field.name}" for field in fields(GpuFlags)} - {f"--{field.name}" for field in fields(PlanningFlags)}
-READ = OF_GPUS | {f"--{name}" for name in (*OF_DOCUMENTS, "model", "tflops", "json", "compare", "help")}
+READ = OF_GPUS | {f"--{name}" for name in (*OF_DOCUMENTS, "model", "json", "help", "slots")}
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,7 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
     if not set(names).isdisjoint(ASKING):
         return True
     for name in names:
-        if name in OF_GPUS or ("." in name and name != "--data.path"):
+        if name in OF_GPUS or "." in name:
             raise ConfigError(
                 f"{shown_flag(name)} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4"
             )
@@ -125,10 +139,8 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         key = name if "." in name else KEYS.get(name, "")
         if not key:
             if name and name not in READ:
-                instead = "; --gpus N is how many GPUs there are"
                 raise ConfigError(
                     f"with --gpu, longspan plan finds what fits GPUs and does not take {shown_flag(name)}; leave it out"
-                    f"{instead * (name in ('--slots', '--world'))}"
                 )
             words += [name, *values]
             continue
@@ -144,11 +156,19 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     named = [key for key in ("path", "config", "preset") if getattr(model, key)]
     if flags.model and named:
         raise ConfigError(f"--model {flags.model} and model.{named[0]} {getattr(model, named[0])!r} both name a model")
-    if not flags.model and not named:
+    if flags.compare and not flags.model and not named:
+        model = replace(model, preset=DEFAULT_MODEL)
+    elif not flags.model and not named:
         raise ConfigError(
             "which model? give --model FOLDER (its config.json is enough), or --model.preset NAME, such as qwen3-8b"
         )
     sections["model"] = replace(model, path=flags.model) if flags.model else model
+    ranks = flags.world or flags.slots * sections["parallel"].tp * sections["parallel"].pp
+    if ranks and (not flags.compare or flags.gpus > 1 or (flags.world and flags.slots)):
+        raise ConfigError(
+            "--gpus N is how many GPUs there are; a comparison may have --world N or --slots N in its place"
+        )
+    flags = replace(flags, gpus=ranks or flags.gpus)
     return flags, Question(find_folders(RunConfig(**sections), weights=False), frozenset(key[2:] for key in flag_of))
 
 
@@ -175,22 +195,20 @@ def find_source(flags: GpuFlags, question: Question) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpus:
-    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each; `assumed`
-    names what was not measured.
-    """
+    """GPUs of one kind: `count` of them, the bytes of each, and those of its host that are free for each."""
 
     machine: Machine
     count: int
     bytes: int
     host_bytes: int
     name: str
-    assumed: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
+        of = self.machine.source.removeprefix("the model on ")
+        source = "by data sheet" if self.machine.assumed else f"priced as {of}"
         host = f"{gib_text(self.host_bytes)} of host memory for each"
-        words = f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host}"
-        return f"{words} (not measured: {'; '.join(self.assumed)})" if self.assumed else words
+        return f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host} ({source})"
 
     @property
     def words(self) -> str:
@@ -210,36 +228,27 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     if not 0 <= flags.tflops < math.inf or (flags.tflops and run_machine):
         reason = f"run.machine {run_machine} has its own speed" if run_machine else "a speed is above 0"
         raise ConfigError(f"--tflops {flags.tflops:g}: {reason}; give --tflops N, such as 400, or --machine")
-    named = find_machine(flags.gpu, "--gpu") if flags.gpu else None
+    gpu = flags.gpu or (run_machine or "h200") * (flags.compare and not flags.gpu_bytes)
+    named = read_machine(gpu, "--gpu") if gpu else None
     machine, of_size = named or Machine(), f" of {flags.gpu_bytes:,} bytes" * bool(flags.gpu_bytes)
-    name, assumed = f"{machine.device if named else 'GPU'}{of_size}", list[str]()
     size, speed = flags.gpu_bytes or machine.memory_bytes, machine
     if run_machine:
-        speed = find_machine(run_machine, "run.machine")
+        speed = read_machine(run_machine, "run.machine")
     elif flags.tflops:
         scale = flags.tflops * 1e12 / machine.product_flops_per_second
         rates = {key: value * scale for key, value in machine.rates().items() if key.endswith("flops_per_second")}
-        speed = replace(machine, **rates, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
-    elif named is None:
-        assumed.append("the speed of an H200, --tflops N is another")
-    if speed.assumed and not flags.tflops:
-        assumed.append("GPU speed (data sheet)")
+        speed = replace(machine, **rates, assumed=False, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
     if not size:
         raise ConfigError(
-            f"--gpu {flags.gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
+            f"--gpu {gpu} does not say how many bytes a GPU has: longspan bench calibrate wrote it before it "
             "measured them; give --gpu-bytes, or measure again"
         )
-    if not flags.gpu_bytes and machine.assumed:
-        assumed.append("GPU memory (data sheet)")
-    if not flags.host_bytes:
-        assumed.append("host memory")
     return Gpus(
         machine=replace(speed, memory_bytes=machine.memory_bytes),
         count=flags.gpus,
         bytes=size,
         host_bytes=flags.host_bytes or HOST_BYTES,
-        name=name,
-        assumed=tuple(assumed),
+        name=f"{machine.device if named else 'GPU'}{of_size}",
     )
 
 
@@ -247,19 +256,11 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     """Choose the GPUs of a run: with `on_gpus` those here, if there are any, else those of run.machine, else H200s.
     Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s.
     """
-    first_gpu = find_first_gpu() if on_gpus else None
-    named = find_machine(config.run.machine, "run.machine") if config.run.machine else None
-    if first_gpu is None:
-        machine = named or Machine.known("H200")
-        size = machine.memory_bytes or Machine().memory_bytes
-        assumed = () if named else ("H200s, for there is no GPU here and run.machine is empty",)
-        assumed += ("their speed and memory (data sheet)",) if machine.assumed else ()
-        kind, assumed = machine.device, (*assumed, "host memory")
-        return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=HOST_BYTES, name=kind, assumed=assumed)
-    name, size = first_gpu
-    known = named or find_device(name)
-    host_ranks = count_host_ranks() if has_torchrun() else ranks
-    host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks)) or HOST_BYTES
-    assumed = () if known else ("the speed of H200s",)
-    machine = known or Machine.known("H200")
-    return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host, name=name, assumed=assumed)
+    name, size = (find_first_gpu() if on_gpus else None) or ("", 0)
+    named = read_machine(config.run.machine, "run.machine") if config.run.machine else find_device(name)
+    machine, host = named or Machine.known("H200"), 0
+    if name:
+        host_ranks = count_host_ranks() if has_torchrun() else ranks
+        host = int(HOST_SHARE * (free_host_bytes() or 0) / max(1, host_ranks))
+    size = size or machine.memory_bytes or Machine().memory_bytes
+    return Gpus(machine=machine, count=ranks, bytes=size, host_bytes=host or HOST_BYTES, name=name or machine.device)
