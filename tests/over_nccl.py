@@ -81,7 +81,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "evaluation/test_gathers.py::test_parameters_are_gathered_once_where_all_ranks_have_room",
         "evaluation/test_no_trace.py::test_evaluations_leave_no_trace few",
         "train/own_loss/test_exact.py::test_equals_one_process micro-batch",
-        "train/own_loss/test_exact.py::test_equals_one_process folded",
+        "train/own_loss/test_exact.py::test_equals_one_process split",
         "checkpoint/test_checkpoint.py::test_weights_and_moments_come_back_bit_for_bit",
         "train/steps/test_loss.py::test_families_under_fsdp_equal_the_stock_model",
         "train/steps/test_step.py::test_modes_steps_in_free_mode_and_after_an_error",

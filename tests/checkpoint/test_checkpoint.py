@@ -163,7 +163,7 @@ def test_the_files_of_a_checkpoint_are_files_by_rank_by_their_sizes() -> None:
 def opened(
     world: World, optimizer: str = "adamw", preset: str = "qwen3-tiny", seed: int = 0
 ) -> tuple[nn.Module, Optimizer]:
-    model = prepare(load_model(None, preset, dtype="float32", seed=seed, vocab_size=64), world, probe=False)
+    model = prepare(load_model(None, preset, dtype="float32", seed=seed, vocab_size=64), world)
     return model, build_optimizer(model, optimizer, 1e-2, 0.1)
 
 
@@ -412,7 +412,7 @@ def is_on_a_full_disk(rank: int, root: Path, world: World, patch: pytest.MonkeyP
             changed.setattr(checkpoint_module, name, work)
             texts.append(refusal(save_checkpoint, root, model, optim, world, step=2, state={}, keep=1))
     other, other_optim = opened(world, preset="llama-tiny")
-    wide = prepare(load_model(None, "qwen3-tiny", dtype="float32", seed=0, vocab_size=80), world, probe=False)
+    wide = prepare(load_model(None, "qwen3-tiny", dtype="float32", seed=0, vocab_size=80), world)
     texts += [refusal(load_checkpoint, path, other, other_optim, world)]
     return [*texts, refusal(load_checkpoint, path, wide, None, world)]
 

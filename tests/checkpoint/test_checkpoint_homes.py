@@ -66,7 +66,7 @@ ALL_AT_ONCE = ParallelConfig(tp=2, pp=2, ep=2, sequence_parallel=True)
 CHAINS = {
     "qwen3": (
         Leg(1, 4, ParallelConfig(tp=2, sequence_parallel=True), {"planner": "dynamic"}),
-        Leg(2, 2, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zbv"), {"planner": "padded"}),
+        Leg(2, 2, ParallelConfig(pp=2, vpp=2, pipeline_schedule="zero_bubble"), {"planner": "padded"}),
     ),
     "qwen3-moe": (
         Leg(1, 8, ALL_AT_ONCE, {"planner": "dynamic"}),

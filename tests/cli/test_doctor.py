@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from longspan.cli import doctor, doctor_model, processes
+from longspan.cli import doctor_model, processes
 from longspan.cli.doctor import Check, rank_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Proof, outcome_text, proof_json, proof_text
+from longspan.doctor.proof import Outcome, Proof, WorldFacts, proof_json, proof_text
 from longspan.errors import CommError
 from longspan.model import preset_config
 
@@ -25,28 +25,14 @@ def test_versions() -> None:
     assert not all(check.good is not False for check in version_checks({"torch": "2.13.0", "numpy": "2.0"}))
 
 
-def _parity(case: Case, **changes: Any) -> dict[str, Any]:
-    outcome = replace(Outcome(case, "exact", 1e-16, 1e-15, "weight", 1e-12), **changes)
-    return outcome.row() | {"found": outcome_text(outcome)}
-
-
 def test_ranks() -> None:
-    groups = [{"ranks": [0, 1], "kind": "parent", "seconds": 0.01}]
-    details = {"ranks": 2, "device": "cpu", "backend": "gloo", "groups": groups}
-    wrong = _parity(Case(cp=2), status="wrong", loss_error=float("nan"))
-    checks = list(rank_checks(details | {"parity": [_parity(Case(cp=2)), wrong]}))
+    world = WorldFacts(2, "cpu", "gloo", ({"ranks": [0, 1], "kind": "parent", "seconds": 0.01},))
+    exact = Outcome(Case(cp=2), "exact", 1e-16, 1e-15, "weight", 1e-12)
+    wrong = replace(exact, status="wrong", loss_error=float("nan"))
+    checks = list(rank_checks(Proof((exact, wrong), (world,))))
     assert [check.good for check in checks] == [None, True, False]
     assert checks[0] == Check("group", "parent of 2", "made in 10 ms (2 ranks on cpu, gloo)", None)
     assert "loss nan" in checks[2].found and "allowed 1.0e-12" in checks[1].found
-
-
-def test_levels_are_said_once_whatever_the_dtype() -> None:
-    levels = "level one, a2a: (0, 1) (2, 3); level two, p2p: (0, 2) (1, 3)"
-    hierarchical = _parity(Case(cp=4, cp_comm_type="a2a+p2p", sizes=(2, 2)), levels=(levels,))
-    details = {"ranks": 4, "device": "cpu", "backend": "gloo", "groups": []}
-    checks = list(rank_checks(details | {"parity": [hierarchical, hierarchical | {"dtype": "float32"}]}))
-    assert checks[0].name == "float64, cp 4, a2a+p2p (2, 2)"
-    assert checks[2:] == [Check("group", "cp 4, a2a+p2p (2, 2)", f"ranks of {levels}", None)]
 
 
 def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,15 +50,16 @@ def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_failure_is_a_cross_and_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(processes, "usable_gpus", lambda: 1)
+    for module in (processes, doctor_model):
+        monkeypatch.setattr(module, "usable_gpus", lambda: 1)
     assert main(["doctor", "--world", "2", "--backend", "nccl"]) == 1
     assert "2 processes on this machine need a GPU each, and it has 1 GPU; " in (out := capsys.readouterr().out)
     assert "start at most 1, or give --backend gloo" in out
 
-    def fail(flags: object) -> dict:
+    def fail(*_: object) -> Proof:
         raise CommError("rank 1 left")
 
-    monkeypatch.setattr(doctor, "_compare_small_model", fail)
+    monkeypatch.setattr(doctor_model, "compare_preset", fail)
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "✗  parity" in out and "rank 1 left" in out and "1 check failed" in out
@@ -90,9 +77,6 @@ def test_a_folder_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     result = json.loads(out)
     assert result["good"] and {row["status"] for row in result["cases"]} == {"exact"}
     assert [row["name"] for row in result["cases"]] == ["float64, cp 1, p2p", "float64, cp 1, all_gather"]
-    kernel = result["model"]["kernels"][0]
-    assert kernel["attention"] == "heads of 128" and kernel["layers"] == 36 and kernel["here"].startswith("cpu_flash")
-    assert kernel["on_gpus"].startswith("fa4 (needs")
 
 
 def test_a_refused_model_has_its_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ WRONG = [
     ("train --train.lr=", "--train.lr is ''; it must be a number"),
     ("train --parallel.tp --json", "--parallel.tp has no value; it must be an integer"),
     ("train --train.offload_activations=maybe", "--train.offload_activations is 'maybe'; it must be true or false"),
-    ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, gpipe"),
+    ("train --parallel.pipeline_schedule 1f1", "--parallel.pipeline_schedule is '1f1'; use one of 1f1b, zero_bubble"),
     ("plan --planner dynamc", "--planner is 'dynamc'; did you mean 'dynamic'?, or a function of your own"),
     ("train --train.betas 0.9", "--train.betas is '0.9'; it must be a list of 2 numbers, as in --train.betas 0"),
     ("train --train.betas 0.9 x a.toml", "--train.betas is '0.9 x'; it must be a list of 2 numbers"),

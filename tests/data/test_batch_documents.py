@@ -123,7 +123,7 @@ def test_the_lines_of_the_page_on_own_loops() -> None:
     (block,) = re.findall(r"```text\n(rows = documents_of.*?)```", page, flags=re.DOTALL)
     batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
     with World(Layout(1), backend="gloo") as world:
-        model = prepare(load_model(preset="qwen3-tiny", vocab_size=16), world, probe=False)
+        model = prepare(load_model(preset="qwen3-tiny", vocab_size=16), world)
         names = globals() | {"world": world, "batch": batch, "model": model}
         exec(block, names)
     table = names["table"]

@@ -146,11 +146,9 @@ def test_mutants_are_caught() -> None:
 
 
 def _leave(rank: int, task: Task) -> Any:
-    whole = len(task.cases) == 3
-
     def dies(outcome: Callable[..., Any]) -> Callable[..., Any]:
         def of_case(run: CaseRun, case: Case) -> Outcome:
-            if whole and case == task.cases[1][1] and rank == 1:
+            if case == Case(cp=2) and rank == 1:
                 os._exit(7)
             return outcome(run, case)
 

@@ -1,15 +1,14 @@
-"""Names of models: folders, classes, model types; and the kernels that their true sizes take."""
+"""Names of models: folders, classes, model types."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from longspan.doctor.which_model import find_configuration, kernel_lines
+from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, ModelError
-from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.seams.call_rules import doctor_hint
 
 
@@ -59,16 +58,3 @@ WRONG = [
 def test_names_that_are_refused(name: str, kind: type[Exception], says: str) -> None:
     with pytest.raises(kind, match=says):
         find_configuration(name)
-
-
-def test_kernels_are_those_of_the_true_head_sizes() -> None:
-    (line,) = kernel_lines(LlamaConfig(num_hidden_layers=3), torch.device("cpu"), torch.float32)
-    assert str(line).startswith("heads of 128 (3 layers): cpu_flash (cpu, float32); on a GPU fa4 (needs the extra")
-    gemma = find_configuration("gemma2")
-    gemma.num_hidden_layers = 2
-    gemma.layer_types = gemma.layer_types[:2]
-    lines = kernel_lines(gemma, torch.device("cpu"), torch.float32)
-    assert [line.attention for line in lines] == ["heads of 256, a window, a soft cap", "heads of 256, a soft cap"]
-    assert {line.here for line in lines} == {"reference (cpu, float32)"}
-    shared = kernel_lines(shrink_configuration(CONFIG_MAPPING["zamba2"]()), torch.device("cpu"), torch.float32)
-    assert len(shared) == 1 and shared[0].layers >= 1  # Zamba 2's shared blocks have no layer index

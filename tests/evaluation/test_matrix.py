@@ -183,7 +183,6 @@ def _errors_of(run: Run, stock: Stock, world: World) -> Errors:
     model = prepare(
         model_of(*run.key),
         world,
-        probe=False,
         reshard_after_forward=run.placement != "kept gathered",
         activation_checkpointing=run.placement == "recomputed",
         virtual_stages=home.vpp,

@@ -30,7 +30,7 @@ def most_bytes(rank: int) -> dict[tuple[str, int], int]:
     peaks = dict[tuple[str, int], int]()
     with World(Layout(ranks=4), backend="gloo", timeout=60) as world:
         model = deep("qwen3", torch.float32, 2, 62, intermediate_size=128)  # four times the hidden size, as is usual
-        prepared = prepare(model, world, probe=False, shard_parameters=False)
+        prepared = prepare(model, world, shard_parameters=False)
         for way, degree in itertools.product(WAYS, DEGREES):
             documents = texts([LENGTH] * (4 // degree))  # one for every group
             choice, options = PlanChoice.fixed(degree, cp_comm_type=way), EvaluationOptions(loss_chunk_rows=64)
@@ -75,7 +75,7 @@ def switch(rank: int, looks: tuple[int, ...]) -> list[Used]:
     """Training at degree 2 and evaluation at 1 and 4 in turn; what is used after so many switches of degree."""
     answers = list[Used]()
     with World(Layout(ranks=4), backend=backend(), timeout=60, max_groups=4) as world:
-        model = prepare(deep("qwen3", torch.float32, 1, 62), world, probe=False)
+        model = prepare(deep("qwen3", torch.float32, 1, 62), world)
         optimizer = build_optimizer(model, "sgd", lr=1e-3)
         plan = plan_fixed(TRAINING, world.home, cp=2)
         for count in range(0, looks[-1], 2):  # to evaluation and back

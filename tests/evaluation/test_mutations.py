@@ -57,7 +57,7 @@ def notice(rank: int, exact: Sequence[float]) -> dict[str, set[str]]:
     noticed = dict[str, set[str]]()
     with World(LAYOUT, backend=backend(), timeout=60) as world:
         world.step = 3
-        prepared = prepare(model(), world, probe=False)
+        prepared = prepare(model(), world)
         optimizer = build_optimizer(prepared, "sgd", lr=0.1)
         run_step(prepared, plan_fixed([len(d) for d in TRAINING], LAYOUT, cp=1), TRAINING, world)
         for name, (change, _) in MUTATIONS.items():

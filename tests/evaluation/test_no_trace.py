@@ -38,7 +38,7 @@ class Case:
         model = deep(self.family, torch.float32, 2 * self.layout.pp, 62, attention_dropout=self.dropout)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".layers.1." not in name)
-        prepared = prepare(model, world, probe=False, **self.settings)
+        prepared = prepare(model, world, **self.settings)
         prepared.train()
         for name, module in prepared.named_modules():
             if ".layers.1" in name:
@@ -55,7 +55,7 @@ CASES = {
     "PP": Case(Layout(ranks=4, pp=2), "qwen3-moe"),
     "VPP": Case(Layout(ranks=4, pp=2), settings={"virtual_stages": 2}, dropout=0.3),
     "zero bubbles": Case(Layout(ranks=4, pp=2), settings={"pipeline_schedule": "zero_bubble"}),
-    "PP × TP, ZBV": Case(Layout(ranks=4, pp=2, tp=2), settings={"virtual_stages": 2, "pipeline_schedule": "zbv"}),
+    "PP × TP": Case(Layout(ranks=4, pp=2, tp=2), settings={"virtual_stages": 2, "pipeline_schedule": "zero_bubble"}),
 }
 ALWAYS = ("TP, sequence parallel",)  # over FSDP2, with dropout
 

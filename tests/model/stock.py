@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import World, prepare
+from longspan.model.seams import row_loss
 from longspan.testing import backend
 
 VOCABULARY = 61
@@ -168,8 +170,9 @@ def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tup
 
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
-    """A prepared model whose rows are not tried before its steps: trials take as long as two of them."""
-    prepared = prepare(model, world, probe=False, **options)
+    """A prepared model whose rows and loss are not tried before its steps: trials take as long as two of them."""
+    with patch.object(row_loss, "_try_row_loss"):
+        prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared
 

@@ -96,9 +96,9 @@ def _errors(rank: int, home: Layout, names: Sequence[str], most: int, options: d
     [
         (Layout(ranks=2), ["tied embeddings"], 2, {}),
         pytest.param(Layout(ranks=2), [*CASES][1:], 3, {}, marks=pytest.mark.whole),
-        (Layout(ranks=2, pp=2), ["experts"], 1, {"pipeline_schedule": "zbv", "virtual_stages": 2}),
+        (Layout(ranks=2, pp=2), ["experts"], 1, {"pipeline_schedule": "zero_bubble", "virtual_stages": 2}),
     ],
-    ids=["2 slots", "2 slots, others", "2 folded stages, split backward"],
+    ids=["2 slots", "2 slots, others", "2 stages a rank, split backward"],
 )
 def test_every_measure_is_the_plain_step(home: Layout, names: list[str], most: int, options: dict[str, Any]) -> None:
     for errors in run_ranks(_errors, len(home.ranks), home, names, most, options):

@@ -76,7 +76,7 @@ def test_random_weights_and_the_class_of_a_configuration() -> None:
         model = load_model(config=config_of("llava-clip"), sharded=sharded)
         assert {name for name, _ in model.named_parameters()} == names
         with World(Layout(1), backend="gloo") as world:
-            joined = prepare(model, world, encoder=Layout(1), probe=False)
+            joined = prepare(model, world, encoder=Layout(1))
             assert all(x.isfinite().all() and not x.is_meta for x in weights_of(joined).values())
     assert type(load_model(config=config_of("qwen3.5"), images=True)).__name__ == "Qwen3_5ForConditionalGeneration"
     with pytest.raises(ModelError, match="LlamaConfig stands for no model from images and text to text"):

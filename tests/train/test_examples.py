@@ -115,7 +115,7 @@ def compare(rank: int) -> dict[str, float]:
             stock = stock_of(module, world.device)
             documents, loss, wanted = formula(module, stock)
             wanted.backward()
-            model = prepare(stock_of(module, torch.device("cpu")), world, probe=False)
+            model = prepare(stock_of(module, torch.device("cpu")), world)
             result = run_step(model, module.plan_of(documents, world.home), documents, world, loss=loss)
             exact, gradients = gradients_of(stock), gradients_of(model)
             assert exact.keys() == gradients.keys()

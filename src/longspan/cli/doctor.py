@@ -8,21 +8,23 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.cli.flags import parse_flags
 from longspan.cli.machine import machine_facts, machine_text
-from longspan.cli.processes import Device, choose_processes, is_reporting, usable_gpus
+from longspan.cli.processes import is_reporting
 from longspan.errors import LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.versions import versions
+
+if TYPE_CHECKING:
+    from longspan.doctor.proof import Proof
 
 SUPPORTED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "python": ((3, 11), None),
     "torch": ((2, 11), (2, 16)),
     "transformers": ((5, 17), (6, 0)),
 }
-LOCAL_RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class DoctorFlags:
 
     The comparison runs a Qwen3 of two layers at context-parallel degrees 1, 2 and 4 with every communication type. It
     uses four local processes, one process for each GPU where there are several, or the ranks of torchrun. The result
-    names the process groups that were made, and the ranks of each level of a hierarchical group.
+    names the process groups that were made.
 
     longspan doctor                              this machine, with a small model
 
@@ -88,10 +90,12 @@ def main(argv: Sequence[str]) -> int:
         print("comparing a small model with the stock one: a minute or more", file=sys.stderr, flush=True)
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
-    details: dict[str, Any] = {}
+    ranks: dict[str, Any] = {}
+    from longspan.cli.doctor_model import compare_preset
+
     try:
-        details = _compare_small_model(flags)
-        checks += rank_checks(details)
+        proof = compare_preset(flags.world, flags.backend, flags.timeout_seconds)
+        ranks, checks = asdict(proof.worlds[0]), [*checks, *rank_checks(proof)]
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
     good = all(check.good is not False for check in checks)
@@ -99,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         seconds = time.perf_counter() - began
         if flags.json:
             rows = [asdict(check) for check in checks]
-            print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": details}, indent=1))
+            print(json.dumps({"good": good, "seconds": seconds, "checks": rows, "ranks": ranks}, indent=1))
         else:
             marks = {True: "✓", False: "✗", None: "·"}
             rows = [(marks[check.good], check.area, check.name, check.found) for check in checks]
@@ -171,34 +175,17 @@ def kernel_checks() -> Iterator[Check]:
             yield Check("kernel", kernel.name, f"not here: {lacks[-1]}", None)
 
 
-def rank_checks(details: dict[str, Any]) -> Iterator[Check]:
-    """A check for each process group that was made, and for each comparison with the stock model; `details` is the JSON
-    object of `compare_preset`.
-    """
-    ranks_text = f"{plural(details['ranks'], 'rank')} on {details['device'].split(':')[0]}, {details['backend']}"
-    for record in details["groups"]:
+def rank_checks(proof: "Proof") -> Iterator[Check]:
+    """A check for each process group that was made, and for each comparison with the stock model."""
+    from longspan.doctor.proof import outcome_text
+
+    world = proof.worlds[0]
+    ranks_text = f"{plural(world.ranks, 'rank')} on {world.device.split(':')[0]}, {world.backend}"
+    for record in world.groups:
         name = f"{record['kind']} of {len(record['ranks'])}"
         yield Check("group", name, f"made in {seconds_text(record['seconds'])} ({ranks_text})", None)
-    for row in details["parity"]:
-        yield Check("parity", row["name"], row["found"], row["good"])
-    # Ranks of levels are the same in every dtype: one row of a degree, type and sizes is enough.
-    rows = {(row["cp"], row["cp_comm_type"], str(row.get("sizes"))): row for row in details["parity"]}
-    for row in rows.values():
-        for levels in row.get("levels", ()):
-            yield Check("group", f"cp {row['cp']}, a2a+p2p {tuple(row['sizes'])}", f"ranks of {levels}", None)
-
-
-def _compare_small_model(flags: DoctorFlags) -> dict[str, Any]:
-    from longspan.cli.doctor_model import compare_preset
-
-    gpus = usable_gpus()
-    devices: dict[str, Device] = {"gloo": "cpu", "nccl": "cuda", "auto": "auto"}
-    device = devices[flags.backend]
-    if device == "auto" and gpus == 1 and not flags.world:  # one GPU has no degrees to compare
-        device = "cpu"
-    ranks: dict[str, Any] = {"on_gpus": min(gpus, LOCAL_RANKS), "on_cpus": LOCAL_RANKS}
-    processes = choose_processes(flags.world, device, **ranks, for_cpus="--backend gloo")
-    return compare_preset(processes, flags.timeout_seconds)
+    for outcome in proof.outcomes:
+        yield Check("parity", outcome.case.name, outcome_text(outcome), outcome.good)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
@@ -24,15 +23,16 @@ from longspan.doctor.cases import (
     list_image_cases,
     list_type_cases,
 )
-from longspan.doctor.proof import InWorld, Proof, Ranks, outcome_text, proof_json, proof_text, run_proof
+from longspan.doctor.proof import InWorld, Proof, Ranks, proof_json, proof_text, run_proof
 from longspan.doctor.stock import no_video_reason
-from longspan.doctor.which_model import KernelLine, find_configuration, kernel_lines, reads_images
-from longspan.errors import CommError, LongspanError, plural
+from longspan.doctor.which_model import find_configuration, reads_images
+from longspan.errors import CommError, plural
 from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
 from longspan.model.presets import preset_config
 from longspan.plan.shape.model_shape import has_mixers
 
 LOCAL_RANKS = 4
+Backend = Literal["auto", "gloo", "nccl"]
 VOCABULARY = 97
 DEGREES = (1, 2, 4)
 # By backend: the dtype of which results agree almost exactly, and one whose rounding shows in them.
@@ -46,7 +46,7 @@ def prove_model(
     *,
     head_size: Literal["auto", "true", "small"],
     world: int,
-    backend: Literal["auto", "gloo", "nccl"],
+    backend: Backend,
     timeout: float,
     as_json: bool,
 ) -> int:
@@ -67,11 +67,9 @@ def prove_model(
     worlds = tuple(world for proof in proofs for world in proof.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
     seconds = time.perf_counter() - began
-    if is_reporting():  # about the last processes, which are on GPUs where there are any
-        device = torch.device("cuda" if models[-1]["backend"] == "nccl" else "cpu")
-        lines, note = _kernels_at_true_sizes(config, device)
+    if is_reporting():
         if as_json:
-            model = {"name": name, "copies": models, "kernels": [asdict(line) for line in lines], "note": note}
+            model = {"name": name, "copies": models}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
         else:
             copies = (
@@ -79,27 +77,25 @@ def prove_model(
                 f"{plural(of['ranks'], 'rank')} ({of['backend']})"
                 for of in models
             )
-            heading = [*copies, *(f"attention at true sizes: {line}" for line in lines)]
-            print(proof_text(proof, [*heading, *filter(None, (note, models[-1]["videos"]))], seconds))
+            print(proof_text(proof, [*copies, *filter(None, [models[-1]["videos"]])], seconds))
     return 0 if proof.good else 1
 
 
-def compare_preset(processes: Processes, timeout: float) -> dict[str, Any]:
-    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes; returns a JSON object. Raises
-    CommError where the ranks did not end well.
+def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
+    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes. Raises CommError where the
+    ranks did not end well.
     """
+    processes = next(_list_proof_processes(world, backend))  # with one GPU, which has no degrees, on the CPU
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
     proof = _prove_cases(config, [replace(case, dtype=dtype) for dtype in dtypes for case in cases], processes, timeout)
     if not proof.worlds:  # no ranks came up, and every outcome says why
         raise CommError(proof.outcomes[0].message)
-    world = proof.worlds[0]
-    parity = [outcome.row() | {"found": outcome_text(outcome)} for outcome in proof.outcomes]
-    return asdict(world) | {"groups": list(world.groups), "parity": parity}
+    return proof
 
 
-def _list_proof_processes(world: int, backend: Literal["auto", "gloo", "nccl"]) -> Iterator[Processes]:
+def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
     gpus = usable_gpus()
     cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
     if gpus == 0 or cpus_too or backend == "gloo":
@@ -148,13 +144,3 @@ def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: P
         "backend": processes.backend,
         "videos": videos,
     }
-
-
-def _kernels_at_true_sizes(config: PreTrainedConfig, device: torch.device) -> tuple[tuple[KernelLine, ...], str]:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    try:
-        return kernel_lines(config, device, dtype), ""
-    except LongspanError as error:
-        return (), f"attention at true sizes: {error}"
-    except Exception as error:  # of the model's own code, on the meta device
-        return (), f"attention at true sizes is not known: {type(error).__name__}: {error}"

@@ -179,14 +179,14 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
 
 
 def read_choice_word(value: object, kind: Any) -> object:
-    """Return the choice that true ("full" or "modules") or false ("none") stands for; other values are unchanged."""
+    """Return the choice that true ("full" or "layers") or false ("none") stands for; other values are unchanged."""
     if (
         get_origin(kind) is not Literal
         or not isinstance(value, bool | str)
         or str(value).lower() not in ("true", "false")
     ):
         return value
-    words = ("full", "modules") if str(value).lower() == "true" else ("none",)
+    words = ("full", "layers") if str(value).lower() == "true" else ("none",)
     return next((word for word in words if word in get_args(kind)), value)
 
 

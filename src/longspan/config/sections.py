@@ -74,8 +74,8 @@ class ParallelConfig:
     """Pipeline stages: ranks that each hold a part of the layers."""
     vpp: PositiveInt = 1
     """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
-    pipeline_schedule: Literal["1f1b", "gpipe", "zero_bubble", "zbv"] = "1f1b"
-    """Order of forward and backward passes: 1f1b, gpipe, zero_bubble, or zbv (vpp = 2, folded like a V)."""
+    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order of forward and backward passes: 1f1b, interleaved with vpp above 1, or zero_bubble."""
     ep: PositiveInt = 1
     """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
     dp_replicate: PositiveInt = 1
@@ -96,7 +96,7 @@ class LoraSection:
     alpha: NonNegativeFloat = 0.0
     """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
     dropout: NonNegativeFloat = 0.0
-    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
+    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows."""
     targets: tuple[str, ...] = ()
     """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers, and of
     the other parts that are named."""
@@ -319,9 +319,9 @@ class TrainConfig:
     """rows: multiply in float8 in the linears and experts of decoder layers, with one scale a row; gradients of
     weights, head, norms, routers and adapters in bfloat16. For GPUs of compute capability 8.9 or more
     (docs/precision.md)."""
-    compiled: Literal["auto", "layers", "modules", "none"] = "auto"
-    """Compile with torch.compile: layers (each in two halves around attention), modules (true: norms and MLPs), none
-    (false), or auto: layers on GPUs at tp 1, of models whose hidden states have 2048 features or more."""
+    compiled: Literal["auto", "layers", "none"] = "auto"
+    """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
+    GPUs at tp 1, of models whose hidden states have 2048 features or more."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
     configuration."""

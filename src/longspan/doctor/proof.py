@@ -1,18 +1,15 @@
 """`prove`: whether longspan runs a model exactly here: cases over ranks, each compared with the stock model.
 
-No error of a model leaves `prove`: it becomes the outcome of a case. Cases of one home share a world; a case that ends
-its ranks is followed by a new world for the cases that are left.
+No error of a model leaves `prove`: it becomes the outcome of a case. Cases of one home share a world; where one ends
+its ranks, each has a world of its own.
 """
 
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -53,7 +50,6 @@ from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.call_rules import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
-from longspan.plan.micro_batch import Levels, group_levels, hierarchical_groups
 from longspan.train import run_step
 from longspan.train.step_inputs import check_step
 
@@ -67,7 +63,7 @@ class Outcome:
 
     "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
     rank that died or did not end; "not built": the stock model itself cannot run. Errors are None where nothing was
-    compared. `levels` has the ranks of the levels of hierarchical groups.
+    compared.
     """
 
     case: Case
@@ -78,7 +74,6 @@ class Outcome:
     tolerance: float | None = None
     message: str = ""
     seconds: float = 0.0
-    levels: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -158,15 +153,14 @@ class Task:
     documents: list[np.ndarray]
     backend: str
     timeout: float
-    record: str = ""  # a file, to which the first rank adds a line for each outcome
     show: bool = False
     architecture: type | None = None  # of a configuration without a class in transformers
     image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
 
 
 def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
-    """Run every case in one world; returns the world's facts and the outcomes by number, which are recorded at once.
-    The first error in a step is raised, and ends the world.
+    """Run every case in one world; returns the world's facts and the outcomes by number. The first error in a step is
+    raised, and ends the world.
     """
     outcomes: dict[int, Outcome] = {}
     register_class(task.config, task.architecture)
@@ -177,10 +171,6 @@ def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
             run = CaseRun(task, world, cases[0][1])
             for number, case in cases:
                 outcome = outcomes[number] = run.run_case(case)
-                if world.rank == task.home.ranks[0] and task.record:
-                    line = json.dumps(asdict(outcome) | {"number": number, "case": None})  # the number stands for it
-                    with open(task.record, "a", encoding="utf-8") as file:  # noqa: PTH123
-                        file.write(line + "\n")
                 if world.rank == task.home.ranks[0] and task.show:
                     text = f"{case.name}: {outcome.status} ({outcome.seconds:.1f} s)"
                     print(text, file=sys.stderr, flush=True)
@@ -205,7 +195,7 @@ class CaseRun:
         config = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.image_documents) if first.encoder else task.documents
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
-        encoder = None
+        encoder: Any = None
         if first.encoder:
             home = Layout(len(task.home.ranks), tp=first.encoder)
             recompute = first.recompute
@@ -239,11 +229,6 @@ class CaseRun:
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
-        plane = self.world.plane  # the ranks of slots, with this rank's pipeline stage and tp position
-        levels = [
-            Levels(*(tuple(tuple(plane[s] for s in slots) for slots in level) for level in (pair.a2a, pair.p2p)))
-            for pair in map(group_levels, hierarchical_groups(plan.micro_batches))
-        ]
         return Outcome(
             case,
             "exact" if max(loss, gradient or 0.0) <= expected.tolerance else "wrong",
@@ -252,7 +237,6 @@ class CaseRun:
             parameter,
             expected.tolerance,
             seconds=self._began - began,
-            levels=tuple(map(str, levels)),
         )
 
     def _plan_case(self, case: Case) -> Plan:
@@ -296,7 +280,7 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 class Ranks:
     """What a proof runs on: `count` processes; `timeout` is how long a rank waits for the others, in seconds; with
     `show` the first rank prints each outcome. `launch` runs a function on every rank and returns the first one's
-    result; None: on local processes, which are started again where a case ends them.
+    result; None: on local processes, which are started again for each case where one ends them.
     """
 
     count: int
@@ -366,43 +350,20 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
 
 
 def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[int, Outcome]:
-    """The error that ended a world is the outcome of its first case without one; the next world takes those
-    after it.
-    """
-    outcomes: dict[int, Outcome] = {}
-    pending = list(task.cases)
-    with tempfile.TemporaryDirectory(prefix="longspan-proof-") as folder:
-        while pending:
-            record, failure = Path(folder) / f"{len(pending)}.jsonl", None
-            world_task = replace(task, cases=tuple(pending), record=str(record))
-            count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(pending)
-            try:
-                if ranks.launch is not None:
-                    world, new_outcomes = ranks.launch(run_cases, world_task, count, seconds)
-                else:
-                    world, new_outcomes = run_local(run_cases, count, (world_task,), timeout=seconds, grace=5.0)[0]
-                worlds.append(world)
-            except Exception as error:
-                failure, new_outcomes = error, _read_outcomes(world_task)
-            outcomes |= new_outcomes
-            pending = [(number, case) for number, case in pending if number not in outcomes]
-            if pending and failure is not None:
-                number, case = pending.pop(0)
-                # Ranks lose each other by a CommError, as when one of them died.
-                refused = isinstance(failure, LongspanError) and not isinstance(failure, CommError)
-                outcomes[number] = Outcome(case, "refused" if refused else "crashed", message=error_text(failure))
-            if ranks.launch is not None:  # torchrun's processes: nothing here can start them again
-                reason = "ranks had ended in the case before"
-                return outcomes | {number: Outcome(case, "crashed", message=reason) for number, case in pending}
-    return outcomes
-
-
-def _read_outcomes(task: Task) -> dict[int, Outcome]:
-    record = Path(task.record)
-    cases, outcomes = dict(task.cases), dict[int, Outcome]()
-    for line in record.read_text().splitlines() if record.exists() else []:
-        fields: dict[str, Any] = json.loads(line)
-        number = fields.pop("number")
-        fields |= {"case": cases[number], "levels": tuple(fields["levels"])}  # JSON has lists only
-        outcomes[number] = Outcome(**fields)
+    """Where an error ends the world, each of several cases runs in a world of its own, and then has its own error."""
+    count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
+    try:
+        if ranks.launch is not None:
+            world, outcomes = ranks.launch(run_cases, task, count, seconds)
+        else:
+            world, outcomes = run_local(run_cases, count, (task,), timeout=seconds, grace=5.0)[0]
+    except Exception as error:
+        if len(task.cases) > 1 and ranks.launch is None:  # nothing here can start torchrun's processes again
+            alone = [replace(task, cases=(numbered,)) for numbered in task.cases]
+            return {n: outcome for part in alone for n, outcome in _run_home_cases(part, ranks, worlds).items()}
+        # Ranks lose each other by a CommError, as when one of them died.
+        refused = isinstance(error, LongspanError) and not isinstance(error, CommError)
+        status: Status = "refused" if refused else "crashed"
+        return {number: Outcome(case, status, message=error_text(error)) for number, case in task.cases}
+    worlds.append(world)
     return outcomes

@@ -1,13 +1,13 @@
-"""The configuration that `longspan doctor --model` names, and which attention kernel runs it at its true head sizes."""
+"""The configuration that `longspan doctor --model` names, and the kernels of GPUs for a call of attention."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -15,14 +15,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from longspan.attention import KERNELS, AttendCall, Mask, choose_kernel
+from longspan.attention import KERNELS, AttendCall
 from longspan.attention.kernels import Kernel
-from longspan.errors import AttentionError, ConfigError, import_object
+from longspan.errors import ConfigError, import_object
 from longspan.hub import find_local
-from longspan.model.exactness.small_copies import reads_images_alone
-from longspan.model.experts.moe import use_experts
-from longspan.model.seams.attention_calls import IMPLEMENTATION, RecordedCall, number_layers
-from longspan.model.seams.meta_pass import record_model
 from longspan.model.weights.hf_folder import read_configuration
 
 
@@ -89,53 +85,6 @@ def _suggest_names(name: str) -> str:
 
 
 GPU = torch.device("cuda")
-
-
-@dataclass(frozen=True)
-class KernelLine:
-    attention: str
-    layers: int
-    here: str
-    on_gpus: str
-
-    def __str__(self) -> str:
-        gpu = f"; on a GPU {self.on_gpus}" if self.on_gpus else ""
-        return f"{self.attention} ({self.layers} layers): {self.here}{gpu}"
-
-
-def kernel_lines(config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> tuple[KernelLine, ...]:
-    """Describe each kind of attention of a model at its true sizes, and its kernels, those of GPUs best first. The
-    model is made on the meta device. Raises what its own code raises if it cannot run there, ModelError if it is
-    refused.
-    """
-    with torch.device("meta"):
-        automatic = AutoModelForImageTextToText if reads_images_alone(config) else AutoModelForCausalLM
-        copy = type(config).from_dict(config.to_dict())
-        model = automatic.from_config(copy, dtype=torch.bfloat16, trust_remote_code=False)
-    model.set_attn_implementation(IMPLEMENTATION)
-    number_layers(model)
-    use_experts(model)
-    kinds: dict[tuple[int, int, int | None, float | None], list[RecordedCall]] = {}
-    for call in record_model(model).calls:
-        kinds.setdefault((call.head_size, call.value_size, call.window, call.softcap), []).append(call)
-    lines: list[KernelLine] = []
-    for (size, value_size, window, softcap), calls_of_kind in kinds.items():
-        # One head of each: the choice of a kernel depends neither on how many there are, nor on chunks of keys.
-        call = AttendCall(1, 1, size, value_size, dtype, device, Mask(window=window), softcap=softcap)
-        sizes = f"heads of {size}" + ("" if value_size == size else f" with values of {value_size}")
-        features = {"a window": window is not None, "a soft cap": softcap is not None, "sinks": calls_of_kind[0].sinks}
-        here = f"({device.type}, {str(dtype).removeprefix('torch.')})"
-        try:
-            local = f"{choose_kernel(call).name} {here}"
-        except AttentionError as error:
-            local = f"none {here}: {error}"
-        on_gpus = ""
-        if device.type != "cuda":
-            words = [k.name + (f" (needs {k.needs})" if k.needs != "nothing" else "") for k in list_gpu_kernels(call)]
-            on_gpus = ", else ".join(words) or "none"
-        text = ", ".join([sizes, *(feature for feature, is_asked in features.items() if is_asked)])
-        lines.append(KernelLine(text, len(calls_of_kind), local, on_gpus))
-    return tuple(lines)
 
 
 def list_gpu_kernels(call: AttendCall) -> list[Kernel]:

@@ -1,14 +1,13 @@
-"""Decoder layers compiled by torch.compile: each as two halves around attention, or only its norms and MLPs.
+"""Decoder layers compiled by torch.compile, each as two halves around attention.
 
 Graphs are for all layers of a kind and two rows or more; attention, mixers, experts and what crosses ranks run between
 them. They are made within the checkpoint (around the layer's call in transformers 5.17, in its forward in 5.23), as
-around one with contexts nothing is compiled. Layers with a forward of their own are compiled in norms and MLPs.
+around one with contexts nothing is compiled. Layers with a forward of their own are left as they are.
 """
 
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from types import FunctionType, MethodType
@@ -25,7 +24,7 @@ from longspan.model.experts.moe import note_layer_arguments, remove_argument_hoo
 from longspan.model.layers import architecture_name, expert_modules
 from longspan.model.mtp import layers_and_depths
 from longspan.model.seams.mixers import find_mixers, run_outside_graphs
-from longspan.model.seams.norms import runs_in_one_pass, use_class_norms
+from longspan.model.seams.norms import use_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
 BACKEND = "inductor"
@@ -35,18 +34,15 @@ _STARTING = Lock()  # held while processes that compile are started
 _FUNCTIONS = (FunctionType, MethodType)
 
 
-def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
-    """Return what `compiled` stands for: True is "modules", False "none", "auto" a choice for this model and device.
-
-    "auto" is "layers" on GPUs for models of 2,048 features or more without tensor parallelism, else "none".
-    Raises ModelError for an unknown word.
+def read_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
+    """Return "layers" or "none"; "auto" is "layers" on GPUs for models of 2,048 features or more without tensor
+    parallelism. Raises ModelError for an unknown word.
 
     >>> read_compiled_parts("auto", model, torch.device("cpu"))
     'none'
     """
-    word = ("modules" if word else "none") if isinstance(word, bool) else word
     if word not in get_args(Compiled):
-        raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}, True or False")
+        raise ModelError(f"compiled is {word!r}; use {', '.join(map(repr, get_args(Compiled)))}")
     if word == "auto":
         # Another class of model is refused later, by `check_model`.
         if device.type != "cuda" or not isinstance(model, PreTrainedModel):
@@ -55,46 +51,24 @@ def read_compiled_parts(word: bool | str, model: nn.Module, device: torch.device
     return cast(Compiled, word)
 
 
-@dataclass(frozen=True)
-class CompiledParts:
-    """How many layers are compiled around attention, how many only in norms and MLPs, and why these are not."""
-
-    layers: int = 0
-    in_modules: int = 0
-    reasons: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Say in one line what is compiled; "" where nothing is."""
-        words = [f"{plural(self.layers, 'layer')} around attention"] if self.layers else []
-        if self.in_modules:
-            because = f" ({'; '.join(self.reasons)})" if self.reasons else ""
-            words.append(f"norms and MLPs of {plural(self.in_modules, 'layer')}{because}")
-        return ", ".join(words)
-
-
-def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> CompiledParts:
+def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> str:
     """Compile decoder layers in place, of the models (stages) that were placed on this rank, each at its first call.
 
-    >>> str(compile_layers([model], "layers"))
+    Returns in words what is compiled, and what is not; "" where nothing is.
+
+    >>> compile_layers([model], "layers")
     '36 layers around attention'
     """
     if word == "none":
-        return CompiledParts()
-    whole_layers, layers_in_modules, reasons = 0, 0, dict[str, None]()
-    for layer in [layer for model in models for layer in layers_and_depths(model).values()]:
-        is_replaced = "forward" in vars(layer) or not inspect.isfunction(_own_forward(layer))
-        if word == "layers" and not is_replaced:
+        return ""
+    layers = [layer for model in models for layer in layers_and_depths(model).values()]
+    replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(_own_forward(x))]
+    for layer in layers:
+        if layer not in replaced:
             _compile_layer(layer)
-            whole_layers += 1
-            continue
-        layers_in_modules += 1
-        for inner in layer.modules():  # not norms that run by a kernel of our own; of tiles, the forward of one
-            name = type(inner).__name__
-            if not _compile_tiles(inner) and name.endswith(("RMSNorm", "MLP")) and not runs_in_one_pass(inner):
-                inner.compile(dynamic=True, backend=BACKEND)
-        if word == "layers":
-            reasons[f"the forward of {architecture_name(layer)} was replaced"] = None
-    return CompiledParts(whole_layers, layers_in_modules, tuple(reasons))
+    classes = " and ".join(dict.fromkeys(map(architecture_name, replaced)))
+    left_out = f", {plural(len(replaced), 'layer')} not: the forward of {classes} was replaced" if replaced else ""
+    return f"{plural(len(layers) - len(replaced), 'layer')} around attention{left_out}"
 
 
 def graphs_text() -> str:
@@ -106,15 +80,7 @@ def graphs_text() -> str:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether anything inside a model is compiled."""
-    return any(module._compiled_call_impl is not None or _IS_COMPILED in vars(module) for module in model.modules())
-
-
-def _compile_tiles(module: nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    if not isinstance(forward, TiledForward):
-        return False
-    forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
-    return True
+    return any(_IS_COMPILED in vars(module) for module in model.modules())
 
 
 def _compile_layer(layer: nn.Module) -> None:
@@ -123,7 +89,9 @@ def _compile_layer(layer: nn.Module) -> None:
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
     with_objects = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
     for module in (*find_mixers(layer).values(), *with_objects):
-        _compile_tiles(module)
+        forward = vars(module).get("forward")
+        if isinstance(forward, TiledForward):  # tiles: the forward of one
+            forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
         run_outside_graphs(module)
     remove_argument_hooks(layer)  # `_LayerRun` does what they do
     run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)

@@ -3,7 +3,6 @@
 It is decided in `sharding.py` and by the probe; nothing here changes it. `check_same_kernels` compares the ranks'.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from longspan.attention import AttendCall, choose_kernel
-from longspan.comm import World, on_all_ranks
+from longspan.comm import World
 from longspan.errors import ModelError
 
 
@@ -19,7 +18,7 @@ from longspan.errors import ModelError
 class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
-    `calls` is empty without a probe; `kernel` is the one requested by name; `mixers` counts state-space layers;
+    `kernel` is the one requested by name; `mixers` counts state-space layers;
     `float8` and `compiled` say in words what computes so.
     """
 
@@ -75,30 +74,15 @@ def check_same_kernels(execution: Execution, world: World) -> None:
     Where heads are exchanged, backward of a selective layer sends the output or its products with dout, by the kernel:
     ranks would wait for messages of another size.
     """
-
-    def join_ranks(ours: _Ranks, theirs: _Ranks) -> _Ranks:
-        return {kernels: ours.get(kernels, []) + theirs.get(kernels, []) for kernels in {**ours, **theirs}}
-
-    ranks = world.control.reduce_object({execution.kernels: [world.rank]}, join_ranks, "kernels of attention")
-    if ranks is not None and len(ranks) > 1:  # None only if every rank had given None
-        words = "; ".join(
-            f"{' and '.join(kernels)} on {_ranks_text(ranks_of_kernels)}" for kernels, ranks_of_kernels in ranks.items()
-        )
-        raise on_all_ranks(
-            ModelError(
+    first, *others = world.control.gather_objects(execution.kernels, "kernels of attention")
+    for rank, kernels in zip(world.home.ranks[1:], others, strict=True):
+        if kernels != first:
+            raise ModelError(
                 "selective layers need the same kernel of attention on every rank, for under a2a and a2a+p2p its "
-                f"backward decides what is sent; found {words}; name one that all ranks have (attention_kernel=), "
-                "install the same packages on every host, or recompute with 'full' or 'exchanged'"
+                f"backward decides what is sent; found {' and '.join(first)} on rank {world.home.ranks[0]}, "
+                f"{' and '.join(kernels)} on rank {rank}; name one that all ranks have (attention_kernel=), install "
+                "the same packages on every host, or recompute with 'full' or 'exchanged'"
             )
-        )
-
-
-_Ranks = dict[tuple[str, ...], list[int]]
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _limits_text(call: AttendCall) -> str:

@@ -49,7 +49,6 @@ from longspan.model.seams.call_rules import (
     make_layers_causal,
     position_table,
 )
-from longspan.model.seams.meta_pass import FirstPass
 from longspan.model.seams.mixers import find_mixers, shard_mixers
 from longspan.model.seams.norms import fuse_norms, split_long_norms
 from longspan.model.seams.rope import choose_frequencies_by_document
@@ -77,8 +76,7 @@ class PrepareOptions:
     attention_kernel: str | None = None
     fused_norms: Literal["auto", "on", "off"] = "auto"
     float8: Literal["", "rows"] = ""
-    compiled: bool | str = "none"
-    probe: bool = True
+    compiled: Literal["auto", "layers", "none"] = "none"
     virtual_stages: int = 1
     pipeline_schedule: str = "1f1b"
     sequence_parallel: bool = False
@@ -136,17 +134,6 @@ def prepare(
 ) -> MultimodalModel: ...
 
 
-@overload
-def prepare(
-    model: PreTrainedModel | nn.Module,
-    world: World,
-    *,
-    encoder: "Layout | World | EncoderHome | None",
-    options: PrepareOptions | None = None,
-    **changes: Any,
-) -> PreTrainedModel | PipelineModel | MultimodalModel: ...
-
-
 def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,
@@ -175,10 +162,9 @@ def prepare(
     attention_kernel: a row of `longspan.attention.KERNELS`; without it each call takes the first that can.
     fused_norms: RMS norms as one kernel: "on", "off", or "auto": on GPUs, those that can.
     float8: "rows": linears and experts of decoder layers multiply in float8 (docs/precision.md).
-    compiled: "layers" (each as two halves around attention), "modules" or True (its norms and MLPs), "none", or "auto":
-        layers on GPUs without tensor parallelism, from 2048 features on.
-    probe: False: no trial on the meta device that every layer reaches `attend`; the first pass shows it.
-    virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b", "gpipe", "zero_bubble" or "zbv".
+    compiled: "layers" (each as two halves around attention), "none", or "auto": layers on GPUs without tensor
+        parallelism, from 2048 features on.
+    virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b" or "zero_bubble".
     sequence_parallel: where `home.tp` is above 1, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
     encoder: the home of tower and projector of a model from images and text: a Layout over the same ranks, an open
         World of one, or an `EncoderHome`.
@@ -239,7 +225,7 @@ def prepare_language_model(
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
         raise_first_error(world, float8_error(model, options.float8, placement, world))
     kernel, stages = options.attention_kernel, pipeline.stages
-    evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel, probe=options.probe)
+    evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
     if evidence.adapter is None and not is_tied(model):  # transformers keeps two matrices that a folder has, if unequal
@@ -251,8 +237,7 @@ def prepare_language_model(
     execution = Execution(*dtypes, evidence.calls, options.attention_kernel, mixers, float8)
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
-    # Over stages always tried here: an error in the first pass would come on the last stage only, while others wait.
-    tried = add_row_loss(model, probe=options.probe or world.home.pp > 1, required=options.probe)
+    add_row_loss(model)
     rules = CallRules(
         type(model).__name__,
         kernel,
@@ -266,20 +251,17 @@ def prepare_language_model(
     weights = pop_deferred_weights(model)  # None: the model has its weights already
     offload = placement.recomputation.make_offload(world)
     if world.home.pp > 1:
-        prepared = _place_stages(model, placement, pipeline, offload, tried=tried)
-        prepared.probed = options.probe
+        prepared = _place_stages(model, placement, pipeline, offload)
         models = [stage.model for stage in prepared.stages]
     else:
         prepared, models = model, [model]
         placement.place_layers(model, model, offload, has_experts=bool(expert_modules(model)))
-        if not options.probe:
-            FirstPass(prepared)  # hooks of the model: its first call shows what the trial would have shown
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)
-    parts = compile_layers(models, compiled)
+    compiled_text = compile_layers(models, compiled)
     values: Any = prepared
-    values.call_rules, values.execution = rules, replace(execution, compiled=str(parts))
+    values.call_rules, values.execution = rules, replace(execution, compiled=compiled_text)
     guard_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
@@ -309,19 +291,14 @@ def _connect_operations(model: PreTrainedModel) -> None:
 
 
 def _place_stages(
-    model: PreTrainedModel,
-    placement: Placement,
-    pipeline: PipelineSettings,
-    offload: HostOffload | None,
-    *,
-    tried: bool,
+    model: PreTrainedModel, placement: Placement, pipeline: PipelineSettings, offload: HostOffload | None
 ) -> PipelineModel:
     """A stage is a copy without the forward that takes `row_loss`, which is set anew where the head is."""
     dtype, has_experts = placement.dtype_of(model), bool(expert_modules(model))
     stages = cut_into_stages(model, placement.world, pipeline)
     for stage in stages:
         if stage.last:
-            add_row_loss(stage.model, probe=False, tried=tried)
+            add_row_loss(stage.model, tried=True)
         placement.place_layers(stage.model, stage, offload, has_experts=has_experts)
     return PipelineModel(model, placement.world, stages, pipeline, dtype)
 

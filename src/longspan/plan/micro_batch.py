@@ -1,12 +1,11 @@
 """Groups of slots that work on documents, the two levels of hierarchical ones, and the micro-batches they make up."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
-from longspan.errors import PlanError
 from longspan.layout import Partition
 
 CommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p", "auto"]
@@ -110,41 +109,6 @@ class MicroBatch:
         return max(rows.values(), default=0)
 
 
-Slots = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Levels:
-    """Level one, `a2a`: runs of neighbouring members. Level two, `p2p`: every a2a-th member.
-
-    >>> group_levels(Group((0, 1, 2, 3), (0,), (64,), "a2a+p2p", (2, 2)))
-    Levels(a2a=((0, 1), (2, 3)), p2p=((0, 2), (1, 3)))
-    """
-
-    a2a: tuple[Slots, ...]
-    p2p: tuple[Slots, ...]
-
-    def __str__(self) -> str:
-        inner, outer = (
-            " ".join(f"({', '.join(map(str, slots))})" for slots in level) for level in (self.a2a, self.p2p)
-        )
-        return f"level one, a2a: {inner}; level two, p2p: {outer}"
-
-
-def group_levels(group: Group) -> Levels:
-    """Return the levels of a group. Raises PlanError for sizes that do not multiply to its degree."""
-    sizes, slots = group.hierarchical_context_parallel_sizes, group.slots
-    if sizes is None or sizes[0] * sizes[1] != len(slots):
-        raise PlanError(
-            f"hierarchical_context_parallel_sizes {sizes} do not make the degree {len(slots)} of slots {slots}"
-        )
-    inner = sizes[0]
-    return Levels(
-        tuple(slots[first : first + inner] for first in range(0, len(slots), inner)),
-        tuple(slots[i::inner] for i in range(inner)),
-    )
-
-
 def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """Fit the configured sizes (a2a, p2p), or only the a2a size, to a group of this degree: the a2a size becomes the
     largest number that divides the configured one and the degree.
@@ -154,18 +118,6 @@ def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """
     inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
     return inner, degree // inner
-
-
-def hierarchical_groups(micro_batches: Sequence[MicroBatch]) -> Iterator[Group]:
-    """Yield the groups that have two levels, in order; of those with equal slots and sizes the first."""
-    seen: set[tuple[Slots, object]] = set()
-    for batch in micro_batches:
-        for group in batch.groups:
-            types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
-            key = (group.slots, group.hierarchical_context_parallel_sizes)
-            if group.degree > 1 and "a2a+p2p" in types and key not in seen:
-                seen.add(key)
-                yield group
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:

@@ -17,6 +17,7 @@ from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
+    LANGUAGE_MODEL,
     PARTS,
     PROJECTOR,
     RANDOM,
@@ -291,12 +292,15 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError(f"{both}, which trains its weights whole; leave one out")
     if lora.dropout >= 1:
         raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
-    encoder_tp = config.encoder.tp if parts_with_adapter(config) else 1
-    for key, tp in (("encoder.tp", encoder_tp), ("parallel.tp", config.parallel.tp)):
-        if lora.dropout and tp > 1:
+    split_parts = {
+        "encoder.tp": config.encoder.tp if parts_with_adapter(config) else 1,
+        "parallel.tp": config.parallel.tp if LANGUAGE_MODEL in lora.parts else 1,
+    }
+    for key, tp in split_parts.items():
+        if tp > 1:
             raise ConfigError(
-                f"lora.dropout is {lora.dropout:g} and {key} is {tp}: tensor-parallel ranks would drop different "
-                f"inputs of the same rows; set lora.dropout = 0.0, or {key} = 1"
+                f"lora.rank is {lora.rank} and {key} is {tp}: adapters are not split over tensor-parallel ranks; set "
+                f"{key} = 1, where FSDP2 shards the weights over all slots"
             )
     if config.train.stochastic_rounding:
         raise ConfigError(
@@ -377,11 +381,6 @@ def check_pipeline(config: RunConfig) -> None:
         raise ConfigError(
             f'parallel.pipeline_schedule is "{schedule}" and parallel.pp is 1: there is no pipeline to schedule; use '
             "pp = 2, or leave it out"
-        )
-    if schedule == "zbv" and vpp != 2:
-        raise ConfigError(
-            f'parallel.pipeline_schedule is "zbv", which folds two stages onto each rank, and parallel.vpp is {vpp}; '
-            'use vpp = 2 and pp = 2 or more, or "zero_bubble"'
         )
 
 

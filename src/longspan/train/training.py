@@ -203,7 +203,7 @@ def prepare_run_model(
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already
-    encoder = _encoder_home(config, world, compute_dtype=computes_in) if images else None
+    encoder: Any = _encoder_home(config, world, compute_dtype=computes_in) if images else None
     float8 = config.train.float8
     if float8 and not training and world.control.any_rank(bool(device_lack(world.device))):
         float8 = ""  # an evaluation multiplies nothing in it where a device cannot; `prepare` refuses training there

@@ -105,7 +105,7 @@ def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
     answer, errors = stock_answer(documents, config, made), dict[str, float]()
     with whole_float64(), World(Layout(2), timeout=60) as world:
         for cp in (1, 2):
-            model = prepare(make_tiny_model(config, torch.float64, images=True), world, encoder=Layout(2), probe=False)
+            model = prepare(make_tiny_model(config, torch.float64, images=True), world, encoder=Layout(2))
             longest = -(-max(documents.lengths) // cp)
             plan = plan_fixed(
                 documents.lengths, world.home, cp=cp, targets=documents.targets, max_tokens_per_slot=longest

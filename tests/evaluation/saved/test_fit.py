@@ -25,7 +25,7 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, 3, set(), {}),
     ({"tp": 4, "pp": 2}, 6, set(), {"tp": 2}),
     ({"tp": 4, "pp": 3}, 6, set(), {"tp": 2, "pp": 3}),
-    ({"pp": 2, "pipeline_schedule": "zbv", "vpp": 2}, 1, set(), {}),
+    ({"pp": 2, "pipeline_schedule": "zero_bubble", "vpp": 2}, 1, set(), {}),
     ({"dp_replicate": 4}, 6, set(), {"dp_replicate": 3}),
     ({"ep": 8}, 4, set(), {"ep": 4}),
     ({"ep": 8, "dp_replicate": 2}, 8, set(), {"ep": 4, "dp_replicate": 2}),
@@ -36,7 +36,7 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("word", "tokens", "expected"),
-    [("auto", 5e5, "none"), ("auto", 5e6, "auto"), ("layers", 1, "layers"), ("modules", 5e6, "modules")],
+    [("auto", 5e5, "none"), ("auto", 5e6, "auto"), ("layers", 1, "layers"), ("none", 5e6, "none")],
 )
 def test_layers_are_compiled_for_an_evaluation_that_takes_long(word: str, tokens: float, expected: str) -> None:
     assert choose_compiled_parts(word, preset_config("qwen3-8b"), tokens) == expected

@@ -73,7 +73,7 @@ def _errors(rank: int, home: Layout, cases: Sequence[Case], options: dict[str, A
     return errors
 
 
-SPLIT, SEQUENCE_PARALLEL = {"pipeline_schedule": "zbv", "virtual_stages": 2}, {"sequence_parallel": True}
+SPLIT, SEQUENCE_PARALLEL = {"pipeline_schedule": "zero_bubble", "virtual_stages": 2}, {"sequence_parallel": True}
 TILES = [(name, word, 0, rows) for name in MODELS for word, rows in (("none", 3), ("selective", 5), ("full+host", 1))]
 SEGMENTS = [
     (name, word, size, rows)
@@ -90,7 +90,7 @@ TWO, TP, EP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, ep=2),
 WHOLE: dict[str, tuple[Layout, list[Case], dict[str, Any]]] = {
     "2 slots": (TWO, [*TILES, *SEGMENTS], {}),
     "tp 2": (TP, [*TILES[:9], *SEGMENTS[:9]], {}),
-    "folded stages": (PP, [*TILES[:2], *TILES[6:8], *SEGMENTS[:2], *SEGMENTS[6:8]], SPLIT),
+    "split backward": (PP, [*TILES[:2], *TILES[6:8], *SEGMENTS[:2], *SEGMENTS[6:8]], SPLIT),
     "4 slots": (Layout(ranks=4, ep=2), [*TILES[6:9], *SEGMENTS[6:9]], {}),
     "mixed": (TWO, MIXED, {"reshard_after_forward": False}),
 }

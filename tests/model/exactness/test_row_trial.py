@@ -267,7 +267,7 @@ def _over_ranks(rank: int) -> dict[str, str]:
     answers = dict[str, str]()
     for name, (home, options) in HOMES.items():
         with World(home, backend=backend()) as world:
-            model: Any = prepare(tiny("llama").train(), world, probe=False, **options)
+            model: Any = prepare(tiny("llama").train(), world, **options)
             if "model.layers.1.mlp" in dict(model.named_modules()):
                 _by_hook(model.get_submodule("model.layers.1.mlp"), shifted)
             with pytest.raises(ModelError) as error:

@@ -45,7 +45,7 @@ OF_SLOTS = [
     Case(labelled=True),
     Case(settings=(("shard_parameters", False),)),
     Case(settings=(("activation_checkpointing", "selective"), ("offload_activations", True))),
-    Case(settings=(("probe", False), ("reshard_after_forward", False))),
+    Case(settings=(("reshard_after_forward", False))),
 ]
 HYBRID = [
     Case("qwen3-next, a scan last", plans=("one cp", "dynamic")),
@@ -73,7 +73,7 @@ TOKENS_SPLIT = [
     Case("gemma4", depths=1, settings=(_FULL,), plans=_TWO),
 ]
 TOKENS_IN_STAGES = [
-    Case("zamba2", settings=(_FULL, ("pipeline_schedule", "zbv"), ("virtual_stages", 2)), plans=_TWO),
+    Case("zamba2", settings=(_FULL,), plans=_TWO),
     Case("zamba2", depths=1, settings=(("pipeline_schedule", "zero_bubble"), ("shard_parameters", False)), plans=_TWO),
 ]
 SPLIT = [
@@ -86,8 +86,7 @@ EXPERTS = [Case("qwen3-moe", depths=1, layers=3, settings=(("activation_checkpoi
 STAGES = [
     Case("llama", labelled=True, settings=(("shard_parameters", False),)),
     Case("llama", layers=4, settings=(("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))),
-    Case("llama", layers=4, settings=(("pipeline_schedule", "zbv"), ("virtual_stages", 2))),
-    Case("llama", settings=(("activation_checkpointing", "full"), ("pipeline_schedule", "gpipe"))),
+    Case("llama", layers=4, settings=(("activation_checkpointing", "full"), ("virtual_stages", 2))),
     Case("qwen3-moe", layers=3),
 ]
 
@@ -121,7 +120,6 @@ TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
     "inputs of tokens on 2 slots of tp 2": (Layout(4, tp=2), TOKENS_SPLIT),
     "inputs of tokens in 2 stages": (Layout(2, pp=2), TOKENS_IN_STAGES),
     "adapters and cp 2": (Layout(2), _adapted(_FULL)),
-    "adapters and rows split over tp 2": (Layout(2, tp=2), _adapted(*_ROWS)),
     "adapters and pp 2": (Layout(2, pp=2), _adapted()),
 }
 

@@ -53,8 +53,8 @@ def all_of(ranks: int) -> list[Case]:
         for name in FAMILIES:
             cases.append(Case(name, Layout(2, tp=2), one, 1, options=parts))
             cases.append(Case(name, Layout(2, pp=2), Layout(2, tp=2), 1))
-        zbv = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
-        cases.append(Case("llava-clip", Layout(2, pp=2), one, 1, options=zbv))
+        split = (("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))
+        cases.append(Case("llava-clip", Layout(2, pp=2), one, 1, options=split))
         how = (("activation_checkpointing", True), ("shard_parameters", False))
         cases.append(Case("qwen2.5-vl", one, one, 2, options=how))
     if ranks == 4:
@@ -66,9 +66,7 @@ def all_of(ranks: int) -> list[Case]:
 def _error(case: Case) -> float:
     answer, of_depths = wanted(case.name)
     with whole_float64(), World(case.home) as world:
-        model = prepare(
-            add_drawn_depths(tiny(case.name), DEPTHS), world, encoder=case.encoder, probe=False, **dict(case.options)
-        )
+        model = prepare(add_drawn_depths(tiny(case.name), DEPTHS), world, encoder=case.encoder, **dict(case.options))
         documents = documents_of(image_tokens(config_of(case.name)))
         plan = case.plan(documents.lengths, documents.targets)
         result = run_step(model, plan, documents, world, mtp=MtpLoss(weight=WEIGHT))
@@ -150,7 +148,7 @@ def test_mutations_are_noticed() -> None:
 def test_rows_that_see_later_ones_are_refused(name: str, rows: str) -> None:
     documents = documents_of(image_tokens(config_of(name)))
     with World(Layout(1)) as world:
-        model = prepare(add_drawn_depths(tiny(name), DEPTHS), world, encoder=Layout(1), probe=False)
+        model = prepare(add_drawn_depths(tiny(name), DEPTHS), world, encoder=Layout(1))
         plan = plan_fixed(documents.lengths, world.home, 1, targets=documents.targets)
         with pytest.raises(ModelError, match=f"rows of {rows} see each other.*leave mtp= out"):
             run_step(model, plan, documents, world, mtp=MtpLoss())

@@ -50,7 +50,7 @@ def world() -> Iterator[World]:
 
 def model_on(world: World, *, rank: int = 0) -> Any:
     model: Any = load_model(preset="qwen3-tiny", vocab_size=300)
-    return prepare(add_lora(model, NewAdapter(rank=rank)) if rank else model, world, probe=False)
+    return prepare(add_lora(model, NewAdapter(rank=rank)) if rank else model, world)
 
 
 def test_a_model_replaces_an_older_one_and_nothing_else(tmp_path: Path, world: World) -> None:
@@ -142,26 +142,26 @@ def reload_rank(rank: int, folder: Path) -> str:
     for number, (preset, saved, loaded) in enumerate(LAYOUTS):
         path = folder / str(number)
         with World(Layout(2, **saved), backend=backend(), timeout=60) as world:
-            first = prepare(model_of(preset, 0), world, probe=False)
+            first = prepare(model_of(preset, 0), world)
             save_model(first, path, world)
             expected = whole(first)
         with World(Layout(2, **loaded), backend=backend(), timeout=60) as world:
-            second = prepare(model_of(preset, 1), world, probe=False)
+            second = prepare(model_of(preset, 1), world)
             load_weights(second, path, world)
             found = whole(second)
             shared = expected.keys() & found.keys()
             assert len(shared) > 5 and all(torch.equal(expected[n].cpu(), found[n].cpu()) for n in shared), number
             assert "pp" in saved or "pp" in loaded or expected.keys() == found.keys()
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        first = prepare(model_of("qwen3-tiny", 0, lora=True), world, probe=False)
+        first = prepare(model_of("qwen3-tiny", 0, lora=True), world)
         save_model(first, folder / "adapter", world)
-        second = prepare(model_of("qwen3-tiny", 1, lora=True), world, probe=False)
+        second = prepare(model_of("qwen3-tiny", 1, lora=True), world)
         load_weights(second, folder / "adapter", world)
         one, two = whole(first), whole(second)
         assert all(torch.equal(one[n], two[n]) == ("lora" in n) for n in one if "proj" in n)
         with pytest.raises(ModelError) as refused:
             load_weights(second, folder / "0", world)
-        plain = prepare(model_of("qwen3-moe-tiny", 1), world, probe=False)
+        plain = prepare(model_of("qwen3-moe-tiny", 1), world)
         with pytest.raises(ModelError, match=r"lacks .* weights"):
             load_weights(plain, folder / "0", world)
         return str(refused.value)
@@ -172,14 +172,14 @@ def test_a_folder_comes_back_bit_for_bit_under_another_layout(tmp_path: Path) ->
     assert texts[0] == texts[1] and "has no adapter_model.safetensors, and the model has an adapter" in texts[0]
 
 
-FOLDED = {"pipeline_schedule": "zbv", "virtual_stages": 2}
+INTERLEAVED = {"virtual_stages": 2}
 CASES: dict[str, tuple[Layout, str, str, dict[str, Any]]] = {  # a home, a family, an adapter, how it is prepared
     "shards": (Layout(2), "qwen3", "", {}),
     "pp 2, tied": (Layout(2, pp=2), "qwen3", "", {}),
-    "pp 2, folded": (Layout(2, pp=2), "llama", "", FOLDED),
+    "pp 2, interleaved": (Layout(2, pp=2), "llama", "", INTERLEAVED),
     "experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "", {}),
     "every linear, pp 2": (Layout(2, pp=2), "llama", "every linear", {}),
-    "row-wise, tp 2": (Layout(2, tp=2), "llama", "row-wise alone", {}),
+    "row-wise": (Layout(2), "llama", "row-wise alone", {}),
     "ends": (Layout(2), "llama", "embedding and head", {}),
     "dora": (Layout(2), "llama", "dora", {}),
     "a module that is trained": (Layout(2), "llama", "modules_to_save", {}),
@@ -207,7 +207,7 @@ def compare(rank: int) -> dict[str, dict[str, float]]:
     errors = dict[str, dict[str, float]]()
     for name, (home, family, adapter, options) in CASES.items():
         with World(home, backend=backend(), timeout=60) as world:
-            prepared = prepare(stock(family, adapter), world, probe=False, **options)
+            prepared = prepare(stock(family, adapter), world, **options)
             for merge in (False, True) if adapter else (False,):
                 pairs = [(n, w.clone()) for n, w in weights_by_name(prepared, world, merge_adapter=merge)]
                 assert all(w.device.type == world.device.type and type(w) is Tensor for _, w in pairs)
@@ -232,7 +232,7 @@ def refuse(rank: int) -> list[str]:
     said = list[str]()
     with World(Layout(2), backend=backend(), timeout=60) as world:
         adapted, copied = (
-            prepare(peft.get_peft_model(deep("qwen3", torch.float64, 2, 62), config), world, probe=False)
+            prepare(peft.get_peft_model(deep("qwen3", torch.float64, 2, 62), config), world)
             for config in (
                 peft.LoraConfig(target_modules=["embed_tokens"]),
                 peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),

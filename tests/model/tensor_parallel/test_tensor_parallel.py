@@ -17,10 +17,9 @@ from longspan.model.experts.router import RouterCoefficients
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     PACKED,
-    PARTIAL_GRADIENT,
     ROWWISE,
-    list_partial_gradients,
     list_styles,
+    refuse_unnamed_parameters,
 )
 from longspan.model.tensor_parallel.split_trial import mixes_features, refuse_mixed_features
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
@@ -290,30 +289,19 @@ def test_a_parameter_whose_gradient_would_not_be_a_sum_is_refused(case: str) -> 
     NOT_A_SUM[case](model.get_submodule("model.layers.1.mlp"))
     says = rf"model.layers.1.mlp.\w*\.?{case.partition(' ')[0]} \(\w+\) is not in the .* plan of LlamaForCausalLM"
     with pytest.raises(ModelError, match=says):
-        list_partial_gradients(model, list_styles(model))
+        refuse_unnamed_parameters(model, list_styles(model))
 
 
 def test_parameters_of_attention_and_of_packed_linears_are_refused() -> None:
     model = tiny("llama")
     model.get_submodule("model.layers.0.self_attn").gain = nn.Parameter(torch.ones(4))
     with pytest.raises(ModelError, match=r"model.layers.0.self_attn.gain \(LlamaAttention\)"):
-        list_partial_gradients(model, list_styles(model))
+        refuse_unnamed_parameters(model, list_styles(model))
     model = tiny("llama")
     _activation(model.get_submodule("model.layers.0.mlp"), Gain())
     styles = [x._replace(style=PACKED) if ".mlp." in x.name and x.style == COLWISE else x for x in list_styles(model)]
     with pytest.raises(ModelError, match=r"model.layers.0.mlp.act_fn.gain \(Gain\) is not in the .* plan"):
-        list_partial_gradients(model, styles)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_learnt_activation_is_summed_once(shared: bool) -> None:
-    model, gain = tiny("llama"), Gain()
-    for i in range(2):
-        _activation(model.get_submodule(f"model.layers.{i}.mlp"), gain if shared else Gain())
-    entries = list_partial_gradients(model, list_styles(model))
-    assert [entry.name for entry in entries] == [f"model.layers.{i}.mlp.act_fn.gain" for i in range(2 - shared)]
-    assert all(entry.style == PARTIAL_GRADIENT and entry.parameter == "gain" for entry in entries)
-    assert not gain.gain.is_meta and gain.gain.grad is None
+        refuse_unnamed_parameters(model, styles)
 
 
 # ---- features that depend on each other

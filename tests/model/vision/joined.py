@@ -68,7 +68,7 @@ class _Errors:
 def step(case: Case, answer: Answer, *, trial: bool = True) -> dict[str, float]:
     """The errors of one step; with a trial of rows before it, or not."""
     with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
-        model = prepare(tiny(case.name), world, encoder=case.encoder, probe=False, **dict(case.options))
+        model = prepare(tiny(case.name), world, encoder=case.encoder, **dict(case.options))
         if not trial:
             vars(model.language_model)["modes_of_row_trial"] = {False, True}
         documents = documents_of(image_tokens(config_of(case.name)), case.documents)

@@ -19,7 +19,7 @@ from tests.model.vision.models import tiny
 
 def test_calls_say_which_rows_see_each_other() -> None:
     with World(Layout(1), backend=backend()) as world:
-        model = prepare(tiny("gemma3"), world, encoder=Layout(1), probe=False)
+        model = prepare(tiny("gemma3"), world, encoder=Layout(1))
         shard = bind(plan_fixed([5, 3], world.home, cp=1).micro_batches[0], world)
         inputs = {"input_ids": torch.arange(8)[None], "position_ids": shard.position_ids[None]}
         with pytest.raises(ModelError, match="image see each other, and the shard of 2 documents says nothing"):

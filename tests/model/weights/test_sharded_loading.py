@@ -27,7 +27,7 @@ HOMES: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"dp_replicate": 2}, {}),
     ({"tp": 2}, {}),
     ({"pp": 2}, {}),
-    ({"pp": 2}, {"virtual_stages": 2, "pipeline_schedule": "zbv"}),
+    ({"pp": 2}, {"virtual_stages": 2, "pipeline_schedule": "zero_bubble"}),
     ({"ep": 2}, {}),
     ({"tp": 2, "ep": 2}, {}),
     ({}, {"shard_parameters": False}),

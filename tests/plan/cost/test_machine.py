@@ -250,7 +250,6 @@ def test_products_in_float8_take_less_but_for_gradients_of_weights() -> None:
         ({"compiled": "layers"}, True),
         ({"compiled": "auto"}, True),
         ({"compiled": "auto", "weight_ranks": 2}, False),  # not under tensor parallelism
-        ({"compiled": "modules"}, False),
     ],
 )
 def test_compiled_layers_make_fewer_passes_over_memory(settings: dict[str, Any], less: bool) -> None:

@@ -161,7 +161,7 @@ def prepared_model(
     if depths:
         added: Any = add_mtp(model, depths=depths)
         model = added.to(torch.bfloat16)
-    options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on", "probe": False} | how
+    options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on"} | how
     generator, vocabulary = np.random.default_rng(0), config.get_text_config().vocab_size
     return prepare(model, world, **options), [generator.integers(0, vocabulary, size=length) for length in plan.lengths]
 

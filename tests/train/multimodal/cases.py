@@ -108,7 +108,7 @@ class Case:
             "recomputed": {"activation_checkpointing": True},
             "sequence parallel": {"sequence_parallel": True},
         }
-        return {"probe": False} | options.get(self.model, {})
+        return options.get(self.model, {})
 
     def encoder_options(self, modality: str) -> dict[str, Any]:
         """Keyword arguments of `Encoder`; items of "video" are not shared, and the smallest cap holds one item."""

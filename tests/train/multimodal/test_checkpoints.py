@@ -64,7 +64,7 @@ def _opened(homes: Homes, stack: ExitStack) -> tuple[MultimodalModel, Optimizer,
         stack.enter_context(World(h, backend=backend(), timeout=60)) for h in (homes.language_model, homes.encoder)
     )
     encoder = Encoder(module=prepare_encoder(tower(), beside, shard_parameters=of_encoder), world=beside)
-    language_model = prepare(language_model_of("qwen3", torch.float64), world, probe=False, shard_parameters=of_model)
+    language_model = prepare(language_model_of("qwen3", torch.float64), world, shard_parameters=of_model)
     model = MultimodalModel({"image": encoder}, language_model, world)
     return model, build_optimizer(model, lr=LR, weight_decay=0.1), world
 

@@ -62,7 +62,7 @@ FEW = ("replicas, by chance", "tied ends of a pipeline", "experts")
 
 def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
     model: Any = load_model(None, case.preset, dtype=case.dtype, vocab_size=64, seed=1)
-    model = prepare(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world, probe=False)
+    model = prepare(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world)
     world.seed = 7
     optimizer = make_optimizer(load_config(None, {"train.lr": 1e-2} | case.keys), world, model)
     return model, offload_states(optimizer, world, bucket_bytes=BUCKET) if on_host else optimizer

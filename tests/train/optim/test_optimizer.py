@@ -233,7 +233,7 @@ REFUSED = {
 def _tried(rank: int, home: Layout) -> dict[str, str]:
     said = {}
     with World(home, backend=backend(), timeout=60) as world:
-        model = prepare(load_model(None, "qwen3-tiny", vocab_size=300), world, probe=False)
+        model = prepare(load_model(None, "qwen3-tiny", vocab_size=300), world)
         before = [p.detach().clone() for p in model.parameters()]
         for text in (*FITTING, *REFUSED):
             name, *arguments = text.split()

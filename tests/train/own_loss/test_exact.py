@@ -56,11 +56,11 @@ class Case:
     @property
     def layers(self) -> int:
         """One for each stage at least."""
-        return 4 if self.options == FOLDED else 2
+        return 4 if self.options == SPLIT_BACKWARD else 2
 
 
 SPLIT_ROWS = (("sequence_parallel", True),)
-FOLDED = (("pipeline_schedule", "zbv"), ("virtual_stages", 2))
+SPLIT_BACKWARD = (("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))
 CASES = [
     Case("cp 2, one micro-batch", Layout(2), fixed(2, 50), temperature=0.7),
     Case("cp 2, chunks of two rows", Layout(2), fixed(2, 16), chunk=2, whole=True),
@@ -72,10 +72,9 @@ CASES = [
     Case("pp 2", Layout(2, pp=2), fixed(1, 40), temperature=0.7),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe", whole=True),
     Case("an adapter", Layout(2), dynamic(24), "adapter"),
-    Case("an adapter, tp 2", Layout(2, tp=2), fixed(1, 40), "adapter", whole=True),
     Case("an adapter, pp 2", Layout(2, pp=2), fixed(1, 40), "adapter", whole=True),
     Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3, whole=True),
-    Case("dynamic, folded stages", Layout(4, pp=2), dynamic(24), options=FOLDED, whole=True),
+    Case("dynamic, split backward", Layout(4, pp=2), dynamic(24), options=SPLIT_BACKWARD, whole=True),
     Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16), whole=True),
     Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe"),
 ]  # fmt: skip

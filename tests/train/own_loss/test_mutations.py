@@ -90,7 +90,7 @@ def notice(rank: int) -> dict[str, set[str]]:
     losses = {"weights": None, "tokens": policy_loss}
     losses |= {"sets": DocumentLoss(pair_loss, SETS), "all": DocumentLoss(pair_loss)}
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        model, exact = prepare(deep("qwen3", torch.float64, 1), world, probe=False), wanted(world.device)
+        model, exact = prepare(deep("qwen3", torch.float64, 1), world), wanted(world.device)
         plan = Plan(2, LENGTHS, BATCHES, targets=targets_of(documents)).check()
         for name, (change, how) in MUTATIONS.items():
             noticed[name] = set()

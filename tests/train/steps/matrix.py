@@ -7,7 +7,7 @@ sees the same documents one by one: losses, gradient norms, every gradient of th
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,7 +173,7 @@ def run(
 
 
 def _errors(combination: Combination, wanted: Wanted, world: World, steps: int, rows_tried: bool) -> Errors:
-    prepare_model = prepare_untried if rows_tried else partial(prepare, probe=False)  # probing: `tests/model`
+    prepare_model = prepare_untried if rows_tried else prepare
     model = prepare_model(
         combination.model(),
         world,

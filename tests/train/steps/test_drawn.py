@@ -81,7 +81,7 @@ def draw(seed: int) -> Draw:
     if home.tp > 1 and drawn.random() < 0.4:
         settings["sequence_parallel"] = True
     if home.pp > 1:
-        settings["pipeline_schedule"] = drawn.choice(("1f1b", "gpipe", "zero_bubble"))
+        settings["pipeline_schedule"] = drawn.choice(("1f1b", "zero_bubble"))
     return Draw(seed, family, home, settings)
 
 

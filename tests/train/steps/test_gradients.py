@@ -213,7 +213,7 @@ def _own_clipping(home: Layout, family: str) -> None:
 def _what_cannot_clip(rank: int) -> None:
     documents = texts(LENGTHS)
     with World(Layout(ranks=4), backend=backend(), timeout=60) as world:
-        model = prepare(tiny("qwen3"), world, probe=False)
+        model = prepare(tiny("qwen3"), world)
         with pytest.raises(ModelError, match="max_norm is 0; give a positive norm"):
             clip_grad_norm(model, 0, world)
         run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world)

@@ -44,7 +44,7 @@ CASES = {
     "tp": Case(Layout(4, tp=2), {"sequence_parallel": True}, documents=4),
     "pp": Case(Layout(4, pp=2)),
     "pp, zero bubble": Case(Layout(4, pp=2), {"pipeline_schedule": "zero_bubble"}),
-    "pp, folded": Case(Layout(4, pp=2), {"pipeline_schedule": "zbv", "virtual_stages": 2}, "lockstep", "deep", 4),
+    "pp, interleaved": Case(Layout(4, pp=2), {"virtual_stages": 2}, "lockstep", "deep", 4),
     "ep": Case(Layout(4, ep=2), family="qwen3-moe", documents=4),
     # torch 2.15 adds the two gradients of a tied weight in bfloat16 or in float32, pass by pass: llama's is not tied
     "free": Case(Layout(4), mode="free", family="llama"),

@@ -72,16 +72,14 @@ class Case:
 CASES = [
     Case("qwen3", "1f1b", 2, "recomputed"),
     Case("qwen3", "zero_bubble", 1, "copies"),
-    Case("qwen3", "zbv", 2, "sharded"),
-    Case("llama", "gpipe", 2, "recomputed"),
+    Case("llama", "zero_bubble", 2, "recomputed"),
     Case("llama", "1f1b", 2, "sharded"),
     Case("llama", "zero_bubble", 2, "sharded"),
-    Case("llama", "zbv", 2, "recomputed"),
     Case("gpt-oss", "zero_bubble", 1, "sharded"),
-    Case("gpt-oss", "zbv", 2, "copies"),
+    Case("gpt-oss", "1f1b", 2, "copies"),
     Case("qwen3-moe", "1f1b", 2, "sharded"),  # loads of routers are counted first; the embedding is tied
 ]
-FEW = CASES[:4]  # every schedule; the others run with make test-all
+FEW = CASES[:3]  # every schedule; the others run with make test-all
 
 
 def plans_of(case: Case, home: Layout) -> tuple[str, ...]:
@@ -197,8 +195,8 @@ def _random_plans() -> None:
     draw = np.random.default_rng(0)
     with World(HOME, backend=backend(), timeout=60) as world:
         wanted = _stock("qwen3", world.device)
-        for schedule, vpp in (("zero_bubble", 2), ("zbv", 2)):
-            model = Case("qwen3", schedule, vpp, "sharded").prepared(world)
+        for _ in range(2):
+            model = Case("qwen3", "zero_bubble", 2, "sharded").prepared(world)
             errors = _errors(model, _random_plan(draw), wanted, world)
             assert max(errors.values()) < 1e-12, errors
 

@@ -22,7 +22,6 @@ from longspan.errors import ModelError
 from longspan.model.adapters import (
     Adapter,
     adapter_parameters,
-    base_module,
     belongs_to_adapter,
     find_adapter,
     is_adapted,
@@ -210,8 +209,9 @@ _INSTEAD = {  # of a key that is set by more than the user
 def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
 
-    The result is the same on every rank, before the first collective. Tensor parallelism has reasons of its own.
+    The result is the same on every rank, before the first collective.
     """
+    _refuse_split_adapter(adapter, type(model).__name__, world.home.tp)
     staged = world.home.pp > 1
     if staged and model_depths(model) and is_adapted(model.get_input_embeddings()):
         raise ModelError(
@@ -230,6 +230,14 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
+        )
+
+
+def _refuse_split_adapter(adapter: Adapter, owner: str, tp: int) -> None:
+    if tp > 1:
+        raise ModelError(
+            f"the adapter {adapter.name!r} of {owner} cannot be trained under tp {tp}: adapters are not split over "
+            "tensor-parallel ranks; use tp 1, where FSDP2 shards the weights over all slots"
         )
 
 
@@ -327,23 +335,16 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp."""
     if not (modules := peft_modules(encoder)):
         return
+    _refuse_split_adapter(adapter, "a tower or projector", tp)
     reasons = [*_configuration_reasons(adapter), *_layer_reasons(encoder)]
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         reasons.append(
             f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
             "it is saved as one of modules_to_save"
         )
-    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
-    if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
+    adapted: dict[str, Any] = {name: module for name, module in modules.items() if is_adapted(module)}
+    if trained := [n for n, module in adapted.items() if any(p.requires_grad for p in module.base_layer.parameters())]:
         reasons.append(f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them")
-    for key in ("use_dora", "lora_bias"):
-        if tp > 1 and getattr(adapter.config, key, False):
-            reasons.append(f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1")
-    if tp > 1 and adapter.dropout:
-        reasons.append(
-            f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
-            "inputs; use tp 1"
-        )
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"
@@ -415,13 +416,9 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     return model.train()
 
 
-def _attend_by_row(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, None]:
-    return attend_separately(query, key, value, options.get("scaling")), None
-
-
-AttentionInterface.register(_STAND_IN, _attend_by_row)
+AttentionInterface.register(
+    _STAND_IN, lambda module, q, k, v, mask, **options: (attend_separately(q, k, v, options.get("scaling")), None)
+)
 
 
 class _Pass(NamedTuple):
@@ -519,10 +516,7 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the checks of a model found: its adapter, the calls of its layers, and its random draws in words.
-
-    Draws are those outside attention; `calls` is empty for a model that was not probed.
-    """
+    """What the checks found: an adapter, the calls of layers, and in words random draws outside attention."""
 
     adapter: Adapter | None
     calls: tuple[AttendCall, ...]
@@ -537,13 +531,12 @@ def check_model(
     *,
     stages: int,
     kernel: str | None,
-    probe: bool,
 ) -> Evidence:
     """Raise ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
 
     `connect` makes the model's attention, mixers and experts call longspan. In order: what it declares, a small copy of
     its class, its adapter and placement (also `tensor_parallel/split_trial.py`), and a pass of the connected model on
-    the meta device, unless not `probe`. Later `row_trial.py` tries the placed model, and depths, images, encoders,
+    the meta device. Later `row_trial.py` tries the placed model, and depths, images, encoders,
     stages and the loss by rows are tried where they are made.
     """
     if is_prepared(model):
@@ -559,7 +552,7 @@ def check_model(
         if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
             check_equal_adapters(model, placement.world)
     connect(model)
-    record = record_model(model, class_draws, probe=probe)
+    record = record_model(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
     calls = check_kernel(model, kernel, record.calls, device=device, dtype=dtype)
     return Evidence(adapter, calls, record.draws, record.draws_in_evaluation)

@@ -28,18 +28,13 @@ from longspan.model.pipeline.stages import (
     refuse_dependent_layers,
     refuse_inexact,
 )
-from longspan.model.seams.attention_calls import recorded_calls
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.seams.meta_pass import check_recorded_calls
 from longspan.model.sharding import reshard
 from longspan.plan.memory.stage_bytes import stage_layers
 
 
 def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: StageCopies) -> None:
-    """Give `into` the modules of a rank's stages as children, by their names in the whole model.
-
-    A parameter that several stages have enters as its trained copy, under each of its names.
-    """
+    """Give `into` the modules of a rank's stages as children, by their names in the whole model."""
     for name, module in copies.first_names.items():
         *outer_names, last = name.split(".")
         node = into
@@ -47,20 +42,16 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
             node = _child_module(node, name_part)
         node.add_module(last, module)
     for model in models:
-        _add_children(into, model, _outer_modules(model), copies)
+        _add_children(into, model, _outer_modules(model))
 
 
-def _holds_copies(module: nn.Module, copies: StageCopies) -> bool:
-    return module not in copies.trained and any(inside in copies.trained for inside in module.modules())
-
-
-def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module], copies: StageCopies) -> None:
-    """Modules `around` layers, and around an untrained copy, are merged child by child; what is there stays."""
+def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) -> None:
+    """Modules `around` layers are merged child by child; what is there stays."""
     for name, child in source.named_children():
-        if child in around or _holds_copies(child, copies):
-            _add_children(_child_module(into, name), child, around, copies)
+        if child in around:
+            _add_children(_child_module(into, name), child, around)
         elif not isinstance(child, Absent) and name not in into._modules:
-            into.add_module(name, copies.trained.get(child, child))
+            into.add_module(name, child)
 
 
 def _child_module(node: nn.Module, name: str) -> nn.Module:
@@ -119,10 +110,9 @@ class PipelineModel(nn.Module):
         self.copies: StageCopies = StageCopies(
             self.stages[0].shared,
             {stage.index: stage.model for stage in self.stages},
-            pipeline_settings.positions,
+            pipeline_settings.pp,
             world.coordinates.pp,
         )
-        self.probed = True  # whether the attention calls of all layers have been seen and judged
         self._world_key = world.key  # by which the world is looked up: modules store no process group
         _ = world.channels.pipeline  # makes its group, on all ranks together
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
@@ -135,7 +125,7 @@ class PipelineModel(nn.Module):
             for stage in self.stages
             for around in [{stage, stage.model, *_outer_modules(stage.model)}]
             for name, module in stage.named_modules()
-            if module in around or _holds_copies(module, self.copies)
+            if module in around
         }
 
     def named_modules(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -170,15 +160,12 @@ class PipelineModel(nn.Module):
         for stage_input in inputs:
             call_rules(self).check_spans(stage_input.shard)
         world = world_of(self._world_key)
-        self.copies.make_copies_equal()
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
                 stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
             for stage in stages:
                 stage.inputs = inputs
-            if inputs and not self.probed:
-                recorded_calls.setdefault(inputs[0].shard, [])  # one micro-batch shows what every layer calls
             try:
                 _run_watched_schedule(step, world)
             finally:
@@ -186,20 +173,6 @@ class PipelineModel(nn.Module):
                     stage.drop_step()
         if not backward:
             reshard(self)
-        if inputs and not self.probed:  # a model that `prepare` did not try: its first pass shows the attention calls
-            self._check_pass(inputs[0].shard, world)
-
-    def _check_pass(self, shard: SequenceShard, world: World) -> None:
-        """Raise ModelError on every rank if, in the first pass, layers of any stage did not call our attention."""
-        refusal = None
-        try:
-            check_recorded_calls([stage.model for stage in self.stages], shard)
-        except ModelError as error:
-            refusal = str(error)
-        refusals = world.control.gather_objects(refusal, "attention of all stages")
-        if refusal := next((text for text in refusals if text is not None), None):
-            raise ModelError(refusal)
-        self.probed: bool = True
 
     def _make_schedule(self, micro_batches: int, backward: bool, world: World) -> _Schedule:
         key = (micro_batches, backward)
@@ -235,7 +208,7 @@ class PipelineModel(nn.Module):
     def _share_logits(self, last_stage_logits: list[Tensor], shard: SequenceShard) -> Tensor:
         """Send the last stage's logits, a list of one there and of none elsewhere, to all ranks, which return them."""
         pipeline = world_of(self._world_key).channels.pipeline
-        holder = self.pipeline_settings.loss_place
+        holder = self.pipeline_settings.pp - 1
         if pipeline.index == holder:
             logits = last_stage_logits[0].to(self.dtype).contiguous()
             places = [place for place in range(pipeline.degree) if place != holder]
@@ -255,7 +228,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact(model, parts)
     refuse_dependent_layers(model, parts, layers)
-    return cut_model(model, parts, layers, pipeline_settings.stages_at(world.coordinates.pp))
+    return cut_model(model, parts, layers, pipeline_settings.pp, world.coordinates.pp)
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:

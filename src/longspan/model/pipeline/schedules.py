@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from operator import setitem
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
 )
 
 from longspan.comm import World
@@ -135,19 +134,12 @@ def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set
     return dependents
 
 
-ScheduleName = Literal["gpipe", "1f1b", "zero_bubble", "zbv"]
-SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
+SCHEDULES = ("1f1b", "zero_bubble")
 
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """A schedule over `pp` ranks that hold `virtual_stages` stages each.
-
-    >>> PipelineSettings("1f1b", pp=2, virtual_stages=2).stages_at(1)
-    (1, 3)
-
-    Raises PlanError for an unknown schedule, or one that cannot have so many stages a rank.
-    """
+    """A schedule over `pp` ranks that hold `virtual_stages` stages each, every pp-th; PlanError for an unknown one."""
 
     schedule: str = "1f1b"
     pp: int = 1
@@ -161,46 +153,18 @@ class PipelineSettings:
             raise PlanError(f"virtual_stages is {count}; a rank holds at least one pipeline stage")
         if self.pp == 1 and count > 1:
             raise PlanError(f"virtual_stages is {count} with pp 1; interleaved stages need a pipeline: use pp 2")
-        if self.is_folded and count != 2:
-            raise PlanError(
-                f"pipeline_schedule 'zbv' folds two stages onto each rank, virtual_stages is {count}; use 2, or "
-                "'zero_bubble'"
-            )
 
     @property
     def stages(self) -> int:
         """The number of stages, over all pipeline positions."""
         return self.pp * self.virtual_stages
 
-    @property
-    def is_folded(self) -> bool:
-        """Whether stages go down the pipeline positions and up again, so that the first holds the last stage too."""
-        return self.schedule == "zbv"
-
-    @property
-    def loss_place(self) -> int:
-        """The pipeline position of the ranks that hold the last stage."""
-        return 0 if self.is_folded else self.pp - 1
-
-    def stages_at(self, place: int) -> tuple[int, ...]:
-        """Return the stages at pipeline position `place`: every pp-th, with "zbv" from the front and the back."""
-        if self.is_folded:
-            return place, self.stages - 1 - place
-        return tuple(range(place, self.stages, self.pp))
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The pipeline position of every stage, in model order."""
-        positions = {stage: place for place in range(self.pp) for stage in self.stages_at(place)}
-        return tuple(positions[stage] for stage in range(self.stages))
-
     def enough_micro_batches(self, count: int) -> int:
         """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
         torch's interleaved schedules run n in n // pp rounds of equal size, or raise an error.
         """
-        in_rounds = self.schedule == "zero_bubble" or (self.schedule == "1f1b" and self.virtual_stages > 1)
-        if self.pp > 1 and in_rounds:
+        if self.pp > 1 and (self.schedule == "zero_bubble" or self.virtual_stages > 1):
             return next(n for n in range(count, count + self.pp) if n % max(1, n // self.pp) == 0)
         return count
 
@@ -321,15 +285,6 @@ class ScheduledStage(PipelineStage):
         input_gradient, pending = compute_input_gradient(output, gradients and gradients[0], x, weights)
         return (input_gradient,), pending
 
-    # Evaluation has no gradients, and torch's V schedules fail in the next two.
-
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
@@ -362,25 +317,20 @@ def make_schedule(
 ) -> Callable[[], None]:
     """Make the schedule of one step over `micro_batches`; call it once the stages have their inputs.
 
-    Without a loss function (evaluation) torch runs no backward passes; the loss is a sum over targets: gradients are
-    not scaled.
+    Evaluation has no loss function, so that torch runs no backward passes, and runs all forward passes first, as 1F1B
+    does with fewer micro-batches than stages. The loss is a sum over targets: gradients are not scaled.
     """
+    interleaved, kind = pipeline_settings.virtual_stages > 1, ScheduleGPipe
+    if not backward:
+        kind = ScheduleLoopedBFS if interleaved else ScheduleGPipe
+    elif pipeline_settings.schedule == "zero_bubble":
+        kind = ScheduleInterleavedZeroBubble
+    elif interleaved:
+        kind = ScheduleInterleaved1F1B
+    elif micro_batches >= pipeline_settings.pp:
+        kind = Schedule1F1B
     settings: dict[str, Any] = {"loss_fn": (lambda output, _: output) if backward else None, "scale_grads": False}
-    kind = _schedule_class(pipeline_settings, micro_batches, backward=backward)
-    takes_one_stage = kind in (Schedule1F1B, ScheduleGPipe)  # torch's classes of one stage a rank take no list
-    schedule = kind(stages[0] if takes_one_stage else list(stages), micro_batches, **settings)
-
+    stages_here: Any = stages[0] if kind in (Schedule1F1B, ScheduleGPipe) else list(stages)  # these take no list
+    schedule = kind(stages_here, micro_batches, **settings)
     # torch splits the targets over micro-batches, and no loss reads them
     return partial(schedule.step, target=torch.arange(micro_batches), return_outputs=False)
-
-
-def _schedule_class(pipeline_settings: PipelineSettings, micro_batches: int, *, backward: bool) -> Any:
-    """Evaluation runs all forward passes first, and so does 1F1B with fewer micro-batches than stages."""
-    if pipeline_settings.is_folded:
-        return ScheduleZBVZeroBubble
-    if pipeline_settings.schedule == "zero_bubble" and backward:
-        return ScheduleInterleavedZeroBubble
-    alternating = pipeline_settings.schedule == "1f1b" and backward
-    if pipeline_settings.virtual_stages > 1:
-        return ScheduleInterleaved1F1B if alternating else ScheduleLoopedBFS
-    return Schedule1F1B if alternating and micro_batches >= pipeline_settings.pp else ScheduleGPipe

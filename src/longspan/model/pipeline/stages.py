@@ -6,7 +6,7 @@ through the pipeline, by a hook that puts it in place of the argument.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard, World
 from longspan.comm.channel import sum_parts
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_model, shallow_module, text_name
+from longspan.model.layers import decoder_model, text_name
 from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
 from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.call_rules import find_set_forwards
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.weights.local_tensors import add_gradient, local_tensor, set_earlier_gradients_aside
+from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 
 class SharedParameter(NamedTuple):
@@ -44,55 +44,30 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
     return tuple(SharedParameter(tuple(names[key]), tuple(holders[key])) for key in names if len(holders[key]) > 1)
 
 
-def refuse_partly_shared(model: PreTrainedModel, stages: Sequence[nn.Module]) -> None:
-    """Raise ModelError where a module shares a parameter with another stage, and has further ones of its own.
+def refuse_copies(model: PreTrainedModel, stages: Sequence[nn.Module], pp: int) -> None:
+    """Raise ModelError where one rank would have two copies of a parameter, or a module shares some of its parameters.
 
-    It is registered whole, under the first name in the whole model, where a parameter of its own has another.
+    A shared module is registered whole, under its first name in the whole model.
     """
-    shared = shared_parameters(model, stages)
+    shared, name = shared_parameters(model, stages), type(model).__name__
+    for entry in shared:
+        if len({stage % pp for stage in entry.stages}) < len(entry.stages):
+            raise ModelError(
+                f"{name}: {entry.names[0]} is on the pipeline stages {', '.join(map(str, entry.stages))} of "
+                f"{len(stages)}, of which a rank of pp {pp} has several; use virtual_stages 1 (vpp = 1)"
+            )
     first_name = {name: entry.names[0] for entry in shared for name in entry.names}
     for stage in stages:
         names_here = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-        for name in sorted(name for name in names_here & first_name.keys() if first_name[name] not in names_here):
-            path, origin = name.rpartition(".")[0], first_name[name].rpartition(".")[0]
+        for later_name in sorted(n for n in names_here & first_name.keys() if first_name[n] not in names_here):
+            path, origin = later_name.rpartition(".")[0], first_name[later_name].rpartition(".")[0]
             names = [inside for inside, _ in stage.get_submodule(path).named_parameters(remove_duplicate=False)]
             if separate := [n for n in names if first_name.get(f"{path}.{n}") != f"{origin}.{n}"]:
                 raise ModelError(
-                    f"{type(model).__name__}: {name} is {first_name[name]} of another pipeline stage, and "
+                    f"{name}: {later_name} is {first_name[later_name]} of another pipeline stage, and "
                     f"{path}.{separate[0]} is a parameter of its own; share whole modules, give each stage its own, or "
                     "use pp 1"
                 )
-
-
-def separate_copies(stages: Sequence[nn.Module]) -> None:
-    """Give each stage of one rank its own copies of parameters that an earlier of these stages has too."""
-    earlier_modules, earlier_parameters = set[nn.Module](), set[nn.Parameter]()
-    for stage in stages:
-        replacements = {
-            p: nn.Parameter(p.detach().clone(), p.requires_grad) for p in stage.parameters() if p in earlier_parameters
-        }
-        if replacements:
-            _replace_parameters(stage, replacements, earlier_modules, {})
-        earlier_modules.update(stage.modules())
-        earlier_parameters.update(stage.parameters())
-
-
-def _replace_parameters(
-    module: nn.Module,
-    replacements: Mapping[nn.Parameter, nn.Parameter],
-    elsewhere: Set[nn.Module],
-    twins: dict[nn.Module, nn.Module],
-) -> None:
-    """A child that is `elsewhere` too is first replaced by a shallow copy, of which there is one in `twins`."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = replacements.get(parameter, parameter)
-    for name, child in module._modules.items():
-        if child is None or not any(parameter in replacements for parameter in child.parameters()):
-            continue
-        if child in elsewhere:
-            child = module._modules[name] = twins.setdefault(child, shallow_module(child))
-        _replace_parameters(child, replacements, elsewhere, twins)
 
 
 class _Place(NamedTuple):
@@ -107,64 +82,35 @@ class _Place(NamedTuple):
 
 
 class StageCopies:
-    """This rank's copies of parameters that several stages have: that of its first stage is trained, others follow."""
+    """This rank's copies of parameters that stages of several ranks have, of which each rank trains its own."""
 
     def __init__(
-        self,
-        shared: Sequence[SharedParameter],
-        models: Mapping[int, PreTrainedModel],
-        positions: Sequence[int],
-        position: int,
+        self, shared: Sequence[SharedParameter], models: Mapping[int, PreTrainedModel], pp: int, position: int
     ) -> None:
-        """`models` are the stages here, `positions` the pipeline position of every stage, `position` this rank's.
+        """`models` are the stages here, of pipeline position `position`; stage s is at position s % `pp`.
 
         The gradient norm counts a parameter where the first of its stages is.
         """
-        self._shared, self._position = tuple(shared), position
-        self._holders = [sorted({positions[stage] for stage in entry.stages}) for entry in shared]  # pipeline ranks
-        self._counted = [positions[entry.stages[0]] for entry in shared]
-        # the names of all parameters of each stage here, tied ones under each of their names
-        names = {i: {n for n, _ in model.named_parameters(remove_duplicate=False)} for i, model in models.items()}
-        self._places: list[list[_Place]] = []  # of each parameter, one for each stage here that has it
+        self._holders = [sorted(stage % pp for stage in entry.stages) for entry in shared]  # pipeline ranks
+        self._counted_here = [entry.stages[0] % pp == position for entry in shared]
+        self._places: list[_Place | None] = []  # of each parameter, None if no stage here has it
         self.first_names: dict[str, nn.Module] = {}  # what is here of modules that belong to other stages, by name
-        self.trained: dict[nn.Module, nn.Module] = {}  # modules of later stages here, and whose parameters are trained
         for entry in shared:
-            copies = [(models[i], [n for n in entry.names if n in names[i]]) for i in models if i in entry.stages]
-            self._places.append([_find_place(model, names_there[0]) for model, names_there in copies])
-            self._note_modules(entry.names[0], copies)
-
-    def _note_modules(self, first_name: str, copies: Sequence[tuple[PreTrainedModel, list[str]]]) -> None:
-        """`copies` are this rank's stages with the parameter, the trained one first.
-
-        Its module is noted for its first name in the whole model, if that is another rank's, and for the modules of the
-        other copies.
-        """
-        if not copies:  # no stage here has the parameter
-            return
-        trained_model, trained_names = copies[0]
-        trained = _find_place(trained_model, trained_names[0]).module
-        if first_name not in trained_names:
-            self.first_names[first_name.rpartition(".")[0]] = trained
-        for model, names in copies[1:]:
-            self.trained |= {_find_place(model, name).module: trained for name in names}
-
-    def of(self, name: str) -> list[nn.Parameter]:
-        """Return this rank's copies of a parameter, by any of its names in the whole model, earlier stages first."""
-        places = (places for entry, places in zip(self._shared, self._places, strict=True) if name in entry.names)
-        return [place.parameter for place in next(places, ())]
+            model = next((model for index, model in models.items() if index in entry.stages), None)
+            if model is None:
+                self._places.append(None)
+                continue
+            names_here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            path, _, attribute = next(name for name in entry.names if name in names_here).rpartition(".")
+            self._places.append(_Place(model.get_submodule(path), attribute))
+            if entry.names[0] not in names_here:
+                self.first_names[entry.names[0].rpartition(".")[0]] = model.get_submodule(path)
 
     @property
     def parameters_counted_elsewhere(self) -> set[nn.Parameter]:
-        """This rank's trained copies that another rank, with an earlier stage, counts in the gradient norm."""
-        pairs = zip(self._places, self._counted, strict=True)
-        return {places[0].parameter for places, counted in pairs if places and counted != self._position}
-
-    @torch.no_grad()
-    def make_copies_equal(self) -> None:
-        """Set all copies of this rank to the values of the first, which is trained."""
-        for trained_place, *copied_places in filter(None, self._places):
-            for copied_place in copied_places:
-                local_tensor(copied_place.parameter).copy_(local_tensor(trained_place.parameter))
+        """This rank's copies that another rank, with an earlier stage, counts in the gradient norm."""
+        pairs = zip(self._places, self._counted_here, strict=True)
+        return {place.parameter for place, counted_here in pairs if place is not None and not counted_here}
 
     @contextmanager
     def sum_copied_gradients(self, world: World) -> Iterator[None]:
@@ -172,25 +118,16 @@ class StageCopies:
 
         They first count who has a gradient: if any has one all holders exchange, and if none has it stays so.
         """
-        copies = [place.parameter for places in self._places for place in places if place.parameter.requires_grad]
-        with set_earlier_gradients_aside(copies):
+        copies = [place.parameter for place in self._places if place is not None]
+        with set_earlier_gradients_aside([copy for copy in copies if copy.requires_grad]):
             yield
-            if not self._shared:
+            if not self._places:
                 return
-            for trained_place, *copied_places in filter(None, self._places):
-                for copied_place in copied_places:
-                    add_gradient(trained_place.parameter, copied_place.parameter.grad)
-                    copied_place.parameter.grad = None
-            has_gradient = [float(bool(places) and places[0].parameter.grad is not None) for places in self._places]
+            has_gradient = [float(place is not None and place.parameter.grad is not None) for place in self._places]
             used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
-            for places, holders, count in zip(self._places, self._holders, used, strict=True):
-                if places and count and len(holders) > 1:
-                    _sum_gradient(places[0].parameter, holders, world)
-
-
-def _find_place(model: nn.Module, name: str) -> _Place:
-    path, _, attribute = name.rpartition(".")
-    return _Place(model.get_submodule(path), attribute)
+            for place, holders, count in zip(self._places, self._holders, used, strict=True):
+                if place is not None and count:
+                    _sum_gradient(place.parameter, holders, world)
 
 
 @torch.no_grad()
@@ -378,15 +315,14 @@ def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[ran
 
 
 def cut_model(
-    model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], local_stages: Sequence[int]
+    model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], pp: int, position: int
 ) -> tuple[Stage, ...]:
-    """Cut a model into this rank's stages, each with a copy of what several have; other parameters are freed."""
+    """Cut a model into the stages of one pipeline position, every pp-th; all other parameters are freed."""
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
     models = stage_models(model, parts, layers)
-    refuse_partly_shared(model, models)
-    shared = shared_parameters(model, models)
-    separate_copies([models[index] for index in local_stages])
-    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in local_stages)
+    refuse_copies(model, models, pp)
+    shared, here = shared_parameters(model, models), range(position, len(models), pp)
+    stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in here)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:
         if argument is not None:
             layer.register_forward_pre_hook(partial(_pass_embedding, argument), with_kwargs=True)

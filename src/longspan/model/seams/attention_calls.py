@@ -4,13 +4,11 @@ The shard owns masking. Hooks note a layer's arguments for attention that does n
  Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +29,10 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
     if isinstance(shard, SequenceShard):
         return shard
     got = "no shard" if shard is None else f"shard={type(shard).__name__}"
-    hint = _trainer_hint() if shard is None else ""
-    raise ModelError(f"{name} got {got}; call {call} with shard = bind(micro_batch, world){hint}")
-
-
-def _trainer_hint() -> str:
-    frame = sys._getframe()
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module == "transformers.trainer" or module.partition(".")[0] == "trl":
-            return (
-                "; a Trainer cannot make one, so give the model before prepare to longspan.hf.with_longspan(Trainer), "
-                "with Trainer or any trainer of TRL"
-            )
-        frame = frame.f_back
-    return ""
+    raise ModelError(
+        f"{name} got {got}; call {call} with shard = bind(micro_batch, world); a Trainer, of TRL too, cannot make one: "
+        "give the model before prepare to longspan.hf.with_longspan(Trainer)"
+    )
 
 
 def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
@@ -181,9 +168,6 @@ class Probe:
     calls: list[RecordedCall] = field(default_factory=list[RecordedCall])
 
 
-recorded_calls = WeakKeyDictionary[SequenceShard, list[RecordedCall]]()  # of passes that run, for models not probed
-
-
 def defer_temperature(model: nn.Module) -> None:
     """Turn off each attention module's own scaling of queries by position ("temperature"); `scale_queries` does it."""
     for module in model.modules():
@@ -240,20 +224,18 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
-    A call with a recorded shard is noted; a probe gets an empty output, rows of SeparateRows attend to themselves
-    alone. ModelError without a shard, with a mask, or with more than one batch row.
+    A probe notes the call and gets an empty output, rows of SeparateRows attend to themselves alone. ModelError without
+    a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
         running = running_layer()
         shard, attention_kernel = running.shard, attention_kernel or running.attention_kernel
-    if isinstance(shard, Probe) or (shard is not None and shard in recorded_calls):
+    if isinstance(shard, Probe):
         sizes, ignored = (query.shape[-1], value.shape[-1]), {"position_ids", "cache_position"}
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
         limits = {"window": sliding_window, "chunk": chunk_size(module)}
-        calls = shard.calls if isinstance(shard, Probe) else recorded_calls[shard]
-        calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
-    if isinstance(shard, Probe):
+        shard.calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
     rows = check_shard(name, shard, query.shape[0], query.shape[2])

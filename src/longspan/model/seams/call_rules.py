@@ -41,7 +41,7 @@ def doctor_hint(model: Any) -> str:
     else:  # a script's own module is imported by the name of its file
         file = getattr(sys.modules[kind.__module__], "__file__", None) or "MODULE.py"
         name = f"{Path(file).stem if 'main__' in kind.__module__ else kind.__module__}.{kind.__qualname__}"
-    return f"{DOCTOR} {name} tries a small copy of it and says which kernels it takes"
+    return f"{DOCTOR} {name} tries a small copy of it"
 
 
 def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:

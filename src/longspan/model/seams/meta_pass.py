@@ -1,6 +1,6 @@
 """What forward passes on the meta device show of a model: how it attends, and what it draws at random.
 
-A model that was prepared without them shows how it attends in its first pass. Draws outside of torch are not seen.
+Draws outside of torch are not seen.
 """
 
 import copy
@@ -17,21 +17,17 @@ from torch.fx.experimental import _config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longspan.attention import AttendCall, Mask, choose_kernel
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
-from longspan.comm import SequenceShard
 from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.layers import decoder_layers
 from longspan.model.parts import preserve_modes
-from longspan.model.seams.attention_calls import Probe, RecordedCall, recorded_calls
+from longspan.model.seams.attention_calls import Probe, RecordedCall
 from longspan.model.seams.call_rules import doctor_hint, items_text, stock_class_name
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
-
-VALUES_READ = "the forward read values of tensors on the meta device, which were made up"
 
 
 def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **more: Any) -> Any:
@@ -44,7 +40,6 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     inputs = {"input_ids": ids, "position_ids": ids, "use_cache": False, "shard": shard, **more}
     inputs = {name: value for name, value in inputs.items() if value is not None}
     settings: Any = _config  # torch.nonzero has no shape there unless all elements are taken to be nonzero
-    values = _MadeUpValues()
     # A module under two names, as a layer that others share, is named once: torch would put the first stand-in back in
     # place of the parameter.
     tensors = {
@@ -55,21 +50,15 @@ def run_on_meta(model: nn.Module, shard: object, *, gradients: bool = False, **m
     if gradients:
         for name in tensors.keys() & dict(model.named_parameters(remove_duplicate=False)).keys():
             tensors[name].requires_grad_(tensors[name].is_floating_point())
-    try:
-        nonzero = settings.patch(meta_nonzero_assume_all_nonzero=True)
-        with (
-            preserve_attributes(model),
-            torch.random.fork_rng(devices=[]),
-            torch.set_grad_enabled(gradients),
-            nonzero,
-            values,
-        ):
-            # Tied parameters have a stand-in under each of their names, which torch refuses if it is to tie them.
-            return functional_call(model, tensors, (), inputs, tie_weights=False)
-    except Exception as error:
-        if values.read:
-            error.add_note(VALUES_READ)
-        raise
+    with (
+        preserve_attributes(model),
+        torch.random.fork_rng(devices=[]),
+        torch.set_grad_enabled(gradients),
+        settings.patch(meta_nonzero_assume_all_nonzero=True),
+        _MadeUpValues(),
+    ):
+        # Tied parameters have a stand-in under each of their names, which torch refuses if it is to tie them.
+        return functional_call(model, tensors, (), inputs, tie_weights=False)
 
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has: hooks, children, parameters
@@ -103,27 +92,21 @@ _READS: dict[Any, Callable[..., Any]] = {
 
 
 class _MadeUpValues(TorchFunctionMode):
-    """Answers reads of values on the meta device with zeros; `read` becomes True at the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = False
+    """Answers reads of values on the meta device with zeros."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _READS and args[0].is_meta:
-            self.read = True
             return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:
             # A scalar tensor as an index counts as 0, as torch would read its value; a boolean is a mask and stays.
+            def is_scalar(x: object) -> bool:
+                return isinstance(x, Tensor) and x.is_meta and x.ndim == 0 and x.dtype != torch.bool
+
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(0 if _is_scalar(i) else i for i in index))
+            args = (args[0], tuple(0 if is_scalar(i) else i for i in index))
         return func(*args, **(kwargs or {}))
-
-
-def _is_scalar(index: object) -> bool:
-    return isinstance(index, Tensor) and index.is_meta and index.ndim == 0 and index.dtype != torch.bool
 
 
 # ---- random draws
@@ -133,83 +116,57 @@ _RATES, _MODES = ("p", "dropout_p", "dropout"), ("train", "training")  # if one 
 
 @dataclass(frozen=True)
 class MetaRecord:
-    """Calls of attention in order, none without a probe, and in words what is drawn outside attention."""
+    """Calls of attention in order, and in words what is drawn outside attention."""
 
     calls: tuple[RecordedCall, ...]
     draws: tuple[str, ...]
     draws_in_evaluation: tuple[str, ...]
 
 
-def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = (), *, probe: bool = True) -> MetaRecord:
+def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> MetaRecord:
     """Record a model's calls of attention and its random draws, by a pass on the meta device in training mode.
 
-    Of models that draw, a pass in evaluation mode shows both. With `probe`, ModelError names decoder layers that are
-    not exact or a model that does not run there. `class_draws` are a small copy's; dropout of adapters is left out.
+    Of models that draw, a pass in evaluation mode shows both. ModelError names decoder layers that are not exact, or a
+    model that does not run there. `class_draws` are a small copy's; dropout of adapters is left out.
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
-    training = _run_mode(model, training=True, judged=probe and not rates)
+    training = _run_mode(model, training=True, judged=not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
-    draws = (*_draw_words(_training_draws(model, training)), *left_out) or class_draws
+    draws = (*_draw_words(training.draws), *left_out) or class_draws
     if not draws:
-        return MetaRecord(training.calls if probe else (), (), ())
-    evaluation = _run_mode(model, training=False, judged=probe)
-    return MetaRecord(evaluation.calls if probe else (), draws, _draw_words(evaluation.draws))
+        return MetaRecord(training.calls, (), ())
+    evaluation = _run_mode(model, training=False, judged=True)
+    return MetaRecord(evaluation.calls, draws, _draw_words(evaluation.draws))
 
 
 class _Pass(NamedTuple):
     calls: tuple[RecordedCall, ...]
     draws: Counter[str]  # by the functions that drew
-    complete: bool  # it came to its end
 
 
 def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
+    # A pass that leaves out layers at random is not judged, nor need it come to its end.
     probe, names, draws = Probe(), _CallNames(), Counter[str]()
     try:
         with preserve_modes(model), names, _Draws(names, draws):
             model.train(training)
             for name, module in model.named_modules():
-                if _is_adapter_dropout(name):  # not counted: each rank drops inputs of its own rows
+                if ".lora_dropout." in f".{name}.":  # not counted: each rank drops inputs of its own rows
                     module.eval()
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
         if not judged:
-            return _Pass(tuple(probe.calls), draws, complete=False)
+            return _Pass(tuple(probe.calls), draws)
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
-            f"device raised {type(error).__name__}: {error}; {_cause_text(error)}{doctor_hint(model)}"
+            f"device raised {type(error).__name__}: {error}; a forward must hand keyword arguments down to its decoder "
+            "layers, make tensors where its inputs are (device=x.device), and depend on no values of tensors"
+            f"{doctor_hint(model)}"
         ) from error
     if judged:
         check_calls(model, tuple(probe.calls))
-    return _Pass(tuple(probe.calls), draws, complete=True)
-
-
-def _cause_text(error: Exception) -> str:
-    if isinstance(error, ModelError):  # our attention was reached, and had no shard
-        return "its forward must hand keyword arguments down to its decoder layers"
-    if "is not on the expected device meta" in str(error):
-        return (
-            "its forward makes a tensor on a device of its own, as torch.randn(shape) does; make it where its input is "
-            "(device=x.device)"
-        )
-    values_read = VALUES_READ in getattr(error, "__notes__", ())
-    if values_read or (isinstance(error, RuntimeError) and "meta" in str(error)):  # NotImplementedError among them
-        return (
-            "its forward reads values of tensors, and there are none on the meta device; with probe=False its first "
-            "pass shows whether its layers attend"
-        )
-    return "the error is its forward's own; with probe=False its first pass shows whether its layers attend"
-
-
-def _training_draws(model: PreTrainedModel, training: _Pass) -> Counter[str]:
-    if training.complete:
-        return training.draws
-    drops = Counter[str]()
-    for name, module in model.named_modules():
-        dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p and not _is_adapter_dropout(name)
-        if dropout and "att" not in name.rpartition(".")[2]:
-            drops[f"dropout of {module.p:g}"] += 1
-    return training.draws | drops
+    return _Pass(tuple(probe.calls), draws)
 
 
 def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:
@@ -266,10 +223,6 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return not any(isinstance(value, int | float) and value == 0 for value in switches)
 
 
-def _is_adapter_dropout(name: str) -> bool:
-    return ".lora_dropout." in f".{name}."
-
-
 def check_kernel(
     model: nn.Module, name: str | None, recorded: Sequence[RecordedCall], *, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttendCall, ...]:
@@ -298,14 +251,6 @@ def check_kernel(
 
 
 # ---- calls of attention
-
-
-def check_recorded_calls(models: Sequence[PreTrainedModel], shard: SequenceShard) -> None:
-    """Judge the calls recorded in a pass through a model, or through some of its stages. Raises ModelError."""
-    calls = recorded_calls.pop(shard)
-    for model in models:
-        modules = {id(module) for module in model.modules()}
-        check_calls(model, tuple(call for call in calls if id(call.module) in modules))
 
 
 def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
@@ -368,26 +313,3 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
         raise ModelError(f"{stock_class_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
-
-
-class FirstPass:
-    """Forward hooks of a model that was not probed; removed when a pass has shown that its layers attend."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self, with_kwargs=True),
-            model.register_forward_hook(self._check_pass, with_kwargs=True),
-        ]
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
-        """`kwargs` is missing if an earlier hook of the call, the trial of rows, ran a pass that removed this hook."""
-        if isinstance(shard := (kwargs or {}).get("shard"), SequenceShard):
-            recorded_calls.setdefault(shard, [])
-
-    def _check_pass(
-        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
-    ) -> None:
-        if isinstance(shard := kwargs.get("shard"), SequenceShard):
-            check_recorded_calls([model], shard)
-            for handle in self._handles:
-                handle.remove()

@@ -5,7 +5,7 @@ kernel (`norm_kernels.py`): float32, rounded once where transformers' code round
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -51,16 +51,11 @@ class NormFormula:
     def run_kernel(self, x: Tensor, weight: Tensor, eps: float, gate: Tensor | None = None) -> Tensor | None:
         """Compute the norm by the kernel; None if it cannot take these tensors, by type, device or width."""
         tensors = (x, weight) if gate is None else (x, weight, gate)
-        if not are_on_gpus(tensors) or any(t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
+        if any(not t.is_cuda or t.dtype not in _DTYPES for t in tensors) or _norm_kernels() is None:
             return None
         if weight.numel() // self.groups > _WIDEST or bool(self.gate) != (gate is not None) or not x.numel():
             return None
         return _OnePass.apply(x, weight, gate, eps, self)  # pyright: ignore[reportReturnType]
-
-
-def are_on_gpus(tensors: Sequence[Tensor]) -> bool:
-    """Return whether kernels can read these tensors."""
-    return all(x.is_cuda for x in tensors)
 
 
 class _OnePass(torch.autograd.Function):
@@ -191,11 +186,6 @@ def use_class_norms(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if getattr(vars(module).get("forward"), "func", None) in (_run_torch_kernel, _run_own_kernel, _norm_forward):
             del module.forward
-
-
-def runs_in_one_pass(module: nn.Module) -> bool:
-    """Return whether a module is a norm that runs by our kernel where this can take its inputs."""
-    return getattr(vars(module).get("forward"), "func", None) is _run_own_kernel
 
 
 def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tensor:

@@ -68,13 +68,12 @@ def _output_embedding(model: PreTrainedModel) -> Any:
     return model.get_output_embeddings()
 
 
-def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool = True, tried: bool = False) -> bool:
+def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     """Let the model's forward take `row_loss=`; a call without it runs as before.
 
     With `future_ids=` (depths, T) depths run too, and the function gets the states (T, D) of each. ModelError if logits
-    depend on more than hidden states and output embedding, or the forward does more before its base model. What no
-    `probe` tried is tried by the first call, but for a stage of a model that was `tried`. Returns whether a trial has
-    succeeded.
+    depend on more than hidden states and output embedding, or the forward does more before its base model, unless this
+    is a stage of a model that was `tried`.
     """
     _check_head(model)
     forward, untried = type(model).forward, not tried
@@ -98,9 +97,8 @@ def add_row_loss(model: PreTrainedModel, *, probe: bool = True, required: bool =
         return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
     model.forward = forward_with_loss
-    if probe:  # a pass that succeeds sets `untried` to False
-        _try_row_loss(model, required=required)
-    return not untried
+    if untried:
+        _try_row_loss(model)
 
 
 def _check_head(model: PreTrainedModel) -> None:
@@ -115,7 +113,7 @@ def _check_head(model: PreTrainedModel) -> None:
         )
 
 
-def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
+def _try_row_loss(model: PreTrainedModel) -> None:
     # Two rows must come out as two rows of logits, which depend on the hidden states; depths of multi-token prediction
     # must call longspan's attention.
 
@@ -132,8 +130,6 @@ def _try_row_loss(model: PreTrainedModel, *, required: bool) -> None:
     except ModelError:
         raise
     except Exception as error:
-        if not required:
-            return
         raise ModelError(
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"

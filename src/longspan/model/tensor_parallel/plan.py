@@ -1,24 +1,20 @@
 """Which tensor-parallel style each module of a model gets, by transformers' plan and ours; how mixers' rows divide.
 
-Experts get no style: tokens are split. An unnamed parameter between column-wise and row-wise linears is summed if it
-acts on each feature by itself, else refused. A rank has consecutive heads of a mixer: runs of rows, as of [gate | x |
-B | C | dt]. Each group of a rank serves equally many heads: it is repeated where they do not divide so (0, 0, 1).
+Experts get no style: tokens are split. A rank has consecutive heads of a mixer: runs of rows, as of [gate | x | B | C |
+dt]. Each group of a rank serves equally many heads: it is repeated where they do not divide so (0, 0, 1).
 """
 
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import base_module
 from longspan.model.layers import text_name
 from longspan.model.mtp import PREFIX
 from longspan.model.seams.mixers import find_mixers
@@ -126,10 +122,7 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     for parameter, tensor in mixer.named_parameters():
         part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
         rows = parts.rows.get(part or "")
-        # an adapter's first matrix stays whole, whatever its number of rows
-        if part is None or (
-            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
-        ):
+        if part is None or (rows is not None and rows.size not in tensor.shape):
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -217,21 +210,12 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield (name in the mixer, owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
+def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield (owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == part_name or name.startswith(f"{part_name}."):
             owner, _, attribute = name.rpartition(".")
-            yield name, mixer.get_submodule(owner), attribute
-
-
-def is_first_adapter_matrix(name: str) -> bool:
-    """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
-
-    >>> is_first_adapter_matrix("in_proj.lora_A.default.weight")
-    True
-    """
-    return ".lora_A." in name
+            yield mixer.get_submodule(owner), attribute
 
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -279,7 +263,10 @@ _ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
         "gate_up_proj_adapter_list.*.1": PACKED,
     },
 )
+_XIELU = _layer_plan(mlp={"act_fn.alpha_p": PARTIAL_GRADIENT, "act_fn.alpha_n": PARTIAL_GRADIENT})
 _OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
+    "apertus": _XIELU,
+    "apertus1p5_text": _XIELU,
     "bailing_hybrid": _layer_plan(self_attn=_LATENT_ATTENTION),
     "bamba": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
     "falcon_h1": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
@@ -356,7 +343,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
     """Return the names of the blocks that are split inside: mixers, and modules that own a column-wise linear.
 
-    Of nested blocks the outermost counts: an adapted linear inside attention has column-wise linears too.
+    Of nested blocks the outermost counts.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in styled_modules if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}
@@ -419,12 +406,11 @@ def tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
         elif parameter is None and style in (COLWISE, ROWWISE, PACKED, SPLIT_INPUT):
-            linear = base_module(module)
-            if not isinstance(linear, nn.Linear):
+            if not isinstance(module, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )
-            width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
+            width = {COLWISE: module.out_features, PACKED: module.out_features // 2}.get(style, module.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
                 sizes["width of " + name_for_layers] = width
     return sizes
@@ -442,103 +428,17 @@ def _head_counts(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
         yield f"key/value heads{layer_text}", int(keys or queries or 0)
 
 
-_FEATURES = 8  # of the trial of a single module: any even number
-
-
-def list_partial_gradients(model: nn.Module, styled_modules: Sequence[StyledModule]) -> list[StyledModule]:
-    """List what every rank holds whole of split blocks, unnamed by the plan, with gradients that are partial over tp.
-
-    ModelError for one whose sum would be wrong.
-    """
-    named_ids = {id(p) for entry in styled_modules for p in _entry_parameters(entry)}
-    entries: dict[int, StyledModule] = {}
+def refuse_unnamed_parameters(model: nn.Module, styled_modules: Sequence[StyledModule]) -> None:
+    """Raise ModelError for a parameter of a split block that the plan does not name: its gradient may be partial."""
+    named_ids = set[int]()
+    for entry in styled_modules:
+        parameters = entry.module.parameters() if entry.parameter is None else [getattr(entry.module, entry.parameter)]
+        named_ids.update(map(id, parameters))
     for block in sorted(split_block_names(styled_modules)):
-        for entry in _partial_block_parameters(model, block, styled_modules, named_ids):
-            entries.setdefault(id(next(_entry_parameters(entry))), entry)
-    return list(entries.values())
-
-
-def _entry_parameters(entry: StyledModule) -> Iterator[nn.Parameter]:
-    if entry.parameter is None:
-        yield from entry.module.parameters()
-    else:
-        yield getattr(entry.module, entry.parameter)
-
-
-def _partial_block_parameters(
-    model: nn.Module, name: str, styled_modules: Sequence[StyledModule], named_ids: set[int]
-) -> Iterator[StyledModule]:
-    """A parameter that the block itself owns is refused: only a module inside it can be tried by itself."""
-    block = model.get_submodule(name)
-    unnamed = {n: p for n, p in block.named_parameters() if id(p) not in named_ids}
-    if not unnamed:
-        return
-    styles = {id(entry.module): entry.style for entry in styled_modules}
-    feature_parameters = _feature_parameters(block, unnamed, styles)
-    for parameter in unnamed:
-        owner, _, attribute = parameter.rpartition(".")
-        module = block.get_submodule(owner)
-        if parameter not in feature_parameters or module is block or not _is_elementwise(module):
-            raise ModelError(
-                f"{name}.{parameter} ({type(module).__name__}) is not in the tensor-parallel plan of "
-                f"{type(model).__name__}, but in a block whose features are split; such a parameter is supported where "
-                "its module works on each feature by itself between column-wise and row-wise linears, and this one "
-                "does not: use tp 1"
-            )
-        yield StyledModule(f"{name}.{parameter}", module, PARTIAL_GRADIENT, attribute)
-
-
-def _feature_parameters(block: nn.Module, names: Collection[str], styles: Mapping[int, str]) -> set[str]:
-    """Names of parameters that act on the block's output only through the inputs of row-wise linears.
-
-    Those depend on them, and the output does not once these linears' outputs are cut from the graph. On the meta
-    device; none if the block needs more than hidden states, or its column-wise linears are packed.
-    """
-    inputs: list[Tensor] = []
-
-    def cut_output(linear: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        inputs.append(args[0])
-        return out.detach()
-
-    linears = [module for module in block.modules() if isinstance(base_module(module), nn.Linear)]
-    column_linears = [base_module(linear) for linear in linears if styles.get(id(linear)) == COLWISE]
-    if not column_linears:
-        return set()
-    first_linear: Any = column_linears[0]
-    handles = [m.register_forward_hook(cut_output) for m in linears if styles.get(id(m)) == ROWWISE]
-    tensors = {n: torch.empty_like(x, device="meta") for n, x in (*block.named_parameters(), *block.named_buffers())}
-    parameters = [tensors[name].requires_grad_() for name in names]
-    hidden = torch.empty(1, 2, first_linear.in_features, dtype=first_linear.weight.dtype, device="meta")
-    try:
-        with torch.enable_grad():
-            out = functional_call(block, tensors, (hidden,))
-    except Exception:  # whatever a block raises that needs more than hidden states
-        return set()
-    finally:
-        for handle in handles:
-            handle.remove()
-    in_inputs = _depend_on_parameters(inputs, parameters)
-    in_output = _depend_on_parameters([out[0] if isinstance(out, tuple) else out], parameters)
-    return {name for name, reads, bypasses in zip(names, in_inputs, in_output, strict=True) if reads and not bypasses}
-
-
-def _depend_on_parameters(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[bool]:
-    outputs = [x for x in outputs if x.requires_grad]
-    if not outputs:
-        return [False for _ in parameters]
-    sums = [x.sum() for x in outputs]
-    # callers ask for other outputs of the same graph too
-    gradients = torch.autograd.grad(sums, parameters, retain_graph=True, allow_unused=True)
-    return [gradient is not None for gradient in gradients]
-
-
-@torch.no_grad()
-def _is_elementwise(module: nn.Module) -> bool:
-    """Whether it gives the same for half of the features as for all, tried with numbers on the host."""
-    ones = {n: torch.ones(x.shape) for n, x in (*module.named_parameters(), *module.named_buffers())}
-    x = torch.linspace(-2, 2, 2 * _FEATURES).view(1, 2, _FEATURES)
-    try:
-        at_once, *parts = (functional_call(module, ones, (features,)) for features in (x, *x.chunk(2, -1)))
-        return torch.allclose(at_once, torch.cat(parts, -1))
-    except Exception:  # whatever a module raises that takes something else, or another number of features
-        return False
+        for name, parameter in model.get_submodule(block).named_parameters(prefix=block):
+            if id(parameter) not in named_ids:
+                owner = model.get_submodule(name.rpartition(".")[0])
+                raise ModelError(
+                    f"{name} ({type(owner).__name__}) is not in the tensor-parallel plan of {type(model).__name__}, "
+                    "but in a block whose features are split, so that its gradient may be partial: use tp 1"
+                )

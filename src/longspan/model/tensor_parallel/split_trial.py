@@ -5,10 +5,10 @@ width, or norm over all heads.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -169,56 +169,42 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
     Column-wise linears return all features, then each half: the row-wise input must be the same. False if it cannot be
     tried.
     """
-    column_linears = [module for module in block.modules() if styles.get(id(module)) == COLWISE]
-    row_linears = [module for module in block.modules() if styles.get(id(module)) == ROWWISE]
-    if not column_linears or not row_linears:
-        return False
+    column_names, row_names = (
+        [name for name, module in block.named_modules() if styles.get(id(module)) == style]
+        for style in (COLWISE, ROWWISE)
+    )
     numbers = torch.randn(1, 2, _FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(column_linears))]  # other numbers from each linear
+    outputs = [numbers.roll(3 * shift, -1) for shift in range(len(column_names))]  # other numbers from each linear
     parts = [outputs, *zip(*(output.chunk(2, -1) for output in outputs), strict=True)]
     try:
         at_once, *halves = (
-            _row_wise_input(block, dict(zip(column_linears, outputs_of_part, strict=True)), row_linears)
-            for outputs_of_part in parts
+            _row_wise_input(block, dict(zip(column_names, part, strict=True)), row_names) for part in parts
         )
         return not torch.allclose(at_once, torch.cat(halves, -1))
     except Exception:  # whatever a block raises that needs more than hidden states, or its own number of features
         return False
 
 
-def _row_wise_input(block: nn.Module, outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Tensor:
-    linears = (*outputs, *row_linears)
-    unused = {id(p) for linear in linears for p in linear.parameters()}  # of forwards that are replaced
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors if id(x) not in unused}
-    with _replace_outputs(outputs, row_linears):
-        try:
-            functional_call(block, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
-        except _Reached as reached:
-            return reached.input
-    raise ModelError("no row-wise linear was reached")
+def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: Sequence[str]) -> Tensor:
+    twin, row_linear = _copy_without_values(block), _StandIn()
+    for name in row_names:
+        twin.set_submodule(name, row_linear)
+    for name, out in outputs.items():
+        twin.set_submodule(name, _StandIn(out))
+    tensors = (*twin.named_parameters(), *twin.named_buffers())
+    ones = {name: torch.ones(x.shape, dtype=torch.float64) for name, x in tensors}
+    with suppress(Exception):  # what comes after the first row-wise linear does not count
+        functional_call(twin, ones, (torch.zeros(1, 2, 1, dtype=torch.float64),))
+    return row_linear.inputs[0]
 
 
-class _Reached(Exception):  # noqa: N818 (it ends a trial)
-    def __init__(self, value: Tensor) -> None:
+class _StandIn(nn.Module):
+    """Stands for a linear, and returns `out`, or its input."""
+
+    def __init__(self, out: Tensor | None = None) -> None:
         super().__init__()
-        self.input = value
+        self.out, self.inputs = out, list[Tensor]()
 
-
-@contextmanager
-def _replace_outputs(outputs: Mapping[nn.Module, Tensor], row_linears: Sequence[nn.Module]) -> Iterator[None]:
-    def end_trial(value: Tensor, *_: Any) -> NoReturn:
-        raise _Reached(value)
-
-    forwards: dict[nn.Module, Any] = {module: (lambda *_, out=out: out) for module, out in outputs.items()}
-    forwards |= dict.fromkeys(row_linears, end_trial)
-    old_forwards = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, forward in old_forwards.items():
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        self.inputs.append(x)
+        return x if self.out is None else self.out

@@ -144,7 +144,7 @@ def fetched_share(lengths: Sequence[int], degree: int, window: int | None, chunk
 
 
 Recomputation = Literal["none", "exchanged", "selective", "full"]
-Compiled = Literal["auto", "layers", "modules", "none"]
+Compiled = Literal["auto", "layers", "none"]
 
 VERSION = 2  # of the file
 # Of GPUs by data sheet, against an H200: matrix products in bfloat16, memory, bytes/s inside a host and across; GiB.

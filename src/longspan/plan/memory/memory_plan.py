@@ -192,14 +192,12 @@ def _count_waiting_micro_batches(
     home: Layout, settings: MemorySettings, pipeline_rank: int, micro_batches: int
 ) -> float:
     """How many micro-batches wait for their backward passes at most, on a rank of the pipeline. With chunks a
-    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. GPipe runs all forward
-    passes first. Under 1F1B, interleaved with several chunks, a rank runs as many as there are ranks behind it, and one
-    more, before its first backward pass.
+    micro-batch counts for each chunk that it has passed, as its part of the rank's layers. Under
+    1F1B, interleaved with several chunks, a rank runs as many as there are ranks behind it, and one more, before its
+    first backward pass.
     """
     if home.pp == 1:
         return 1.0
-    if settings.schedule == "gpipe":
-        return float(micro_batches)
     chunks, ranks_behind = settings.vpp, home.pp - pipeline_rank - 1
     warm_up = ranks_behind if chunks == 1 else 2 * ranks_behind + (chunks - 1) * home.pp
     return min(warm_up + 1, micro_batches * chunks) / chunks

@@ -94,7 +94,6 @@ class MemorySettings:
     segment_layers: int = 0
     loss_chunk_rows: int = 0
     fused_norms: bool = True
-    schedule: str = "1f1b"
     vpp: int = 1
     free: bool = False
     sequence_parallel: bool = False

@@ -193,15 +193,14 @@ def stage_layers(layers: int, stages: int) -> tuple[range, ...]:
 
 def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -> tuple[Stage, ...]:
     """Return what each pipeline rank holds of a model; layers of depths are on the last stage. With virtual stages rank
-    r has stages r, r + pp and so on, or for ZBV the r-th from the front and from the end.
+    r has stages r, r + pp and so on.
     """
     count = home.pp * (settings.vpp if home.pp > 1 else 1)
     parts: list[Sequence[int]] = [*stage_layers(numbers.decoder_layers, count)]
     parts[-1] = range(parts[-1][0], len(numbers.layers))
     stages = list[Stage]()
     for rank in range(home.pp):
-        folded = settings.schedule == "zbv" and home.pp > 1  # one rank has one stage, not twice the same
-        chunks = (rank, count - 1 - rank) if folded else range(rank, count, home.pp)
+        chunks = range(rank, count, home.pp)
         layers = tuple(layer for chunk in chunks for layer in parts[chunk])
         stages.append(Stage(layers, embeds=0 in chunks, predicts=count - 1 in chunks))
     return tuple(stages)

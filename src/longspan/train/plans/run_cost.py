@@ -168,7 +168,6 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
         float8=bool(train.float8),
         compiled=train.compiled,
-        schedule=parallel.pipeline_schedule,
         vpp=parallel.vpp,
         free=config.context.mode == "free",
         sequence_parallel=parallel.sequence_parallel,

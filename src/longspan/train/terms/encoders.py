@@ -413,7 +413,7 @@ class Encoding:
             split_over_tp=multiple > 1,  # under sequence parallelism the tp ranks of a slot have different rows
             depths=depths,
             # the stage whose ranks run the depths
-            depths_at=language_model.pipeline_settings.loss_place if isinstance(language_model, PipelineModel) else 0,
+            depths_at=language_model.pipeline_settings.pp - 1 if isinstance(language_model, PipelineModel) else 0,
         )
         planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
