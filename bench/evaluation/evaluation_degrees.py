@@ -35,7 +35,6 @@ from longspan.layout import Layout
 from longspan.model import load_model, prepare
 from longspan.plain_text import bytes_text, markdown_table, text_table
 from longspan.plan import Machine, Plan, PlanOptions, plan_fixed
-from longspan.run.profile import longest_kernels, read_events, record_profile, seconds_by_part
 from longspan.train.optim.optimizer import build_optimizer
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.step import run_step
@@ -157,8 +156,6 @@ class EvalBenchFlags(BenchFlags):
     """How the slots of a group share attention."""
     compiled: str = "auto"
     """Whether layers are compiled, as `train.compiled`; auto: as a run of `longspan train` has them."""
-    profile: bool = False
-    """Profile one more evaluation at each degree: the parts of its time are in the record."""
     warmup: int = 3
     """Evaluations before the timed ones."""
     repeats: int = 10
@@ -298,8 +295,6 @@ def _measure_case(case: EvaluationCase, settings: EvaluationSettings, world: Wor
     kind = torch.bfloat16 if settings.gpu else torch.float32
     row: dict[str, Any] = {name: getattr(case, name) for name in ("name", "tokens", "layers", "tp", "pp", "preset")}
     row |= {"known": case.known, "runs": runs, "difference": difference, "good": difference <= BOUND[kind]}
-    if settings.flags.profile:
-        row["parts"] = {str(degree): _profiled_parts(bench, plans[degree]) for degree in degrees}
     return row
 
 
@@ -333,16 +328,6 @@ def _measure(bench: _Bench, choice: Plan | PlanChoice) -> dict[str, Any]:
     }
 
 
-def _profiled_parts(bench: _Bench, plan: Plan) -> dict[str, Any]:
-    """Seconds by part and by kernel of one more evaluation, on the first rank."""
-    world = bench.world
-    with record_profile(world) as (recorded, _):
-        seconds = time_run(lambda: evaluate(bench.model, bench.documents, plan, world), world)
-    events = read_events(recorded, cuda=world.device.type == "cuda")
-    parts, kernels = seconds_by_part(events, seconds), longest_kernels(events)
-    return world.control.broadcast_object({"seconds": parts | {"evaluation": seconds}, "kernels": kernels})
-
-
 _SUMMARY = (
     "case",
     "published 1 → 2, ms",
@@ -356,14 +341,11 @@ _SUMMARY = (
     "loss difference",
 )
 _RUNS = ("case", "run", "mean ms", "median", "deviation", "peak memory", "activations", "micro-batches", "loss")
-_PARTS = ("case", "degree", "attention", "other layers", "exposed communication", "idle", "evaluation")
 
 
 def record_text(record: dict[str, Any]) -> str:
     """A record for a terminal."""
     tables = [text_table(_SUMMARY, _summary(record)), text_table(_RUNS, _runs(record), left=2)]
-    if parts := _parts(record):
-        tables.append(text_table(_PARTS, parts, left=2))
     return "\n\n".join([_title(record), *tables, _cases_left_out(record)]).rstrip()
 
 
@@ -375,9 +357,6 @@ def record_markdown(record: dict[str, Any]) -> str:
         (r["name"], r["preset"], f"{r['tokens']:,}", *(str(r[name]) for name in ("layers", "tp", "pp")))
         for r in record["rows"]
     ]
-    parts = (
-        f"Parts of a profiled evaluation, ms:\n\n{markdown_table(_PARTS, rows)}\n\n" if (rows := _parts(record)) else ""
-    )
     return (
         f"# {_title(record)}\n\n"
         f"{origin_text(record)}\n\n"
@@ -390,7 +369,7 @@ def record_markdown(record: dict[str, Any]) -> str:
         f"1 and 2. Published: {KNOWN_DOCUMENTS} documents on {KNOWN_RANKS} × H100, weights not sharded, loss alone; "
         f"here each GPU has {work:g} × that work.\n\n"
         f"{markdown_table(('case', 'shape', 'tokens', 'layers', 'TP', 'PP'), shapes)}\n\n"
-        f"{markdown_table(_RUNS, _runs(record))}\n\n{parts}{_cases_left_out(record)}\n"
+        f"{markdown_table(_RUNS, _runs(record))}\n\n{_cases_left_out(record)}\n"
     )
 
 
@@ -442,14 +421,6 @@ def _runs(record: dict[str, Any]) -> list[tuple[str, ...]]:
         )
         for row in record["rows"]
         for run in row["runs"]
-    ]
-
-
-def _parts(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    return [
-        (row["name"], degree, *(f"{1e3 * parts['seconds'][name]:.1f}" for name in _PARTS[2:]))
-        for row in record["rows"]
-        for degree, parts in row.get("parts", {}).items()
     ]
 
 

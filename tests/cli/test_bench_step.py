@@ -18,7 +18,6 @@ from longspan.bench.step.settings import StepSettings, make_settings, parse_step
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
-from longspan.run.profile import kind_of, merge_intervals, seconds_by_part
 from tests.train.small import small_config
 
 THINGS = "tests.train.plans.own_things."
@@ -126,21 +125,6 @@ def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: py
     words = ["--world", "2", "--lengths", "40", "--context.max_tokens_per_slot", "auto"]
     assert main(["bench", "step", str(file), *words]) == 2
     assert f"and there is no {tmp_path}/run; give a number" in capsys.readouterr().err
-
-
-def test_parts_add_up_and_count_once() -> None:
-    events = [
-        ("flash_fwd_kernel", 0.0, 2.0),
-        ("ampere_bf16_gemm", 1.5, 3.0),
-        ("ncclDevKernel_AllGather", 2.5, 4.0),
-        ("multi_tensor_apply_kernel", 5.0, 5.5),
-        ("Memcpy HtoD (Pinned -> Device)", 0.5, 1.0),
-    ]
-    parts = seconds_by_part(events, 6.0)
-    expected = {"attention": 2.0, "other layers": 1.0, "exposed communication": 1.0, "optimizer": 0.5, "idle": 1.5}
-    assert parts == expected
-    assert merge_intervals([(1, 2), (0, 1), (3, 4)]) == [(0, 2), (3, 4)]
-    assert kind_of("void cudnn_generated_fort_native_sdpa_sm90_knob_7") == "attention"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Evaluations on pages: several sets, loss by position and by length, samples; and the page of `longspan eval`."""
+"""Evaluations on pages: several sets, loss by position and by length; and the page of `longspan eval`."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from longspan.report import RunFolder
 from longspan.report.evaluation_page import eval_page, evaluations_by_set
 from longspan.report.run_folder import EvalRow
 from tests.report.pages import charts_of, parts_of, report_of, value_of, words_of
-from tests.report.runs import DIFFERENCE, RECORD, train_row, write_run
+from tests.report.runs import DIFFERENCE, RECORD, write_run
 
 
 def row_of(step: int, loss: float, name: str = "", **keys: Any) -> dict[str, Any]:
@@ -75,22 +75,6 @@ def test_the_last_evaluations_are_of_one_step(tmp_path: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"eval_at_degrees": rows}))
     table = parts_of(report_of(run), "table")[0]
     assert table["names"][4] == "added memory of a GPU" and [row[4] for row in table["rows"]] == ["8 GiB", "4 GiB"]
-
-
-def test_samples_stand_with_their_images_and_what_is_damaged_is_left_out(tmp_path: Path) -> None:
-    rows: list[Any] = [("held-out", "3", "3"), ("held-out", "4", "1"), ("shuffled", "5", "5")]
-    sample = {"step": 4, "text": "<image> & who?", "images": ["aGVsbG8=", '"><b>']}
-    samples = [sample | {"name": name, "answer": answer, "predicted": said} for name, answer, said in rows]
-    run = write_run(tmp_path / "run", rows=[train_row(1)])
-    assert "Samples" not in words_of(report_of(run))
-    lines = [*map(json.dumps, samples), '{"step": 1}', '{"step": 4']
-    (run / "samples.jsonl").write_text("\n".join(lines))
-    value = report_of(run)
-    tables = [table for table in parts_of(value, "table") if table["kind"] == "samples"]
-    assert tables[0]["rows"][1] == [{"images": ["aGVsbG8="]}, "<image> & who?", "4", ["1", "bad"]]
-    words = words_of(value)
-    assert "held-out: 1 of 2 answers are right" in words and "shuffled: 1 of 1" in words
-    assert "1 line of samples.jsonl could not be read" in words
 
 
 def test_the_page_of_an_evaluation() -> None:

@@ -51,14 +51,12 @@ def test_markup() -> None:
     assert len(list(ElementTree.fromstring(PATTERNS))) == 2
 
 
-SHOWN = {"✓ equal", "<b>", "resumed on 2 ranks", "evaluation, cp 4", "ln V = 7.625, a uniform guess"}
+SHOWN = {"✓ equal", "resumed on 2 ranks", "evaluation, cp 4", "ln V = 7.625, a uniform guess"}
 
 
 def test_every_part_of_every_page_is_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows=[train_row(step, mfu=0.4, mtp_loss_1=3.0) for step in range(1, 121)])
     (run / "run.json").write_text(json.dumps(FACTS | {"sessions": [[0, 4], [60, 2]]}))
-    sample = {"step": 4, "name": "", "text": "<b>", "answer": "3", "predicted": "4", "images": ["aGk="]}
-    (run / "samples.jsonl").write_text(json.dumps(sample))
     pages = {"report": write_report(run), "eval": tmp_path / "eval.html", "plan": tmp_path / "plan.html"}
     pages["eval"].write_text(eval_page(RECORD))
     pages["plan"].write_text(plan_page(mixed_plan(8)))

@@ -3,12 +3,14 @@
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from longspan.run import profile
-from longspan.run.profile import FOLDER, PARTS, PARTS_FILE, TABLE_FILE, TITLES, profile_text
+from longspan.run.profile import FOLDER, TABLE_FILE
 from longspan.testing import run_ranks
 from tests.report.pages import parts_of, report_of
 from tests.train.small import small_config, train_rank
@@ -26,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_rank_has_a_trace_of_each_step(run: Path) -> None:
     (folder,) = (run / FOLDER).iterdir()
     assert folder.name == "step-000002"
-    assert {file.name for file in folder.iterdir()} == {"rank-0.json.gz", "rank-1.json.gz", PARTS_FILE, TABLE_FILE}
+    assert {file.name for file in folder.iterdir()} == {"rank-0.json.gz", "rank-1.json.gz", TABLE_FILE}
     for rank in (0, 1):
         events = json.loads(gzip.decompress((folder / f"rank-{rank}.json.gz").read_bytes()))["traceEvents"]
         names = {event.get("name", "") for event in events}
@@ -34,16 +36,10 @@ def test_each_rank_has_a_trace_of_each_step(run: Path) -> None:
         assert any("gloo:" in name for name in names) and any("Optimizer" in name for name in names), names
 
 
-def test_the_table_adds_up_to_the_step_and_is_in_the_report(run: Path) -> None:
-    folder = run / FOLDER / "step-000002"
-    row = json.loads((folder / PARTS_FILE).read_text())
-    parts = {part: row["parts"][part] for part in PARTS if part != "step"}
-    assert sum(parts.values()) == pytest.approx(row["parts"]["step"]) and row["step"] == 2
-    assert all(parts[part] > 0 for part in ("attention", "optimizer", "other layers", "idle")), parts
-    table = (folder / TABLE_FILE).read_text()
-    assert table == f"{profile_text(row)}\n" and "  ".join(TITLES[:2]) in table
-    assert row["kernels"][0]["name"] in table and table.count("\n") <= 14
-    assert table.splitlines()[1].split("rank 0", 1)[1].split() == profile.part_cells(row)
+def test_the_table_of_the_first_rank_is_in_the_report(run: Path) -> None:
+    table = (run / FOLDER / "step-000002" / TABLE_FILE).read_text()
+    assert table.startswith("step 2, rank 0\n") and "Self CPU time total" in table
+    assert "aten::" in table and len(table.splitlines()) < 2 * profile.LONGEST
     assert parts_of(report_of(run), "text") == [table]
 
 
@@ -51,8 +47,9 @@ def test_a_step_that_is_not_asked_for_is_not_slowed(tmp_path: Path, monkeypatch:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("profiled")
 
-    monkeypatch.setattr(profile, "record_profile", refuse)
-    profiles = profile.StepProfiles((3,), tmp_path, None, print)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("torch.profiler.profile", refuse)
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    profiles = profile.StepProfiles((3,), tmp_path, world, print)
     with profiles.profile_step(2):
         pass
     profiles.write_files()

@@ -25,7 +25,6 @@ from tests.report.runs import DIFFERENCE, FACTS, RECORD, ROW, mixed_plan, train_
 TAIL = (
     "\"'><x-hostile onclick=alert(1)>\u2028</script></style></title></textarea>--><svg/onload=alert(2)>`${3}&quot;a.b"
 )
-SAMPLE = {"step": 60, "name": "s", "text": "what?", "answer": "7", "predicted": "8", "images": ["aGk=", "aGk= onerror"]}
 
 
 class Elements(HTMLParser):
@@ -79,7 +78,6 @@ def run_in(folder: Path, change: Callable[[Any], Any]) -> Path:
     (path / "metrics.jsonl").write_text("".join(json.dumps(change(row)) + "\n" for row in rows))
     memory = {"measures": ["full", "own"], "device": {"total": 9e9, "weights": 5e9, "kept": 1e9, "own": 3}, "host": {}}
     (path / "run.json").write_text(json.dumps(change(FACTS | {"memory": memory, "mtp": "m", "rows": "r"})))
-    (path / "samples.jsonl").write_text(json.dumps(change(SAMPLE)) + "\n")
     summary = json.loads((path / "summary.json").read_text()) | {"stopped": "s", "step": 1, "steps": 2}
     (path / "summary.json").write_text(json.dumps(change(summary)))
     config = (path / "config.toml").read_text()
@@ -165,7 +163,7 @@ def test_hostile_metrics_make_a_report_or_a_named_error(tmp_path: Path, capsys: 
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("file", ["run.json", "summary.json", "config.toml", "plans/step-000001.json", "samples.jsonl"])
+@pytest.mark.parametrize("file", ["run.json", "summary.json", "config.toml", "plans/step-000001.json"])
 def test_damaged_files_of_a_run_are_left_out_or_named(tmp_path: Path, file: str) -> None:
     run = run_in(tmp_path / "run", lambda value: value)
     text = (run / file).read_text()

@@ -370,8 +370,7 @@ class RunSection(MachineSection):
     loggers: tuple[str, ...] = ()
     """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
     log_every: PositiveInt = 10
-    """Where the output is no terminal, a line of progress every so many steps; one comes every 30 seconds in any
-    case."""
+    """A line of progress every so many steps; one comes every 30 seconds in any case."""
     timeout_seconds: PositiveFloat = 600.0
     """How long a rank waits for the others before it names the one that is missing (docs/troubleshooting.md: A run
     hangs)."""

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,6 @@ from longspan.layout import Partition
 from longspan.model.exactness.image_trial import video_tokens
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, check_images, image_tokens
 from longspan.plan.items import Item, ItemTable
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 
 THREADS = 4
 _MOST_AHEAD = 4096  # images that were read ahead and not used yet; the oldest are dropped
@@ -67,11 +63,6 @@ class ImageReader:
                     self._ahead[number] = self._pool.submit(self._read_input, number)
             while len(self._ahead) > _MOST_AHEAD:
                 self._ahead.popitem(last=False)[1].cancel()
-
-    def picture(self, number: int) -> Any:
-        """Return the upright image in three channels (PIL); of a group of frames the first."""
-        placed = self._table[number]
-        return self._load_pictures(placed, self._find_bytes(placed)[:1])[0]
 
     def _read_input(self, number: int) -> ImageInput:
         placed = self._table[number]
@@ -237,11 +228,6 @@ class ReadsImages(ABC):
         """Read the encoder's input for an item."""
         assert self.images is not None
         return self.images.reader(self.numbers[item])
-
-    def picture(self, item: int) -> "Image":
-        """Read an item as in its file: upright, in three channels."""
-        assert self.images is not None
-        return self.images.reader.picture(self.numbers[item])
 
     def read_ahead(self, items: Sequence[int]) -> None:
         """Begin to read these items in threads."""

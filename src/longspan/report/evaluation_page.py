@@ -1,6 +1,5 @@
-"""Evaluations on pages: each degree, each set, loss by position and by length, samples; and `longspan eval`'s page."""
+"""Evaluations on pages: each degree, each set, loss by position and by length; and `longspan eval`'s page."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,6 @@ from longspan.report.run_folder import EvalRow, RunFolder
 
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
 NATS = "nats per predicted token"
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 _LABELS = {"token_accuracy": "accuracy", "bits_per_byte": "bits per byte"}
 
 
@@ -120,24 +118,6 @@ def degree_curves(run: RunFolder) -> Iterator[Part]:
     for color, (degree, rows) in enumerate(sorted(by_degree.items(), key=lambda item: -len(item[1])), 1):
         words = f"cp {degree}" if degree.isdecimal() else f"{degree} plans"
         yield curve(f"evaluation, {words}", [r.step for r in rows], [r.loss for r in rows], color, "marks")
-
-
-def sample_sections(run: RunFolder) -> Iterator[Part]:
-    by_set, tables = dict[str, list[Mapping[str, Any]]](), list[Part]()
-    for row in run.samples:
-        by_set.setdefault(str(row["name"]), []).append(row)
-    for name, rows in by_set.items():
-        right = [row["answer"] == row["predicted"] for row in rows]
-        note = f"{name or 'held-out documents'}: {sum(right)} of {len(rows)} answers are right"
-        cells = list[list[object]]()
-        for row, ok in zip(rows, right, strict=True):
-            images = [image for image in row["images"] if isinstance(image, str) and _BASE64.fullmatch(image)]
-            words = str(row["text"]), str(row["answer"])
-            cells.append([{"images": images}, *words, [str(row["predicted"]), "good" if ok else "bad"]])
-        tables += [{"note": note}, table(("images", "text", "answer", "predicted"), cells, "samples")]
-    if tables:
-        note = "Each token of an answer is predicted with the true ones before it."
-        yield section("Samples", {"note": note}, *tables)
 
 
 def eval_page(record: Mapping[str, Any]) -> str:

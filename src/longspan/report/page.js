@@ -255,10 +255,10 @@ const parts = {
   charts: (charts) => html("div", { class: "charts" }, charts.map(chartFigure)),
   details: ({ title, parts: inner }) => html("details", {}, html("summary", {}, title), inner.map(drawPart)),
   plans: planPart,
-  table({ names, rows, kind }) {
+  table({ names, rows }) {
     const head = html("tr", {}, names.map((name) => html("th", {}, name)));
     const body = rows.map((row) => html("tr", {}, row.map(tableCell)));
-    return html("div", { class: "scroll" }, html("table", { class: kind }, html("thead", {}, head), html("tbody", {}, body)));
+    return html("div", { class: "scroll" }, html("table", {}, html("thead", {}, head), html("tbody", {}, body)));
   },
 };
 
@@ -268,10 +268,7 @@ function drawPart(part) {
 }
 
 function tableCell(cell) {
-  if (Array.isArray(cell)) return html("td", { class: cell[1] }, cell[0]);
-  if (typeof cell !== "object") return html("td", {}, cell);
-  const image = (data, i) => html("img", { src: `data:image/png;base64,${data}`, alt: `image ${i + 1}`, class: "sample" });
-  return html("td", {}, cell.images.map(image));
+  return Array.isArray(cell) ? html("td", { class: cell[1] }, cell[0]) : html("td", {}, cell);
 }
 
 function header({ title, version, story, lines, state, progress }) {

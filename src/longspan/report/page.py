@@ -41,9 +41,9 @@ def section(title: str, *parts: Part, key: str = "") -> Part:
     return {"title": title, "key": key or title, "parts": [*parts]}
 
 
-def table(names: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "") -> Part:
-    """Return a table under the `names` of columns; a cell is text, [text, "good" or "bad"], or {"images": [base64]}."""
-    return {"table": {"names": [*names], "rows": [[*row] for row in rows], "kind": kind}}
+def table(names: Sequence[str], rows: Iterable[Sequence[object]]) -> Part:
+    """Return a table under the `names` of columns; a cell is text, or [text, "good" or "bad"]."""
+    return {"table": {"names": [*names], "rows": [[*row] for row in rows]}}
 
 
 def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
@@ -66,7 +66,7 @@ def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
 def content_policy(*, live: bool) -> str:
     """Return what a page allows a browser: its one script, known by its hash, and no request but one to its server."""
     digest = base64.b64encode(sha256(room_text("page.js").encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; "
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
     return f"{policy}base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
 
 

@@ -31,7 +31,6 @@ TRAIN_COLUMNS = (
 )
 _EVALUATION_KEYS = ("step", "cp", "planner", "eval_tokens", "eval_documents", "by_position", "by_length")
 _NO_METRIC = {"eval_loss", "eval_tokens", "eval_targets", "eval_documents", "eval_perplexity", "eval_activation_bytes"}
-_SAMPLE_KEYS = ("name", "text", "answer", "predicted", "images")
 
 
 # Of positions, or of documents whose lengths are, `first` to `last`: first, last, mean loss, targets, documents.
@@ -126,7 +125,6 @@ class RunFolder:
     train: dict[str, np.ndarray]
     evaluations: tuple[EvalRow, ...] = ()
     final: tuple[EvalRow, ...] = ()
-    samples: tuple[dict[str, Any], ...] = ()
     config_text: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     plans: tuple[tuple[str, Plan], ...] = ()
@@ -166,7 +164,6 @@ class RunFolder:
             },
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
-            samples=_read_samples(path / "samples.jsonl", notes),
             config_text=config_text,
             config=config,
             plans=tuple(_read_plans(path, shown_step, notes, live=live).items()),
@@ -227,13 +224,6 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     if not isinstance(value, dict):
         notes.append(f"{path.name} could not be read")
     return value if isinstance(value, dict) else {}
-
-
-def _read_samples(file: Path, notes: list[str]) -> tuple[dict[str, Any], ...]:
-    rows, damaged = read_json_rows(file) if file.is_file() else ([], 0)
-    if damaged:
-        notes.append(f"{plural(damaged, 'line')} of {file.name} could not be read and left out")
-    return tuple(row for row in rows if all(key in row for key in _SAMPLE_KEYS) and isinstance(row["images"], list))
 
 
 def _evaluation_rows(rows: object, notes: list[str]) -> Iterator[EvalRow]:

@@ -14,7 +14,7 @@ from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text
-from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, sample_sections, set_sections
+from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, set_sections
 from longspan.report.gantt import LEGEND, plan_part
 from longspan.report.page import Part, chart, curve, finite, head, page, section, smooth, table, written_line
 from longspan.report.run_folder import MTP_LOSS, RunFolder
@@ -67,7 +67,7 @@ def write_report(run_dir: str | Path) -> Path:
     except BAD_RECORD as error:
         raise ConfigError(
             f"the records in {run.path} make no report ({type(error).__name__}: {error}): metrics.jsonl, run.json, "
-            "summary.json, samples.jsonl or plans/ hold values that no run writes; restore them"
+            "summary.json or plans/ hold values that no run writes; restore them"
         ) from error
     path = run.path / "report.html"
     try:
@@ -329,7 +329,6 @@ RUN_SECTIONS: tuple[Callable[[RunFolder], Iterator[Part]], ...] = (
     loss_sections,
     degree_sections,
     set_sections,
-    sample_sections,
     plan_sections,
     step_sections,
     save_sections,

@@ -1,120 +1,21 @@
-"""The evaluations of a run: the sets that are due after a step, their records, and samples of image models.
+"""The evaluations of a run: the sets that are due after a step, and their records."""
 
-samples.jsonl, which the report shows, has the model's answers for the first documents with images of a set. They come
-from one pass, with the true tokens before each predicted one. A row has step, name of the set, text (before the first
-target, `<image>` for an image), answer, predicted, and images, each a small PNG in base64.
-"""
-
-import base64
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from longspan.comm import World
-from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank, run_on_first_rank
-from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer
-from longspan.data.document import NO_TARGET, Labelled
-from longspan.errors import DataError, EvaluationStopped, RunFolderError
+from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank
+from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.evaluate import evaluate, list_degree_choices
-from longspan.evaluation.metrics import EvaluationOptions, TargetRows
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.evaluation.result import Evaluation
-from longspan.files import as_json, write_atomically
 from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
-
-if TYPE_CHECKING:
-    from longspan.corpus.image_documents import ImageDocuments
-
-SAMPLES, LARGEST = 8, 96  # documents of a set; pixels of the longer side of a picture
-SAMPLES_FILE = "samples.jsonl"
-
-
-class _Predictions:
-    """A metric that records the token that each row predicts, by (document, position) of the row itself."""
-
-    def __init__(self) -> None:
-        self.tokens = dict[tuple[int, int], int]()
-
-    def __call__(self, rows: TargetRows) -> tuple[float, float]:
-        likeliest = rows.logits.argmax(-1).tolist()
-        keys = zip(rows.documents.tolist(), rows.positions.tolist(), strict=True)
-        self.tokens |= dict(zip(keys, likeliest, strict=True))
-        return 0.0, 0.0
-
-
-def image_samples(
-    model: Any, documents: Any, choice: PlanChoice, world: World, folder: Path, *, name: str, step: int
-) -> list[dict[str, Any]]:
-    """Return rows of samples.jsonl for a set: its first SAMPLES documents with images, evaluated once more by all
-    ranks.
-    """
-    if not getattr(documents, "items", ()):  # of a corpus without images
-        return []
-    numbers = list(dict.fromkeys(documents.ids[item.document] for item in documents.items))[:SAMPLES]
-    samples = documents.corpus.select(numbers)
-    predictions = _Predictions()
-    options = EvaluationOptions(step=step, name=name, metrics={"predictions": predictions})
-    evaluate(model, samples, choice, world, options)
-    tokens_at = dict[tuple[int, int], int]()
-    for tokens in world.control.gather_objects(predictions.tokens, "predicted tokens of samples"):
-        tokens_at |= tokens
-
-    def make_rows() -> list[dict[str, Any]]:
-        tokenizer = load_tokenizer(folder)
-        sample_rows = (_sample_row(samples, number, tokenizer, tokens_at) for number in range(len(samples)))
-        return [{"step": step, "name": name, **row} for row in sample_rows]
-
-    return run_on_first_rank(world, make_rows, DataError)  # only this rank opens images
-
-
-def _sample_row(
-    documents: "ImageDocuments", number: int, tokenizer: TextTokenizer, tokens_at: dict[tuple[int, int], int]
-) -> dict[str, Any]:
-    """The answer is all targets of the document, and the text is what comes before the first of them."""
-    document = documents[number]
-    positions = np.arange(len(document))
-    ids = document[positions]
-    labels = document.labels(positions) if isinstance(document, Labelled) else ids
-    targets = np.flatnonzero(labels[1:] != NO_TARGET) + 1
-    predicted = [tokens_at.get((number, int(position) - 1), NO_TARGET) for position in targets]
-    return {
-        "text": _text_before_answer(documents, number, tokenizer, ids[: int(targets[0]) if len(targets) else len(ids)]),
-        "answer": _decode_ids(tokenizer, labels[targets]),
-        "predicted": _decode_ids(tokenizer, predicted),
-        "images": [_encode_image(documents, i) for i, item in enumerate(documents.items) if item.document == number],
-    }
-
-
-def _text_before_answer(documents: "ImageDocuments", number: int, tokenizer: TextTokenizer, ids: Any) -> str:
-    """`<image>` stands for the placeholders of each image before the answer."""
-    pieces, piece_start = list[str](), 0
-    for item in documents.items:
-        if item.document == number and item.spans[0][0] < len(ids):
-            pieces.append(_decode_ids(tokenizer, ids[piece_start : item.spans[0][0]]))
-            piece_start = item.spans[-1][1]
-    return "<image>".join([*pieces, _decode_ids(tokenizer, ids[piece_start:])])
-
-
-def _decode_ids(tokenizer: TextTokenizer, ids: Sequence[int] | Any) -> str:
-    in_vocabulary = [int(i) for i in ids if 0 <= int(i) < tokenizer.size]
-    return tokenizer.engine.decode(in_vocabulary, skip_special_tokens=True)
-
-
-def _encode_image(documents: "ImageDocuments", number: int) -> str:
-    image = documents.picture(number)
-    image.thumbnail((LARGEST, LARGEST))
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return base64.b64encode(buffer.getvalue()).decode()
 
 
 @dataclass(frozen=True)
@@ -170,13 +71,6 @@ class Evaluations:
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
-        run, samples = self.run, list[dict[str, Any]]()
-        for entry in run.sets:
-            choice = run.choice_of(entry.config)
-            samples += image_samples(run.model, entry.documents, choice, run.world, run.dir, name=entry.name, step=done)
-        if samples:
-            text = "".join(as_json(row) + "\n" for row in samples)
-            run_on_first_rank(run.world, partial(write_atomically, run.dir / SAMPLES_FILE, text), RunFolderError)
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
@@ -199,13 +93,10 @@ class Evaluations:
             progress=partial(self.display.show_eval_progress, entry.name),
         )
         try:
-            evaluation = evaluate(self.run.model, entry.documents, choice, self.run.world, options)
+            return evaluate(self.run.model, entry.documents, choice, self.run.world, options)
         except EvaluationStopped as stopped:
             self.display.log(str(stopped))
             return None
-        finally:
-            self.display.end_evaluating()
-        return evaluation
 
     def _is_recorded(self, entry: EvaluationSet, done: int) -> bool:
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)

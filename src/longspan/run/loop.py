@@ -296,7 +296,6 @@ class _Loop:
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
         done = saves.done
-        self.display.end_bar()
         final = Final() if stopped else self.finish(saves)
         return TrainResult(
             dir=run.dir,

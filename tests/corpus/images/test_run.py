@@ -1,14 +1,10 @@
-"""`longspan train` over rows with images and videos: pixels are read ahead by who encodes them; samples; losses."""
+"""`longspan train` over rows with images and videos: pixels are read ahead by who encodes them; losses."""
 
-import base64
-import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from PIL import Image
 from transformers import Qwen2_5_VLConfig
 
 from longspan.cli.eval import main as eval_main
@@ -19,12 +15,10 @@ from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
 from longspan.run import run_data
-from longspan.run.evaluations import _encode_image
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
 from tests.corpus.images.folders import qwen_folder, write_images, write_rows
-from tests.report.pages import parts_of, report_of
 from tests.train.small import train_rank
 
 ROWS = 24
@@ -143,21 +137,6 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
 
 def test_the_documents_of_a_step_are_selected_and_counted_once(trained: tuple[RunConfig, list[Reads]]) -> None:
     assert all(rank.ahead and rank.selected == [0, 1, 2, 3] and rank.counted == 4 for rank in trained[1])
-
-
-def test_the_report_shows_samples(trained: tuple[RunConfig, Any]) -> None:
-    folder = Path(trained[0].run.dir)
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    assert rows and all(row["answer"] == "yes" and row["text"].count("<image>") == len(row["images"]) for row in rows)
-    tables = [table for table in parts_of(report_of(folder), "table") if table["kind"] == "samples"]
-    images = [image for table in tables for cells in table["rows"] for image in cells[0]["images"]]
-    assert images == [image for row in rows for image in row["images"]]
-
-
-def test_pictures_of_samples_are_small() -> None:
-    documents: Any = SimpleNamespace(picture=lambda item: Image.new("RGB", (960, 200)))
-    with Image.open(io.BytesIO(base64.b64decode(_encode_image(documents, 0)))) as image:
-        assert image.size == (96, 20)
 
 
 def test_saved_folders_have_the_processor_and_are_evaluated(
