@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from longspan.checkpoint.files import PARTIAL
 from longspan.cli import processes
 from longspan.cli import train as verb
-from longspan.cli.eval import _bucket_tables, result_tables
+from longspan.cli.eval import result_tables
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import RunConfig
 from longspan.errors import CommError, ConfigError, RankLostError
-from longspan.evaluation.metrics import Bucket, Mean
 from longspan.launch.stop_signals import Interrupted
 from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
@@ -156,16 +155,16 @@ def test_the_loss_is_that_of_the_run(
     assert sorted(Path(run.run.dir).rglob("*")) == before
 
 
-def test_a_set_of_the_run_and_a_comparison(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["eval", run.run.dir, "--set", "others", "--compare", f"{run.run.dir}/model", "--json", "--world", "2"]
-    assert main(words) == 0
+def test_a_comparison(run: RunConfig, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["eval", run.run.dir, "--compare", f"{run.run.dir}/model", "--json", "--world", "2"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
     found = json.loads(capfd.readouterr().out)
-    trained = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if row.get("eval_name") == "others"][-1]
-    assert (found["eval_name"], found["cp"], found["eval_targets"]) == ("others", 1, trained["eval_targets"])
+    trained = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if "eval_name" not in row][-1]
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     (difference,) = found["compare"]["differences"]
     assert abs(difference["difference"]) < 1e-6 and found["compare"]["kind"] == "folder"
     assert [row[:2] for row in found["by_length"]] == [row[:2] for row in trained["by_length"]]
+    assert json.loads((tmp_path / "out" / "results.json").read_text()) == found
 
 
 def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +172,8 @@ def test_an_earlier_checkpoint_has_another_loss_in_words(run: RunConfig, capfd: 
     out, err = capfd.readouterr()
     title, names, values = out.splitlines()[:3]
     assert title == f"{run.run.dir}/checkpoints/step-000001, step 1 on 2 ranks"
-    assert "bits per byte" in names and values.startswith("held out  p2p    2  5.03")
-    assert err.splitlines() == [f"step-000001, cp 2: {done} of 2 micro-batches" for done in (1, 2)]
+    assert "bits per byte" in names and values.startswith(" 2  5.03") and values.endswith("fixed  held out")
+    assert not err
 
 
 def test_damaged_checkpoints_are_named(run: RunConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,12 +187,8 @@ def test_damaged_checkpoints_are_named(run: RunConfig, tmp_path: Path, capfd: py
 
 def test_tables_leave_out_what_nobody_can_read() -> None:
     names, row = next(result_tables([result(np.full(5, 50.0))], 1)).splitlines()[1:3]
-    assert names.startswith("set       type  cp          loss  perplexity")
-    assert row.startswith("held out  -      1  50.000000000   over 1e21")
-    buckets = [Bucket(0, 127, Mean(8.0, 4), 2), Bucket(128, 255, Mean(0.0, 0), 1), Bucket(256, 511, Mean(9.0, 3), 1)]
-    (table,) = _bucket_tables("chats", [], buckets)  # one of them has no targets
-    rows = [line.split()[:4] for line in table.splitlines()[2:]]
-    assert rows == [["0", "to", "127", "2.000000"], ["256", "to", "511", "3.000000"]]
+    assert names.split()[:4] == ["cp", "loss", "difference", "perplexity"]
+    assert row.split()[:6] == ["1", "50.000000000", "0.0e+00", "over", "1e21", "5"]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_have_the_stock_models_loss(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*"))
     words = ["eval", str(folder / "model"), "--data", f"words={folder / 'texts'}", "--json", "--world", "2"]
-    words += ["--documents", str(tmp_path / "losses.jsonl"), "--model.dtype", "float64"]
+    words += ["--out", str(tmp_path), "--model.dtype", "float64"]
     assert main([*words, "--context.eval_context_parallel_size", "2", "--context.eval_cp_comm_type", "a2a"]) == 0
     record: dict[str, Any] = json.loads(capfd.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, attn_implementation="sdpa")
@@ -217,7 +212,7 @@ def test_documents_have_the_stock_models_loss(folder: Path, tmp_path: Path, capf
             logits = model(input_ids=ids).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
         expected.append((float(loss), ids.shape[1] - 1))
-    rows = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "documents.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == pytest.approx([loss / targets for loss, targets in expected], rel=1e-12)
     assert [row["name"] for row in rows] == [file.name for file in sorted((folder / "texts").iterdir())]
     total, targets = (sum(values) for values in zip(*expected, strict=True))
@@ -227,18 +222,15 @@ def test_documents_have_the_stock_models_loss(folder: Path, tmp_path: Path, capf
 
 
 REFUSED = [
-    ("--data x --set y", "--data and --set are given"),
     ("--degrees 1,x", "--degrees is '1,x'"),
     ("--degrees 1,2 --compare MODEL", "--degrees and --compare are given"),
     ("--compare nowhere", "there is no run nowhere"),
-    ("--set y", "--set is 'y', and the run's evaluation sets [[eval]] are: none"),
     ("--data a=x --data a=y", "--data x and y are both named 'a'"),
     ("--context.cp_comm_type a2a", "--context.cp_comm_type is a key of training; evaluation reads --context.eval_"),
     ("--context.mode free", "--context.mode is a key of training, and evaluation does not read it"),
     ("--parallel.tp 3 --world 2", "2 ranks are not divisible by tp 3 x pp 1 = 3"),
     ("--context.eval_context_parallel_size 2", "context.eval_context_parallel_size 2 does not divide 1 slot"),
-    ("--documents MODEL", "--documents MODEL is a folder; give a file in it"),
-    ("--out MODEL/config.json", "--out MODEL/config.json is a file; give a folder"),
+    ("--out MODEL/config.json", "--out: cannot write to MODEL/config.json: File exists; give another folder"),
     ("--max-document-tokens 1", "--max-document-tokens is 1; a document of one token predicts nothing"),
 ]
 

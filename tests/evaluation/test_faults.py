@@ -40,15 +40,14 @@ PLACES = (
     "question whether to stop",
     "forward pass",
     "forward pass of the last portion",
-    "trial of the metric",
     "metric",
     "progress",
     "reduction",
 )
-ENDS = ("stop", "time limit")  # not errors: an evaluation that is to end, by what one rank sees
-TOGETHER = {"reading", "reading of a later portion", "trial of the metric", "metric", *ENDS}  # told to all; they go on
+ENDS = ("stop",)  # not errors: an evaluation that is to end, by what one rank sees
+TOGETHER = {"reading", "reading of a later portion", "metric", *ENDS}  # told to all; they go on
 EVERY = -1
-ERRORS = dict.fromkeys(("metric", "trial of the metric"), "EvaluationError")
+ERRORS = {"metric": "EvaluationError"}
 ERRORS |= dict.fromkeys(ENDS, "EvaluationStopped") | dict.fromkeys(PLACES[2:4], "DataError")
 
 
@@ -67,7 +66,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        return "its time limit of 1e-09 s is over" if self.place == "time limit" else f"boom in {self.place}"
+        return f"boom in {self.place}"
 
 
 @dataclass
@@ -126,7 +125,6 @@ def faulty(
     """Documents and options of an evaluation in portions of two micro-batches, which goes wrong on the fault's rank."""
     place = fault.place if fault is not None and fault.rank in (rank, EVERY) else ""
     later = {"reading of a later portion": 5, "forward pass of the last portion": 5, "question whether to stop": 1}
-    later["metric"] = 1
     trap = Trap(fault, later.get(place, 0)) if fault is not None and place else None
     patches: dict[str, tuple[Any, str]] = {
         "planning": (PlanChoice, "plan"),
@@ -137,8 +135,7 @@ def faulty(
     }
     options = EvaluationOptions(
         step=77,
-        metrics={"largest": trap.before(largest) if trap and place.endswith("metric") else largest},
-        seconds=1e-9 if place == "time limit" else None,
+        metrics={"largest": trap.before(largest) if trap and place == "metric" else largest},
         stopped=trap.why if trap and place in ("question whether to stop", "stop") else lambda: "",
         progress=trap if trap and place == "progress" else None,
     )
@@ -257,7 +254,7 @@ FEW = [Fault("forward pass of the last portion", "error", 3), Fault("reduction",
 
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
-    places = ("metric", "reading of a later portion", "time limit", "stop")
+    places = ("metric", "reading of a later portion", "stop")
     faults = [
         *(Fault(place, "error", 2) for place in places),
         Fault("forward pass of the last portion", "Ctrl-C", EVERY),

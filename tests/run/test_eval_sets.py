@@ -113,7 +113,6 @@ def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: 
 
 LONG = r"eval.books.context_parallel_size 1 and \S*slot 64 do not suit the longest document of set 'books' "
 LONG += r"\(147 tokens, of file06.py\) on 2 ranks: .* eval.books.max_document_tokens cuts longer texts"
-MEAN = r"eval.books.metrics: the metric 'mean_of_losses' gave a tensor of shape \(\); return \(sum, count\)"
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] = [
     ({"path": "/nowhere"}, {}, DataError, r"eval.books.path '/nowhere' does not exist"),
     ({"metrics": [f"{HERE}.top_four"]}, {}, ConfigError, r"eval.books.metrics has '\S*top_four', .* has no function"),
@@ -123,8 +122,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[LongspanError], str]] =
         ConfigError,
         r"eval.books.metrics has 'nowhere.f', and nowhere cannot be imported",
     ),
-    ({"metrics": [f"{HERE}.mean_of_losses"]}, {}, ConfigError, MEAN),
-    ({}, {"train__eval_metrics": [f"{HERE}.mean_of_losses"]}, ConfigError, r"^train.eval_metrics: the metric 'mean_of"),
+    ({}, {"train__eval_metrics": [f"{HERE}.loss"]}, ConfigError, r"^train.eval_metrics: a metric is called 'loss'"),
     ({"max_document_tokens": 0, "context_parallel_size": 1}, {}, ConfigError, LONG),
 ]
 

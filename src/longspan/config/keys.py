@@ -33,7 +33,7 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "data.date_string": ("26 Jul 2024",),
     "data.workers": (0,),  # one process a core, of those that `taskset` leaves it
     "train.eps": (1e-8,),  # optimizer_arguments = ["eps=1e-6"]
-    "train.eval_document_losses": (False,),  # longspan eval RUN --documents FILE
+    "train.eval_document_losses": (False,),  # longspan eval RUN --out FOLDER
     "train.eval_seconds": (0.0,),  # fewer documents: data.eval_documents, documents of [[eval]]
     "train.loss_chunk_rows": (0,),
     "train.memory_fraction": (0.92,),  # train.memory_bytes

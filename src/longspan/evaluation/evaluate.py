@@ -7,25 +7,23 @@ portion's rows of a large set at a time.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
-from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metrics
+from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
 from longspan.model.float8.products import find_float8_weight, quantise_once
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
-from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import free_groups, fsdp_modules, reduction_groups, reshards_after_forward
 from longspan.plan import MicroBatch, Plan
@@ -50,64 +48,13 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
-        with quantise_once(model), ExitStack() as hooks:
-            # Not those of the model itself, with which FSDP2 begins and ends a pass.
-            for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
-                hooks.enter_context(_run_hooks_until_gathered(state))
+        with quantise_once(model):
             yield
     finally:
         for module in modules:
             # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
         free_groups(modules)
-
-
-@contextmanager
-def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
-    """Run a layer's FSDP2 hooks only until its parameters are gathered, or where they cast."""
-    if len(state._modules) != 1:
-        yield
-        return
-    (module,) = state._modules
-    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
-    hooks = _GatheredHooks(state, module._forward_pre_hooks[before], module._forward_hooks[after])
-    module._forward_pre_hooks[before], module._forward_hooks[after] = (hooks.begin_forward, hooks.end_forward)
-    try:
-        yield
-    finally:
-        module._forward_pre_hooks[before], module._forward_hooks[after] = hooks.pre_forward, hooks.post_forward
-
-
-class _GatheredHooks:
-    """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
-
-    def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
-        self.pre_forward, self.post_forward = pre_forward, post_forward
-        self._runs_fsdp_hooks = False
-        self._groups = [*reduction_groups([state._modules[0]])]
-        policy = state._mp_policy
-        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
-        self._casts_outputs: bool = policy.output_dtype is not None
-
-    def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FSDP2's hook where a parameter is not gathered yet, or it casts; None leaves the inputs."""
-        casts = self._casts_outputs or not (
-            self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values()))
-        )
-        self._runs_fsdp_hooks = casts or not all(group.is_unsharded for group in self._groups)
-        return self.pre_forward(module, args, kwargs) if self._runs_fsdp_hooks else None
-
-    def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return self.post_forward(module, args, out) if self._runs_fsdp_hooks else None
-
-
-def _has_dtype(x: object, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
-    if isinstance(x, Tensor):
-        return x.dtype == dtype or not x.is_floating_point()
-    if isinstance(x, tuple | list):
-        return all(_has_dtype(value, dtype) for value in x)
-    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -260,7 +207,7 @@ class Portions:
         self.plan: Plan = inputs.plan
         self.world: World = inputs.world
         self.items = inputs.documents.items
-        self.sums: RowSums = RowSums(self.plan.lengths, options, self.world.device)
+        self.sums: RowSums = RowSums(self.plan.lengths, options, self.world)
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
@@ -271,8 +218,7 @@ class Portions:
     def run(self) -> Totals:
         """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""
         # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
-        may_end = self.options.seconds is not None or self.options.stopped is not None
-        size = 1 if may_end and self.world.home.pp == 1 else self.largest
+        size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest
         done, count = 0, len(self.plan.micro_batches)
         with ExitStack() as stack:
             while done < max(count, 1):  # one portion of an empty plan too, so that all ranks agree on it
@@ -288,10 +234,9 @@ class Portions:
                 done += max(len(portion), 1)
                 if self.options.progress is not None:
                     self.options.progress(min(done, count), count)
-        error = self._metric_error()
-        totals = self.sums.sum_over_ranks(self.world, failed=error is not None)
+        totals = self.sums.sum_over_ranks()
         if totals.failures:
-            raise_first_error(self.world, error)
+            raise_first_error(self.world, self.sums.error)
         return totals
 
     def _read_agreed_batches(self, portion: Sequence[MicroBatch], done: int) -> list[LocalBatch]:
@@ -338,25 +283,14 @@ class Portions:
         options, seconds = self.options, time.perf_counter() - self.started
         if not done:
             try:
-                vocabulary, device = vocabulary_size(self.inputs.language_model), self.world.device
-                check_metrics(options.metrics, options.document_metrics, vocabulary, device)
+                check_metric_names((*options.metrics, *options.document_metrics))
             except EvaluationError as error:
                 return error
-        reason = options.stopped() if options.stopped is not None else ""
-        if not reason and options.seconds is not None and seconds > options.seconds:
-            reason = f"its time limit of {options.seconds:g} s is over"
-        if reason:
+        if options.stopped is not None and (reason := options.stopped()):
             count = plural(len(self.plan.micro_batches), "micro-batch", "es")
             name = f" of {options.name}" if options.name else ""
             return EvaluationStopped(
                 f"the evaluation{name} after step {options.step} was stopped after {done:,} of {count} "
                 f"({seconds:.1f} s): {reason}; nothing of it is recorded, and the model is as it was"
             )
-        return self._metric_error()
-
-    def _metric_error(self) -> LongspanError | None:
-        if (error := self.sums.error) is None or isinstance(error, LongspanError):
-            return error
-        metric_error = EvaluationError(f"a metric failed on rank {self.world.rank}: {type(error).__name__}: {error}")
-        metric_error.__cause__ = error
-        return metric_error
+        return self.sums.error

@@ -3,19 +3,14 @@
 What can be refused is refused before the first model is made.
 """
 
-import hashlib
-import math
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from transformers import PreTrainedConfig
 
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
@@ -29,8 +24,7 @@ from longspan.comm.all_ranks import (
     run_on_every_rank,
     run_on_first_rank,
 )
-from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.plan_section import EvalConfig
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.build import corpus_line, with_images
 from longspan.corpus.builder import build_documents
@@ -38,7 +32,6 @@ from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, d
 from longspan.corpus.files import FileSums
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.step_order import sample_documents
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
@@ -48,14 +41,12 @@ from longspan.evaluation.request import (
     SetResult,
     Subject,
     SubjectResult,
+    changed_keys,
     changes_line,
-    find_set,
-    fit_node_size,
-    fit_set,
+    fit_evaluation,
 )
 from longspan.model import load_model
 from longspan.model.load import check_folder
-from longspan.model.seams.rope import position_limit, smallest_factor
 from longspan.model.weights.file_names import vocabulary_files
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost
@@ -74,159 +65,6 @@ from longspan.train.training import (
 )
 
 Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
-
-
-def choose_sets(
-    request: EvalRequest, subjects: Sequence[tuple[Subject, TextTokenizer]], world: World, log: LogLine
-) -> list[Sets]:
-    """Choose the sets of each subject, of the same documents; entered by all ranks.
-
-    Two tokenizers read the same whole texts, and only bits per byte can be compared. Raises DataError or ConfigError on
-    every rank.
-    """
-    (first, tokenizer), *_ = subjects
-    if all(tokenizer_digest(other) == tokenizer_digest(tokenizer) for _, other in subjects):
-        return [_find_sets(request, first, tokenizer, world, log)] * len(subjects)
-    if not request.paths:
-        raise ConfigError(
-            f"the tokenizers of {first.folder} and {subjects[1][0].folder} differ, and the documents of a run are kept "
-            "as tokens: only texts can be compared; give --data"
-        )
-    chosen = [_find_sets(request, *subject, world, log) for subject in subjects]
-    for name, documents in chosen[0].items():
-        _check_same_texts(name, documents.corpus, chosen[1][name].corpus)
-    return chosen
-
-
-def tokenizer_digest(tokenizer: TextTokenizer) -> str:
-    """Return a text that is equal for tokenizers that give equal ids, before and behind texts too."""
-    return " ".join((tokenizer.digest, *tokenizer.opening, "…", *tokenizer.closing))
-
-
-def _find_sets(request: EvalRequest, subject: Subject, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    if request.paths:
-        sets = _read_texts(request, tokenizer, world, log)
-    else:
-        sets = run_on_every_rank(world, lambda: _open_run_sets(subject, request.sets), DataError)
-    count = request.max_documents  # of each set, at even distances, so that all files are represented
-    return {
-        name: documents.corpus.select([documents.ids[i * len(documents) // count] for i in range(count)])
-        if 0 < count < len(documents)
-        else documents
-        for name, documents in sets.items()
-    }
-
-
-def _open_run_sets(subject: Subject, names: Sequence[str]) -> Sets:
-    run_dir, config = subject.weights.run_dir, subject.config
-    if run_dir is None:
-        raise ConfigError(
-            f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
-            "or folder of .txt .md .py .jsonl)"
-        )
-    if not names:
-        corpus = Corpus(run_dir / "corpus")
-        held_out = corpus.select(make_step_order(config, corpus).evaluation)
-        if not held_out:
-            raise DataError(f"{run_dir} holds out no documents (data.eval_documents is 0); give documents with --data")
-        return {"": held_out}
-    sets: Sets = {}
-    for name in names:
-        entry, folder = next(entry for entry in config.eval if entry.name == name), run_dir / "evaluation" / name
-        try:
-            corpus = Corpus(folder)
-        except DataError as error:
-            raise DataError(
-                f"the evaluation set {name!r} is not in {folder}, where training keeps its documents "
-                f"({error.__cause__}); give its texts: --data {name}={entry.path}"
-            ) from error
-        sets[name] = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
-    return sets
-
-
-def _read_texts(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    """The first rank of each host tokenizes; texts become documents as in the first subject's run, but for flags."""
-    run_data, longest = request.subjects[0].config.data, request.max_document_tokens
-    data = DataConfig(
-        max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,
-        parse_special_tokens=run_data.parse_special_tokens,
-        columns=run_data.columns,
-        end_of_chat=run_data.end_of_chat,
-    )
-    host = socket.gethostname()
-    hosts = world.control.gather_objects(host, "names of hosts")
-    builder = hosts.index(host)  # the first rank on this host
-    builds = builder == world.home.ranks.index(world.rank)
-    with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
-
-        def build_corpora() -> None:
-            for index, (_, path) in enumerate(request.paths if builds else ()):
-                _build_corpus(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
-
-        run_on_every_rank(world, build_corpora, DataError)
-        root = world.control.gather_objects(folder, "folders of hosts")[builder]
-
-        def open_corpora() -> list[Corpus]:
-            try:
-                return [Corpus(Path(root, str(index), "corpus")) for index in range(len(request.paths))]
-            except DataError as error:
-                raise DataError(
-                    f"{root} was made on this host ({host}), and a rank cannot open it: {error}; give hosts names of "
-                    "their own, or set TMPDIR to a folder that they share"
-                ) from error
-
-        corpora = run_on_every_rank(world, open_corpora, DataError)
-    sources = "".join(f"{source.name} {source.sha256}\n" for corpus in corpora for source in corpus.sources)
-    digests = world.control.gather_objects(hashlib.sha256(sources.encode()).hexdigest(), "digests of texts")
-    if len(set(digests)) > 1:
-        other = next(other for other, digest in zip(hosts, digests, strict=True) if digest != digests[0])
-        raise DataError(
-            f"the files of --data differ between hosts {hosts[0]} and {other}; give a path on storage that they share, "
-            "or copy the files again"
-        )
-    return {name: corpus.select(range(len(corpus))) for (name, _), corpus in zip(request.paths, corpora, strict=True)}
-
-
-def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
-    settings = CorpusSettings(data)
-    try:
-        folder.mkdir()
-        files = settings.files(folder)
-        recipe = make_recipe(settings, files, FileSums().measure_files(files, log), tokenizer)
-        for line in describe_rows(settings, recipe):
-            log(line)
-        manifest = build_documents(recipe, folder / "corpus", log)
-    except DataError as error:
-        raise DataError(str(error).replace("data.path", "--data", 1)) from error
-    if manifest.special:
-        log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
-    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
-    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
-        log(line)
-
-
-def _check_same_texts(name: str, first: Corpus, other: Corpus) -> None:
-    """Names of files show that both corpora lack the same short texts only where every file is one document."""
-    left_out = first.manifest.left_out, other.manifest.left_out
-    if any(texts.cut_texts for texts in left_out):
-        raise DataError(
-            f"texts of --data {name} are cut into documents, by two tokenizers at different places; give "
-            "--max-document-tokens 0, which cuts none, to compare models of different tokenizers"
-        )
-    short = [texts.short_texts for texts in left_out]
-    sources, other_sources = (corpus.select(range(len(corpus))).origins for corpus in (first, other))
-    one_a_file = len(set(sources)) == len(sources)
-    if sources != other_sources or (any(short) and not one_a_file):
-        raise DataError(
-            f"texts of --data {name} have fewer than 2 tokens ({short[0]:,} by one tokenizer, {short[1]:,} by the "
-            "other), so that documents cannot be paired; leave these texts out"
-        )
-
-
-# Numbers of hidden states, over all layers, from which graphs save a rank more than the 8 s that they take to load: a
-# compiled forward reads and writes about 20 fewer in bfloat16 for each, at 3 TB/s.
-WORTH_COMPILING = 6e11
-
 Progress = Callable[[str, int, int], None]  # what is evaluated, micro-batches done, all
 
 
@@ -235,27 +73,28 @@ def evaluate_saved(
 ) -> tuple[SubjectResult, ...]:
     """Evaluate each subject; all ranks call it together. Nothing in a run's or a model's folder changes.
 
-    Raises on all ranks what is missing or does not fit, and EvaluationStopped after a signal or beyond the time limit.
-    `starts` has the parts of the start before this call.
+    Raises on all ranks what is missing or does not fit, and EvaluationStopped after a signal. `starts` has the parts of
+    the start before this call.
     """
-    starts, deadline = starts or Starts(), time.monotonic() + (request.seconds or math.inf)
-    metrics = run_on_every_rank(world, partial(_load_set_metrics, request), ConfigError)
+    starts, first = starts or Starts(), request.subjects[0]
+    names, key = (request.metrics, "--metrics") if request.metrics else (first.config.train.eval_metrics, METRICS_KEY)
+    metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
-    sets = choose_sets(request, [(weights.subject, weights.tokenizer) for weights in checked], world, log)
-    pairs = zip(checked, sets, strict=True)
-    fits = [run_on_every_rank(world, partial(_fit_subject, request, *pair, world, log), ConfigError) for pair in pairs]
+    _check_same_tokens(checked)
+    if request.paths:
+        sets = _read_texts(request, checked[0].tokenizer, world, log)
+    else:
+        sets = run_on_every_rank(world, lambda: {"": _open_held_out(first)}, DataError)
+    fit = partial(_fit_subject, request, sets=sets, world=world, log=log)
+    fits = [run_on_every_rank(world, partial(fit, weights), ConfigError) for weights in checked]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
         log(line)
     starts.end_part("data")
-    evaluator = _Evaluator(request.degrees, world, metrics, deadline, starts, log, progress)
+    evaluator = _Evaluator(request.degrees, world, metrics, starts, log, progress)
     return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
 
 
-def _load_set_metrics(request: EvalRequest) -> dict[str, dict[str, Metric]]:
-    entries = (find_set(request.subjects[0].config, name, request.flag_keys) for name in ("", *request.sets))
-    if request.metrics:
-        return dict.fromkeys((entry.name for entry in entries), load_metrics(request.metrics, "--metrics"))
-    return {entry.name: load_metrics(entry.metrics, entry.metrics_key) for entry in entries}
+METRICS_KEY = "train.eval_metrics"
 
 
 @dataclass(frozen=True)
@@ -281,19 +120,9 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
-    configuration = run_on_every_rank(world, lambda: _read_subject_configuration(subject), ModelError)
+    configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)
-
-
-def _read_subject_configuration(subject: Subject) -> PreTrainedConfig:
-    run_dir = subject.weights.run_dir
-    if run_dir is not None and not (run_dir / "config.json").is_file():
-        raise CheckpointError(
-            f"{run_dir} has no config.json, which names the class and sizes of its model; a run writes it when it "
-            f"begins: longspan train {run_dir}/config.toml"
-        )
-    return read_configuration(subject.folder)
 
 
 def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreTrainedConfig) -> TextTokenizer:
@@ -309,39 +138,77 @@ def _read_tokenizer(subject: Subject, tokenizer_folder: str, configuration: PreT
     return tokenizer
 
 
-def fit_positions(
-    checked: CheckedWeights, longest: int, origin: str, *, scaled: bool, log: LogLine
-) -> PreTrainedConfig:
-    """Fit the configuration to a longest document of `longest` tokens, from source `origin`.
-
-    `scaled`: flags gave a scaling of positions. Raises ConfigError with what lengthens the model, and the flag that
-    cuts documents.
-    """
-    settings, configuration = checked.subject.config.model, checked.configuration
-    if scaled:
-        unscaled = model_configuration(checked.subject.config, configuration.get_text_config().vocab_size)
-        return scale_positions(unscaled, settings, longest, origin, log, cut_by="--max-document-tokens")
-    limit = position_limit(configuration)
-    if limit is None or longest <= limit:
-        return configuration
-    raise ConfigError(
-        f"the longest document has {longest} tokens ({origin}), and the model in {checked.subject.weights.path} knows "
-        f"{limit} positions; {_advise_positions(checked, longest)}, or cut documents with --max-document-tokens {limit}"
-    )
-
-
-def _advise_positions(checked: CheckedWeights, longest: int) -> str:
-    parameters: Any = getattr(checked.configuration, "rope_parameters", None) or {}
-    rope_type, factor = parameters.get("rope_type", "default"), parameters.get("factor") or 1.0
-    new_factor = smallest_factor(checked.configuration, longest)
-    if rope_type == "default":
-        return f"lengthen it with --model.rope_scaling yarn (a factor of {new_factor:g})"
-    if checked.subject.config.model.rope_scaling:
-        return (
-            f"lengthen it with --model.rope_scaling {rope_type} --model.rope_factor {factor * new_factor:g} "
-            f"(now {factor:g})"
+def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
+    ids = {(x.tokenizer.digest, tuple(x.tokenizer.opening), tuple(x.tokenizer.closing)) for x in checked}
+    if len(ids) > 1:
+        first, other = (weights.subject.folder for weights in checked)
+        raise ConfigError(
+            f"the tokenizers of {first} and {other} differ, and losses per token of different tokens cannot be "
+            "compared; evaluate each alone on the same --data, and compare the bits per byte"
         )
-    return f"raise the factor of {rope_type} in its config.json from {factor:g} to {factor * new_factor:g}"
+
+
+def _open_held_out(subject: Subject) -> CorpusDocuments:
+    run_dir, config = subject.weights.run_dir, subject.config
+    if run_dir is None:
+        raise ConfigError(
+            f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
+            "or folder of .txt .md .py .jsonl)"
+        )
+    corpus = Corpus(run_dir / "corpus")
+    held_out = corpus.select(make_step_order(config, corpus).evaluation)
+    if not held_out:
+        raise DataError(f"{run_dir} holds out no documents (data.eval_documents is 0); give documents with --data")
+    return held_out
+
+
+def _read_texts(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
+    """The first rank tokenizes; texts become documents as in the first subject's run, but for flags."""
+    run_data, longest = request.subjects[0].config.data, request.max_document_tokens
+    data = DataConfig(
+        max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,
+        parse_special_tokens=run_data.parse_special_tokens,
+        columns=run_data.columns,
+        end_of_chat=run_data.end_of_chat,
+    )
+    builds = is_first_rank(world)
+    with tempfile.TemporaryDirectory(prefix="longspan-eval-") if builds else nullcontext("") as folder:
+
+        def build_corpora() -> None:
+            for index, (_, path) in enumerate(request.paths):
+                _build_corpus(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+
+        def open_corpora() -> Sets:
+            try:
+                corpora = {name: Corpus(Path(root, str(i), "corpus")) for i, (name, _) in enumerate(request.paths)}
+            except DataError as error:
+                raise DataError(
+                    f"{root} was made by the first rank, and a rank on {socket.gethostname()} cannot open it: {error}; "
+                    "set TMPDIR to a folder that all hosts share"
+                ) from error
+            return {name: corpus.select(range(len(corpus))) for name, corpus in corpora.items()}
+
+        run_on_first_rank(world, build_corpora, DataError)
+        root = world.control.broadcast_object(folder)
+        return run_on_every_rank(world, open_corpora, DataError)
+
+
+def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
+    settings = CorpusSettings(data)
+    try:
+        folder.mkdir()
+        files = settings.files(folder)
+        recipe = make_recipe(settings, files, FileSums().measure_files(files, log), tokenizer)
+        for line in describe_rows(settings, recipe):
+            log(line)
+        manifest = build_documents(recipe, folder / "corpus", log)
+    except DataError as error:
+        raise DataError(str(error).replace("data.path", "--data", 1)) from error
+    if manifest.special:
+        log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
+    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
+    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
+        log(line)
 
 
 def load_saved_model(
@@ -384,38 +251,32 @@ class _Fit:
     sets: Sets
     config: RunConfig
     configuration: PreTrainedConfig
-    entries: dict[str, EvalConfig]  # how each set is planned
     changes: tuple[Change, ...]
 
 
-def _fit_subject(request: EvalRequest, checked: CheckedWeights, sets: Sets, world: World, log: LogLine) -> _Fit:
-    longest_of = {name: max(documents.lengths) for name, documents in sets.items()}
-    longest_name = max(longest_of, key=longest_of.__getitem__)
-    longest, longest_set = longest_of[longest_name], sets[longest_name]
-    scaled = bool(request.flag_keys & {"model.rope_scaling", "model.rope_factor"})
-    origin = longest_set.origin(longest_set.lengths.index(longest))
-    configuration = fit_positions(checked, longest, origin, scaled=scaled, log=log)
+def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, world: World, log: LogLine) -> _Fit:
+    longest, origin = max(
+        (length, documents.origins[i]) for documents in sets.values() for i, length in enumerate(documents.lengths)
+    )
+    subject, configuration, flag_keys = checked.subject, checked.configuration, request.flag_keys
+    model = subject.config.model
+    if flag_keys & {"model.rope_scaling", "model.rope_factor"}:
+        configuration = model_configuration(subject.config, configuration.get_text_config().vocab_size)
+    else:  # the saved configuration has what the run was trained with
+        model = replace(model, rope_scaling="", rope_factor=0.0)
+    configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
         sets = {name: with_images(documents, configuration, folder) for name, documents in sets.items()}
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else use_training_rows(first.config).context
-    config = set_usual_partition(replace(checked.subject.config, context=context))
-    config, host_changes = fit_node_size(config, world.node_size, request.flag_keys)
-    config = set_node_size(config, world)
-    entries, changes = dict[str, EvalConfig](), dict.fromkeys((*request.home_changes, *host_changes))
-    for name, set_longest in longest_of.items():
-        entry = find_set(config, name if name in request.sets else "", request.flag_keys)
-        # Sets of --data share one plan's keys, so that all get the cap of the longest document.
-        rows = longest if request.paths else set_longest
-        entry, set_changes = fit_set(config, entry, world.home, heads, rows, request.flag_keys)
-        choice = PlanChoice.evaluation(config, entry, heads=heads)
-        is_cap_fixed = "context.eval_max_tokens_per_slot" in request.flag_keys  # a cap that a flag gives is not raised
-        for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else rows):
-            at_degree.check_longest_document(rows, world.home, f"the longest document ({rows} tokens)")
-        entries[name] = entry
-        changes |= dict.fromkeys(set_changes)
-    return _Fit(checked, sets, config, configuration, entries, tuple(changes))
+    usual = set_node_size(set_usual_partition(replace(subject.config, context=context)), world)
+    config = fit_evaluation(usual, world.home, heads, longest, flag_keys)
+    choice = PlanChoice.evaluation(config, heads=heads)
+    is_cap_fixed = "context.eval_max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
+    for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
+        at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
+    return _Fit(checked, sets, config, configuration, (*request.home_changes, *changed_keys(usual, config)))
 
 
 @dataclass(frozen=True)
@@ -424,19 +285,14 @@ class _Evaluator:
 
     degrees: tuple[int, ...]
     world: World
-    metrics: dict[str, dict[str, Metric]]  # by the name of a set of the run
-    deadline: float  # of time.monotonic
+    metrics: dict[str, Metric]
     starts: Starts
     log: LogLine
     progress: Progress
 
     def evaluate_subject(self, fit: _Fit) -> SubjectResult:
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
-        tokens = sum(sum(documents.lengths) for documents in fit.sets.values())
-        tokens_of_rank = tokens * max(1, len(self.degrees)) / len(self.world.home.ranks)
-        compiled = choose_compiled_parts(fit.config.train.compiled, fit.configuration, tokens_of_rank)
-        config = replace(fit.config, train=replace(fit.config.train, compiled=compiled))
-        model, step = load_saved_model(fit.checked, config, fit.configuration, self.world, images=images)
+        model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
         use_machine(fit.config, self.world)
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
@@ -448,57 +304,29 @@ class _Evaluator:
                 self.log(str(self.starts))
         with StopSignal() as stop:
             sets = tuple(self._evaluate_sets(fit, model, step, cost, stop))
-        digest = tokenizer_digest(fit.checked.tokenizer)
-        return SubjectResult(fit.checked.subject.weights, fit.config, digest, sets, fit.changes)
+        return SubjectResult(fit.checked.subject.weights, fit.config, sets, fit.changes)
 
     def _evaluate_sets(
         self, fit: _Fit, model: AnyModel, step: int, cost: Cost, stop: StopSignal
     ) -> Iterator[SetResult]:
         bytes_of_ids = token_bytes(fit.checked.tokenizer.engine, model.config.get_text_config().vocab_size)
-
-        def stop_reason() -> str:
-            if stop.received:
-                return f"{stop.received} was received"
-            return "the time limit of --seconds is over" if time.monotonic() > self.deadline else ""
-
+        weights = fit.checked.subject.weights.title.rpartition("/")[2]
         for name, documents in fit.sets.items():
-            entry = fit.entries[name]
-            choice = PlanChoice.evaluation(fit.config, entry, cost=cost, heads=query_heads(model.config))
+            choice = PlanChoice.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
                 choice, _ = choose_degree_on_ranks(choice, documents.lengths, self.world, self.log, name=name)
-            # Only the first rank compares and writes results; counting reads all tokens.
-            text_bytes = tuple[int, ...]()
-            if bytes_of_ids is not None and is_first_rank(self.world):
-                text_bytes = tuple(int(bytes_of_ids[x[np.arange(1, len(x))]].sum()) for x in documents)
             for at_degree in _list_choices(choice, self.degrees, max(documents.lengths)):
+                title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
                     step=step,
                     name=name,
-                    metrics=self.metrics[entry.name],
+                    metrics=self.metrics,
                     token_bytes=bytes_of_ids,
-                    stopped=stop_reason,
-                    progress=partial(self.progress, _progress_title(fit, name, at_degree)),
+                    stopped=stop.reason,
+                    progress=partial(self.progress, title),
                 )
-                yield SetResult(
-                    evaluate(model, documents, at_degree, self.world, options), documents.origins, text_bytes
-                )
-
-
-def choose_compiled_parts(compiled: str, configuration: PreTrainedConfig, tokens_of_rank: float) -> str:
-    """Return the parts to compile; in place of "auto", "none" for an evaluation soon done."""
-    text = configuration.get_text_config()
-    pays = tokens_of_rank * text.hidden_size * text.num_hidden_layers >= WORTH_COMPILING
-    return compiled if compiled != AUTO or pays else "none"
+                yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 
 
 def _list_choices(choice: PlanChoice, degrees: Sequence[int], longest: int) -> list[PlanChoice]:
     return [choice.at_degree(degree, longest=longest) for degree in degrees] or [choice]
-
-
-def _progress_title(fit: _Fit, name: str, choice: PlanChoice) -> str:
-    if choice.has_one_degree:
-        degree = f"cp {choice.degree}"
-    else:  # no degree to name, so the planner's name
-        degree = "dynamic cp" if choice.planner == "dynamic" else choice.planner
-    weights = fit.checked.subject.weights.title.rpartition("/")[2]
-    return ", ".join(filter(None, (weights, name, degree)))  # held-out documents have no name

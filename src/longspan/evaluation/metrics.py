@@ -5,18 +5,15 @@ documents are dealt out; sums and counts do not.
 """
 
 import math
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from numbers import Real
-from types import FunctionType, ModuleType
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.comm import World, to_device
 from longspan.errors import ConfigError, EvaluationError, import_object, plural
@@ -82,31 +79,11 @@ def check_sum_and_count(name: str, result: Any) -> tuple[Any, Any]:
     )
 
 
-def check_metrics(
-    metrics: Mapping[str, Metric],
-    document_metrics: Mapping[str, DocumentMetric],
-    vocabulary: int | None,
-    device: torch.device,
-) -> None:
-    """Try a copy of each metric on two example rows; one that cannot be copied is not tried.
-
-    Raises EvaluationError for a metric that fails, gives no sums and counts, or has one of the names BUILT_IN.
-    """
-    for name, metric in {**metrics, **document_metrics}.items():
+def check_metric_names(names: Iterable[str]) -> None:
+    """Raise EvaluationError for a name of a metric that every evaluation has (BUILT_IN)."""
+    for name in names:
         if name in BUILT_IN:
             raise EvaluationError(f"a metric is called {name!r}, which every evaluation has; give it another name")
-        try:
-            copy = copy_metric(metric)
-        except Exception:  # a metric may hold what pickle cannot copy
-            continue
-        try:
-            example = copy(_example_rows(vocabulary or 8, device))
-        except Exception as error:
-            raise EvaluationError(
-                f"the metric {name!r} failed on two made rows (logits of shape (2, {vocabulary or 8})): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        _ = check_columns(name, example, 2) if name in document_metrics else check_sum_and_count(name, example)
 
 
 def check_columns(name: str, result: Any, rows: int) -> Tensor:
@@ -119,36 +96,6 @@ def check_columns(name: str, result: Any, rows: int) -> Tensor:
         f"the metric of documents {name!r} gave {str(result)[:200]} for {plural(rows, 'row')}; return "
         f"(values, counts), two tensors of shape ({rows},); a row that does not count has the count 0"
     )
-
-
-class _Copier(pickle.Pickler):
-    """Copies an object with all that it refers to but classes, modules, functions and parameters of models."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
-        self.shared: list[Any] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        is_plain_function = isinstance(obj, FunctionType) and not obj.__closure__  # pickle refuses one with a closure
-        if not is_plain_function and not isinstance(obj, type | ModuleType | nn.Parameter):
-            return None
-        self.shared.append(obj)
-        return len(self.shared) - 1
-
-
-def copy_metric(metric: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a metric, so that a trial changes nothing that it keeps. Raises whatever pickle raises for it."""
-    file = BytesIO()
-    copier = _Copier(file)
-    copier.dump(metric)
-    reader = type("_Reader", (pickle.Unpickler,), {"persistent_load": lambda _, index: copier.shared[index]})
-    return reader(BytesIO(file.getvalue())).load()
-
-
-def _example_rows(vocabulary: int, device: torch.device) -> TargetRows:
-    index = torch.arange(2, device=device)
-    logits = torch.linspace(-1, 1, 2 * vocabulary, device=device).view(2, vocabulary)
-    return TargetRows(torch.zeros_like(index), index, index % vocabulary, index.double() + 1, logits)
 
 
 def _is_number(value: Any) -> bool:
@@ -166,8 +113,7 @@ class EvaluationOptions:
     loss_chunk_rows: int = 0
     """Rows whose logits are formed at a time; 0: by a budget of bytes."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics besides the built-in ones, by name: functions of TargetRows to (sum, count). A copy of each is tried on
-    two made rows first; what it keeps in variables of its module is not copied."""
+    """Metrics besides the built-in ones, by name: functions of TargetRows to (sum, count)."""
     document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
     """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
     (n,), which are added up for every document; a row that does not count has the count 0."""
@@ -175,8 +121,6 @@ class EvaluationOptions:
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     attention_kernel: str | None = None
     """Attention kernel; None: as the model was prepared."""
-    seconds: float | None = None
-    """The evaluation is stopped at the end of the portion in which so many seconds are over; None: no limit."""
     stopped: Callable[[], str] | None = None
     """Asked on every rank before each portion of micro-batches: why to stop, in words; "" to go on."""
     progress: Callable[[int, int], None] | None = None
@@ -227,15 +171,15 @@ class RowSums:
     collective.
     """
 
-    def __init__(self, lengths: Sequence[int], options: EvaluationOptions, device: torch.device) -> None:
-        self.error: Exception | None = None
-        self._options = options
+    def __init__(self, lengths: Sequence[int], options: EvaluationOptions, world: World) -> None:
+        self.error: EvaluationError | None = None
+        self._options, self._world = options, world
         self._edges = bucket_edges(max(lengths, default=1))
         self._measured_rows: list[_MeasuredRows] = []
         self._losses: Floats = np.zeros(len(lengths))  # of each document
         self._positions: Floats = np.zeros((2, len(self._edges)))  # of each bucket: losses, rows
         self._bytes = self._hits = self._rows = 0  # of targets: bytes of text, right predictions, number
-        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=device)
+        self._metrics = torch.zeros(len(options.metrics), 2, dtype=torch.float64, device=world.device)
         self._document_metrics: Floats = np.zeros((len(options.document_metrics), 2, len(lengths)))
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
@@ -283,7 +227,7 @@ class RowSums:
     def _add_metrics(self, rows: TargetRows) -> Tensor:
         """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""
         count, metrics = len(rows.losses), self._options.document_metrics
-        columns = rows.losses.new_zeros(len(metrics), 2, count)
+        columns, name = rows.losses.new_zeros(len(metrics), 2, count), ""
         if self.error is not None:
             return columns.flatten(0, 1)
         try:
@@ -292,8 +236,13 @@ class RowSums:
                     sums[i] += value
             for column, (name, metric) in zip(columns, metrics.items(), strict=True):
                 column.copy_(check_columns(name, metric(rows), count))
-        except Exception as error:  # of the user's function
+        except EvaluationError as error:
             self.error = error
+        except Exception as error:  # of the user's function
+            self.error = EvaluationError(
+                f"the metric {name!r} failed on rank {self._world.rank}: {type(error).__name__}: {error}"
+            )
+            self.error.__cause__ = error
         return columns.flatten(0, 1)
 
     def collect_measured_sums(self) -> None:
@@ -310,13 +259,14 @@ class RowSums:
             self._positions[1] += np.bincount(bucket, minlength=len(self._edges))
         self._measured_rows.clear()
 
-    def sum_over_ranks(self, world: World, *, failed: bool = False) -> "Totals":
-        """Sum over all ranks; every rank gets the sums, and learns whether one `failed`."""
+    def sum_over_ranks(self) -> "Totals":
+        """Sum over all ranks; every rank gets the sums, and learns whether a metric failed on one."""
+        world = self._world
         counts_here = world.coordinates.tp == 0  # all tensor-parallel ranks of a slot have the same sums
         numbers = [float(self._rows), float(self._hits), float(self._bytes)]
         metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
         parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
-        flat = np.concatenate([*(part * counts_here for part in parts), [float(failed)]])
+        flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
         flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
         documents, positions, metrics, document_metrics, numbers, failures = np.split(
             flat, np.cumsum([part.size for part in parts])

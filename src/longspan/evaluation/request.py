@@ -4,17 +4,17 @@ What the user gives by flag is never changed: `check_config` refuses it if it do
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AUTO, NOT_GIVEN
-from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection, take_keys
-from longspan.config.sections import RunConfig, set_evaluations
+from longspan.config.keys import AUTO, NOT_GIVEN, set_key_values
+from longspan.config.plan_section import ONE_DEGREE
+from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
 from longspan.hub import find_local
@@ -24,6 +24,7 @@ from longspan.plan.micro_batch import level_sizes
 from longspan.train.plans import PlanChoice, plan_row_multiple
 
 ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
+HOME = ("tp", "pp", "dp_replicate", "ep")  # the degrees of [parallel]
 
 
 @dataclass(frozen=True)
@@ -59,17 +60,12 @@ class Subject:
         return self.weights.run_dir or self.weights.path
 
 
-@dataclass(frozen=True)
-class Change:
-    """A key that has another value than the run had, and why."""
+class Change(NamedTuple):
+    """A key that has another value than the run had."""
 
     key: str
     before: Any
     now: Any
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {_value_text(self.before)} -> {_value_text(self.now)} ({self.why})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +77,10 @@ class EvalRequest:
 
     subjects: tuple[Subject, ...]
     paths: tuple[tuple[str, str], ...] = ()  # name and path of each set of texts; none: what the run holds out
-    sets: tuple[str, ...] = ()  # names of evaluation sets of the run
-    max_documents: int = 0
     max_document_tokens: int = NOT_GIVEN
     tokenizer: str = ""
     degrees: tuple[int, ...] = ()  # to be compared; none: the configuration's
     metrics: tuple[str, ...] = ()
-    seconds: float = 0.0
     flag_keys: frozenset[str] = frozenset()
     home_changes: tuple[Change, ...] = ()
 
@@ -142,163 +135,83 @@ def named_paths(words: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-class _FittedSection:
-    def __init__(self, section: Any, prefix: str, flag_keys: Collection[str], flag_prefix: str = "") -> None:
-        self.section, self.prefix, self.changes = section, prefix, list[Change]()
-        self.flag_keys = _strip_prefix(flag_prefix or prefix, flag_keys)
+def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> RunConfig:
+    """Fit the configuration to a number of ranks: each degree that is not of `flag_keys` becomes one that fits.
 
-    def change_key(self, key: str, now: Any, why: str) -> None:
-        """A key that a flag sets stays."""
-        before = getattr(self.section, key)
-        if now != before and key not in self.flag_keys:
-            self.section = replace(self.section, **{key: now})
-            self.changes.append(Change(self.prefix + key, before, now, why))
-
-
-def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> tuple[RunConfig, tuple[Change, ...]]:
-    """Fit the configuration to a number of ranks: a degree that is not of `flag_keys` becomes one that fits.
-
-    >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ())[0].parallel.tp
+    >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ()).parallel.tp
     2
 
-    tp x pp is the largest product of divisors of the run's degrees that divides the ranks, of equal ones that with the
-    larger tp. Degrees that do not fit stay, and `check_config` refuses them.
+    A degree that fits is the greatest common divisor of the run's and of what the degrees before it leave of the ranks.
+    Degrees of flags come first and stay, and `check_config` refuses those that do not fit.
     """
-    parallel, on_ranks = config.parallel, plural(ranks, "rank")
-    home = _FittedSection(parallel, "parallel.", flag_keys)
-    tps, pps = (
-        [degree] if key in home.flag_keys else _divisors(degree)
-        for key, degree in (("tp", parallel.tp), ("pp", parallel.pp))
-    )
-    pairs = [(tp, pp) for tp in tps for pp in pps if ranks % (tp * pp) == 0]
-    tp, pp = max(pairs, key=lambda pair: (pair[0] * pair[1], pair[0]), default=(parallel.tp, parallel.pp))
-    home.change_key("tp", tp, on_ranks)
-    home.change_key("pp", pp, on_ranks)
-    if home.section.pp == 1:
-        home.change_key("vpp", 1, "no pipeline")
-        home.change_key("pipeline_schedule", "1f1b", "no pipeline")
-    if home.section.tp == 1:
-        home.change_key("sequence_parallel", False, "tp 1")
-    slots, remainder = divmod(ranks, home.section.tp * home.section.pp)
-    if not remainder:
-        home.change_key("dp_replicate", _nearest_below(parallel.dp_replicate, _divisors(slots)), plural(slots, "slot"))
-        width, remainder = divmod(slots, home.section.dp_replicate)
-        ep = parallel.ep if remainder else math.gcd(parallel.ep, width)
-        home.change_key("ep", ep, f"{plural(width, 'slot')} of each copy of the weights")
-    context = _FittedSection(config.context, "context.", flag_keys)
-    if not remainder and any(entry.planner == "dynamic" for entry in config.evaluations):
-        least = min(config.context.min_dynamic_context_parallel_size, slots)
-        context.change_key("min_dynamic_context_parallel_size", least, plural(slots, "slot"))
-    encoder = _FittedSection(config.encoder, "encoder.", flag_keys)
-    encoder.change_key("tp", math.gcd(config.encoder.tp, ranks), on_ranks)  # a divisor shares its heads evenly
-    config = replace(config, parallel=home.section, context=context.section, encoder=encoder.section)
-    return config, (*home.changes, *context.changes, *encoder.changes)
+    values, room = dict[str, Any](), ranks
+    for name in sorted((f"parallel.{key}" for key in HOME), key=lambda name: name not in flag_keys):
+        degree = getattr(config.parallel, name.partition(".")[2])
+        values[name] = degree if name in flag_keys else math.gcd(degree, room)
+        room = max(1, room // values[name])
+    if values["parallel.pp"] == 1:
+        values |= {"parallel.vpp": 1, "parallel.pipeline_schedule": "1f1b"}
+    if values["parallel.tp"] == 1:
+        values["parallel.sequence_parallel"] = False
+    slots = max(1, ranks // (values["parallel.tp"] * values["parallel.pp"]))
+    least = config.context.min_dynamic_context_parallel_size
+    values |= {"context.min_dynamic_context_parallel_size": min(least, slots), "context.node_size": AUTO}
+    values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
+    for name in values.keys() - flag_keys:
+        section, _, key = name.partition(".")
+        config = replace(config, **{section: set_key_values(getattr(config, section), {key: values[name]})})
+    return config
 
 
-def fit_node_size(
-    config: RunConfig, node_size: int, flag_keys: Collection[str]
-) -> tuple[RunConfig, tuple[Change, ...]]:
-    context = _FittedSection(config.context, "context.", flag_keys)
-    if config.context.node_size != AUTO:
-        context.change_key("node_size", node_size, f"hosts of {plural(node_size, 'slot')}")
-    return replace(config, context=context.section), tuple(context.changes)
-
-
-def fit_set(
-    config: RunConfig, entry: EvalConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
-) -> tuple[EvalConfig, tuple[Change, ...]]:
-    """Fit the plan of a set to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
+def fit_evaluation(
+    config: RunConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
+) -> RunConfig:
+    """Fit the plans of evaluation to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.
 
     The degree is the largest that divides the slots, that a2a can deal the heads to, and that is no larger than the
     run's. An "auto" degree is chosen later. A max_tokens_per_slot "auto" becomes ROWS, or what the document needs.
     """
-    fit = _FittedSection(entry, entry.prefix, flag_keys, "context.eval_")
-    choice, slots = PlanChoice.evaluation(config, entry), plural(home.slots, "slot")
+    entry, choice, values = config.context.evaluation, PlanChoice.evaluation(config), dict[str, Any]()
     types, degree = choice.comm_types, choice.widest_degree(home)
-    degrees = [divisor for divisor in _divisors(home.slots) if heads_allow(divisor, heads, types, home.tp)]
-    if isinstance(entry.context_parallel_size, str):  # "auto"
+    divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
+    degrees = [divisor for divisor in divisors if heads_allow(divisor, heads, types, home.tp)]
+    if entry.context_parallel_size == AUTO:
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
-        before, sizes = entry.context_parallel_size, entry.hierarchical_context_parallel_sizes
-        # A degree that divides the slots is lowered for the heads only.
-        reason = "" if home.slots % before else f", {heads} query heads under a2a"
-        degree = before if "context_parallel_size" in fit.flag_keys else _nearest_below(before, degrees)
-        fit.change_key("context_parallel_size", degree, f"{slots}{reason}")
+        if "context.eval_context_parallel_size" not in flag_keys:
+            degree = max((divisor for divisor in degrees if divisor <= degree), default=1)
+        values["context_parallel_size"] = degree
+        sizes = entry.hierarchical_context_parallel_sizes
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
-            fit.change_key("hierarchical_context_parallel_sizes", level_sizes(sizes, degree), f"cp {degree}")
-    multiple = plan_row_multiple(config.parallel)
-    rows, cap = -(-longest // degree // multiple) * multiple, entry.max_tokens_per_slot
-    if cap == AUTO:
-        return replace(fit.section, max_tokens_per_slot=max(rows, ROWS)), tuple(fit.changes)
-    if not isinstance(cap, str) and 0 < cap < rows:
-        fit.change_key("max_tokens_per_slot", rows, f"the longest document has {longest:,} tokens, at cp {degree}")
-    return fit.section, tuple(fit.changes)
+            values["hierarchical_context_parallel_sizes"] = level_sizes(sizes, degree)
+    multiple, cap = plan_row_multiple(config.parallel), entry.max_tokens_per_slot
+    rows = -(-longest // degree // multiple) * multiple
+    if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):
+        values["max_tokens_per_slot"] = max(rows, ROWS) if cap == AUTO else rows
+    values = {key: value for key, value in values.items() if cap == AUTO or f"context.eval_{key}" not in flag_keys}
+    return replace(config, context=config.context.set_evaluation(**values))
 
 
-def find_set(config: RunConfig, name: str, flag_keys: Collection[str]) -> EvalConfig:
-    """Find the plan of a set before it is fitted: a set [[eval]] by its name, "" for the held-out documents.
-
-    Keys `context.eval_*` that flags set count for every set. Raises ConfigError for a name that the run does not have.
-    """
-    entry = next((entry for entry in config.evaluations if entry.name == name), None)
-    if entry is None:
-        names = ", ".join(entry.name for entry in config.eval) or "none"
-        raise ConfigError(f"--set is {name!r}, and the run's evaluation sets [[eval]] are: {names}")
-    keys = _strip_prefix("context.eval_", flag_keys)
-    flags = {key: value for key, value in config.context.evaluation.plan_keys.items() if key in keys}
-    if flags.get("context_parallel_size") == 0:
-        flags["context_parallel_size"] = config.context.context_parallel_size
-    filled_keys = take_keys(PlanSection(**flags), entry).plan_keys
-    return replace(entry, **filled_keys | flags)  # a flag that sets "" has been filled, and is put back
-
-
-def fit_evaluations(config: RunConfig, names: Collection[str], home: Layout, flag_keys: Collection[str]) -> RunConfig:
-    """Fit the configuration of these sets to this home, for `check_config`, before heads and documents are read."""
-    sets = (find_set(config, name, flag_keys) for name in ("", *names))
-    fitted = (fit_set(config, entry, home, None, 1, flag_keys)[0] for entry in sets)
-    config = set_evaluations(config, (replace(entry, max_document_tokens=0) for entry in fitted))
-    return replace(config, data=replace(config.data, max_document_tokens=0))
+def changed_keys(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
+    """List the keys of the layout that have another value now; one that was "auto" is none."""
+    old, new = before.tables(), now.tables()
+    names = ((section, key) for section in ("parallel", "context", "encoder") for key in new[section])
+    changes = (Change(f"{section}.{key}", old[section][key], new[section][key]) for section, key in names)
+    return tuple(change for change in changes if change.before not in (change.now, AUTO))
 
 
 def changes_line(changes: Sequence[Change], ranks: int) -> str:
     """Write the changes to the run's layout in one line; empty if there are none."""
-    return f"on {plural(ranks, 'rank')}: {'; '.join(map(str, changes))}" if changes else ""
-
-
-def _strip_prefix(prefix: str, keys: Collection[str]) -> set[str]:
-    return {key.removeprefix(prefix) for key in keys if key.startswith(prefix)}
-
-
-def _divisors(number: int) -> list[int]:
-    return [degree for degree in range(1, number + 1) if number % degree == 0]
-
-
-def _nearest_below(degree: int, fitting: Iterable[int]) -> int:
-    return max((candidate for candidate in fitting if candidate <= degree), default=1)  # 1 always fits
-
-
-def _value_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"({', '.join(map(str, value))})"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-Unit = Literal["loss", "bits_per_byte"]
-HOME = ("tp", "pp", "ep", "dp_replicate")  # the keys of [parallel] that are recorded
+    texts = (f"{key} {before} -> {now}" for key, before, now in changes)
+    return f"on {plural(ranks, 'rank')}: {'; '.join(texts)}" if changes else ""
 
 
 @dataclass(frozen=True)
 class SetResult:
-    """The evaluation of one set at one degree, and where its documents came from.
-
-    `text_bytes` are the UTF-8 bytes of each document's predicted tokens.
-    """
+    """The evaluation of one set at one degree, and where its documents came from."""
 
     evaluation: Evaluation
     sources: tuple[str, ...]
-    text_bytes: tuple[int, ...]
 
     @property
     def comm_types(self) -> list[str]:
@@ -314,7 +227,6 @@ class SubjectResult:
 
     weights: SavedWeights
     config: RunConfig  # under which they were evaluated
-    tokenizer: str  # digest of it, and of what it puts around texts
     sets: tuple[SetResult, ...]
     changes: tuple[Change, ...]
 
@@ -323,7 +235,7 @@ class SubjectResult:
             "target": self.weights.title,
             "kind": self.weights.kind,
             "parallel": {key: getattr(self.config.parallel, key) for key in HOME},
-            "changes": [asdict(change) for change in self.changes],
+            "changes": [change._asdict() for change in self.changes],
             "evaluations": [entry.evaluation.row() | {"cp_comm_type": entry.comm_types} for entry in self.sets],
         }
 
@@ -350,76 +262,45 @@ def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The other model's mean minus the first's, over the same documents; errors are None for fewer than two.
+    """The other model's mean loss minus the first's, over all tokens of the same documents; `lower` documents fell.
 
-    `difference` is over all tokens (bytes), `document_difference` the mean of documents' own; `lower` documents fell.
+    The standard error is None for fewer than two documents.
     """
 
     name: str
-    unit: Unit
     first: float
     other: float
     difference: float
     standard_error: float | None
-    document_difference: float
-    document_standard_error: float | None
     documents: int
     lower: int
     by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
 
 
 def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
-    """Return the difference on every set, of losses, or of bits per byte where the tokenizers differ.
-
-    The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count.
-    """
-    unit: Unit = "loss" if first.tokenizer == other.tokenizer else "bits_per_byte"
-    return [_set_difference(*pair, unit) for pair in zip(first.sets, other.sets, strict=True)]
+    return [_set_difference(*pair) for pair in zip(first.sets, other.sets, strict=True)]
 
 
-def _set_difference(first: SetResult, other: SetResult, unit: Unit) -> Difference:
-    first_sums, first_counts = _document_sums(first, unit)
-    other_sums, other_counts = _document_sums(other, unit)
-    sums, counts = np.array([first_sums, other_sums]).T, np.array([first_counts, other_counts]).T  # (D, 2) each
-    has_counts = (counts > 0).all(axis=1)
-    sums, counts, lengths = sums[has_counts], counts[has_counts], np.array(first.evaluation.plan.lengths)[has_counts]
-    means, document_means = sums.sum(0) / counts.sum(0), sums / counts
-    residuals = (sums - means * counts) / counts.sum(0)
-    differences = document_means[:, 1] - document_means[:, 0]
+def _set_difference(first: SetResult, other: SetResult) -> Difference:
+    """The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count."""
+    losses = first.evaluation.document_losses, other.evaluation.document_losses, first.evaluation.plan.lengths
+    rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]
+    sums, counts, lengths = np.split(np.array(rows).reshape(-1, 4), [2, 3], axis=1)  # (D, 2), (D, 1), (D, 1)
+    means, lengths, n = sums.sum(0) / counts.sum(), lengths[:, 0], len(counts)
+    residuals = (sums - means * counts)[:, 1] - (sums - means * counts)[:, 0]
     by_length = list[tuple[int, int, float, float, int]]()
     for bucket in first.evaluation.by_length:
         inside = (bucket.first <= lengths) & (lengths <= bucket.last)
         if inside.any():
-            in_bucket = sums[inside].sum(0) / counts[inside].sum(0)
+            in_bucket = sums[inside].sum(0) / counts[inside].sum()
             by_length.append((bucket.first, bucket.last, float(in_bucket[0]), float(in_bucket[1]), int(inside.sum())))
     return Difference(
         name=first.evaluation.name,
-        unit=unit,
         first=float(means[0]),
         other=float(means[1]),
         difference=float(means[1] - means[0]),
-        standard_error=_standard_error(residuals[:, 1] - residuals[:, 0], scale=len(lengths)),
-        document_difference=float(differences.mean()),
-        document_standard_error=_standard_error(differences - differences.mean(), scale=1),
-        documents=len(lengths),
-        lower=int((differences < 0).sum()),
+        standard_error=None if n < 2 else float(math.sqrt((residuals**2).sum() * n / (n - 1)) / counts.sum()),
+        documents=n,
+        lower=int((sums[:, 1] < sums[:, 0]).sum()),
         by_length=tuple(by_length),
     )
-
-
-def _document_sums(result: SetResult, unit: Unit) -> tuple[list[float], list[float]]:
-    losses = result.evaluation.document_losses
-    if unit == "loss":
-        return [loss.sum for loss in losses], [loss.count for loss in losses]
-    if not result.text_bytes:
-        raise ConfigError(
-            "the two tokenizers differ, so that losses per token cannot be compared, and a tokenizer does not say how "
-            "many bytes of text its tokens stand for, so that bits per byte cannot be either"
-        )
-    return [loss.sum / math.log(2) for loss in losses], list(result.text_bytes)
-
-
-def _standard_error(residuals: np.ndarray, *, scale: float) -> float | None:
-    """Return the standard error of a mean (scale 1) or sum (scale n) of n values with these residuals."""
-    n = len(residuals)
-    return None if n < 2 else float(scale * math.sqrt((residuals**2).sum() / (n - 1) / n))

@@ -1,13 +1,14 @@
-"""The result of an evaluation, and a table that compares several. It needs no torch."""
+"""The result of an evaluation, and a table of several. It needs no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from longspan.errors import plural
+from longspan.plain_text import text_table
 from longspan.plan import Plan
 
+HELD_OUT = "held out"  # how tables name the documents of a run that have no name
 SAME = 1e-6  # relative difference up to which losses at two degrees are called equal
 
 if TYPE_CHECKING:
@@ -74,32 +75,22 @@ def largest_difference(losses: Sequence[float]) -> float:
     return max(abs(loss - losses[0]) for loss in losses) / abs(losses[0]) if losses[0] else 0.0
 
 
-def comparison_table(evaluations: Sequence[Evaluation]) -> str:
-    """Write the losses of one set of weights at several degrees, and their relative difference to the first."""
-    first = evaluations[0]
-    lines = [
-        f"evaluation loss of the weights after step {first.step}: {plural(first.documents, 'document')}, "
-        f"{plural(first.tokens, 'token')}",
-        f"{'cp':>4}  {'loss':>14}  {'relative difference':>20}  {'micro-batches':>13}  {'seconds':>8}  plan",
-    ]
-    for evaluation in evaluations:
-        difference = largest_difference([first.loss, evaluation.loss])
-        lines.append(
-            f"{evaluation.cp:>4}  {evaluation.loss:>14.9f}  {difference:>20.1e}  "
-            f"{len(evaluation.plan.micro_batches):>13}  {evaluation.seconds:>8.2f}  {evaluation.plan.planner}"
-        )
-    return "\n".join(lines)
+def evaluation_table(evaluations: Sequence[Evaluation]) -> str:
+    """Write evaluations of one set of weights, a line each, with the difference of a loss to its set's first one.
 
-
-def sets_table(evaluations: Sequence[Evaluation]) -> str:
-    """Write loss and built-in metrics of named sets next to each other, as text; a dash where nothing was counted."""
-    width = max(len("evaluation set"), *(len(evaluation.name) for evaluation in evaluations))
-    names = f"{'loss':>12}  {'perplexity':>12}  {'accuracy':>8}  {'bits/byte':>9}  {'documents':>9}  {'cp':>4}"
-    lines = [f"{'evaluation set':<{width}}  {names}"]
+    What was not counted is a dash.
+    """
+    metrics = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
+    firsts, rows = dict[str, Evaluation](), list[list[str]]()
     for e in evaluations:
-        accuracy, bits = (e.metrics.get(name) for name in ("token_accuracy", "bits_per_byte"))
-        share = f"{100 * accuracy.value:.1f} %" if accuracy and accuracy.value is not None else "-"
-        per_byte = f"{bits.value:.4f}" if bits and bits.value is not None else "-"
-        numbers = f"{e.loss:>12.6f}  {e.perplexity:>12.4g}  {share:>8}  {per_byte:>9}  {e.documents:>9,}  {e.cp:>4}"
-        lines.append(f"{e.name:<{width}}  {numbers}")
-    return "\n".join(lines)
+        difference = largest_difference([firsts.setdefault(e.name, e).loss, e.loss])
+        values = [e.metrics[name].value if name in e.metrics else None for name in metrics]
+        # from a loss of 50 on, e ** loss is above 5e21, whose digits would fill the table
+        perplexity = f"{e.perplexity:,.4f}" if e.loss < 50 else "over 1e21"
+        figures = (f"{e.loss:.9f}", f"{difference:.1e}", perplexity)
+        counts = (f"{count:,}" for count in (e.documents, e.tokens, e.targets, len(e.plan.micro_batches)))
+        words = ("-" if value is None else f"{value:.5f}" for value in values)
+        rows.append([str(e.cp), *figures, *words, *counts, f"{e.seconds:.2f}", e.plan.planner, e.name or HELD_OUT])
+    names = ["cp", "loss", "difference", "perplexity", *(name.replace("_", " ") for name in metrics)]
+    names += ["documents", "tokens", "targets", "micro-batches", "seconds", "plan", "set"]
+    return text_table(names, rows, left=0)

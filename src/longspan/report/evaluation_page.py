@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from longspan.errors import plural
-from longspan.evaluation.result import SAME
+from longspan.evaluation.result import HELD_OUT, SAME
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.page import COLORS, HELD_OUT, Part, chart, curve, head, page, section, table, written_line
+from longspan.report.page import COLORS, Part, chart, curve, head, page, section, table, written_line
 from longspan.report.run_folder import EvalRow, RunFolder
 
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
@@ -130,7 +130,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
     folder, step = record["kind"] == "folder", record["evaluations"][0]["step"]
     kind = "Hugging Face folder" if folder else f"{record['kind']}, step {step}"
     degrees = [f"{key} {degree}" for key, degree in record["parallel"].items() if degree > 1]
-    changes = [f"{row['key']} {row['before']} became {row['now']} ({row['why']})" for row in record["changes"]]
+    changes = [f"{row['key']} {row['before']} became {row['now']}" for row in record["changes"]]
     layout = " · ".join([kind, plural(record["world"], "rank"), *degrees])
     by_position, by_length, rows = dict[str, Any](), dict[str, Any](), list[tuple[EvalRow, dict[str, str]]]()
     for model in models:
@@ -156,7 +156,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
 def _difference_section(difference: Mapping[str, Any], names: Sequence[str]) -> Part:
     error = difference["standard_error"]
     words = (
-        f"{difference['unit'].replace('_', ' ')} of {names[1]} minus that of {names[0]}: "
+        f"loss of {names[1]} minus that of {names[0]}: "
         f"{difference['difference']:+.6f}{'' if error is None else f' ± {error:.6f} (standard error over documents)'}; "
         f"{difference['lower']:,} of {plural(difference['documents'], 'document')} have a lower value."
     )

@@ -23,7 +23,6 @@ from longspan import __version__
 from longspan.files import json_values
 
 Part = dict[str, Any]
-HELD_OUT = "held out"  # the name of a run's held-out documents
 
 
 def head(title: str, *lines: str, story: str = "", **others: object) -> Part:

@@ -100,7 +100,7 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         )
     if any(step < 1 for step in train.profile_steps):
         raise ConfigError(f"train.profile_steps has {min(train.profile_steps)}; steps are counted from 1: [10, 11]")
-    if train.keep_best:
+    if train.keep_best and training:
         BestFigure.of(train.keep_best).check_sets({entry.name for entry in config.evaluations})
     if run.checkpoints:
         as_root(run.checkpoints)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import plural
-from longspan.evaluation.result import SAME, Evaluation, comparison_table, largest_difference, sets_table
+from longspan.evaluation.result import SAME, Evaluation, evaluation_table, largest_difference
 from longspan.files import json_values
 from longspan.versions import versions
 
@@ -225,5 +225,5 @@ class TrainResult:
         )
         if self.stopped:
             lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
-        lines += [comparison_table(self.final)] if self.final else []
-        return "\n".join(lines + ([sets_table(self.named)] if self.named else []))
+        evaluations = (*self.final, *self.named)
+        return "\n".join([*lines, *([evaluation_table(evaluations)] if evaluations else [])])

@@ -17,7 +17,6 @@ from longspan.files import write_atomically
 
 FOLDER, TABLE_FILE = "profiles", "table.txt"
 LONGEST = 16  # kernels or operators that the table has
-_COLUMNS = {"row_limit": LONGEST, "max_name_column_width": 60}
 
 
 class StepProfiles:
@@ -63,7 +62,8 @@ class StepProfiles:
         if not is_first_rank(world):
             return ""
         order = f"self_{world.device.type}_time_total"
-        text = f"step {self._step}, rank {world.rank}\n{profile.key_averages().table(sort_by=order, **_COLUMNS)}"
+        table = profile.key_averages().table(sort_by=order, row_limit=LONGEST, max_name_column_width=60)
+        text = f"step {self._step}, rank {world.rank}\n{table}"
         write_atomically(folder / TABLE_FILE, text)
         return f"{text}traces of all ranks: {folder}"
 

@@ -28,7 +28,7 @@ from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.step_order import PackOrder, StepOrder, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
-from longspan.evaluation.metrics import Metric, check_metrics, load_metrics
+from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
@@ -205,7 +205,6 @@ def open_data(
 
     Raises ConfigError or DataError.
     """
-    vocabulary = model.get_text_config().vocab_size
 
     def list_files() -> None:
         for entry in config.eval:
@@ -214,7 +213,7 @@ def open_data(
     def try_metrics() -> None:
         for entry in (held_out_set(config), *config.eval):
             try:
-                check_metrics(load_metrics(entry.metrics, entry.metrics_key), {}, vocabulary, world.device)
+                check_metric_names(load_metrics(entry.metrics, entry.metrics_key))
             except EvaluationError as error:
                 raise ConfigError(f"{entry.metrics_key}: {error}") from error
 

@@ -1,21 +1,22 @@
 """A layout on other ranks: nearest degrees that fit, what is said of them, and what a flag gave stays."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longspan.config.file import load_config
-from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig, held_out_set
+from longspan.cli.eval import make_request, parse_eval
+from longspan.config.file import load_config, to_toml
+from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.evaluate_saved import choose_compiled_parts
-from longspan.evaluation.request import changes_line, find_set, fit_evaluations, fit_home, fit_set
+from longspan.evaluation.request import changed_keys, changes_line, fit_evaluation, fit_home
 from longspan.layout import Layout
-from longspan.model import preset_config
 from longspan.run.checks import check_config, check_longest_of_set
 from longspan.train.plans import PlanChoice, home_of
 
 BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}
+DEGREE = "context.eval_context_parallel_size"
 # parallel of the run, ranks now, what flags gave, parallel that comes out
 HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, 8, set(), {"tp": 2, "pp": 2}),
@@ -26,20 +27,12 @@ HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 4, "pp": 2}, 6, set(), {"tp": 2}),
     ({"tp": 4, "pp": 3}, 6, set(), {"tp": 2, "pp": 3}),
     ({"pp": 2, "pipeline_schedule": "zero_bubble", "vpp": 2}, 1, set(), {}),
-    ({"dp_replicate": 4}, 6, set(), {"dp_replicate": 3}),
+    ({"dp_replicate": 4}, 6, set(), {"dp_replicate": 2}),
     ({"ep": 8}, 4, set(), {"ep": 4}),
     ({"ep": 8, "dp_replicate": 2}, 8, set(), {"ep": 4, "dp_replicate": 2}),
     ({"ep": 4}, 6, set(), {"ep": 2}),
     ({"tp": 2}, 3, {"parallel.tp"}, {"tp": 2}),  # refused later
 ]
-
-
-@pytest.mark.parametrize(
-    ("word", "tokens", "expected"),
-    [("auto", 5e5, "none"), ("auto", 5e6, "auto"), ("layers", 1, "layers"), ("none", 5e6, "none")],
-)
-def test_layers_are_compiled_for_an_evaluation_that_takes_long(word: str, tokens: float, expected: str) -> None:
-    assert choose_compiled_parts(word, preset_config("qwen3-8b"), tokens) == expected
 
 
 @pytest.mark.parametrize(("before", "ranks", "flag_keys", "after"), HOMES)
@@ -48,13 +41,14 @@ def test_a_home_has_the_nearest_degrees_that_fit(
 ) -> None:
     large = load_config(None, BASE | {"model.preset": "qwen3-30b-a3b"})  # 48 layers, 128 experts
     config = replace(large, parallel=ParallelConfig(**before))
-    fitted, changes = fit_home(config, ranks, flag_keys)
+    fitted = fit_home(config, ranks, flag_keys)
     assert fitted.parallel == ParallelConfig(**after)
-    assert {change.key for change in changes} == {
+    assert {change.key for change in changed_keys(config, fitted)} == {
         f"parallel.{key}" for key in before if before[key] != getattr(fitted.parallel, key)
     }
     if not flag_keys:
-        check_config(fit_evaluations(fitted, (), home_of(fitted.parallel, ranks), flag_keys), ranks, training=False)
+        fitted = fit_evaluation(fitted, home_of(fitted.parallel, ranks), None, 1, flag_keys)
+        check_config(replace(fitted, data=replace(fitted.data, max_document_tokens=0)), ranks, training=False)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +56,20 @@ def test_a_home_has_the_nearest_degrees_that_fit(
 )
 def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, flag_keys: set[str], tp: int) -> None:
     config = replace(load_config(None, BASE), encoder=EncoderSection(tp=4))
-    fitted, changes = fit_home(config, ranks, flag_keys)
-    assert fitted.encoder.tp == tp and [c.key for c in changes if "encoder" in c.key] == ["encoder.tp"] * (tp != 4)
+    fitted = fit_home(config, ranks, flag_keys)
+    changes = [change.key for change in changed_keys(config, fitted)]
+    assert fitted.encoder.tp == tp and changes == ["encoder.tp"] * (tp != 4)
 
 
 def entry_at(config: RunConfig, slots: int, *flag_keys: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
-    entry, changes = fit_set(config, held_out_set(config), Layout(ranks=slots), heads, longest, flag_keys)
-    return entry, changes_line(changes, slots)
+    fitted = fit_evaluation(config, Layout(ranks=slots), heads, longest, flag_keys)
+    return fitted.context.evaluation, changes_line(changed_keys(config, fitted), slots)
+
+
+def subject_of(folder: Path, config: RunConfig, *flags: str) -> RunConfig:
+    (folder / "config.toml").write_text(to_toml(config))
+    words = [str(folder), *flags]
+    return make_request(words, parse_eval(words), 8).subjects[0].config
 
 
 @pytest.mark.parametrize(("slots", "degree", "rows"), [(8, 8, 64), (6, 6, 64), (4, 4, 64), (3, 3, 64), (1, 1, 100)])
@@ -76,44 +77,40 @@ def test_a_degree_is_the_nearest_that_divides_the_slots(slots: int, degree: int,
     entry, line = entry_at(load_config(None, BASE), slots)
     assert (entry.context_parallel_size, entry.max_tokens_per_slot) == (degree, rows)
     assert ("eval_context_parallel_size 8 -> " in line) == (degree < 8)
-    assert ("eval_max_tokens_per_slot 64 -> 100 (the longest document has 100 tokens, at cp 1)" in line) == (rows > 64)
+    assert ("eval_max_tokens_per_slot 64 -> 100" in line) == (rows > 64)
 
 
 def test_heads_and_levels_follow() -> None:
     a2a = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
     assert entry_at(a2a, 6, heads=8)[0].context_parallel_size == 2  # 3 and 6 do not deal out 8 heads
     line = entry_at(a2a, 8, heads=4)[1]
-    assert line == "on 8 ranks: context.eval_context_parallel_size 8 -> 4 (8 slots, 4 query heads under a2a)"
+    assert line == "on 8 ranks: context.eval_context_parallel_size 8 -> 4"
     levels = {"context.eval_cp_comm_type": "a2a+p2p", "context.eval_hierarchical_context_parallel_sizes": [2, 4]}
     entry, line = entry_at(load_config(None, BASE | levels), 6)
     assert entry.hierarchical_context_parallel_sizes == (2, 3)
-    assert "eval_hierarchical_context_parallel_sizes (2, 4) -> (2, 3) (cp 6)" in line
+    assert "eval_hierarchical_context_parallel_sizes (2, 4) -> (2, 3)" in line
 
 
-def test_what_a_flag_gave_stays() -> None:
+def test_what_a_flag_gave_stays(tmp_path: Path) -> None:
     config = load_config(None, BASE)
     entry, line = entry_at(config, 6, "context.eval_context_parallel_size", "context.eval_max_tokens_per_slot")
-    assert entry == held_out_set(config) and not line
+    assert entry == config.context.evaluation and not line
     dynamic = load_config(None, BASE | {"context.eval_planner": "dynamic"})
-    flagged = find_set(dynamic, "", {"context.eval_context_parallel_size"})
-    assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 8)
+    flagged = subject_of(tmp_path, dynamic, f"--{DEGREE}", "4").context.evaluation
+    assert (flagged.planner, flagged.context_parallel_size) == ("fixed", 4)
 
 
-def test_a_degree_of_0_is_that_of_training() -> None:
+def test_a_degree_of_0_is_that_of_training(tmp_path: Path) -> None:
     config = load_config(None, BASE | {"context.context_parallel_size": 2})
-    flagged = replace(config, context=config.context.set_evaluation(context_parallel_size=0))
-    assert find_set(flagged, "", {"context.eval_context_parallel_size"}).context_parallel_size == 2
+    assert subject_of(tmp_path, config, f"--{DEGREE}", "0").context.evaluation.context_parallel_size == 2
 
 
-def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given() -> None:
+def test_a_degree_that_is_chosen_brings_its_type_unless_one_is_given(tmp_path: Path) -> None:
     config = load_config(None, BASE | {"context.eval_cp_comm_type": "a2a"})
-    config, degree = (
-        replace(config, context=config.context.set_evaluation(context_parallel_size="auto")),
-        "context.eval_context_parallel_size",
-    )
-    entry = find_set(config, "", {degree})
+    entry = subject_of(tmp_path, config, f"--{DEGREE}", "auto").context.evaluation
     assert (entry.context_parallel_size, entry.cp_comm_type) == ("auto", "auto")
-    assert find_set(config, "", {degree, "context.eval_cp_comm_type"}).cp_comm_type == "a2a"
+    flags = f"--{DEGREE}", "auto", "--context.eval_cp_comm_type", "a2a"
+    assert subject_of(tmp_path, config, *flags).context.evaluation.cp_comm_type == "a2a"
 
 
 def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
@@ -121,7 +118,8 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     config = load_config(None, BASE | keys)
     assert entry_at(config, 4, longest=1001)[0].max_tokens_per_slot == 501
     tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
-    assert fit_set(tall, held_out_set(tall), Layout(8, tp=2), 8, 1001, ())[0].max_tokens_per_slot == 502
+    fitted = fit_evaluation(tall, Layout(8, tp=2), 8, 1001, ())
+    assert fitted.context.evaluation.max_tokens_per_slot == 502
 
 
 def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
@@ -132,10 +130,11 @@ def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
     )
     choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
     assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(4, 4)] * 3
-    fitted, changes = fit_home(config, 2, ())
+    fitted = fit_home(config, 2, ())
     entry, _ = entry_at(fitted, 2, longest=1001)
-    assert (PlanChoice.evaluation(fitted, entry).min_degree, entry.max_tokens_per_slot) == (2, 501)
-    assert "context.min_dynamic_context_parallel_size 4 -> 2 (2 slots)" in changes_line(changes, 2)
+    assert (PlanChoice.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
+    line = changes_line(changed_keys(config, fitted), 2)
+    assert "context.min_dynamic_context_parallel_size 4 -> 2" in line
     with pytest.raises(ConfigError, match=r"context\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(config, config.eval[0], Layout(16), 8 * 2048 + 1, "a file")
 
@@ -145,15 +144,6 @@ def test_rows_that_nobody_named_hold_the_longest_document() -> None:
     config = replace(config, context=config.context.set_evaluation(max_tokens_per_slot="auto"))
     assert entry_at(config, 1, longest=100)[0].max_tokens_per_slot == 8192
     assert entry_at(config, 1, longest=10000) == (
-        replace(held_out_set(config), context_parallel_size=1, max_tokens_per_slot=10000),
-        "on 1 rank: context.eval_context_parallel_size 8 -> 1 (1 slot)",
+        replace(config.context.evaluation, context_parallel_size=1, max_tokens_per_slot=10000),
+        "on 1 rank: context.eval_context_parallel_size 8 -> 1",
     )
-
-
-def test_a_named_set_is_planned_by_its_own_keys() -> None:
-    sets = [{"name": "long", "path": "x", "context_parallel_size": 4}]
-    config = load_config(None, BASE | {"eval": sets})
-    entry = find_set(config, "long", set())
-    assert entry.context_parallel_size == 4
-    fitted, changes = fit_set(config, entry, Layout(ranks=2), 8, 10, ())
-    assert fitted.context_parallel_size == 2 and changes[0].key == "eval.long.context_parallel_size"

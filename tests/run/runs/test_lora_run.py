@@ -164,22 +164,20 @@ def test_evaluation_with_and_without_the_adapter(trained: Trained, capsys: pytes
     adapted = record(2, "--compare", "base")
     assert adapted["eval_loss"] == pytest.approx(losses[-1], rel=1e-12)
     assert adapted["compare"]["target"].endswith("run without adapter")
-    base = record(1, "--without-adapter", "--compare", config.model.path)
-    assert base["eval_loss"] == pytest.approx(compared(base), rel=1e-14)
-    assert base["eval_loss"] == pytest.approx(compared(adapted), rel=1e-14) and base["eval_loss"] > losses[-1]
+    base = compared(record(1, "--compare", config.model.path))
+    assert base == pytest.approx(compared(adapted), rel=1e-14) and base > losses[-1]
 
 
-@pytest.mark.parametrize("words", [["--without-adapter"], ["--compare", "base"]])
-def test_what_has_no_adapter_is_not_evaluated_without_one(
-    words: list[str], trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_what_has_no_adapter_is_not_compared_with_its_base(
+    trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     whole = small_config(tmp_path)
     Path(whole.run.dir).mkdir()
     (Path(whole.run.dir) / "config.toml").write_text(to_toml(whole))
-    for target, why in ((trained[0].model.path, "is no run"), (whole.run.dir, r"trains no adapter \(lora.rank is 0\)")):
-        assert cli_main(["eval", target, "--data", str(tmp_path), *words]) == 2
-        assert re.search(rf"{words[0]}.* is given, and \S+ {why}; leave it out", capfd.readouterr().err)
-    assert cli_main(["eval", trained[0].run.dir, "--without-adapter", "--compare", "base"]) == 2
+    for target in (trained[0].model.path, whole.run.dir):
+        assert cli_main(["eval", target, "--data", str(tmp_path), "--compare", "base"]) == 2
+        error = capfd.readouterr().err
+        assert "--compare base is given, and" in error and "trains no adapter (lora.rank is 0); leave it out" in error
 
 
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
