@@ -141,7 +141,10 @@ def test_a_cap_that_a_run_would_find_needs_its_folder(tmp_path: Path, capsys: py
         ("--lengths 40 --context.context_parallel_size 3", "parallel_size 3 does not divide 2 slots"),
         ("--lengths 40 --same 2x3", "--lengths and --same"),
         ("--lengths 40 --context.max_tokens_per_slot auto --context.planner fixed", "no CONFIG.toml"),
-        ("--context.mode free --parallel.ep 2", 'context.mode is "free" and parallel.ep is 2'),
+        (
+            "--context.mode free --parallel.ep 2",
+            "context.mode is 'free', which needs parallel.ep 1, and parallel.ep is 2",
+        ),
         ("--lengths 40000", "the model knows 32768 positions"),
         ("--train.mlp_tile_row 1", "did you mean '--train.mlp_tile_rows'?"),
         ("--layers 3 --model.path nowhere", "nowhere"),

@@ -191,7 +191,10 @@ def test_labels_on_placeholders_of_packs_are_no_targets() -> None:
         ({"pack_to": 1}, "data.pack_to is 1; a pack of one token predicts nothing"),
         ({"pack_to": 5000}, r"data.pack_to is 5000 and a step takes 4096 tokens .* to 5000 or a"),
         ({"pack_to": 64, "max_document_tokens": 32}, "max_document_tokens 32 would cut .* to 64 tokens"),
-        ({"pack_attention": "across"}, "data.pack_to is 0, which packs nothing"),
+        (
+            {"pack_attention": "across"},
+            "data.pack_attention is .across., which needs data.pack_to at least 1, and data.pack_to is 0",
+        ),
     ],
 )
 def test_keys_that_do_not_fit_are_refused(values: dict[str, Any], message: str) -> None:

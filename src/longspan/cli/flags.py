@@ -7,7 +7,7 @@ flag may have dashes or underscores, and "=" or a space before its value.
 import inspect
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import find_folders, resolve_defaults
-from longspan.config.file import kind_text, nearest_hint, read_choice_word, read_file
+from longspan.config.file import kind_text, nearest_hint, read_file, read_words
 from longspan.config.keys import NOT_GIVEN, class_texts, key_value, section_keys, section_texts, set_key_values
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig
@@ -102,7 +102,7 @@ def _value_text(kind: Any) -> str:
         return "|".join(str(choice) for choice in get_args(kind) if choice)
     if get_origin(kind) is tuple:
         item, *further = get_args(kind)
-        return f"{_VALUES[item]} …" if further == [...] else " ".join(_VALUES[item] for item in get_args(kind))
+        return f"{_value_text(item)} …" if further == [...] else " ".join(map(_value_text, get_args(kind)))
     if kind in _VALUES:
         return _VALUES[kind]
     return "|".join(map(_value_text, get_args(kind)))  # of several types
@@ -125,10 +125,7 @@ Repeated = Annotated[tuple[str, ...], "again for more"]  # a flag that is given 
 _WHOLE_HELP = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _WHOLE_HELP
 _SAME = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
-_BOOLEANS = ("true", "false", "True", "False")
-_NUMBERS = {int: "an integer", float: "a number"}
 _FEW = 12  # flags that an error lists
-_EXAMPLES = {int: "2 4", float: "0.9 0.95", str: "first second"}  # of lists
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Flags:
@@ -150,9 +147,9 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
         if not name:
             words += behind
         elif hints.get(name[2:]) == Repeated:
-            _check_value(name, behind[0] if behind else None, str)
-            values[name] = (*values.get(name, ()), behind[0])
-            words += behind[1:]
+            value, further_words = _read_value(name, behind, str, joined=joined)
+            values[name] = (*values.get(name, ()), value)
+            words += further_words
         else:
             values[name], further_words = _read_value(name, behind, types[name], joined=joined)
             words += further_words
@@ -233,58 +230,23 @@ def split_flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], bool]]:
 
 def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> tuple[Any, Sequence[str]]:
     # A list takes all words up to the next flag, or the one behind "="; lists of numbers may be written 2,2 or [2, 2].
-    if kind is bool and not joined and (not words or words[0] not in _BOOLEANS):
+    if kind is bool and not joined and (not words or words[0].lower() not in ("true", "false")):
         return True, words
     options = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     list_type = next((option for option in options if get_origin(option) is tuple), None)
-    if list_type is None:
-        value = words[0] if words else None
-        _check_value(flag, value, kind)
-        return _convert_word(str(read_choice_word(value, kind)), options), words[1:]
-    item_type, *further_types = get_args(list_type)
-    count = 1 if joined and not words[0].startswith("[") else len(words)
-    items = list(words[:count])
-    if item_type in _NUMBERS:
-        items = [number for item in items for number in re.split(r"[\[\],\s]+", item) if number]
-    least, most = (1, len(items)) if further_types == [...] else (1 + len(further_types),) * 2
-    items, further_words = items[:most], [*items[most:], *words[count:]]
-    if not items or len(items) < least or not all(item_type is str or _is_number(item, item_type) for item in items):
+    count = len(words) if list_type is not None and not (joined and not words[0].startswith("[")) else 1
+    items, further_words = list(words[:count]), words[count:]
+    if list_type is not None:
+        item, *further = get_args(list_type)
+        if item in (int, float):
+            items = [number for text in items for number in re.split(r"[\[\],\s]+", text) if number]
+        if further != [...]:  # of so many entries
+            items, further_words = items[: 1 + len(further)], [*items[1 + len(further) :], *further_words]
+    value = read_words(items, kind)
+    if value is None:
         text = f"is {' '.join(items)!r}" if items else "has no value"
-        raise ConfigError(
-            f"{shown_flag(flag)} {text}; it must be {kind_text(kind)}, as in {shown_flag(flag)} {_EXAMPLES[item_type]}"
-        )
-    if len(items) == 1 and len(options) > 1:  # such as one size, where a list may stand too
-        return _convert_word(items[0], options), further_words
-    return tuple(map(item_type, items)), further_words
-
-
-def _convert_word(word: str, options: Iterable[Any]) -> Any:
-    if bool in options:
-        return word.lower() == "true"
-    return next((kind(word) for kind in _NUMBERS if kind in options and _is_number(word, kind)), word)
-
-
-def _check_value(flag: str, value: str | None, kind: Any) -> None:
-    if get_origin(kind) is Literal and read_choice_word(value, kind) not in get_args(kind):
-        advice = f"use one of {', '.join(map(str, filter(None, get_args(kind))))}"  # "" is not listed
-    elif kind in _NUMBERS and not _is_number(value or "", kind):
-        advice = f"it must be {_NUMBERS[kind]}"
-    elif kind is bool and value not in _BOOLEANS:
-        advice = "it must be true or false"
-    elif value is None:
-        advice = "write one behind it"
-    else:
-        return
-    name = shown_flag(flag)
-    raise ConfigError(f"{name} is {value!r}; {advice}" if value is not None else f"{name} has no value; {advice}")
-
-
-def _is_number(word: str, kind: type[int] | type[float]) -> bool:
-    try:
-        kind(word)
-    except ValueError:
-        return False
-    return True
+        raise ConfigError(f"{shown_flag(flag)} {text}; it must be {kind_text(kind)}")
+    return value, further_words
 
 
 def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -> None:

@@ -3,7 +3,8 @@
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -190,6 +191,28 @@ def read_choice_word(value: object, kind: Any) -> object:
     return next((word for word in words if word in get_args(kind)), value)
 
 
+def read_words(words: Sequence[str], kind: Any) -> object | None:
+    """Read the words of a flag as a value of this type, or of one of these types; None where they are none."""
+    for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        if get_origin(option) is tuple:
+            value = _fitting_value([read_words([word], get_args(option)[0]) for word in words], option)
+        else:
+            candidates = [x for word in words for x in _word_values(word, option)] if len(words) == 1 else []
+            fitting = (_fitting_value(candidate, option) for candidate in candidates)
+            value = next((x for x in fitting if x is not None), None)
+        if value is not None:
+            return value
+    return None
+
+
+def _word_values(word: str, kind: Any) -> Iterator[object]:
+    for read in (int, float):
+        with suppress(ValueError):
+            yield read(word)
+    yield {"true": True, "false": False}.get(word.lower())
+    yield read_choice_word(word, kind)
+
+
 def _fitting_value(value: object, option: Any) -> object | None:
     """Lists become tuples, integers may stand for floats, and true and false are no numbers."""
     if get_origin(option) is Literal:
@@ -216,5 +239,7 @@ def kind_text(kind: Any) -> str:
         return "one of " + ", ".join(map(repr, get_args(kind)))
     if get_origin(kind) is tuple:
         count = "a list of" if get_args(kind)[-1] is ... else f"a list of {len(get_args(kind))}"
-        return f"{count} {({int: 'integers', str: 'strings', float: 'numbers'})[get_args(kind)[0]]}"
+        item = get_args(kind)[0]
+        names = {int: "integers", str: "strings", float: "numbers"}
+        return f"{count} {names[item] if item in names else ', '.join(map(repr, get_args(item)))}"
     return words[kind]

@@ -55,16 +55,18 @@ FIRST = ("name", "path")  # keys that begin a table
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest value that a key may have, and the largest; `check_bounds` refuses others."""
+    """The smallest value that a key may have, the largest, and one that it must be below; of a list, each entry."""
 
     value: int
     most: float = math.inf
+    below: float = math.inf
 
     def allows(self, number: float) -> bool:
-        return self.value <= number <= self.most and number < math.inf
+        return self.value <= number <= self.most and number < self.below
 
     def __str__(self) -> str:
-        return f"at least {self.value}" + (f", at most {self.most}" if self.most < math.inf else "")
+        most = f", at most {self.most}" if self.most < math.inf else ""
+        return f"at least {self.value}{most}" + (f", below {self.below}" if self.below < math.inf else "")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,21 @@ class Above(AtLeast):
 
     def __str__(self) -> str:
         return super().__str__().replace("at least", "above")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Another key (section.key), and the values of it without which this key would do nothing, or nothing exact."""
+
+    key: str
+    values: AtLeast | tuple[str | int, ...]
+
+    def allows(self, value: Any) -> bool:
+        return self.values.allows(value) if isinstance(self.values, AtLeast) else value in self.values
+
+    def __str__(self) -> str:
+        values = self.values
+        return f"{self.key} {values if isinstance(values, AtLeast) else ' or '.join(map(repr, values))}"
 
 
 @dataclass(frozen=True)
@@ -94,12 +111,13 @@ NonNegativeFloat = Annotated[float, AtLeast(0)]
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a section or table as files and flags name it: the type of its value, its bound and its default."""
+    """A key of a section or table as files and flags name it: the type of its value, its bounds and its default."""
 
     name: str
     kind: Any
     bound: AtLeast | None
     default: Any
+    needs: tuple[Needs, ...] = ()
 
 
 @cache
@@ -118,7 +136,8 @@ def section_keys(kind: type[Any]) -> tuple[Key, ...]:
             keys += [replace(key, name=prefix + key.name) for key in section_keys(inner)]
             continue
         bound = next((mark for mark in marks if isinstance(mark, AtLeast)), None)
-        keys.append(Key(field.name, kinds[field.name], bound, field.default))
+        needs = tuple(mark for mark in marks if isinstance(mark, Needs))
+        keys.append(Key(field.name, kinds[field.name], bound, field.default, needs))
     return tuple(sorted(keys, key=lambda key: FIRST.index(key.name) if key.name in FIRST else len(FIRST)))
 
 
@@ -148,7 +167,7 @@ def check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collectio
         if isinstance(value, str):
             if value != AUTO:
                 raise ConfigError(f'{name} is {value!r}; give a number, or "{AUTO}"')
-        elif not key.bound.allows(value):
+        elif not all(map(key.bound.allows, value if isinstance(value, tuple) else (value,))):
             raise ConfigError(f"{name} is {value}; it must be {key.bound}")
 
 

@@ -9,7 +9,7 @@ The plans themselves are made in `train/plans`.
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
-from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, NonNegativeInt, PositiveInt, Texts
+from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, Needs, NonNegativeInt, PositiveInt, Texts
 from longspan.plan.micro_batch import level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
@@ -100,7 +100,7 @@ class ContextConfig(PlanSection):
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""
-    mode: Literal["lockstep", "free"] = "lockstep"
+    mode: Annotated[Literal["lockstep", "free"], Needs("parallel.pp", (1,)), Needs("parallel.ep", (1,))] = "lockstep"
     """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
     evaluation: PlanSection = field(default_factory=PlanSection)
 

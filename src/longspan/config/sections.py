@@ -7,12 +7,13 @@ exists. The text under each key is also its `--help`. Keys of plans, in [context
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from longspan.config.keys import (
     AUTO,
     NOT_GIVEN,
     AtLeast,
+    Needs,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -24,7 +25,8 @@ from longspan.errors import ConfigError
 from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 RANDOM = "random"  # as mtp.weights
-LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")  # as in model/lora.py
+Part = Literal["language_model", "projector", "tower"]  # as in model/lora.py
+LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,9 @@ class ModelConfig:
     qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
     config: str = ""
     """A local Hugging Face folder, or its config.json, or a name as in path: random weights of that configuration."""
-    rope_scaling: str = ""
+    rope_scaling: Literal["", "yarn", "linear"] = ""
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
-    rope_factor: NonNegativeFloat = 0.0
+    rope_factor: Annotated[float, AtLeast(0), Needs("model.rope_scaling", ("yarn", "linear"))] = 0.0
     """Factor by which rope_scaling extends the model's context; 0: as large as the longest document needs, rounded up
     to 0.25."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -72,15 +74,15 @@ class ParallelConfig:
     """Tensor-parallel degree: neighbouring ranks that share out heads, widths and vocabulary."""
     pp: PositiveInt = 1
     """Pipeline stages: ranks that each hold a part of the layers."""
-    vpp: PositiveInt = 1
+    vpp: Annotated[int, AtLeast(1), Needs("parallel.pp", AtLeast(2))] = 1
     """Virtual pipeline stages a rank, each a part of the layers of its own; more than 1 interleaves them."""
-    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    pipeline_schedule: Annotated[Literal["1f1b", "zero_bubble"], Needs("parallel.pp", AtLeast(2))] = "1f1b"
     """Order of forward and backward passes: 1f1b, interleaved with vpp above 1, or zero_bubble."""
     ep: PositiveInt = 1
     """Expert-parallel degree: neighbouring slots that share out the experts of every layer."""
     dp_replicate: PositiveInt = 1
     """Copies of the sharded weights (HSDP): each copy is sharded over slots / copies."""
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, Needs("parallel.tp", AtLeast(2))] = False
     """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
     reshard_after_forward: bool = True
     """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1. true,
@@ -93,14 +95,14 @@ class LoraSection:
 
     rank: NonNegativeInt = 0
     """Rank of the adapters, which only are trained and saved; 0: none, and all weights are trained."""
-    alpha: NonNegativeFloat = 0.0
+    alpha: Annotated[float, AtLeast(0), Needs("lora.rank", AtLeast(1))] = 0.0
     """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
-    dropout: NonNegativeFloat = 0.0
+    dropout: Annotated[float, AtLeast(0, below=1), Needs("lora.rank", AtLeast(1))] = 0.0
     """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows."""
-    targets: tuple[str, ...] = ()
+    targets: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
     """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers, and of
     the other parts that are named."""
-    parts: tuple[str, ...] = (LANGUAGE_MODEL,)
+    parts: Annotated[tuple[Part, ...], Needs("lora.rank", AtLeast(1))] = (LANGUAGE_MODEL,)
     """Where: language_model, and of a model from images and text to text projector and tower."""
 
 
@@ -110,12 +112,12 @@ class MtpSection:
 
     depths: NonNegativeInt = 0
     """Tokens beyond the next one that each position predicts too, each by a layer of its own; 0: none."""
-    loss_weight: NonNegativeFloat = 0.3
+    loss_weight: Annotated[float, AtLeast(0), Needs("mtp.depths", AtLeast(1))] = 0.3
     """Weight of the mean of their losses in the gradient; the loss of the next token has weight 1."""
-    weights: str = AUTO
+    weights: Annotated[str, Needs("mtp.depths", AtLeast(1))] = AUTO
     """A folder whose weights of these layers are read, random, or auto: those of model.path where it has any, else
     random."""
-    train_whole: bool = False
+    train_whole: Annotated[bool, Needs("mtp.depths", AtLeast(1)), Needs("lora.rank", AtLeast(1))] = False
     """With adapters (lora.rank): train all weights of these layers, which then have no adapters of their own."""
 
 
@@ -199,7 +201,7 @@ class DataConfig:
     pack_to: NonNegativeInt = 0
     """Training documents stand end to end and are cut every so many tokens, and a step takes whole packs; 0: documents
     stay whole. Held-out documents are never packed."""
-    pack_attention: Literal["document", "across"] = "document"
+    pack_attention: Annotated[Literal["document", "across"], Needs("data.pack_to", AtLeast(1))] = "document"
     """In a pack, document: each piece of a document is one of its own, with positions from 0; across: attention and
     positions go on over the documents of a pack."""
 
@@ -288,9 +290,9 @@ class TrainConfig:
     """adamw (in one pass), sgd, or the dotted name of a class, such as torch.optim.NAdam."""
     optimizer_arguments: tuple[str, ...] = ()
     """Further arguments of the optimizer's class, such as "momentum=0.9"; values as in JSON."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], AtLeast(0, below=1), Needs("train.optimizer", ("adamw",))] = (0.9, 0.95)
     """Decay of adamw's two moments at each step."""
-    stochastic_rounding: bool = False
+    stochastic_rounding: Annotated[bool, Needs("model.dtype", ("bfloat16",)), Needs("lora.rank", (0,))] = False
     """Round updates of bfloat16 parameters (model.dtype) and their moments by chance, so that they are right in the
     mean."""
     weight_decay: NonNegativeFloat = 0.01
@@ -331,7 +333,7 @@ class TrainConfig:
     """Of weights, document order and held-out texts."""
     eval_metrics: tuple[str, ...] = ()
     """Metrics of your own, with the loss and those built in: functions by their dotted names (docs/evaluation.md)."""
-    profile_steps: tuple[int, ...] = ()
+    profile_steps: Annotated[tuple[int, ...], AtLeast(1)] = ()
     """Steps that torch's profiler records, counted from 1: RUN/profiles has a trace of each rank and a table of what
     took the time (docs/gpu.md). Such a step is slower."""
     save_every: NonNegativeInt = 0
@@ -377,7 +379,7 @@ class RunSection(MachineSection):
     stopped_status: Annotated[int, AtLeast(0, most=255)] = 0
     """Exit status of longspan train when a signal stopped it before its last step, such as 75 for a scheduler that then
     starts it again; the launcher torchrun ends with 1 where any process ends with another status than 0."""
-    save_on: tuple[str, ...] = ()
+    save_on: tuple[Literal["SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = ()
     """Signals on which a run saves after its current step and goes on: SIGHUP, SIGUSR1, SIGUSR2; without it they stop
     the run after a save, as SIGINT and SIGTERM do."""
 

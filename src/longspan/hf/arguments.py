@@ -11,7 +11,7 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.layout import Layout
-from longspan.run.checks import check_mode, check_numbers, check_parallel, check_plans
+from longspan.run.checks import check_needs, check_numbers, check_parallel, check_plans
 
 _SECTIONS = {  # of the configuration; other keys are those of [context]
     **dict.fromkeys(("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward"), "parallel"),
@@ -88,7 +88,7 @@ class LongspanArguments:
         with words_of_scripts():
             check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # a Trainer has its own
             check_parallel(config, home)
-            check_mode(config)
+            check_needs(config)
             check_plans(config, home, training=True)
         return home
 

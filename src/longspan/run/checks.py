@@ -14,31 +14,25 @@ from pathlib import Path
 from longspan.checkpoint.files import as_root
 from longspan.config.defaults import encoder_default
 from longspan.config.file import nearest_hint
-from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds
+from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
     LANGUAGE_MODEL,
-    PARTS,
     PROJECTOR,
     RANDOM,
     TOWER,
     BestFigure,
     EncoderSection,
-    LoraSection,
-    MtpSection,
     RunConfig,
-    TrainConfig,
     check_measures,
     section_kinds,
 )
 from longspan.corpus.files import STDLIB, find_files
 from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
-from longspan.launch.stop_signals import NOTICES
 from longspan.layout import Layout
 from longspan.model import PRESETS
 from longspan.plan.check import COMM_TYPES
-from longspan.plan.shape.model_shape import read_experts
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, home_of
@@ -62,6 +56,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_data(config)
     check_eval_sets(config)
     check_numbers(config, training=training)
+    check_needs(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
     check_lora(config)
@@ -69,14 +64,11 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_parallel(config, home)
     check_encoder_keys(config, home)
     check_measures(config.train)
-    check_pipeline(config)
-    check_mode(config)
     check_optimizer(config)
     if training:
         check_packs(config)
         check_loggers(config.run.loggers)
     check_plans(config, home, training=training)
-    check_preset(config)
     return home
 
 
@@ -88,24 +80,23 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
         check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
     for entry in config.eval:
         check_bounds(entry, EvalConfig, entry.prefix)
-    if -1 < train.router_balance_loss < 0:
-        raise ConfigError(
-            f"train.router_balance_loss is {train.router_balance_loss}; it must be at least 0, or -1 for what the "
-            "model's configuration says"
-        )
-    names = [number.name for number in NOTICES]
-    if wrong := [name for name in run.save_on if name not in names]:
-        raise ConfigError(
-            f"run.save_on has {wrong[0]!r}; it may have {', '.join(names)} (SIGINT and SIGTERM always end a run)"
-        )
-    if any(step < 1 for step in train.profile_steps):
-        raise ConfigError(f"train.profile_steps has {min(train.profile_steps)}; steps are counted from 1: [10, 11]")
     if train.keep_best and training:
         BestFigure.of(train.keep_best).check_sets({entry.name for entry in config.evaluations})
     if run.checkpoints:
         as_root(run.checkpoints)
-    if not run.dir:
-        raise ConfigError('run.dir is empty; name a folder, as in dir = "runs/first"')
+
+
+def check_needs(config: RunConfig) -> None:
+    for section, kind in section_kinds().items():
+        for key in section_keys(kind):
+            value = key_value(getattr(config, section), key.name)
+            for need in key.needs if value != key.default else ():
+                other_section, _, other = need.key.partition(".")
+                if not need.allows(found := key_value(getattr(config, other_section), other)):
+                    raise ConfigError(
+                        f"{section}.{key.name} is {value!r}, which needs {need}, and {need.key} is {found!r}; set it, "
+                        f"or leave {section}.{key.name} out"
+                    )
 
 
 # ---- data
@@ -156,11 +147,6 @@ def check_files(config: RunConfig) -> None:
 def check_packs(config: RunConfig) -> None:
     data, tokens = config.data, config.train.tokens_per_step
     if not data.pack_to:
-        if data.pack_attention != "document":
-            raise ConfigError(
-                f'data.pack_attention is "{data.pack_attention}" and data.pack_to is 0, which packs nothing; set '
-                "data.pack_to to the tokens of a pack, or leave data.pack_attention out"
-            )
         return
     if data.pack_to == 1:
         raise ConfigError("data.pack_to is 1; a pack of one token predicts nothing: use 2 or more")
@@ -216,16 +202,6 @@ def check_model_keys(config: RunConfig, *, training: bool) -> None:
             f"train.lr is not given, and {model.source or model.preset} has no default; give --train.lr: often 1e-6 to "
             "2e-5 to train weights on, 1e-4 to 1e-3 from random ones"
         )
-    scaling = model.rope_scaling
-    if scaling == "dynamic":
-        raise ConfigError(
-            'model.rope_scaling is "dynamic", which chooses frequencies by the longest position of a batch: a '
-            'document\'s loss would depend on its neighbours; use "yarn" or "linear"'
-        )
-    if scaling and scaling not in (kinds := ("yarn", "linear")):
-        raise ConfigError(f"model.rope_scaling is {scaling!r}; {nearest_hint(scaling, kinds)}")
-    if model.rope_factor and not scaling:
-        raise ConfigError(f'model.rope_factor is {model.rope_factor:g} and model.rope_scaling is empty; use "yarn"')
     if 0 < model.rope_factor <= 1:
         raise ConfigError(f"model.rope_factor is {model.rope_factor:g}; it must be above 1, or 0 to be chosen")
 
@@ -246,52 +222,18 @@ def check_precision(config: RunConfig) -> None:
         )
 
 
-def check_preset(config: RunConfig) -> None:
-    if not (name := config.model.preset_name):
-        return
-    parallel, train, values = config.parallel, config.train, PRESETS[name].values
-    layers, heads, experts = values["num_hidden_layers"], values["num_key_value_heads"], read_experts(values).of_layer
-    if (stages := parallel.pp * parallel.vpp) > layers:
-        raise ConfigError(
-            f"parallel.pp {parallel.pp} x parallel.vpp {parallel.vpp} make {stages} pipeline stages, and model.preset "
-            f"{name!r} has {layers} layers; use fewer stages, or a model of more layers (qwen3-deep-tiny has 4)"
-        )
-    if heads % parallel.tp:
-        of_preset = f"the {heads} key/value heads of model.preset {name!r}"
-        fitting = " or ".join(str(tp) for tp in range(1, heads + 1) if heads % tp == 0)
-        raise ConfigError(f"parallel.tp {parallel.tp} does not divide {of_preset}; use {fitting}")
-    if parallel.ep > 1 and (not experts or experts % parallel.ep):
-        lack = f"does not divide the {experts} experts" if experts else "deals out experts, there are none"
-        raise ConfigError(f"parallel.ep {parallel.ep} {lack} of model.preset {name!r}; use {_EXPERT_PRESETS}, or ep 1")
-    if not experts and max(train.router_balance_loss, train.router_z_loss) > 0:
-        raise ConfigError(
-            f"train.router_balance_loss is {train.router_balance_loss} and train.router_z_loss is "
-            f"{train.router_z_loss}, and model.preset {name!r} has no routers; use {_EXPERT_PRESETS}, or 0"
-        )
-
-
 def check_lora(config: RunConfig) -> None:
     lora, whole = config.lora, config.encoder.train
     if not lora.rank:
-        if lora != LoraSection():
-            raise ConfigError(
-                f"[lora] has alpha {lora.alpha:g}, dropout {lora.dropout:g}, targets {list(lora.targets)} and parts "
-                f"{list(lora.parts)}, and lora.rank is 0: there is no adapter; set lora.rank = 16, say, or leave them "
-                "out"
-            )
         return
     if find_spec("peft") is None:
         raise ConfigError(
             f"lora.rank is {lora.rank}, and peft, which makes adapters, is not installed: pip install 'longspan[lora]'"
         )
-    if not lora.parts or not {*lora.parts} <= {*PARTS} or len({*lora.parts}) < len(lora.parts):
-        raise ConfigError(f"lora.parts is {list(lora.parts)}; name some of {', '.join(PARTS)}, each once")
     for part in {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(whole, ()):
         if part in lora.parts:
             both = f"lora.parts has {part!r}, and encoder.train is {whole!r}"
             raise ConfigError(f"{both}, which trains its weights whole; leave one out")
-    if lora.dropout >= 1:
-        raise ConfigError(f"lora.dropout is {lora.dropout:g}; it must be below 1")
     split_parts = {
         "encoder.tp": config.encoder.tp if parts_with_adapter(config) else 1,
         "parallel.tp": config.parallel.tp if LANGUAGE_MODEL in lora.parts else 1,
@@ -302,32 +244,13 @@ def check_lora(config: RunConfig) -> None:
                 f"lora.rank is {lora.rank} and {key} is {tp}: adapters are not split over tensor-parallel ranks; set "
                 f"{key} = 1, where FSDP2 shards the weights over all slots"
             )
-    if config.train.stochastic_rounding:
-        raise ConfigError(
-            "train.stochastic_rounding rounds updates of bfloat16 parameters, and adapters (lora.rank) are float32 "
-            "over a bfloat16 model too; leave it out"
-        )
 
 
 def check_mtp_section(config: RunConfig) -> None:
-    mtp = config.mtp
-    if not mtp.depths:
-        if mtp != MtpSection():
-            raise ConfigError(
-                f"[mtp] has loss_weight {mtp.loss_weight:g}, weights {mtp.weights!r} and train_whole "
-                f"{str(mtp.train_whole).lower()}, and mtp.depths is 0: there is no multi-token prediction; set "
-                "mtp.depths = 1, say, or leave them out"
-            )
-        return
-    if mtp.train_whole and not config.lora.rank:
+    weights = config.mtp.weights
+    if weights not in (AUTO, RANDOM) and not Path(weights).is_dir():
         raise ConfigError(
-            "mtp.train_whole is true: it trains depths whole with adapters, and lora.rank is 0, so that all weights "
-            "are trained; leave it out, or set lora.rank = 16, say"
-        )
-    if mtp.weights not in (AUTO, RANDOM) and not Path(mtp.weights).is_dir():
-        raise ConfigError(
-            f"mtp.weights is {mtp.weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or "
-            f"{RANDOM!r}"
+            f"mtp.weights is {weights!r}, which is no folder; name one with weights of depths, {AUTO!r} or {RANDOM!r}"
         )
 
 
@@ -360,11 +283,6 @@ def check_image_keys(config: RunConfig, images: int) -> None:
 
 
 def check_parallel(config: RunConfig, home: Layout) -> None:
-    if config.parallel.sequence_parallel and home.tp == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel is true: it splits rows over tensor-parallel ranks, and parallel.tp is 1; "
-            "use false, or a higher tp"
-        )
     copy_slots = home.slots // home.dp_replicate  # over which one copy of the weights is sharded
     if copy_slots % home.ep:
         raise ConfigError(
@@ -373,42 +291,10 @@ def check_parallel(config: RunConfig, home: Layout) -> None:
         )
 
 
-def check_pipeline(config: RunConfig) -> None:
-    pp, vpp, schedule = config.parallel.pp, config.parallel.vpp, config.parallel.pipeline_schedule
-    if pp == 1 and vpp > 1:
-        raise ConfigError(f"parallel.vpp is {vpp} and parallel.pp is 1: virtual stages need a pipeline; use pp = 2")
-    if pp == 1 and schedule != "1f1b":
-        raise ConfigError(
-            f'parallel.pipeline_schedule is "{schedule}" and parallel.pp is 1: there is no pipeline to schedule; use '
-            "pp = 2, or leave it out"
-        )
-
-
-def check_mode(config: RunConfig) -> None:
-    for key in ("pp", "ep"):
-        if config.context.mode == "free" and (degree := getattr(config.parallel, key)) > 1:
-            raise ConfigError(
-                f'context.mode is "free" and parallel.{key} is {degree}, under which all slots wait for each other in '
-                f'every micro-batch; use context.mode = "lockstep", or parallel.{key} = 1'
-            )
-
-
 def check_optimizer(config: RunConfig) -> None:
-    train, dtype = config.train, config.model.dtype
+    train = config.train
     if not train.epochs:  # otherwise the number of steps follows from the corpus
         Schedule.of(train)
-    if not all(0 <= beta < 1 for beta in train.betas):
-        raise ConfigError(f"train.betas is {list(train.betas)}; both must be at least 0 and below 1")
-    if train.optimizer != "adamw" and train.betas != TrainConfig().betas:
-        raise ConfigError(
-            f"train.betas is {train.betas}, a key of adamw, and train.optimizer is {train.optimizer!r}; give "
-            '"betas=…" in train.optimizer_arguments'
-        )
-    if train.stochastic_rounding and dtype != "bfloat16":
-        raise ConfigError(
-            f'train.stochastic_rounding rounds updates of parameters in bfloat16, and model.dtype is "{dtype}"; leave '
-            'it out, or use model.dtype = "bfloat16"'
-        )
     if train.optimizer != "adamw" or train.optimizer_arguments:
         from torch import nn  # which --help does without
 

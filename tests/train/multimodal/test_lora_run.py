@@ -112,8 +112,10 @@ def test_whole_depths_beside_images_and_an_adapter(folder: Path) -> None:
 
 MODEL = {"lora.rank": 8, "model.path": "x"}
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"lora.parts": ["tower", "head"]}, r"lora.parts is \['tower', 'head'\]; name some of"),
-    ({"lora.parts": ["tower", "tower"]}, "each once"),
+    (
+        {"lora.parts": ["tower", "head"]},
+        r"lora.parts is \['tower', 'head'\] .* a list of 'language_model', 'projector', 'tower'",
+    ),
     (
         {"lora.parts": ["projector"], "encoder.train": "projector"},
         "lora.parts has 'projector', and encoder.train is 'projector', which trains its weights whole",

@@ -32,15 +32,13 @@ from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, has_mixers, no_experts_text, read_experts, read_query_heads
 from longspan.run.checks import (
     check_lora,
-    check_mode,
     check_model_keys,
     check_mtp_section,
+    check_needs,
     check_numbers,
     check_parallel,
-    check_pipeline,
     check_plans,
     check_precision,
-    check_preset,
 )
 from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
 from longspan.train.plans.run_cost import fixed_keys, run_cost_settings, run_memory_settings
@@ -67,14 +65,13 @@ class RunOnGpus:
         check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
         check_numbers(config, training=False)
         home = home_of(config.parallel, gpus.count)
-        for check in (check_precision, check_lora, check_mtp_section, check_pipeline, check_mode):
+        for check in (check_precision, check_needs, check_lora, check_mtp_section):
             check(config)
         check_measures(config.train, gpu=True)
         check_parallel(config, home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # data.eval_documents is 0), but not those of named evaluation sets.
         check_plans(replace(config, eval=()), home, training=True)
-        check_preset(config)
         model: Any = config.model.source
         if not model:  # a preset, which has an embedding row for each id of the run's tokenizer if it gives no number
             preset = PRESETS[config.model.preset_name]
