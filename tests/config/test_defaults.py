@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.config.defaults import resolve_defaults, set_steps, settings_text, warn_about_updates
+from longspan.config.defaults import resolve_defaults, set_steps, warn_about_updates
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
@@ -112,20 +112,6 @@ def test_a_learning_rate_is_asked_for_before_anything_is_read(model: dict[str, A
         check_config(load_config(None, model), 4)
     assert check_config(load_config(None, model), 4, training=False).slots == 4
     assert check_config(load_config(None, model | {"train.lr": 1e-6}), 4).slots == 4
-
-
-def test_a_line_for_each_section_says_what_a_run_does() -> None:
-    line = settings_text(load_config(None, OWN | {"context.eval_context_parallel_size": 4}))
-    assert line == (
-        "[train] steps = 300, tokens_per_step = 65536, lr = 1e-05, warmup_steps = 15, eval_every = 100, save_every = 0,"
-        " save_minutes = 30.0\n[data] max_document_tokens = 0, "
-        "eval_documents = auto\n[context] planner = fixed, context_parallel_size = 1, "
-        "cp_comm_type = auto, partition = zigzag, max_tokens_per_slot = auto\n"
-        "evaluation: eval_context_parallel_size = 4"
-    )
-    assert settings_text(load_config(None, OWN)).endswith("\nevaluation: as in training")
-    with pytest.raises(ConfigError, match="is -1; it must be at least"):  # what was not resolved
-        check_config(RunConfig(train=load_config().train), 4)
 
 
 def entry(table: dict[str, Any], **keys: Any) -> EvalConfig:

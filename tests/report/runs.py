@@ -52,16 +52,11 @@ def mixed_plan(slots: int, *, micro_batches: int = 3, cap: int = 8192, seed: int
     return replace(plan, predicted_seconds=seconds, lower_bound_seconds=0.9 * seconds)
 
 
-FACTS: dict[str, Any] = {"model": "Qwen3-30B-A3B", "experts": 128, "experts_of_token": 8}
-FACTS |= {"report": "runs/moe/report.html"}
-FACTS |= {"parameters": 30_532_122_624, "parameters_of_rank": 3_816_515_328, "parameter_dtype": "float32"}
-FACTS |= {"compute_dtype": "bfloat16", "reduce_dtype": "float32", "device": "NVIDIA H200", "ranks": 16, "hosts": 2}
-FACTS |= {"home": {"slots": 8, "tp": 2, "pp": 1, "vpp": 1, "ep": 4, "dp_replicate": 1}, "sequence_parallel": True}
-FACTS |= {"cores": 64, "backend": "nccl", "comm_types": "p2p", "priced_for": "the model on H200s", "peak_tflops": 989.0}
-FACTS |= {"kernels": ["cudnn where each group has one document, else fa4"], "uncounted": "", "caution": ""}
-FACTS |= {"plans": "dynamic, at most 32,768 rows a slot; evaluation fixed at cp 4", "documents": 48_213, "held_out": 32}
-FACTS |= {"tokens": 1_213_456_789, "longest": 131_072, "steps": 300, "done": 100, "tokens_per_step": 262_144}
-FACTS |= {"optimizer": "adamw", "lr": 1e-5}
+FACTS: dict[str, Any] = {"parameters": 30_532_122_624, "parameters_of_rank": 3_816_515_328, "trained": 30_532_122_624}
+FACTS |= {"device": "NVIDIA H200", "ranks": 16, "node_size": 8, "hosts": 2, "priced_for": "the model on H200s"}
+FACTS |= {"steps": 300, "done": 100, "date": "", "command": "", "sessions": []}
+FACTS["lines"] = [["model", "Qwen3-30B-A3B: 30.5 B parameters, 8 of 128 experts a token"]]
+FACTS["lines"] += [["report", "runs/moe/report.html when the run ends; to watch it: longspan report runs/moe --follow"]]
 
 
 def evaluation_row(step: int, cp: int, loss: float) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What a run says of itself: its facts in words, what its steps are compared with, the kernels of its layers."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,7 +16,8 @@ from longspan.model import execution, load_model, prepare
 from longspan.model.execution import Execution, model_execution
 from longspan.plan import Cost, Machine, plan_fixed
 from longspan.plan.shape.model_shape import ModelShape
-from longspan.run.facts import RunFacts, facts_text
+from longspan.run import records
+from longspan.run.facts import RunFacts
 from longspan.run.records import mixers_text
 from longspan.train import step_figures as figures_module
 from longspan.train.step_figures import StepFigures, model_figures
@@ -32,40 +32,26 @@ CONFIG = {
 }
 
 
-def facts(**changes: Any) -> RunFacts:
-    read = RunFacts.from_json(json.loads(json.dumps(FACTS)) | changes)
-    assert read is not None
-    return read
+def device_text(device: str, **figures: Any) -> str:
+    world = SimpleNamespace(home=Layout(16, tp=2), node_size=4, device=torch.device(device))
+    run: Any = SimpleNamespace(world=world, figures=SimpleNamespace(**{"peak": None, "uncounted": ""} | figures))
+    return records._device_text(run)
 
 
-def test_the_lines_of_a_run_on_gpus() -> None:
-    lines = dict(facts().lines())
-    assert lines == {
-        "model": "Qwen3-30B-A3B: 30.5 B parameters, 3.82 B on a rank, 8 of 128 experts a token",
-        "precision": "parameters float32, compute bfloat16, gradients summed in float32",
-        "devices": "16 x NVIDIA H200, 2 hosts, nccl; MFU is of 989 TFLOP/s each",
-        "home": "8 slots, tp 2, ep 4, sequence-parallel",
-        "attention": "p2p; kernel cudnn where each group has one document, else fa4",
-        "plans": "dynamic, at most 32,768 rows a slot; evaluation fixed at cp 4; priced for the model on H200s",
-        "data": "48,213 documents of 1,213,456,789 tokens, longest 131,072, 32 of them held out",
-        "steps": "300, of which 100 are done, each of up to 262,144 tokens",
-        "optimizer": "adamw, lr 1e-05 at most",
-        "report": "runs/moe/report.html when the run ends; to watch it: longspan report runs/moe --follow",
-    }
-    resumed = dict(facts(sessions=[[0, 2], [9, 3], [1200, 1]]).lines())["resumed"]
-    assert resumed == "at step 9 on 3 ranks, at step 1,200 on 1 rank"
-    chosen = facts(evaluated="evaluation at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s")
-    assert ("evaluation", "at cp 4, a2a: 32 documents in 0.2 s predicted; cp 1 0.5 s") in chosen.lines()
-    text = facts_text(facts()).splitlines()
-    assert len({line.index(words) for line, words in zip(text, lines.values(), strict=True)}) == 1
+def test_devices_on_gpus_and_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "device_name", lambda world: "NVIDIA H200")
+    monkeypatch.setattr(records, "usable_cores", lambda: 2)
+    assert device_text("cuda", peak=989.0) == "16 x NVIDIA H200, 2 hosts, nccl; MFU is of 989 TFLOP/s each"
+    assert device_text("cuda", peak=989.0, uncounted="no sizes") == "16 x NVIDIA H200, 2 hosts, nccl"
+    assert device_text("cpu") == "16 processes on 2 CPU cores, 2 hosts, gloo"
 
 
-def test_the_lines_of_a_run_on_cpus_and_what_is_not_known() -> None:
-    told = {"device": "CPU", "ranks": 4, "hosts": 1, "cores": 2, "backend": "gloo", "peak_tflops": None}
-    lines = dict(facts(**told, priced_for="", kernels=[], uncounted="no sizes", caution="slow").lines())
-    assert lines["devices"] == "4 processes on 2 CPU cores, gloo" and "priced" not in lines["plans"]
-    assert lines["attention"] == "p2p; kernel chosen in the first pass"
-    assert (lines["no MFU"], lines["caution"]) == ("model FLOPs are not counted: no sizes", "slow")
+def test_the_texts_of_lines_stand_in_one_column() -> None:
+    facts = RunFacts.from_json(FACTS)
+    assert facts is not None
+    assert (
+        len({line.index(words) for line, (_, words) in zip(facts.text().splitlines(), facts.lines, strict=True)}) == 1
+    )
 
 
 def test_a_hybrid_says_what_its_partition_sends() -> None:
@@ -73,9 +59,8 @@ def test_a_hybrid_says_what_its_partition_sends() -> None:
     device = torch.device("cpu")
     text = mixers_text(hybrid, device, "zigzag")
     assert "two states a document and slot" in text and "contiguous" in text
-    lines = dict(facts(mixers=mixers_text(hybrid, device, "contiguous"), rows="contiguous under a2a: 1 s").lines())
-    assert lines["rows"] == "contiguous under a2a: 1 s"
-    assert lines["mixers"].startswith("3 state-space layers in torch's operations; at most one state")
+    text = mixers_text(hybrid, device, "contiguous")
+    assert text.startswith("3 state-space layers in torch's operations; at most one state")
     assert mixers_text(replace(hybrid, mixers=0), device, "zigzag") == ""
 
 

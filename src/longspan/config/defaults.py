@@ -49,11 +49,6 @@ _OWN_MODEL: dict[str, Any] = {
     "train.tokens_per_step": 65536,
 }
 LORA_LR = 2e-4  # of adapters, about ten times what all weights take
-_SHOWN = {
-    "train": ("steps", "tokens_per_step", "lr", "warmup_steps", "eval_every", "save_every", "save_minutes"),
-    "data": ("max_document_tokens", "eval_documents"),
-    "context": ("planner", "context_parallel_size", "cp_comm_type", "partition", "max_tokens_per_slot"),
-}
 MOST_WARMUP = 100  # steps; a twentieth of all where that is less
 
 
@@ -165,33 +160,6 @@ def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
-
-
-def settings_text(config: RunConfig) -> str:
-    """Write the values that decide most about a run, a line a section; of evaluation those unlike training's."""
-    shown_keys = _SHOWN
-    if config.train.epochs:
-        train_keys = tuple(key for key in _SHOWN["train"] if key not in ("steps", "warmup_steps"))
-        shown_keys = _SHOWN | {"train": ("epochs", *train_keys)}
-    parts = [
-        f"[{section}] {', '.join(f'{key} = {_value_text(getattr(getattr(config, section), key))}' for key in keys)}"
-        for section, keys in shown_keys.items()
-    ]
-    if config.lora.rank:
-        parts.append(f"[lora] rank = {config.lora.rank}, alpha = {config.lora.alpha or 2 * config.lora.rank:g}")
-    if config.mtp.depths:
-        parts.append(f"[mtp] depths = {config.mtp.depths}, loss_weight = {config.mtp.loss_weight:g}")
-    context = config.context
-    differing = [
-        f"eval_{key} = {_value_text(value)}"
-        for key, value in context.evaluation.plan_keys.items()
-        if key in _SHOWN["context"] and value != getattr(context, key)
-    ]
-    return "\n".join([*parts, f"evaluation: {', '.join(differing) or 'as in training'}"])
-
-
-def _value_text(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def warn_about_updates(config: RunConfig, log: Callable[[str], None]) -> None:

@@ -110,7 +110,7 @@ def run_head(run: RunFolder) -> Part:
 
 
 def session_line(run: RunFolder) -> str:
-    return " · ".join(filter(None, (run.facts.date, run.facts.command))) if run.facts else ""
+    return " · ".join(map(str, filter(None, (run.facts.date, run.facts.command)))) if run.facts else ""
 
 
 def subject_line(run: RunFolder) -> str:
@@ -120,7 +120,7 @@ def subject_line(run: RunFolder) -> str:
 
 def fact_sections(run: RunFolder) -> Iterator[Part]:
     if run.facts is not None:
-        yield section("The run", {"facts": [line for line in run.facts.lines() if line[0] != "report"]})
+        yield section("The run", {"facts": [line for line in run.facts.lines if line[0] != "report"]})
 
 
 def card_sections(run: RunFolder) -> Iterator[Part]:

@@ -5,12 +5,13 @@ names it with its module. Needs no torch: names are checked before any process s
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, import_object
@@ -68,14 +69,17 @@ def check_loggers(names: Sequence[str]) -> None:
             )
 
 
-def logger_class(name: str) -> LoggerClass:
-    """Return the class of a logger. Raises ConfigError if it cannot be imported, or has no methods of a logger."""
-    module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
-    kind = import_object(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
-    if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
-        lack = "has no such class" if kind is None else f"has {attribute} without log(row, step) and close()"
-        raise ConfigError(f"run.loggers has {name!r}, and {module} {lack}; see longspan.run.loggers.Logger")
-    return kind
+def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:
+    """The classes of loggers by name, once each. Raises ConfigError for one that cannot be imported, or is none."""
+    classes = dict[str, LoggerClass]()
+    for name in names:
+        module, _, attribute = BUILT_IN.get(name, name).rpartition(".")
+        kind = import_object(BUILT_IN.get(name, name), f"run.loggers has {name!r}")
+        if not all(callable(getattr(kind, method, None)) for method in ("log", "close")):
+            lack = "has no such class" if kind is None else f"has {attribute} without log(row, step) and close()"
+            raise ConfigError(f"run.loggers has {name!r}, and {module} {lack}; see longspan.run.loggers.Logger")
+        classes[name] = kind
+    return classes
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
@@ -148,63 +152,38 @@ class RunLoggers:
                 self._log_line(f"the logger {name} could not be closed: {type(error).__name__}: {error}")
 
 
-def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:
-    """The classes of loggers by name, without duplicates. Raises ConfigError if one cannot be imported."""
-    return {name: logger_class(name) for name in names}
-
-
 PROJECT = "longspan"  # where WANDB_PROJECT names no other
 FILE = "wandb.json"
 
 
 class WandbLogger:
-    """A run of wandb, named after the run's folder; its files are in `wandb/` of that folder."""
+    """A run of wandb, named after the run's folder, whose wandb.json has its id; its files are in `wandb/` there.
+
+    wandb's own step is that of the run: it drops rows of steps that a resumed run repeats, and adds evaluations to the
+    row of their step.
+    """
 
     def __init__(self, start: RunStart) -> None:
-        """wandb.json has the id, the last step sent, its evaluations, and wandb's next row number."""
         import wandb
 
         path = start.dir / FILE
-        saved = json.loads(path.read_text(encoding="utf-8")) if start.done and path.is_file() else {}
-        self._done = start.done
-        self._last_sent_step = max([saved.get("sent", 0), *(row["step"] for row in start.rows)]) if saved else 0
-        evaluated = [_evaluation_key(row) for row in start.rows if "eval_loss" in row]
-        sent_before = [tuple(entry) for entry in saved.get("evaluated", ())]
-        self._evaluated = {entry for entry in (*sent_before, *evaluated) if entry[0] == self._last_sent_step}
+        run_id = json.loads(path.read_text(encoding="utf-8"))["id"] if start.done and path.is_file() else None
         self._run = wandb.init(
             project=wandb.setup().settings.project or PROJECT,
             name=start.dir.resolve().name,
-            id=saved.get("id"),
-            resume="allow" if saved else None,
+            id=run_id,
+            resume="allow" if run_id else None,
             dir=str(start.dir),
             config={**start.config, "facts": dict(start.facts)},
             settings=wandb.Settings(console="off", silent=True),
         )
-        for kind in ("train", "eval"):
-            self._run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
-        # wandb's number of the next row must be above all earlier ones. An offline session cannot ask wandb for it, so
-        # the rows of metrics.jsonl are counted: more may be counted than were sent, but not fewer.
-        self._next = max(self._run.step, saved.get("next", 0) + len(start.rows)) if saved else 0
-        sent = {"sent": self._last_sent_step, "evaluated": sorted(self._evaluated), "next": self._next}
-        write_atomically(path, json.dumps({"id": self._run.id, **sent}))
+        write_atomically(path, json.dumps({"id": self._run.id}))
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
-        # Rows up to `_done` come only if metrics.jsonl lacks them, and were not sent; an evaluation of the last step
-        # that was sent counts only if it is noted.
-        if self._done < step <= self._last_sent_step and (
-            "eval_loss" not in row or step < self._last_sent_step or _evaluation_key(row) in self._evaluated
-        ):
-            return
-        kind = "eval" if "eval_loss" in row else "train"
-        self._run.log({**scalars(row), f"{kind}/step": step}, step=self._next, commit=True)
-        self._next += 1
+        self._run.log(scalars(row), step=step)
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _evaluation_key(row: Mapping[str, Any]) -> tuple[int, int, str]:
-    return row["step"], row["cp"], row.get("eval_name", "")
 
 
 FOLDER = "tensorboard"
@@ -243,36 +222,60 @@ _MOST_BYTES = 64 << 20  # of a line; samples with images take some megabytes
 _MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no run takes so many
 
 
-class MetricsLog:
-    """Appends rows to a file, flushed one by one; a resumed run keeps those up to a step.
+class StepLog:
+    """Appends lines of steps to a file, flushed one by one; a resumed run keeps those up to a step, and no torn one.
 
-    Later rows and a torn line are dropped. `None` for a path writes nothing. A row goes to `loggers` too.
+    `None` for a path writes nothing.
     """
 
-    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
-        self._loggers = loggers
-        rows = [row for row in read_metrics(path) if row["step"] <= after_step] if path else []
-        self.evaluated = find_evaluations(rows)
+    def __init__(self, path: Path | None, *, after_step: int) -> None:
         self._file = None
         if path is not None:
-            write_atomically(path, "".join(as_json(row) + "\n" for row in rows))
-            self._file = path.open("a", encoding="utf-8")
+            with name_file_in_errors(path):
+                self._file = path.open("a+b")
+                self._file.truncate(_length_to_keep(path, after_step))
 
-    def __enter__(self) -> "MetricsLog":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
-            with suppress(OSError):  # a row that could not be written: `write` has raised an error
+            with suppress(OSError):  # a line that could not be written: `write_line` has raised an error
                 self._file.close()
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row. Raises OSError, with the file's name, for what the disk refuses."""
-        self.evaluated |= find_evaluations([row])
+    def write_line(self, line: str) -> None:
+        """Append a line. Raises OSError, with the file's name, for what the disk refuses."""
         if self._file is not None:
             with name_file_in_errors(Path(self._file.name)):
-                self._file.write(as_json(row) + "\n")
+                self._file.write(line.encode() + b"\n")
                 self._file.flush()
+
+
+_STEP = re.compile(rb'{"step": ?(\d+),')
+
+
+def _length_to_keep(path: Path, after_step: int) -> int:
+    length = 0
+    with path.open("rb") as lines:
+        for line in lines:
+            step = _STEP.match(line)
+            if step is None or int(step[1]) > after_step or not line.endswith(b"\n"):
+                break
+            length += len(line)
+    return length
+
+
+class MetricsLog(StepLog):
+    """The rows of metrics.jsonl, which go to `loggers` too."""
+
+    def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
+        super().__init__(path, after_step=after_step)
+        self._loggers = loggers
+        self.evaluated = find_evaluations(read_metrics(path) if path else [])
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.evaluated |= find_evaluations([row])
+        self.write_line(as_json(row))
         if self._loggers is not None:
             self._loggers.log(row)
 

@@ -46,7 +46,7 @@ from longspan.run.progress import ProgressDisplay
 from longspan.run.records import Records, note_start, open_records, run_lock, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
-from longspan.run.set_up import check_adapter_targets, set_up
+from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_run
 from longspan.train.plans import plan_steps
 from longspan.train.run_memory import allocator_retries, peak_memory_bytes, peak_reserved_bytes, retries_text
@@ -264,7 +264,6 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
     """
     starts = starts or Starts()
     check_config(config, len(world.home.ranks))
-    check_adapter_targets(config, world, display.log)
     with StopSignal(config.run.save_on) as stop, run_lock(Path(config.run.dir), world, display.log):
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)

@@ -4,12 +4,11 @@ import errno
 import fcntl
 import math
 import os
-import re
 import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -31,8 +30,8 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
 from longspan.plan.plan import plan_row
 from longspan.plan.shape.model_shape import read_experts
-from longspan.run.facts import LAST_STEPS, LOCK, RunFacts, facts_text
-from longspan.run.loggers import LoggerClass, MetricsLog, RunLoggers, RunStart, find_evaluations, read_metrics
+from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
+from longspan.run.loggers import LoggerClass, MetricsLog, RunLoggers, RunStart, StepLog, find_evaluations, read_metrics
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
 from longspan.train.plans.order import largest_step
@@ -44,70 +43,100 @@ from longspan.train.step_figures import device_name, waiting_text
 def facts_of(run: TrainingRun) -> RunFacts:
     """Return the facts of a run; entered by all ranks.
 
-    >>> display.log(facts_text(facts_of(run)))
+    >>> display.log(facts_of(run).text())
     """
-    config, world, home, order = run.config, run.world, run.world.home, run.order
-    execution, lengths, mtp = model_execution(run.model), run.corpus.lengths, config.mtp
-    parameters, parameters_of_rank, trained = _count_parameters(run)
-    experts, ranks = read_experts(run.model.config), len(home.ranks)
-    parameter_dtype, compute_dtype, reduce_dtype = (
-        str(dtype).removeprefix("torch.")
-        for dtype in (execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype)
-    )
-    # parallel.vpp is no degree of a home, and is told beside them
-    degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
-    free = ", free" if config.context.mode == "free" else ""
-    cap = run.choice.options.max_tokens_per_slot
-    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {run.choice_of().text}" if run.held_out else ""
-    depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
+    world, home, sessions = run.world, run.world.home, _session_list(run)
+    sizes = _count_parameters(run)
     return RunFacts(
-        model=config.model.source or config.model.preset,
-        parameters=parameters,
-        parameters_of_rank=parameters_of_rank,
-        trained=trained if config.lora.rank else 0,
-        experts=experts.of_layer,
-        experts_of_token=experts.of_token,
-        parameter_dtype=parameter_dtype,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
+        lines=tuple(_fact_lines(run, *sizes, sessions)),
+        parameters=sizes[0],
+        parameters_of_rank=sizes[1],
+        trained=sizes[2],
         device=device_name(world),
-        ranks=ranks,
+        ranks=len(home.ranks),
         node_size=world.node_size,
-        hosts=-(-ranks // (world.node_size * home.tp)),
-        cores=usable_cores(),
-        backend="nccl" if world.device.type == "cuda" else "gloo",
-        home={"slots": home.slots, **degrees, "dp_replicate": home.dp_replicate},
-        sequence_parallel=config.parallel.sequence_parallel,
-        comm_types="/".join(dict.fromkeys(run.choice.comm_types)),
-        kernels=execution.kernels,
-        plans=f"{run.choice.text}{free}, {rows}{evaluated}",
+        hosts=_count_hosts(world),
         priced_for=run.cost.source or "",
-        peak_tflops=run.figures.peak,
-        uncounted=run.figures.uncounted,
-        documents=len(lengths),
-        held_out=len(run.held_out),
-        tokens=int(lengths.sum()),
-        longest=int(lengths.max()),
-        steps=config.train.steps,
+        steps=run.config.train.steps,
         done=run.done,
-        tokens_per_step=largest_step(config, order),
-        optimizer=config.train.optimizer,
-        lr=config.train.lr,
-        report=str(run.dir / "report.html"),
         date=datetime.now().astimezone().isoformat(" ", "minutes"),
         command=shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]]),
-        evaluated="\n".join(run.why_degrees),
-        float8=execution.float8,
-        mixers=mixers_text(execution, world.device, config.context.partition),
-        compiled=execution.compiled,
-        mtp=depths if mtp.depths else "",
-        encoder=_encoder_text(run),
-        rows=run.why_partition,
-        caution=execution.slow_reason(),
-        sessions=_session_list(run),
+        sessions=sessions,
         memory=run.memory.to_json() if run.memory is not None else {},
     )
+
+
+def _count_hosts(world: World) -> int:
+    return -(-len(world.home.ranks) // (world.node_size * world.home.tp))
+
+
+def _fact_lines(
+    run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
+) -> Iterator[tuple[str, str]]:
+    config, home, lengths, execution = run.config, run.world.home, run.corpus.lengths, model_execution(run.model)
+    experts, mtp = read_experts(run.model.config), config.mtp
+    sizes = f"{_size_text(parameters)} parameters, {_size_text(of_rank)} on a rank"
+    sizes += f", {_size_text(trained)} trained" if config.lora.rank else ""
+    sizes += f", {experts.of_token} of {experts.of_layer} experts a token" if experts.of_layer else ""
+    yield "model", f"{config.model.source or config.model.preset}: {sizes}"
+    dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
+    parameter, compute, reduced = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    yield "precision", f"parameters {parameter}, compute {compute}, gradients summed in {reduced}"
+    yield "devices", _device_text(run)
+    slots = plural(home.slots, "slot") + (f" ({run.world.node_size} a host)" if _count_hosts(run.world) > 1 else "")
+    # parallel.vpp is no degree of a home, and is told beside them
+    degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
+    degrees["dp_replicate"] = home.dp_replicate
+    words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+    yield "home", ", ".join([slots, *words, *["sequence-parallel"] * config.parallel.sequence_parallel])
+    kernels = "; ".join(execution.kernels) or "chosen in the first pass"
+    yield "attention", f"{'/'.join(dict.fromkeys(run.choice.comm_types))}; kernel {kernels}"
+    depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
+    optional = {
+        "products": execution.float8,
+        "mixers": mixers_text(execution, run.world.device, config.context.partition),
+        "compiled": execution.compiled,
+        "mtp": depths if mtp.depths else "",
+        "encoder": _encoder_text(run),
+        "rows": run.why_partition,
+    }
+    yield from ((name, text) for name, text in optional.items() if text)
+    cap, free = run.choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
+    rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
+    evaluated = f"; evaluation {run.choice_of().text}" if run.held_out else ""
+    priced = f"; priced for {run.cost.source}" if run.cost.source else ""
+    yield "plans", f"{run.choice.text}{free}, {rows}{evaluated}{priced}"
+    for reason in run.why_degrees:
+        yield "evaluation", reason.removeprefix("evaluation ")
+    held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""
+    documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"
+    yield "data", f"{documents}, longest {int(lengths.max()):,}{held_out}"
+    done = f", of which {run.done:,} are done" if run.done else ""
+    yield "steps", f"{config.train.steps:,}{done}, each of up to {largest_step(config, run.order):,} tokens"
+    if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in sessions if step]:
+        yield "resumed", ", ".join(resumed)
+    yield "optimizer", f"{config.train.optimizer}, lr {config.train.lr:g} at most"
+    yield "report", f"{run.dir}/report.html when the run ends; to watch it: longspan report {run.dir} --follow"
+    if run.figures.uncounted:
+        yield "no MFU", f"model FLOPs are not counted: {run.figures.uncounted}"
+    if caution := execution.slow_reason():
+        yield "caution", caution
+
+
+def _device_text(run: TrainingRun) -> str:
+    ranks, hosts, figures = len(run.world.home.ranks), _count_hosts(run.world), run.figures
+    on_hosts = f", {hosts} hosts" if hosts > 1 else ""
+    if run.world.device.type != "cuda":
+        return f"{plural(ranks, 'process', 'es')} on {plural(usable_cores(), 'CPU core')}{on_hosts}, gloo"
+    peak = f"; MFU is of {figures.peak:g} TFLOP/s each" if figures.peak and not figures.uncounted else ""
+    return f"{ranks} x {device_name(run.world)}{on_hosts}, nccl{peak}"
+
+
+def _size_text(count: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:,}"
 
 
 def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
@@ -155,48 +184,18 @@ def _encoder_text(run: TrainingRun) -> str:
 
 
 HANG = "hang"  # of what torch recorded of collectives, where one failed
-_STEP = re.compile(rb'{"step":(\d+),')
 
 
-class PlanLog:
-    """Appends plans to a file, flushed one by one; a resumed run keeps those up to a step. `None` writes nothing."""
+class PlanLog(StepLog):
+    """The plans of steps, in plans.jsonl."""
 
-    def __init__(self, path: Path | None, *, after_step: int) -> None:
-        self._file = None
-        if path is not None:
-            with name_file_in_errors(path):
-                self._file = path.open("a+b")
-                self._file.truncate(_length_to_keep(path, after_step))
-        self._cost: Cost | None = None  # of the last row of this session
-
-    def __enter__(self) -> "PlanLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            with suppress(OSError):  # a row that could not be written: `write` has raised an error
-                self._file.close()
+    _cost: Cost | None = None  # of the last row of this session
 
     def write(self, step: int, plan: Plan) -> None:
         """Append the plan of a step, counted from 1. Raises OSError, with the file's name, if the disk refuses it."""
-        if self._file is None:
-            return
         # a row names its cost only where that of the row before is another
-        row, self._cost = plan_row(step, plan, after=self._cost), plan.cost
-        with name_file_in_errors(Path(self._file.name)):
-            self._file.write(row.encode() + b"\n")
-            self._file.flush()
-
-
-def _length_to_keep(path: Path, after_step: int) -> int:
-    length = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            step = _STEP.match(line)
-            if step is None or int(step[1]) > after_step or not line.endswith(b"\n"):
-                break
-            length += len(line)
-    return length
+        self.write_line(plan_row(step, plan, after=self._cost))
+        self._cost = plan.cost
 
 
 @contextmanager
@@ -282,7 +281,7 @@ def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogL
         # a report would take the summary of an earlier end for this run's
         run_on_first_rank(world, partial((run.dir / "summary.json").unlink, missing_ok=True), RunFolderError)
         write_facts(run, "run.json", asdict(facts))
-        log(facts_text(facts))
+        log(facts.text())
     open_loggers = partial(_open_loggers, run, facts, classes if first else {}, log)
     with run_on_every_rank(world, open_loggers, ConfigError) as loggers:
         open_metrics = partial(MetricsLog, metrics_file, after_step=run.done, loggers=loggers)
@@ -329,5 +328,5 @@ def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, Logge
     steps = run.config.train.steps
     if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):
         classes = {}
-    start = RunStart(run.dir, run.config.tables(), dict(facts.lines()), run.done, rows)
+    start = RunStart(run.dir, run.config.tables(), dict(facts.lines), run.done, rows)
     return RunLoggers.open(classes, start, log)

@@ -80,18 +80,6 @@ def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -
     return EvaluationSet(entry, documents)
 
 
-def describe_trained_files(training: Corpus, evaluated: EvaluationSet) -> str:
-    """Say in a line which source files of a set are trained on too; "" where none is."""
-    corpus = evaluated.documents.corpus
-    evaluated_sums = {source.sha256 for source in corpus.sources}
-    trained = {source.sha256 for source in training.sources if source.sha256 in evaluated_sums}
-    shared = [source.name for source in corpus.sources if source.sha256 in trained]
-    if not shared:
-        return ""
-    count = f"{len(shared)} of {plural(len(corpus.sources), 'file')} ({', '.join(shared[:3])})"
-    return f"evaluation set {evaluated.name}: {count} are in the training data too, so its loss is partly of texts seen"
-
-
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
     data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
@@ -147,8 +135,6 @@ def open_sets(
     for entry in config.eval:
         evaluation_set = open_set(config, entry, world, log)
         log(evaluation_set.describe_set())
-        if overlap := describe_trained_files(corpus, evaluation_set):
-            log(overlap)
         sets.append(evaluation_set)
     if not sets:
         return ()

@@ -2,9 +2,8 @@
 
 import json
 import math
-import warnings
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,36 +15,31 @@ from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
-from longspan.config.defaults import settings_text, warn_about_updates
+from longspan.config.defaults import warn_about_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
-from longspan.config.sections import LoraSection, ModelConfig, RunConfig, TrainConfig, check_measures
+from longspan.config.sections import ModelConfig, RunConfig, check_measures
 from longspan.corpus.build import check_largest_id
 from longspan.corpus.tokenizer import copy_generation_settings
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import write_atomically
-from longspan.model.adapters import is_adapted
 from longspan.model.load import check_folder, torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
-from longspan.model.parts import is_tied
 from longspan.model.seams.call_rules import refuse_randomness
-from longspan.model.weights.fill import empty_model, images_class
 from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.plan import Cost
 from longspan.run.checks import check_image_keys
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
-from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.order import set_epoch_steps, source_lines
 from longspan.train.plans.resolve import choose_degrees, choose_partition_on_ranks, set_node_size, use_machine
 from longspan.train.run_memory import choose_rows
 from longspan.train.starts import Starts
-from longspan.train.terms.mtp import add_configured_depths, depths_line
+from longspan.train.terms.mtp import depths_line
 from longspan.train.training import (
     AnyModel,
-    add_configured_adapter,
     load_run_model,
     make_optimizer,
     model_configuration,
@@ -77,30 +71,6 @@ def keep_model_files(
         log(
             f"model/ will be saved in {str(dtype).removeprefix('torch.')}, the dtype of {source}; parameters and "
             f"checkpoints are {settings.dtype}, which longspan export --dtype {settings.dtype} keeps"
-        )
-
-
-def check_adapter_targets(config: RunConfig, world: World, log: LogLine) -> None:
-    """Raise ModelError on every rank if [lora] names targets or parts that the model does not have."""
-    if not config.lora.rank or (not config.lora.targets and config.lora.parts == LoraSection().parts):
-        return  # the defaults, all linears of the language model, fit every model
-
-    def check() -> bool:
-        configuration = model_configuration(config, config.data.vocab_size)
-        architecture = images_class(configuration, images=False)
-        # None with a vision_config: whether the model has towers depends on the corpus, which is not read yet
-        if architecture is None and hasattr(configuration, "vision_config"):
-            return False
-        model = empty_model(configuration, torch.float32, architecture)
-        with warnings.catch_warnings(action="ignore"):  # about parts left out, which the run logs later
-            add_configured_adapter(config, add_configured_depths(config, model, read=False))
-        ends: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-        return is_tied(model) and any(map(is_adapted, ends))
-
-    if run_on_first_rank(world, check, ModelError):
-        log(
-            "lora.targets adapt an embedding that is the weight of the head as well (tie_word_embeddings): longspan "
-            "export writes the adapter, and refuses --merge"
         )
 
 
@@ -201,28 +171,6 @@ def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: 
         _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
 
 
-def rate_line(config: RunConfig, state: dict[str, Any]) -> str:
-    """Return a line about a learning rate that differs from the checkpoint's schedule at the next step, or ""."""
-    done = int(state["step"])
-    table_before = state.get("config", {}).get("train", {})
-    names = {field.name for field in fields(TrainConfig)}
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table_before.items() if k in names}
-    train_before = TrainConfig(**values)
-    rate_before, rate_now = (Schedule.of(train).lr_at(done) for train in (train_before, config.train))
-    if math.isclose(rate_before, rate_now):
-        return ""
-    keys = ("lr", "steps", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio")
-    changes = [
-        f"train.{key} was {value_before}"
-        for key in keys
-        if (value_before := getattr(train_before, key)) != getattr(config.train, key)
-    ]
-    return (
-        f"the schedule now ends at step {config.train.steps}: lr {rate_now:.3g} at step {done + 1}, where it had "
-        f"{rate_before:.3g} ({', '.join(changes)})"
-    )
-
-
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return _name_preset(state.get("config", {})), _name_preset(json.loads(json.dumps(config.tables())))
 
@@ -255,23 +203,20 @@ def _name_preset(config: dict[str, Any]) -> dict[str, Any]:
 
 def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path, log: LogLine) -> None:
     """Keys of the folder, of hosts and of evaluation may change, and so may one that is "auto" now."""
-    changes = {
-        (section, key): f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
+    changes = [
+        f"{section}.{key} was {before[section][key]!r} and is {value!r} now"
         for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
-        if key in before[section] and key != "node_size" and value not in (before[section][key], AUTO)
-    }
-    evaluated = [changes.pop(name) for name in list(changes) if name[1].startswith("eval_")]
-    if now["eval"] != before.get("eval", []):
-        evaluated.append(f"the evaluation sets are {', '.join(entry['name'] for entry in now['eval']) or 'none'} now")
+        if key in before[section] and key != "node_size" and not key.startswith("eval_")
+        if value not in (before[section][key], AUTO)
+    ]
     if changes:
         raise ConfigError(
             f"the run has come to its end at step {now['train']['steps']} ({path}), and nothing is left to train: "
-            f"{'; '.join(changes.values())}. Set them back to see the run, raise train.steps to train on with them, "
-            "or set run.dir to a new folder"
+            f"{'; '.join(changes)}. Set them back to see the run, raise train.steps to train on with them, or set "
+            "run.dir to a new folder"
         )
-    evaluated_text = f", evaluated as is asked for now ({'; '.join(evaluated)})" if evaluated else ""
-    log(f"the run has come to its end: it is shown{evaluated_text}; its config.toml and what is in metrics.jsonl stay")
+    log("the run has come to its end: it is shown; its config.toml and what is in metrics.jsonl stay")
 
 
 def open_run_documents(
@@ -341,7 +286,6 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     Raises ConfigError, DataError, ModelError or CheckpointError, the same on every rank, for what does not fit.
     `starts` notes how long the parts of the set-up take.
     """
-    log(settings_text(config))
     checkpoint, state = checkpoint_to_resume(config, world, log)
     config, as_written, data = open_run_documents(config, checkpoint, state, world, log)
     configuration = fit_configuration(data, config, world, log)
@@ -361,8 +305,6 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, optimizer, world)
         log(f"going on from {checkpoint}: {done} of {config.train.steps} steps are done")
-        if done < config.train.steps and (line := rate_line(config, state)):
-            log(line)
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         file = Path(config.run.dir) / "config.toml"
         run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)

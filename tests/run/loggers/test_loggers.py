@@ -116,20 +116,15 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path, monkeypatch
         assert not session("wandb", start_of(tmp_path), first)
         again = [train_row(3), train_row(4), eval_row(4), train_row(5), train_row(6), eval_row(6), eval_row(6, 1)]
         assert not session("wandb", start_of(tmp_path, 2, tuple(first)), again)
-        # Resumed from step 3, killed after step 4, and resumed from step 3 again: steps up to 6 were sent before.
-        known = (train_row(1), train_row(2), eval_row(2), *again)
-        assert not session("wandb", start_of(tmp_path, 3, known), [train_row(4), eval_row(4)])
-        assert not session("wandb", start_of(tmp_path, 3, known[:6]), [*again[1:], train_row(7)])
     finally:
         wandb.teardown()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
-    assert len({file.stem for file in files}) == 1 and len(files) == 4
-    rows = [row for file in files for row in wandb_rows(file)]
-    steps = [int(row["train/step"]) for row in rows if "train/step" in row]
-    assert steps == [1, 2, 3, 4, 5, 6, 7]
-    assert [int(row["eval/step"]) for row in rows if "eval/step" in row] == [2, 4, 6, 6]
-    counts = [int(row["_step"]) for row in rows]
-    assert counts == sorted(set(counts)), "wandb's own count of rows goes on"
+    assert len({file.stem for file in files}) == 1 and len(files) == 2
+    first_rows, rows = ([*wandb_rows(file)] for file in files)
+    assert [int(row["_step"]) for row in first_rows] == [1, 2, 3, 4]
+    assert [int(row["_step"]) for row in rows] == [3, 4, 5, 6]
+    assert float(first_rows[3]["eval/loss_cp2"]) == float(rows[1]["eval/loss_cp2"]) == 0.5
+    assert {"eval/loss_cp1", "eval/loss_cp2", "train/loss"} <= rows[3].keys()
 
 
 def wandb_rows(file: Path) -> Iterator[dict[str, str]]:

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from longspan import Layout, World
 from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
@@ -27,7 +26,6 @@ from longspan.model import load_model
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.run import checks
 from longspan.run.checks import check_config
-from longspan.run.set_up import check_adapter_targets
 from tests.model.stock import SIZES
 from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
 from tests.train.small import small_config
@@ -184,17 +182,6 @@ def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"lora.rank is 4, and peft, .* installed: pip install 'longspan\[lora\]'"):
         check_config(load_config(None, {"lora.rank": 4}), 4)
-
-
-def test_an_adapter_of_a_tied_weight_is_said_not_to_be_merged() -> None:
-    said = list[list[str]]()
-    with World(Layout(1), backend="gloo", device="cpu") as world:
-        for targets in (["q_proj"], ["q_proj", "lm_head"]):
-            said.append([])
-            config = load_config(None, {"model.preset": "qwen3-tiny", "lora.rank": 4, "lora.targets": targets})
-            check_adapter_targets(config, world, said[-1].append)
-    plain, (tied,) = said
-    assert plain == [] and "tie_word_embeddings" in tied and "refuses --merge" in tied
 
 
 def test_the_learning_rate_of_adapters_has_a_default() -> None:

@@ -309,8 +309,10 @@ def test_a_run_with_a_planner_of_its_own_and_a_degree_that_was_chosen(tmp_path: 
     evaluated = {row.get("eval_name"): row for row in rows if "eval_loss" in row and row["step"] == 1}
     assert evaluated["others"]["planner"] == f"{OWN}one_degree"
     facts = json.loads((folder / "run.json").read_text())
-    for reason, name in zip(facts["evaluated"].splitlines(), (None, "books"), strict=True):
-        said = re.match(rf"evaluation{f' of {name}' if name else ''} at cp (\d+)[:,] ", reason)
+    for reason, name in zip(
+        (text for name, text in facts["lines"] if name == "evaluation"), (None, "books"), strict=True
+    ):
+        said = re.match(rf"{f'of {name} ' if name else ''}at cp (\d+)[:,] ", reason)
         assert said and evaluated[name]["cp"] == int(said.group(1)), reason
         assert " documents; cp " in reason and " x as long; dynamic plan " in reason
     assert 'eval_context_parallel_size = "auto"' in (folder / "config.toml").read_text()
