@@ -19,9 +19,9 @@ from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
 
 
-def _covered(plan: Plan, unit: str) -> dict[tuple[int, int], float]:
+def _covered(plan: Plan) -> dict[tuple[int, int], float]:
     places: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for bar in plan_bars(plan, unit=unit).bars:  # pyright: ignore[reportArgumentType]
+    for bar in plan_bars(plan).bars:
         for slot in range(bar.slot, bar.slot + bar.slots):
             places.setdefault((bar.micro_batch, slot), []).append((bar.start, bar.stop))
     total = {}
@@ -35,7 +35,7 @@ def _covered(plan: Plan, unit: str) -> dict[tuple[int, int], float]:
 @bounded
 @given(st.one_of(plans("lockstep"), plans("free")))
 def test_bars_in_time_add_up_to_each_slot_s_work(plan: Plan) -> None:
-    times, seconds = plan.timeline(), _covered(plan, "seconds")
+    times, seconds = plan.timeline(), _covered(plan)
     work = times.busy - plan.cost.micro_batch_seconds * (times.busy > 0)
     assert all(length == pytest.approx(work[place], rel=1e-9) for place, length in seconds.items())
     assert {(m, s) for m, s in np.argwhere(work > 1e-12).tolist()} <= seconds.keys()
@@ -44,12 +44,7 @@ def test_bars_in_time_add_up_to_each_slot_s_work(plan: Plan) -> None:
 
 @bounded
 @given(plans())
-def test_bars_in_rows_add_up_and_every_document_is_on_its_group_s_slots_once(plan: Plan) -> None:
-    lengths, rows = _covered(plan, "rows"), np.zeros((len(plan.micro_batches), plan.slots))
-    for m, batch in enumerate(plan.micro_batches):
-        for group in batch.groups:
-            rows[m, list(group.slots)] += group.rows_per_slot
-    assert all(lengths[m, s] == pytest.approx(rows[m, s]) for m, s in np.argwhere(rows > 0).tolist())
+def test_every_document_is_on_its_group_s_slots_once(plan: Plan) -> None:
     slots: dict[int, list[int]] = {}
     for bar in plan_bars(plan).bars:
         slots.setdefault(bar.document, []).extend(range(bar.slot, bar.slot + bar.slots))
@@ -78,13 +73,10 @@ def test_thinning_keeps_large_bars_and_counts_the_others() -> None:
     assert len(everything) == len(picture.bars) and not none
 
 
-@pytest.mark.parametrize(
-    ("slots", "unit", "wide"),
-    [(0, "rows", 400), (1, "seconds", 400), (8, "rows", 1120), (1024, "seconds", 1120), (1024, "rows", 400)],
-)
-def test_svg_is_well_formed_and_bounded(slots: int, unit: str, wide: int) -> None:
+@pytest.mark.parametrize(("slots", "wide"), [(0, 400), (1, 400), (8, 1120), (1024, 1120), (1024, 400)])
+def test_svg_is_well_formed_and_bounded(slots: int, wide: int) -> None:
     plan = mixed_plan(slots) if slots else Plan(4, (), (MicroBatch(), MicroBatch()), 0)  # without documents
-    svg = gantt_svg(plan, unit=unit, width=wide)  # pyright: ignore[reportArgumentType]
+    svg = gantt_svg(plan, width=wide)
     tree = ElementTree.fromstring(svg)
     width, height = (float(x) for x in tree.attrib["viewBox"].split()[2:])
     for rect in tree.iter("rect"):
@@ -107,12 +99,9 @@ def test_hover_says_where_a_document_is() -> None:
     assert part["documents"].keys() == {0, 1} and dict(part["facts"])["groups"].startswith("1 of degree 3 ")
 
 
-def test_a_document_has_one_colour_in_both_units() -> None:
-    colors = set[tuple[str, str]]()
-    for svg in (gantt_svg(mixed_plan(16)), gantt_svg(mixed_plan(16), unit="rows")):
-        rects = ElementTree.fromstring(svg).iter("rect")
-        colors |= {(r.attrib["data-d"], r.attrib["class"]) for r in rects if "data-d" in r.attrib}
-    assert len(dict(colors)) == len(colors) and len({css for _, css in colors}) == len(FILLS)
+def test_all_colours_are_used_and_are_those_of_the_page() -> None:
+    rects = ElementTree.fromstring(gantt_svg(mixed_plan(16))).iter("rect")
+    assert len({r.attrib["class"] for r in rects if "data-d" in r.attrib}) == len(FILLS)
     sheet = room_text("page.css")
     assert all(f".k{place} {{ fill: {fill}; }}" in sheet for place, fill in enumerate(FILLS))
 

@@ -50,7 +50,7 @@ class Elements(HTMLParser):
             self.scripts.append(data)
         if self._inside == "json":
             for part in parts_of(json.loads(data), "plans"):
-                for picture in (svg for plan in part["plans"] for svgs in plan["pictures"].values() for svg in svgs):
+                for picture in (svg for plan in part["plans"] for svg in plan["pictures"]):
                     self.found |= Elements(picture).found
 
 

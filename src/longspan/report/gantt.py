@@ -1,4 +1,4 @@
-"""The picture of a plan: bars of which slots are busy with which document, in time or in rows; as SVG and as PNG.
+"""The picture of a plan: bars of which slots are busy with which document; as SVG and as PNG.
 
 On a page, page.js adds hover and keyboard. A slot's wide groups come first inside a micro-batch, whatever the order in
 which it runs them, so that a long document that spans slots is one block.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,8 @@ from longspan.errors import ConfigError, plural
 from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, MicroBatch, Plan
 from longspan.plan.plan import group_counts
-from longspan.plan.step_times import GroupTable, slot_rows
+from longspan.plan.step_times import GroupTable
 from longspan.report.page import PATTERNS, Part, label, room_text, tag, text
-
-Unit = Literal["seconds", "rows"]
 
 # Paul Tol's light scheme, told apart with any colour vision, and a shade darker: those of page.css.
 FILLS = (
@@ -67,7 +65,6 @@ class PlanBars:
     """Every bar of a plan, and the micro-batches' panels (one for all micro-batches in free mode)."""
 
     plan: Plan
-    unit: Unit
     panels: tuple[Panel, ...]
     bars: tuple[Bar, ...]
 
@@ -77,11 +74,8 @@ class PlanBars:
 
     @cached_property
     def color_of(self) -> dict[int, int]:
-        """The index in FILLS of each document's colour; documents without one of the largest bars take turns. In rows
-        documents have the colours that they have in time under the plan's own cost.
-        """
-        bars = self.bars if self.unit == "seconds" else plan_bars(self.plan).bars
-        largest_bars = sorted(bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
+        """The index in FILLS of each document's colour; documents without one of the largest bars take turns."""
+        largest_bars = sorted(self.bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
         return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
 
     def select_bars(self, x_scale: float, y_scale: float, limit: int = 2400) -> tuple[list[Bar], list[Summary]]:
@@ -97,13 +91,22 @@ class PlanBars:
         return [self.bars[i] for i in sorted(drawn)], list(_summarize_bars(small_bars, self.plan, most_slots, x_scale))
 
 
-def plan_bars(plan: Plan, cost: Cost | None = None, unit: Unit = "seconds") -> PlanBars:
-    """Lay a plan out as bars, in seconds under its own cost or another, or in rows of each slot's cap.
+def plan_bars(plan: Plan, cost: Cost | None = None) -> PlanBars:
+    """Lay a plan out as bars, in seconds under its own cost or another.
 
-    >>> picture = plan_bars(plan, unit="rows")
+    In free mode slots are in different micro-batches at the same time.
     """
-    panels, bars = _lay_out_rows(plan) if unit == "rows" else _lay_out_seconds(plan, cost or plan.cost)
-    return PlanBars(plan, unit, tuple(panels), tuple(bars))
+    cost = cost or plan.cost
+    timeline, widths = plan.timeline(cost), group_times(plan, cost)
+    bars: list[Bar] = []
+    for index, micro_batch in enumerate(plan.micro_batches):
+        begin = timeline.start[index] + cost.micro_batch_seconds
+        bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
+    if plan.mode == "free" or not plan.micro_batches:
+        return PlanBars(plan, (Panel(0.0, 0.0, timeline.step_seconds),), tuple(bars))
+    starts, ends = timeline.start.min(axis=1).tolist(), timeline.end.max(axis=1).tolist()
+    panels = (Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True))
+    return PlanBars(plan, tuple(panels), tuple(bars))
 
 
 def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
@@ -133,34 +136,8 @@ def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
 
 
-def _lay_out_seconds(plan: Plan, cost: Cost) -> tuple[list[Panel], list[Bar]]:
-    """In free mode slots are in different micro-batches at the same time."""
-    timeline, widths = plan.timeline(cost), group_times(plan, cost)
-    bars: list[Bar] = []
-    for index, micro_batch in enumerate(plan.micro_batches):
-        begin = timeline.start[index] + cost.micro_batch_seconds
-        bars += _stack_groups(index, micro_batch, begin, widths[index], cost)
-    if plan.mode == "free" or not plan.micro_batches:
-        return [Panel(0.0, 0.0, timeline.step_seconds)], bars
-    starts, ends = timeline.start.min(axis=1).tolist(), timeline.end.max(axis=1).tolist()
-    return [Panel(a, a + cost.micro_batch_seconds, b) for a, b in zip(starts, ends, strict=True)], bars
-
-
-def _lay_out_rows(plan: Plan) -> tuple[list[Panel], list[Bar]]:
-    """A panel is as wide as the cap, or as the rows of the fullest slot in a plan without a cap."""
-    most_rows = int(slot_rows(plan.micro_batches, plan.slots).max(initial=1))
-    cap = float(plan.max_tokens_per_slot or most_rows)
-    panels, bars = [], []
-    for index, micro_batch in enumerate(plan.micro_batches):
-        start = index * 1.06 * cap
-        widths = np.array([group.rows_per_slot for group in micro_batch.groups], float)
-        bars += _stack_groups(index, micro_batch, np.full(plan.slots, start), widths, None)
-        panels.append(Panel(start, start, start + cap))  # in rows no launch time comes before the work
-    return panels, bars
-
-
 def _stack_groups(
-    index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost | None
+    index: int, micro_batch: MicroBatch, begin: np.ndarray, widths: np.ndarray, cost: Cost
 ) -> Iterator[Bar]:
     """On the x axis a slot's bars start at `begin` (slots,), and a group is as long as its entry of `widths`. A group
     over slots that are no neighbours, or that begin at different times, is drawn anew on each run of slots.
@@ -168,7 +145,7 @@ def _stack_groups(
     clock = begin.copy()  # (slots,)
     for group, width in sorted(zip(micro_batch.groups, widths.tolist(), strict=True), key=lambda pair: -pair[0].degree):
         slots, rows = np.sort(np.asarray(group.slots, np.int64)), np.asarray(group.laid_out, float)
-        work = rows if cost is None else cost.linear_seconds * rows + cost.attention_seconds * rows * rows
+        work = cost.linear_seconds * rows + cost.attention_seconds * rows * rows
         shares = (work / (float(work.sum()) or 1.0)).tolist()
         breaks = np.flatnonzero((np.diff(slots) != 1) | (np.abs(np.diff(clock[slots])) > 1e-9)) + 1
         for run in np.split(slots, breaks):
@@ -214,15 +191,14 @@ _HEAD, _FOOT = 68, 44  # above and below the drawing of a document: title and fa
 
 
 def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *, measured: bool) -> Part:
-    """The facts of a plan and its pictures, in time and in rows, each for a wide and for a narrow page. `seconds` are
+    """The facts of a plan and its picture, for a wide and for a narrow page. `seconds` are
     the measured ones of its step. Without a `measured` machine times only compare, and none is shown.
     """
     kinds = (f"{row['count']:,} of degree {row['degree']} {row['cp_comm_type']}".rstrip() for row in group_counts(plan))
     facts = [*plan_facts(plan, seconds, measured=measured), ("groups", ", ".join(kinds))]
     cost = plan.cost if cost is None else cost
     cost = cost if measured else replace(cost, source="")
-    units: tuple[Unit, ...] = ("seconds", "rows")
-    pictures = {unit: [gantt_svg(plan, cost, unit=unit, width=width) for width in (WIDTH, NARROW)] for unit in units}
+    pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
     shown = {int(number) for number in re.findall(r'data-d="(\d+)"', str(pictures))}
     return {"name": name, "facts": facts, "pictures": pictures, "documents": _document_words(plan, cost, shown)}
 
@@ -287,17 +263,15 @@ def slot_height(slots: int) -> float:
     return min(30.0, max(14.0, 240 / slots)) if slots <= 24 else min(14.0, 620 / slots)
 
 
-def gantt_svg(
-    plan: Plan, cost: Cost | None = None, *, unit: Unit = "seconds", limit: int = 2400, width: int = WIDTH
-) -> str:
-    """Return an SVG of slots × time (or × rows of each micro-batch's cap), coloured by document, at most `limit` bars.
+def gantt_svg(plan: Plan, cost: Cost | None = None, *, limit: int = 2400, width: int = WIDTH) -> str:
+    """Return an SVG of slots × time, coloured by document, at most `limit` bars.
 
     It is `width` pixels wide, with as many words as have room there, and needs the style of pages.
 
-    >>> svg = gantt_svg(plan, unit="rows")
+    >>> svg = gantt_svg(plan)
     """
     cost = plan.cost if cost is None else cost
-    canvas = _Canvas(plan_bars(plan, cost, unit), cost, width)
+    canvas = _Canvas(plan_bars(plan, cost), cost, width)
     bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height, limit)
     drawn = *map(canvas.summary, summaries), *map(canvas.bar, bars), *canvas.slot_axis(), *canvas.value_axis()
     return tag(
@@ -309,8 +283,7 @@ def gantt_svg(
         viewBox=f"0 0 {width} {canvas.bottom + _BOTTOM:.0f}",
         tabindex=0,
         role="img",
-        aria_label=f"{plural(plan.slots, 'slot')} over {'time' if unit == 'seconds' else 'rows'}. Arrow keys read the "
-        "documents.",
+        aria_label=f"{plural(plan.slots, 'slot')} over time. Arrow keys read the documents.",
     )
 
 
@@ -381,19 +354,9 @@ class _Canvas:
             yield tag("path", class_="node", d=lines)
 
     def value_axis(self) -> Iterator[str]:
-        """Seconds go on over all panels, from 0. Rows begin anew in each micro-batch's panel, which has ticks at 0 and
-        at the cap, only at the cap in a narrow one, and none in a narrower one.
-        """
-        panels, words = self.picture.panels, "rows of a slot, to the cap of each micro-batch"
-        if self.picture.unit == "seconds":
-            values = ticks(0, self.picture.end, 9 if self.right > 900 else 4)
-            places = [(value, f"{value:g}" if self.timed else self.write_time(value)) for value in values]
-            words = "predicted seconds" if self.timed else "share of the step, as priced"
-        else:
-            cap = panels[0].stop - panels[0].start if panels else 1.0
-            width = cap * self.x_scale
-            values = (0.0, cap) if width >= 90 else (cap,) if width >= 44 else ()
-            places = [(panel.start + value, number_text(value)) for panel in panels for value in values]
+        values = ticks(0, self.picture.end, 9 if self.right > 900 else 4)
+        places = [(value, f"{value:g}" if self.timed else self.write_time(value)) for value in values]
+        words = "predicted seconds" if self.timed else "share of the step, as priced"
         for value, name in places:
             yield tag("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")
             yield label(name, self.x(value), self.bottom + 16, "middle", "tick")
@@ -440,7 +403,7 @@ MANY, IDLE = "#93a5bf", "#f3f3f0"
 LETTER_WIDTH, LABEL_HEIGHT = 7, 11  # pixels
 
 
-def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: Unit = "seconds") -> Path:
+def write_png(plan: Plan, path: str | Path, cost: Cost | None = None) -> Path:
     """Write the picture of a plan, slots × time, as a PNG file. Raises ConfigError without matplotlib.
 
     >>> write_png(plan, "plan.png")
@@ -458,7 +421,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
             f"a PNG needs matplotlib, which is not installed ({error}); pip install 'longspan[viz]'"
         ) from None
 
-    picture = plan_bars(plan, cost, unit)
+    picture = plan_bars(plan, cost)
     inches = min(9.0, max(3.0, 0.5 * plan.slots) + 1.4)
     figure = Figure(figsize=(14, inches), layout="constrained")
     FigureCanvasAgg(figure)
@@ -490,7 +453,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None, *, unit: U
     entries = (
         (FILLS[0], LEGEND[0][1]),
         (MANY, LEGEND[1][1]),
-        (IDLE, "nothing to do" if unit == "rows" else "nothing to do, or the fixed time of a micro-batch"),
+        (IDLE, "nothing to do, or the fixed time of a micro-batch"),
     )
     patches = [Rectangle((0, 0), 1, 1, facecolor=fill, edgecolor="#999999", label=name) for fill, name in entries]
     figure.legend(handles=patches, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
@@ -505,7 +468,7 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
     """
     plan, seconds = picture.plan, "predicted seconds" if timed else "time as priced, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
-    axes.set_xlabel(seconds if picture.unit == "seconds" else "rows of a slot, micro-batch after micro-batch")
+    axes.set_xlabel(seconds)
     axes.set_title("\n".join(fact_lines(plan)), loc="left", fontsize=9, pad=18)
     last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels if plan.mode == "lockstep" else ()):

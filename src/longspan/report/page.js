@@ -220,26 +220,20 @@ function bindPlan(picture, documents) {
   bindReading(picture, bars.length, -1, pickPlace, () => pick(null));
 }
 
-const UNITS = ["seconds", "rows"];
-let unit = 0; // of UNITS, of the plan that is shown, also after a newer one took its place
-
 function planPart({ plans, first, legend }) {
   let index = first;
   const place = html("div"), picture = html("div", { class: "picture" });
   const choice = html("select", {}, plans.map((plan, i) => html("option", { selected: i === first }, plan.name)));
-  const buttons = ["time", "rows"].map((words) => html("button", { type: "button" }, words));
   function draw(width) {
-    const [wide, narrow] = plans[index].pictures[UNITS[unit]];
-    buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === unit)));
+    const [wide, narrow] = plans[index].pictures;
     picture.innerHTML = width < 700 ? narrow : wide;
     bindPlan(picture.firstElementChild, plans[index].documents);
     place.replaceChildren(parts.facts(plans[index].facts, "facts"), picture);
     tip.hidden = true;
   }
   choice.addEventListener("change", () => draw(place.clientWidth, (index = choice.selectedIndex)));
-  buttons.forEach((button, i) => button.addEventListener("click", () => draw(place.clientWidth, (unit = i))));
   fitted.set(place, [0, draw]);
-  const controls = html("div", { class: "controls" }, plans.length > 1 ? html("label", {}, "plan ", choice) : "", buttons);
+  const controls = html("div", { class: "controls" }, plans.length > 1 ? html("label", {}, "plan ", choice) : "");
   const keys = legend.map(([css, words]) => html("li", {}, key(svg("rect", { class: css, width: 22, height: 12 })), words));
   return html("div", {}, controls, place, html("ul", { class: "legend" }, keys));
 }
