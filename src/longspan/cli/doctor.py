@@ -1,7 +1,4 @@
-"""`longspan doctor`: checks whether this machine can run longspan, and whether longspan is exact on it.
-
-The result has one line for each check. The exit code is 1 if a check failed.
-"""
+"""`longspan doctor`: checks whether this machine can run longspan, and whether longspan is exact on it."""
 
 import json
 import sys

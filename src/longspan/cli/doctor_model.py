@@ -1,7 +1,4 @@
-"""The comparisons of `longspan doctor`: of a model that is named (`--model`), and of a small Qwen3.
-
-What they compare is in `longspan.doctor`; here are their processes, and what is printed.
-"""
+"""The comparisons of `longspan doctor`: of a model that is named (`--model`), and of a small Qwen3."""
 
 import json
 import sys

@@ -265,7 +265,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_writable(folder: str) -> None:
-    """Make the folder of --out, before hours of evaluation."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

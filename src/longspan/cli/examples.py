@@ -1,7 +1,4 @@
-"""`longspan examples`: lists the examples that come with the package, and copies one, a folder of them, or all.
-
-They lie in `_examples` of an installed wheel, and in `examples/` of a checkout. Imports no torch.
-"""
+"""`longspan examples`: lists the examples that come with the package, and copies one, a folder of them, or all."""
 
 import difflib
 import re

@@ -45,11 +45,7 @@ def find_words(kind: Any) -> dict[str, Word]:
 
 
 def shown_flag(flag: str) -> str:
-    """Write a flag as messages and help do.
-
-    >>> shown_flag("--dry_run"), shown_flag("--train.save_every")
-    ('--dry-run', '--train.save_every')
-    """
+    """Write a flag as messages and help do."""
     return flag if "." in flag else flag.replace("_", "-")
 
 

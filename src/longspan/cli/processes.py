@@ -1,7 +1,4 @@
-"""The processes of a verb: those of torchrun, N that are started here, or one, as flags and environment decide.
-
-Where this machine has GPUs that torch can use, each process has one of its own; `--device cpu` leaves them aside.
-"""
+"""The processes of a verb: those of torchrun, N that are started here, or one, as flags and environment decide."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -182,11 +182,7 @@ DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
 def compute_dtype(model: ModelConfig, device: str) -> "torch.dtype":
-    """Return the dtype of a run's arithmetic; "auto" is bfloat16 on GPUs over float32, else `model.dtype`.
-
-    >>> compute_dtype(ModelConfig(), "cuda")
-    torch.bfloat16
-    """
+    """Return the dtype of a run's arithmetic; "auto" is bfloat16 on GPUs over float32, else `model.dtype`."""
     import torch
 
     return getattr(torch, compute_dtype_name(model, device))

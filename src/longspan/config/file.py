@@ -88,7 +88,6 @@ def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> Ru
 
 
 def _values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
-    """Return all results, or raise one ConfigError with the messages of all calls that raise one."""
     values, problems = list[Value](), list[str]()
     for call in calls:
         try:
@@ -214,7 +213,6 @@ def _word_values(word: str, kind: Any) -> Iterator[object]:
 
 
 def _fitting_value(value: object, option: Any) -> object | None:
-    """Lists become tuples, integers may stand for floats, and true and false are no numbers."""
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:

@@ -122,11 +122,7 @@ class Key:
 
 @cache
 def section_keys(kind: type[Any]) -> tuple[Key, ...]:
-    """List the keys of a section or table, in order; keys of a section inside it have a prefix (`key_prefix`).
-
-    >>> [key.name for key in section_keys(ContextConfig)][-1]
-    'eval_hierarchical_context_parallel_sizes'
-    """
+    """List the keys of a section or table, in order; keys of a section inside it have a prefix (`key_prefix`)."""
     kinds, marked = get_type_hints(kind), get_type_hints(kind, include_extras=True)
     keys: list[Key] = []
     for field in fields(kind):
@@ -147,11 +143,7 @@ def key_prefix(name: str) -> str:
 
 
 def key_value(section: Any, key: str) -> Any:
-    """Return the value of a key of a section, as files name the key.
-
-    >>> key_value(RunConfig().context, "eval_planner")
-    ''
-    """
+    """Return the value of a key of a section, as files name the key."""
     inner, name = _find_section(section, key)
     return getattr(getattr(section, inner), name) if inner else getattr(section, name)
 

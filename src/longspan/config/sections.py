@@ -437,11 +437,7 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
-    """Return whether a plan of memory chooses how a run saves memory; on CPUs only with `memory_bytes`.
-
-    >>> chooses_measures(TrainConfig(), gpu=True), chooses_measures(TrainConfig(), gpu=False)
-    (True, False)
-    """
+    """Return whether a plan of memory chooses how a run saves memory; on CPUs only with `memory_bytes`."""
     return train.memory == AUTO and (gpu or train.memory_bytes > 0)
 
 

@@ -271,7 +271,6 @@ class Portions:
         return any_ended
 
     def _gathering_bytes(self) -> int:
-        """Bytes of parameters that stay gathered for all micro-batches; 0 where that gains or fits nothing."""
         world, plan = self.world, self.plan
         if len(plan.micro_batches) < 2 or world.home.pp > 1 or plan.mode == "free":
             return 0

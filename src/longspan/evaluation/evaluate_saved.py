@@ -1,7 +1,4 @@
-"""Saved weights evaluated on sets of documents, at one degree or several; two of them one after the other.
-
-What can be refused is refused before the first model is made.
-"""
+"""Saved weights evaluated on sets of documents, at one degree or several; two of them one after the other."""
 
 import socket
 import tempfile
@@ -214,10 +211,7 @@ def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log:
 def load_saved_model(
     checked: CheckedWeights, config: RunConfig, configuration: PreTrainedConfig, world: World, *, images: bool = False
 ) -> tuple[AnyModel, int]:
-    """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder).
-
-    The model has a tower and a projector with `images`, and where its checkpoint has these.
-    """
+    """Load the prepared model with the weights; returns the model, and the steps that trained it (0 for a folder)."""
     checkpoint = checked.checkpoint
     if checkpoint is None:
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)
@@ -281,8 +275,6 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
 
 @dataclass(frozen=True)
 class _Evaluator:
-    """What the evaluations of every subject share."""
-
     degrees: tuple[int, ...]
     world: World
     metrics: dict[str, Metric]

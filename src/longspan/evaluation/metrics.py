@@ -128,10 +128,7 @@ class EvaluationOptions:
 
 
 def load_metrics(names: Sequence[str], key: str) -> dict[str, Metric]:
-    """Load the metrics that a key of the configuration names, by the last part of their names.
-
-    Raises ConfigError for what cannot be imported or is no function, and for two of one name.
-    """
+    """Load the metrics that a key of the configuration names, by the last part of their names."""
     metrics = dict[str, Metric]()
     for dotted in names:
         module, _, name = dotted.rpartition(".")
@@ -165,13 +162,10 @@ class _MeasuredRows(NamedTuple):
 
 
 class RowSums:
-    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step.
-
-    An error of a user's metric is kept in `error`, and the passes go on, so that no rank leaves the others in a
-    collective.
-    """
+    """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step."""
 
     def __init__(self, lengths: Sequence[int], options: EvaluationOptions, world: World) -> None:
+        # of a user's metric: the passes go on, so that no rank leaves the others in a collective
         self.error: EvaluationError | None = None
         self._options, self._world = options, world
         self._edges = bucket_edges(max(lengths, default=1))
@@ -211,7 +205,6 @@ class RowSums:
         columns: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
     ) -> Iterator[TargetRows]:
-        """Compute logits and losses of the n rows that have a target, some rows at a time, so that logits fit."""
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
         size = self._options.loss_chunk_rows or rows_per_chunk(

@@ -262,10 +262,7 @@ def document_rows(results: Sequence[SubjectResult]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The other model's mean loss minus the first's, over all tokens of the same documents; `lower` documents fell.
-
-    The standard error is None for fewer than two documents.
-    """
+    """The other model's mean loss minus the first's, over all tokens of the same documents; `lower` documents fell."""
 
     name: str
     first: float

@@ -76,10 +76,7 @@ def largest_difference(losses: Sequence[float]) -> float:
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> str:
-    """Write evaluations of one set of weights, a line each, with the difference of a loss to its set's first one.
-
-    What was not counted is a dash.
-    """
+    """Write evaluations of one set of weights, a line each, with the difference of a loss to its set's first one."""
     metrics = list(dict.fromkeys(name for evaluation in evaluations for name in evaluation.metrics))
     firsts, rows = dict[str, Evaluation](), list[list[str]]()
     for e in evaluations:

@@ -181,7 +181,6 @@ def continue_restarted_rank() -> NoReturn:
 
 
 def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
-    """Signals are heeded only while the function runs."""
     os.environ.clear()
     os.environ.update(task.environment)
     disregard_signals(task.ignored)

@@ -381,7 +381,6 @@ def _time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
 
 
 def _document_words(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
-    """What a pointer over each of the `shown` documents says of it and of its group, as names and values."""
     times, write_time = group_times(plan, cost), _time_format(cost, plan.timeline(cost).step_seconds)
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):

@@ -74,7 +74,6 @@ class Evaluations:
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        """As configured and, of held-out documents, at every other degree; None: stopped."""
         choice = self.run.choice_of(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first

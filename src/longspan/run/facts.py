@@ -58,10 +58,7 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses.
-
-    `final` are the last evaluations of the held-out documents, at every degree, `named` those of the named sets.
-    """
+    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses."""
 
     dir: Path
     done: int

@@ -102,11 +102,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class RunLoggers:
-    """Hands rows to loggers; after its first exception, which is logged, a logger receives nothing more.
-
-    >>> with RunLoggers.open(logger_classes(("tensorboard",)), start, print) as loggers:
-    ...     loggers.log({"step": 1, "loss": 7.6})
-    """
+    """Hands rows to loggers; after its first exception, which is logged, a logger receives nothing more."""
 
     def __init__(self, loggers: Mapping[str, Logger], log_line: Callable[[str], None]) -> None:
         self._loggers, self._log_line = dict(loggers), log_line
@@ -208,7 +204,6 @@ class TensorBoardLogger:
             self._writer.close()
 
     def _open_writer(self) -> "SummaryWriter":
-        """`purge_step` drops what earlier sessions wrote of later steps, which are repeated."""
         from torch.utils.tensorboard import SummaryWriter
 
         start = self._start
@@ -223,10 +218,7 @@ _MOST_STEPS = 1 << 53  # from here on a JSON reader may round a number, and no r
 
 
 class StepLog:
-    """Appends lines of steps to a file, flushed one by one; a resumed run keeps those up to a step, and no torn one.
-
-    `None` for a path writes nothing.
-    """
+    """Appends lines of steps to a file, flushed one by one; a resumed run keeps those up to a step, and no torn one."""
 
     def __init__(self, path: Path | None, *, after_step: int) -> None:
         self._file = None

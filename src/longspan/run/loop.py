@@ -105,7 +105,6 @@ def _write_snapshot(run: TrainingRun) -> str:
 
 
 def _memory_table(run: TrainingRun) -> str:
-    """Torch does not allocate communicators, so they are not in what is planned here either."""
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
     measured = _stored_bytes(run)
     measured["most at one time"] = peak_memory_bytes(run.world.device)
@@ -225,11 +224,7 @@ class Steps:
         return row | self._allocator.columns(), plan
 
     def agree_on_end(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
-        """Return what the ranks agree on after a step, by one message if none received a signal or failed.
-
-        It has the largest of each figure: flags are 0 or 1, a slow slot its rank + 1. Raises on every rank the error of
-        a rank whose records (`failure`) or save failed.
-        """
+        """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
         world = self._run.world
         flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
         slow = world.rank + 1 if self._slow_slots.is_slow else 0

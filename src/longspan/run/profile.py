@@ -44,10 +44,7 @@ class StepProfiles:
         self._step = step
 
     def write_files(self) -> None:
-        """Write what was recorded of the last step, and log its table; nothing if that step was not profiled.
-
-        Entered by all ranks. Raises RunFolderError on every rank where the disk of one rank refuses a file.
-        """
+        """Write what was recorded of the last step, and log its table; nothing if that step was not profiled."""
         if self._step:
             text = run_on_every_rank(self._world, self._write_rank_files, RunFolderError)
             self._step, self._profile = 0, None

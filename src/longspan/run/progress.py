@@ -13,10 +13,7 @@ LINE_SECONDS = 30.0  # no longer without a line
 
 
 class ProgressDisplay:
-    """Shows steps and evaluations of a run; silent if `stream` is None.
-
-    A line is written for every `log_every` steps, and by a thread after 30 seconds without one.
-    """
+    """Shows steps and evaluations of a run; silent if `stream` is None."""
 
     def __init__(self, steps: int, stream: TextIO | None, *, log_every: int = 10) -> None:
         self._steps, self._stream, self._log_every = steps, stream, log_every
@@ -104,7 +101,6 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def _metric_texts(row: Mapping[str, Any]) -> list[str]:
-    """Only figures are floats: counts are integers, and a metric that counted nothing is None."""
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

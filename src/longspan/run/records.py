@@ -41,10 +41,7 @@ from longspan.train.step_figures import device_name, waiting_text
 
 
 def facts_of(run: TrainingRun) -> RunFacts:
-    """Return the facts of a run; entered by all ranks.
-
-    >>> display.log(facts_of(run).text())
-    """
+    """Return the facts of a run; entered by all ranks."""
     world, home, sessions = run.world, run.world.home, _session_list(run)
     sizes = _count_parameters(run)
     return RunFacts(

@@ -127,10 +127,7 @@ class TrainingRun(Training):
 def open_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
-    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, with their metrics.
-
-    All ranks call it together, once the run's folder has the tokenizer, by which a set knows the bytes of each token.
-    """
+    """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, with their metrics."""
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
         evaluation_set = open_set(config, entry, world, log)
@@ -187,10 +184,7 @@ class RunData:
 def open_data(
     config: RunConfig, model: PreTrainedConfig, checkpoint: Path | None, world: World, log: LogLine
 ) -> RunData:
-    """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, or begins where it is None.
-
-    Raises ConfigError or DataError.
-    """
+    """Open the documents and the evaluation sets of a run, which resumes from a checkpoint, if there is one."""
 
     def list_files() -> None:
         for entry in config.eval:

@@ -99,20 +99,14 @@ class Saves:
             self.save()
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep this step's checkpoint if its evaluations have the best figure so far; it is written if it is not yet.
-
-        `rows` are the metrics of this step's evaluations, empty where none was due.
-        """
+        """Keep this step's checkpoint if `rows`, of its evaluations, have the best figure so far; write it if needed."""
         if self._best is None or not rows or not self._best.note_if_best(rows, self.done):
             return
         self.save_if_unsaved()
         self.saver.best = self.done
 
     def remove_old_saves(self) -> None:
-        """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together.
-
-        Without train.keep_best each save has removed them already.
-        """
+        """Remove checkpoints that are not kept any more, after the last evaluation; all ranks call it together."""
         keep = self._run.config.run.keep_checkpoints
         if self._best is not None:
             self.wait()

@@ -55,10 +55,7 @@ if TYPE_CHECKING:
 def keep_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
 ) -> None:
-    """Write config.json, as the run trains the model, and generation_config.json into a folder.
-
-    config.json names the dtype that model/ is saved in, the source's if it names one; a line says where it is another.
-    """
+    """Write config.json, as the run trains the model, and generation_config.json into a folder."""
     source, config, dtype = Path(settings.source), deepcopy(configuration), torch_dtype(settings.dtype)
     if settings.source and isinstance(named := configuration.dtype, torch.dtype) and named.is_floating_point:
         dtype = named

@@ -43,11 +43,7 @@ COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans
 
 
 def kind_of_group(group: Group) -> tuple[object, ...]:
-    """Return what the kernels and messages of a group depend on, as the number of its rows is not.
-
-    >>> kind_of_group(Group(slots=(0, 1), documents=(0,), lengths=(4096,)))
-    (2, 'p2p', None, 'zigzag', 0, 1, 0)
-    """
+    """Return what the kernels and messages of a group depend on, as the number of its rows is not."""
     rows, chunks = group.laid_out, 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
     messages = group.degree, group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition
@@ -72,11 +68,7 @@ def largest_micro_batch(plans: Sequence[Plan]) -> MicroBatch:
 
 
 def shorten_group(group: Group) -> Group:
-    """Return a group of the same kind whose documents have at most LONG rows in a chunk; a padded one as it is.
-
-    >>> shorten_group(Group(slots=(0, 1), documents=(0, 1), lengths=(65536, 300))).lengths
-    (2048, 300)
-    """
+    """Return a group of the same kind whose documents have at most LONG rows in a chunk; a padded one as it is."""
     if group.pad_to is not None:
         return group
     return replace(group, lengths=tuple(min(n, 2 * group.degree * LONG) for n in group.lengths))
@@ -114,10 +106,7 @@ def make_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
 
 
 def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
-    """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans.
-
-    A rank that runs out of memory raises SlotRowsError; the others raise CommError, which quotes it.
-    """
+    """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans."""
     started, world = time.perf_counter(), training.world
     coming = [*plans, *([evaluation] if evaluation else [])]
     work = warm_up_plans(plans, evaluation, in_flight=world.home.pp * training.config.parallel.vpp)
@@ -187,7 +176,6 @@ def _connect_slots(training: Training, plans: Sequence[Plan]) -> None:
 
 
 def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
-    """A model without an embedding gets documents of two different tokens."""
     model = find_language_model(training.model)
     documents = synthetic_documents(plan.lengths, vocabulary_size(model) or 2)
     router, mtp = (training.router, mtp_loss(training.config)) if backward else (None, None)
