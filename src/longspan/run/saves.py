@@ -99,7 +99,7 @@ class Saves:
             self.save()
 
     def keep_if_best(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keep this step's checkpoint if `rows`, of its evaluations, have the best figure so far; write it if needed."""
+        """Keep this step's checkpoint if the `rows` of its evaluations have the best figure so far."""
         if self._best is None or not rows or not self._best.note_if_best(rows, self.done):
             return
         self.save_if_unsaved()
