@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.errors import ConfigError, EvaluationError, import_object, plural
+from longspan.errors import ConfigError, EvaluationError, import_object, plural, short_text
 from longspan.layout import Floats, Integers
 from longspan.train.loss import cut_into_chunks, row_log_probs, rows_per_chunk
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
@@ -72,9 +72,9 @@ def check_sum_and_count(name: str, result: Any) -> tuple[Any, Any]:
     if isinstance(result, Tensor):
         text = f"a tensor of shape {tuple(result.shape)}"
     else:
-        text = f"{type(result).__name__} {result!r}"
+        text = f"{type(result).__name__} {short_text(result)}"
     raise EvaluationError(
-        f"the metric {name!r} gave {text[:200]}; return (sum, count) over the rows, two numbers or tensors without "
+        f"the metric {name!r} gave {text}; return (sum, count) over the rows, two numbers or tensors without "
         "dimensions: a value without its count cannot be added up over micro-batches and ranks"
     )
 
@@ -93,7 +93,7 @@ def check_columns(name: str, result: Any, rows: int) -> Tensor:
         values, counts = (column.double() for column in result)
         return torch.stack([values.where(counts != 0, 0.0), counts])
     raise EvaluationError(
-        f"the metric of documents {name!r} gave {str(result)[:200]} for {plural(rows, 'row')}; return "
+        f"the metric of documents {name!r} gave {short_text(result)} for {plural(rows, 'row')}; return "
         f"(values, counts), two tensors of shape ({rows},); a row that does not count has the count 0"
     )
 
