@@ -216,7 +216,7 @@ def test_saved_weights_are_evaluated_on_other_hosts_than_the_run_had(
     toml = tmp_path / "run" / "config.toml"
     toml.write_text(to_toml(replace(config, context=replace(config.context, node_size=8))))
     assert main(["eval", str(tmp_path / "run"), "--world", "2", "--device", "cpu"]) == 0
-    assert "on 2 ranks: context.node_size 8 -> 2 (hosts of 2 slots)" in capfd.readouterr().err
+    assert "on 2 ranks: context.node_size 8 -> auto" in capfd.readouterr().err
     words = ["--world", "2", "--device", "cpu", "--context.node_size", "8"]
     assert main(["eval", str(tmp_path / "run"), *words]) == 2
     assert "error: context.node_size is 8, and this world has 2 slots a host" in capfd.readouterr().err
