@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -188,7 +188,8 @@ class Steps:
     def __init__(self, run: TrainingRun, plans: PlanAhead, log: LogLine) -> None:
         self._run, self._log = run, log
         self._reader, self._slow_slots = StepReader(run, plans), SlowSlots()
-        self._profiles = StepProfiles(run.config.train.profile_steps, run.dir / FOLDER, run.world, log)
+        steps = run.config.train.profile_steps
+        self._profiles = StepProfiles(steps, run.dir / FOLDER, run.world, log) if steps else None
         self._allocator = AllocatorWatch(run.world.device)
 
     def take_step(self, step: int) -> tuple[dict[str, Any], Plan]:
@@ -196,14 +197,14 @@ class Steps:
         do not count for slow slots.
         """
         run, reader = self._run, self._reader
-        started, is_usual = time.perf_counter(), not self._profiles.has_step(step + 1)
+        started, profiles = time.perf_counter(), self._profiles
         documents, plan = reader.read_step(step)
         if isinstance(run.model, MultimodalModel):
             reader.prepare_step(step + 1, run.model)
-        with explain_out_of_memory(run, step + 1), self._profiles.profile_step(step + 1):
+        with explain_out_of_memory(run, step + 1), profiles.profile_step(step + 1) if profiles else nullcontext():
             result = run.take_step(plan, documents, step, partial(reader.prepare_step, step + 1))
         seconds = time.perf_counter() - started
-        if is_usual:
+        if profiles is None or not profiles.has_step(step + 1):
             self._slow_slots.note_ratio(result.slot_ratio)
         row = {"step": step + 1, "loss": result.loss, "tokens": result.tokens, "targets": result.targets}
         row |= {"grad_norm": result.grad_norm, "lr": run.optimizer.param_groups[0]["lr"], "seconds": round(seconds, 6)}
@@ -220,7 +221,8 @@ class Steps:
         if result.router is not None:
             row |= {"router_balance_loss": result.router.balance, "router_z_loss": result.router.z}
         row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
-        self._profiles.write_files()
+        if profiles is not None:
+            profiles.write_files()
         return row | self._allocator.columns(), plan
 
     def agree_on_end(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
