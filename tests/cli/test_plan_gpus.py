@@ -215,7 +215,7 @@ REFUSED = [
     ("--gpu h100 --longest --train.memory_bytes 70", "train.memory_bytes is 70: .* 70 GiB are"),
     ("--model none --gpu h100 --longest", "cannot read a model's configuration"),
     ("--gpu h100 --longest --model x --model.preset qwen3-8b", "both name a model"),
-    (f"--gpu h100 --longest --parallel.ep 2 --gpus 4 {PRESET}", "deals out experts, there are none"),
+    (f"--gpu h100 --longest --parallel.ep 2 --gpus 4 {PRESET}", "has no experts to deal out; use ep 1"),
 ]
 
 

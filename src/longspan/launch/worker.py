@@ -105,11 +105,7 @@ def pickle_error(error: BaseException) -> bytes | None:
 
 
 def describe_end(code: int | None) -> str:
-    """Return how a process ended, from its exit code, for messages.
-
-    >>> describe_end(-9), describe_end(1)
-    ('was killed by signal 9 (SIGKILL)', 'left with exit code 1')
-    """
+    """Return how a process ended, from its exit code, for messages."""
     if code is None or code >= 0:
         return f"left with exit code {code}"
     names = {number.value: number.name for number in signal.Signals}

@@ -121,10 +121,7 @@ def degree_curves(run: RunFolder) -> Iterator[Part]:
 
 
 def eval_page(record: Mapping[str, Any]) -> str:
-    """Return the page of one call of `longspan eval`, from the record that --json prints.
-
-    >>> Path("report.html").write_text(eval_page(json.loads(Path("results.json").read_text())))
-    """
+    """Return the page of one call of `longspan eval`, from the record that --json prints."""
     models = [record, *([record["compare"]] if "compare" in record else [])]
     names = [str(model["target"]) for model in models]
     folder, step = record["kind"] == "folder", record["evaluations"][0]["step"]

@@ -232,10 +232,7 @@ def fact_lines(plan: Plan) -> tuple[str, str]:
 
 
 def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
-    """Return the picture of one plan in time as the text of an .svg file, with its title and its legend.
-
-    >>> Path("plan.svg").write_text(plan_document(plan))
-    """
+    """Return the picture of one plan in time as the text of an .svg file, with its title and its legend."""
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
     entries = (
@@ -264,12 +261,7 @@ def slot_height(slots: int) -> float:
 
 
 def gantt_svg(plan: Plan, cost: Cost | None = None, *, limit: int = 2400, width: int = WIDTH) -> str:
-    """Return an SVG of slots × time, coloured by document, at most `limit` bars.
-
-    It is `width` pixels wide, with as many words as have room there, and needs the style of pages.
-
-    >>> svg = gantt_svg(plan)
-    """
+    """Return an SVG of slots × time, coloured by document, at most `limit` bars."""
     cost = plan.cost if cost is None else cost
     canvas = _Canvas(plan_bars(plan, cost), cost, width)
     bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height, limit)

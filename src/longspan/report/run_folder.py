@@ -142,8 +142,6 @@ class RunFolder:
     def read(cls, path: str | Path, *, live: bool = False) -> "RunFolder":
         """Read a run's folder. Raises ConfigError where there is no `metrics.jsonl` with at least one row.
 
-        >>> RunFolder.read("runs/first").train["loss"][-1]
-
         Of a step or an evaluation that a resumed run repeated the last record counts; what cannot be read is noted.
         """
         path = Path(path)

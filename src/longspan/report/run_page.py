@@ -79,10 +79,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> str:
-    """Return a page with the picture of one plan.
-
-    >>> Path("plan.html").write_text(plan_page(plan))
-    """
+    """Return a page with the picture of one plan."""
     part = plan_part(plan, title, cost, None, measured=bool((cost or plan.cost).source))
     plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0, "legend": LEGEND}}, {"note": _PLAN_NOTE})
     return page(f"{title} · longspan", {"head": head(title, written_line()), "sections": [plans]})
