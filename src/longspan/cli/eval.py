@@ -31,6 +31,7 @@ from longspan.config.sections import (
     LoraSection,
     MachineSection,
     ModelConfig,
+    MtpSection,
     ParallelConfig,
     RunConfig,
 )
@@ -222,6 +223,7 @@ def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, 
         encoder=replace(own.encoder, **asdict(flags.encoder)),
         run=replace(own.run, dir=str(run_dir or own.run.dir), machine=flags.run.machine),
         lora=LoraSection() if weights.base else own.lora,
+        mtp=MtpSection() if weights.base else own.mtp,
         eval=(),
     )
     if run_dir is None:

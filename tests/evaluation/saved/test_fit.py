@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longspan.cli.eval import make_request, parse_eval
+from longspan.cli.eval import check_request, make_request, parse_eval
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
@@ -147,3 +147,12 @@ def test_rows_that_nobody_named_hold_the_longest_document() -> None:
         replace(config.context.evaluation, context_parallel_size=1, max_tokens_per_slot=10000),
         "on 1 rank: context.eval_context_parallel_size 8 -> 1",
     )
+
+
+def test_a_base_has_neither_the_adapter_nor_the_depths_that_train_with_it(tmp_path: Path) -> None:
+    keys = {"lora.rank": 4, "mtp.depths": 1, "mtp.train_whole": True}
+    (tmp_path / "config.toml").write_text(to_toml(load_config(None, BASE | keys)))
+    words = [str(tmp_path), "--compare", "base"]
+    request = make_request(words, parse_eval(words), 8)
+    assert [(subject.config.lora.rank, subject.config.mtp.depths) for subject in request.subjects] == [(4, 1), (0, 0)]
+    assert check_request(request, 8).slots == 8
