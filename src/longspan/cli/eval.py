@@ -292,9 +292,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 
 
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts) -> tuple[SubjectResult, ...]:
-    """Evaluate on one rank; `starts` has the seconds of the parts of the command's start so far. What imports torch is
-    imported here, as a part of the start that is timed: the command itself needs no torch.
-    """
+    """Evaluate on one rank. What imports torch is imported here, as a part of the start that is timed (`starts`)."""
     starts.end_part("processes")
     config = request.subjects[0].config
     if backend == "nccl":

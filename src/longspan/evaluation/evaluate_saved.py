@@ -74,7 +74,9 @@ def evaluate_saved(
     the start before this call.
     """
     starts, first = starts or Starts(), request.subjects[0]
-    names, key = (request.metrics, "--metrics") if request.metrics else (first.config.train.eval_metrics, METRICS_KEY)
+    key, names = "--metrics", request.metrics
+    if not names:
+        key, names = "train.eval_metrics", first.config.train.eval_metrics
     metrics = run_on_every_rank(world, partial(load_metrics, names, key), ConfigError)
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     _check_same_tokens(checked)
@@ -89,9 +91,6 @@ def evaluate_saved(
     starts.end_part("data")
     evaluator = _Evaluator(request.degrees, world, metrics, starts, log, progress)
     return tuple(evaluator.evaluate_subject(fit) for fit in fits)  # one model at a time
-
-
-METRICS_KEY = "train.eval_metrics"
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ def test_rows_that_nobody_named_hold_the_longest_document() -> None:
 
 
 def test_a_base_has_neither_the_adapter_nor_the_depths_that_train_with_it(tmp_path: Path) -> None:
-    keys = {"lora.rank": 4, "mtp.depths": 1, "mtp.train_whole": True}
-    (tmp_path / "config.toml").write_text(to_toml(load_config(None, BASE | keys)))
+    config = load_config(None, BASE | {"lora.rank": 4, "mtp.depths": 1, "mtp.train_whole": True})
+    (tmp_path / "config.toml").write_text(to_toml(config))
     words = [str(tmp_path), "--compare", "base"]
     request = make_request(words, parse_eval(words), 8)
     assert [(subject.config.lora.rank, subject.config.mtp.depths) for subject in request.subjects] == [(4, 1), (0, 0)]
