@@ -29,9 +29,10 @@ from longspan.hf.refusals import refuse_kind, refuse_model, refuse_search, refus
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions
-from longspan.model.seams.call_rules import guard_model, stock_class_name
+from longspan.model.seams.call_rules import guard_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
 from longspan.train.plans import query_heads
@@ -287,7 +288,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
-        guard_model(prepared, stock_class_name(prepared), SAVES)
+        guard_model(prepared, architecture_name(prepared), SAVES)
         redirect_peft_model(model, prepared, SAVES)
         _route_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off

@@ -225,16 +225,16 @@ def prepare_language_model(
     if options.float8 and isinstance(model, PreTrainedModel):  # ranks' devices may differ
         raise_first_error(world, float8_error(model, options.float8, placement, world))
     kernel, stages = options.attention_kernel, pipeline.stages
-    evidence = check_model(model, placement, connect_layers, stages=stages, kernel=kernel)
+    adapter, calls, record = check_model(model, placement, connect_layers, stages=stages, kernel=kernel)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
-    if evidence.adapter is None and not is_tied(model):  # transformers keeps two matrices that a folder has, if unequal
+    if adapter is None and not is_tied(model):  # transformers keeps two matrices that a folder has, if unequal
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # so that a saved folder has both too
     mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""
     compute_dtype = placement.dtype_of(model)
     dtypes = model.dtype, compute_dtype, placement.sharding.precision(model).reduce_dtype or compute_dtype
-    execution = Execution(*dtypes, evidence.calls, options.attention_kernel, mixers, float8)
+    execution = Execution(*dtypes, calls, options.attention_kernel, mixers, float8)
     if placement.recomputation.exchanges_again and world.home.slots > 1:
         check_same_kernels(execution, world)
     add_row_loss(model)
@@ -242,8 +242,8 @@ def prepare_language_model(
         type(model).__name__,
         kernel,
         position_table(model),
-        evidence.draws,
-        evidence.draws_in_evaluation,
+        record.draws,
+        record.draws_in_evaluation,
         placement.row_multiple,
         prefix=has_prefix(model.config),
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
@@ -265,8 +265,8 @@ def prepare_language_model(
     guard_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
     prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
-    if evidence.adapter is not None:
-        prepared.adapter = evidence.adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    if adapter is not None:
+        prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)
     prepared.register_forward_pre_hook(try_before_call, prepend=True, with_kwargs=True)
     return prepared

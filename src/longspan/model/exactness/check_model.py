@@ -62,7 +62,7 @@ from longspan.model.seams.call_rules import (
     is_wrapped_by_others,
     items_text,
 )
-from longspan.model.seams.meta_pass import check_kernel, record_model
+from longspan.model.seams.meta_pass import MetaRecord, check_kernel, record_model
 from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
 from longspan.model.seams.rope import depends_on_length, rope_types, types_by_length
 from longspan.model.sharding import Placement
@@ -514,16 +514,6 @@ def _expert_reasons(model: PreTrainedModel) -> Iterator[str]:
             return
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What the checks found: an adapter, the calls of layers, and in words random draws outside attention."""
-
-    adapter: Adapter | None
-    calls: tuple[AttendCall, ...]
-    draws: tuple[str, ...]
-    draws_in_evaluation: tuple[str, ...]
-
-
 def check_model(
     model: nn.Module,
     placement: Placement,
@@ -531,13 +521,14 @@ def check_model(
     *,
     stages: int,
     kernel: str | None,
-) -> Evidence:
+) -> tuple[Adapter | None, tuple[AttendCall, ...], MetaRecord]:
     """Raise ModelError, naming layers and settings, for a model that cannot run exactly over a sharded sequence.
 
     `connect` makes the model's attention, mixers and experts call longspan. In order: what it declares, a small copy of
     its class, its adapter and placement (also `tensor_parallel/split_trial.py`), and a pass of the connected model on
     the meta device. Later `row_trial.py` tries the placed model, and depths, images, encoders,
-    stages and the loss by rows are tried where they are made.
+    stages and the loss by rows are tried where they are made. Returns the adapter, the calls of attention, each once,
+    and what the pass recorded.
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
@@ -555,7 +546,7 @@ def check_model(
     record = record_model(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
     calls = check_kernel(model, kernel, record.calls, device=device, dtype=dtype)
-    return Evidence(adapter, calls, record.draws, record.draws_in_evaluation)
+    return adapter, calls, record
 
 
 def needs_class_trial(model: PreTrainedModel) -> bool:

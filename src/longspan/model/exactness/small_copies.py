@@ -264,13 +264,6 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
     return out
 
 
-def alternative_sizes(sizes: Sizes) -> list[Sizes]:
-    """Return sizes to try in turn until a class accepts them; some ask for other heads, widths or a padding id."""
-    equal = replace(sizes, grouped=False)
-    wide, both = replace(sizes, narrow=False), replace(equal, narrow=False)
-    return [sizes, wide, equal, both, replace(sizes, pad=0), replace(sizes, pad=1), replace(both, pad=0)]
-
-
 def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     present = (values[name] for name in names if name in values)
     return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)
@@ -452,7 +445,11 @@ def shrink_configuration(
     errors: list[str] = []
     # DeepStack adds rows of images after each of the first two layers, and two pipeline stages need two layers each.
     deep = getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None)
-    for sizes in alternative_sizes(Sizes(true_heads=true_heads, experts=experts)):
+    usual = Sizes(true_heads=true_heads, experts=experts)
+    equal, wide = replace(usual, grouped=False), replace(usual, narrow=False)
+    both = replace(equal, narrow=False)
+    # in turn until the class accepts them: some ask for other heads, widths or a padding id
+    for sizes in (usual, wide, equal, both, replace(usual, pad=0), replace(usual, pad=1), replace(both, pad=0)):
         try:
             values = _small_attributes(config, sizes, 4 if deep else 2)
             small = type(config).from_dict(small_image_values(values, sizes, base))

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.adapters import model_adapter
-from longspan.model.layers import decoder_layers, text_name
+from longspan.model.layers import architecture_name, decoder_layers, text_name
 from longspan.plan import MicroBatch
 
 DOCTOR = "; longspan doctor --model"
@@ -32,7 +32,7 @@ def doctor_hint(model: Any) -> str:
     "" for a class of one's own with a configuration of transformers, which names a model of transformers.
     """
     config = getattr(model, "config", None)
-    kind = next(kind for kind in type(model).__mro__ if kind.__name__ == stock_class_name(model))
+    kind = next(kind for kind in type(model).__mro__ if kind.__name__ == architecture_name(model))
     if kind.__module__.startswith(("transformers.", "longspan.")):
         folder = str(getattr(config, "_name_or_path", "") or "")
         name = folder if folder and Path(folder).is_dir() else getattr(config, "model_type", "") or kind.__name__
@@ -48,11 +48,6 @@ def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
     """Write the first items in words, and how many there are in all."""
     head = ", ".join(str(item) for item in items[:limit])
     return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
-
-
-def stock_class_name(model: nn.Module) -> str:
-    """Return the name of a model's class without the "FSDP" that FSDP2 puts before it."""
-    return type(model).__name__.removeprefix("FSDP")
 
 
 def has_instance_forward(module: nn.Module) -> bool:

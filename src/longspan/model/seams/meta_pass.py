@@ -23,10 +23,10 @@ from longspan.attention import AttendCall, Mask, choose_kernel
 from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
-from longspan.model.layers import decoder_layers
+from longspan.model.layers import architecture_name, decoder_layers
 from longspan.model.parts import preserve_modes
 from longspan.model.seams.attention_calls import Probe, RecordedCall
-from longspan.model.seams.call_rules import doctor_hint, items_text, stock_class_name
+from longspan.model.seams.call_rules import doctor_hint, items_text
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
 
 
@@ -281,7 +281,7 @@ def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
     if bypassing:
         class_names = sorted({type(model.get_submodule(name)).__name__ for name in bypassing})
         raise ModelError(
-            f"{stock_class_name(model)}: {items_text(bypassing)} ({', '.join(class_names)}) bypasses transformers' "
+            f"{architecture_name(model)}: {items_text(bypassing)} ({', '.join(class_names)}) bypasses transformers' "
             "AttentionInterface and would attend to the local rows alone; use a model whose attention goes through "
             "the interface (Qwen3, Llama, …)"
             f"{doctor_hint(model)}"
@@ -298,7 +298,7 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None) or []
     for call in calls:
-        layer_name = f"{stock_class_name(model)}: {names[id(call.module)]}"
+        layer_name = f"{architecture_name(model)}: {names[id(call.module)]}"
         layer = getattr(call.module, "layer_idx", None)
         if not call.causal:
             raise ModelError(f"{layer_name} is not causal; only causal decoders are supported")
@@ -312,4 +312,6 @@ def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) ->
             raise ModelError(f"{layer_name} is a chunked_attention layer, and its config has no attention_chunk_size")
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap and any(call.softcap is None for call in calls):
-        raise ModelError(f"{stock_class_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention")
+        raise ModelError(
+            f"{architecture_name(model)}: attn_logit_softcapping is {softcap} but does not reach attention"
+        )

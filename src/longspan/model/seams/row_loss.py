@@ -6,7 +6,7 @@ call goes through the root module, so that FSDP2's hooks run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -41,7 +41,7 @@ class OutputHead:
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
         self._model, self._forward = model, forward
         # Some forwards count the rows of what they are given: Gemma 4 does.
-        self._takes_rows = _takes_embeddings(forward)
+        self._takes_rows = "inputs_embeds" in signature(forward).parameters
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -57,11 +57,6 @@ class OutputHead:
         x = hidden.unsqueeze(0)
         rows = {"inputs_embeds": x} if self._takes_rows else {}
         return self._forward(_ModelAfterBase(self._model, x), use_cache=False, **rows).logits.squeeze(0)
-
-
-@cache
-def _takes_embeddings(forward: Forward) -> bool:
-    return "inputs_embeds" in signature(forward).parameters
 
 
 def _output_embedding(model: PreTrainedModel) -> Any:

@@ -281,15 +281,6 @@ def refuse_model_without_region(model: PreTrainedModel) -> None:
         )
 
 
-def shared_places(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """List, for each parameter that several modules share, (module, name of the parameter there) of each."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
-    return [places_of_one for places_of_one in places.values() if len(places_of_one) > 1]
-
-
 def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_parallel: bool) -> None:
     """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
     tp = world.home.tp
@@ -325,7 +316,10 @@ def split_over_ranks(
     """
     styled_modules = _list_split_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
-    shared = shared_places(model)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # (module, name of the parameter there), by parameter
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
     _split_head_and_embedding(model, styled_modules, world, sequence_parallel=sequence_parallel)
     mixtures = tuple(
         f"{name}.{child}."
@@ -347,7 +341,7 @@ def split_over_ranks(
             split_rows(module, world, sequence_parallel=in_parts)
         elif isinstance(module, nn.Linear) and style in _SPLITS and not (module is head and style in tp_style.GATHERED):
             _SPLITS[style](module, world)
-    for (first_module, name), *other_places in shared:  # each has made a slice for itself: the first one's is for all
+    for (first_module, name), *other_places in places.values():  # all that share one take the first one's slice
         for module, other_name in other_places:
             module.register_parameter(other_name, getattr(first_module, name))
     # Split blocks sum over tp the gradients of their inputs, which are partial. Under sequence parallelism those
