@@ -51,16 +51,14 @@ def read_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: i
     return cast(Compiled, word)
 
 
-def compile_layers(models: Sequence[PreTrainedModel], word: Compiled) -> str:
+def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     """Compile decoder layers in place, of the models (stages) that were placed on this rank, each at its first call.
 
-    Returns in words what is compiled, and what is not; "" where nothing is.
+    Returns in words what is compiled, and what is not.
 
-    >>> compile_layers([model], "layers")
+    >>> compile_layers([model])
     '36 layers around attention'
     """
-    if word == "none":
-        return ""
     layers = [layer for model in models for layer in layers_and_depths(model).values()]
     replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(_own_forward(x))]
     for layer in layers:

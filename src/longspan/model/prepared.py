@@ -207,7 +207,9 @@ def prepare_language_model(
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
     peft_model, model = model, unwrap_model(model)
-    compiled = read_compiled_parts(options.compiled, model, world.device, world.home.tp)
+    compiled = options.compiled
+    if compiled != "none":
+        compiled = read_compiled_parts(compiled, model, world.device, world.home.tp)
     if compiled != "none" and world.device.type == "cuda":
         ranks_of_host = min(len(world.home.ranks), world.node_size * world.home.tp)  # node_size counts slots
         start_compile_workers(ranks_of_host)
@@ -259,7 +261,7 @@ def prepare_language_model(
     setattr(prepared, HOST_OFFLOAD, offload)
     if weights is not None:
         weights.fill_weights(models, world)
-    compiled_text = compile_layers(models, compiled)
+    compiled_text = "" if compiled == "none" else compile_layers(models)
     values: Any = prepared
     values.call_rules, values.execution = rules, replace(execution, compiled=compiled_text)
     guard_model(prepared, rules.architecture)
