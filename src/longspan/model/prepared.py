@@ -83,6 +83,15 @@ class PrepareOptions:
 
     def placement(self, world: World) -> Placement:
         """Decide what becomes of every layer under the world's home; ModelError for options that exclude each other."""
+        if self.measures is None:
+            recomputation = Recomputation.from_options(
+                self.activation_checkpointing, offload=self.offload_activations, host_bytes=self.host_bytes
+            )
+        else:
+            for name in ("activation_checkpointing", "offload_activations"):
+                if (value := getattr(self, name)) not in (False, "none"):
+                    raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
+            recomputation = Recomputation.parse_measures(self.measures, self.host_bytes)
         # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
@@ -92,20 +101,10 @@ class PrepareOptions:
                 reshard_after_forward=frees_parameters,
                 compute_dtype=self.compute_dtype,
             ),
-            replace(self._recomputation(), segment_layers=self.segment_layers),
+            replace(recomputation, segment_layers=self.segment_layers),
             sequence_parallel=self.sequence_parallel,
             mlp_tile_rows=self.mlp_tile_rows,
         )
-
-    def _recomputation(self) -> Recomputation:
-        if self.measures is None:
-            return Recomputation.from_options(
-                self.activation_checkpointing, offload=self.offload_activations, host_bytes=self.host_bytes
-            )
-        for name in ("activation_checkpointing", "offload_activations"):
-            if (value := getattr(self, name)) not in (False, "none"):
-                raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
-        return Recomputation.parse_measures(self.measures, self.host_bytes)
 
     def pipeline(self, world: World) -> PipelineSettings:
         """Decide the stages of the world's home. Raises PlanError for a schedule that does not fit it."""
@@ -217,7 +216,7 @@ def prepare_language_model(
     def connect_layers(model: PreTrainedModel) -> None:
         on_gpu = world.device.type == "cuda"
         if options.fused_norms == "on" or (options.fused_norms == "auto" and on_gpu):
-            fuse_norms(model, required=options.fused_norms == "on")
+            fuse_norms(model)
         if on_gpu:
             split_long_norms(model)
         if compiled == "layers":  # the compiler fuses the norms in its graphs itself

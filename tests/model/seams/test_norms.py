@@ -109,19 +109,15 @@ def test_norms_of_another_formula_are_left_alone(kind: type[nn.Module]) -> None:
     named = type(f"{kind.__name__}RMSNorm", (kind,), {})
     model = nn.ModuleDict({"plain": nn.RMSNorm(8, eps=1e-6), "other": named()})
     assert fuse_norms(model) == 1 and "forward" not in vars(model["other"])
-    with pytest.raises(ModelError, match=rf"ModuleDict has {named.__name__}: none is weight .* use 'auto' or 'off'"):
-        fuse_norms(nn.ModuleDict({"other": named()}))
+    assert fuse_norms(nn.ModuleDict({"other": named()})) == 0
 
 
-def test_norms_that_cannot_be_fused_are_an_error_where_they_are_asked_for() -> None:
+def test_a_wrong_word_is_an_error() -> None:
     with (
         World(Layout(ranks=1)) as world,
         pytest.raises(ModelError, match="fused_norms is True; use 'auto', 'on' or 'o"),
     ):
         prepare(tiny("qwen3"), world, fused_norms=True)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ModelError, match="Linear has no module whose name ends in RMSNorm"):
-        fuse_norms(nn.Linear(2, 2))
-    assert fuse_norms(nn.ModuleDict({"other": type("OffByTwoRMSNorm", (OffByTwo,), {})()}), required=False) == 0
 
 
 class SometimesWeighted(nn.Module):
@@ -145,7 +141,7 @@ class Refuses(OffByTwo):
 def test_norms_of_one_class_with_and_without_a_weight(first: bool) -> None:
     kind = type("SometimesRMSNorm", (SometimesWeighted,), {})
     model = nn.ModuleDict({"a": kind(first), "b": kind(not first), "c": type("RefusesRMSNorm", (Refuses,), {})()})
-    assert fuse_norms(model, required=False) == 1
+    assert fuse_norms(model) == 1
     for name in "ab":
         assert model[name](torch.ones(2, 8)).shape == (2, 8)
 

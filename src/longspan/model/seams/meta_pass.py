@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,21 +131,18 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> M
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
-    training = _run_mode(model, training=True, judged=not rates)
+    calls, training_draws = _run_mode(model, training=True, judged=not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
-    draws = (*_draw_words(training.draws), *left_out) or class_draws
+    draws = (*training_draws, *left_out) or class_draws
     if not draws:
-        return MetaRecord(training.calls, (), ())
-    evaluation = _run_mode(model, training=False, judged=True)
-    return MetaRecord(evaluation.calls, draws, _draw_words(evaluation.draws))
+        return MetaRecord(calls, (), ())
+    calls, evaluation_draws = _run_mode(model, training=False, judged=True)
+    return MetaRecord(calls, draws, evaluation_draws)
 
 
-class _Pass(NamedTuple):
-    calls: tuple[RecordedCall, ...]
-    draws: Counter[str]  # by the functions that drew
-
-
-def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
+def _run_mode(
+    model: PreTrainedModel, *, training: bool, judged: bool
+) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
     # A pass that leaves out layers at random is not judged, nor need it come to its end.
     probe, names, draws = Probe(), _CallNames(), Counter[str]()
     try:
@@ -157,7 +154,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
             run_on_meta(model, probe)
     except Exception as error:  # whatever its forward raises there
         if not judged:
-            return _Pass(tuple(probe.calls), draws)
+            return tuple(probe.calls), _draw_words(draws)
         raise ModelError(
             f"{type(model).__name__} cannot be probed: model(input_ids, position_ids=, use_cache=, shard=) on the meta "
             f"device raised {type(error).__name__}: {error}; a forward must hand keyword arguments down to its decoder "
@@ -166,7 +163,7 @@ def _run_mode(model: PreTrainedModel, *, training: bool, judged: bool) -> _Pass:
         ) from error
     if judged:
         check_calls(model, tuple(probe.calls))
-    return _Pass(tuple(probe.calls), draws)
+    return tuple(probe.calls), _draw_words(draws)
 
 
 def _draw_words(calls: Mapping[str, int]) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 
-from longspan.errors import ModelError
 from longspan.model.seams.call_rules import has_instance_forward
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -158,24 +157,18 @@ _CLOSE = 1e-5  # relative, in float32
 _PLAIN = NormFormula()
 
 
-def fuse_norms(model: nn.Module, *, required: bool = True) -> int:
+def fuse_norms(model: nn.Module) -> int:
     """Let every norm of a model that is weight · x / √(mean x² + eps), or alike, run in one pass; returns how many do.
 
     A copy of one of each kind is tried against formulas: 1 + weight, groups of features, gates before or after.
-    Classes, names and weights stay; float64, and inputs that kernels do not take, run as before. ModelError where one
-    is `required` and there is none.
+    Classes, names and weights stay; norms of another formula, float64, and inputs that kernels do not take, run as
+    before.
     """
     norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
     weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not has_instance_forward(norm)]
     first_norms = {_norm_kind(norm): norm for norm in reversed(weighted)}  # the first norm of each kind
     formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
-    if required and not fused:
-        classes = ", ".join(dict.fromkeys(type(n).__name__ for n in norms)) or "no module whose name ends in RMSNorm"
-        raise ModelError(
-            f"fused_norms is 'on', and {type(model).__name__} has {classes}: none is weight · x / √(mean x² + eps) "
-            "with an eps of its own, nor that with 1 + weight or a gate; use 'auto' or 'off' for this model"
-        )
     for norm, formula in fused:
         norm.forward = partial(_run_torch_kernel if formula == _PLAIN else _run_own_kernel, norm, formula)
     return len(fused)
