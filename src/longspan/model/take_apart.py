@@ -30,6 +30,13 @@ from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_laye
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
+_REASONS = {  # by model type, where the cause is known: clearer than the differences that a trial finds
+    "gemma4": "its layers take inputs made of its ids, placeholders among them, which no step hands over; and where "
+    "its configuration says so, tokens of an image see each other in layers with a window alone, whereas those of a "
+    "shard do so in every layer",
+    "mllama": "its layers attend across to its images",
+}
+
 
 def check_vision(model: nn.Module) -> None:
     """Raise ModelError, before anything is changed, for a model that has no parts for images."""
@@ -40,8 +47,9 @@ def check_vision(model: nn.Module) -> None:
             "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
         )
     if reasons := image_reasons(model.config):
+        kind = model.config.model_type
         raise ModelError(
-            f"{name} ({model.config.model_type}) cannot be given images: {'; '.join(reasons)}; use prepare without "
+            f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
             f"encoder= for text alone{doctor_hint(model)}"
         )
     embedding: Any = model.get_input_embeddings()

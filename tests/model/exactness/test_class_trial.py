@@ -1,6 +1,5 @@
 """The trial of a model's routing and images: what is its own of each row passes; what is not is named."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
         _train(model)
     monkeypatch.setattr(Block, "forward", _with_noise)
-    monkeypatch.setattr("longspan.model.seams.meta_pass._training_draws", lambda *_: Counter())
+    monkeypatch.setattr("longspan.model.seams.meta_pass._draw_words", lambda *_: ())
     with pytest.raises(ModelError, match="draws at random outside attention in training: numbers by which a small"):
         _train(family_model("qwen3_moe"))
 
