@@ -191,7 +191,8 @@ class CaseRun:
         self.refusal, self.model = "", nn.Module()
         self._began = time.perf_counter()
         expected = task.expected[first.dtype, False, first.encoder > 0]
-        self.whole: bool = expected.whole  # float64 without casts to float32, as the stock model ran
+        # float64 without casts to float32, as the stock model ran
+        self.mode: Callable[[], AbstractContextManager[Any]] = whole_float64 if expected.whole else nullcontext
         config = choose_every_expert(task.config) if expected.every_expert else task.config
         self.documents: Any = item_documents(task.config, task.image_documents) if first.encoder else task.documents
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
@@ -201,16 +202,13 @@ class CaseRun:
             recompute = first.recompute
             encoder = EncoderHome(home=home, recompute=recompute != "none", activation_checkpointing=recompute)
         try:
-            with self._mode():
+            with self.mode():
                 model = make_tiny_model(config, getattr(torch, first.dtype), images=first.encoder > 0)
                 self.model = prepare(model, world, encoder=encoder, options=options)
         except CommError:
             raise
         except LongspanError as error:
             self.refusal = str(error).partition(DOCTOR)[0]  # without its advice to run this command
-
-    def _mode(self) -> AbstractContextManager[Any]:
-        return whole_float64() if self.whole else nullcontext()
 
     def run_case(self, case: Case) -> Outcome:
         """An error of the step is raised, as other ranks may wait in it. The first case's seconds contain the
@@ -221,10 +219,15 @@ class CaseRun:
         try:
             if self.refusal:
                 raise ModelError(self.refusal)
-            plan = self._plan_case(case)
+            heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
+            packed = {"lengths": self.documents.lengths, "targets": self.documents.targets} if case.encoder else {}
+            plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)
+            check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
+            if case.router_losses:  # raises for a model whose routers have no losses
+                router_statistics(self.model, self.world, plan.tokens, ROUTER)
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
-        with self._mode():
+        with self.mode():
             loss, errors = self._step_errors(case, plan, expected.answer)
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
@@ -238,15 +241,6 @@ class CaseRun:
             expected.tolerance,
             seconds=self._began - began,
         )
-
-    def _plan_case(self, case: Case) -> Plan:
-        heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
-        packed = {"lengths": self.documents.lengths, "targets": self.documents.targets} if case.encoder else {}
-        plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)
-        check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
-        if case.router_losses:  # raises for a model whose routers have no losses
-            router_statistics(self.model, self.world, plan.tokens, ROUTER)
-        return plan
 
     def _step_errors(self, case: Case, plan: Plan, stock: Answer) -> tuple[float, dict[str, float]]:
         """Errors of the loss and of each gradient, the worst of all ranks. Gradients are compared under the stock

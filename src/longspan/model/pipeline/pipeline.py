@@ -238,15 +238,10 @@ def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
         try:
             step()
         except RuntimeError as error:
-            failure = _original_error(error)
+            failure = error.__cause__
+            while failure is not None and failure.__cause__ is not None and "stage" in str(failure).lower():
+                failure = failure.__cause__
             if failure is None or is_backend_error(failure):
                 raise (failure or error) from error
     if failure is not None:
         raise failure
-
-
-def _original_error(error: BaseException) -> BaseException | None:
-    origin = error.__cause__
-    while origin is not None and origin.__cause__ is not None and "stage" in str(origin).lower():
-        origin = origin.__cause__
-    return origin

@@ -101,11 +101,9 @@ class _MadeUpValues(TorchFunctionMode):
             return _READS[func](*args, **(kwargs or {}))
         if func is Tensor.__getitem__:
             # A scalar tensor as an index counts as 0, as torch would read its value; a boolean is a mask and stays.
-            def is_scalar(x: object) -> bool:
-                return isinstance(x, Tensor) and x.is_meta and x.ndim == 0 and x.dtype != torch.bool
-
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            args = (args[0], tuple(0 if is_scalar(i) else i for i in index))
+            scalars = [isinstance(i, Tensor) and i.is_meta and i.ndim == 0 and i.dtype != torch.bool for i in index]
+            args = (args[0], tuple(0 if scalar else i for i, scalar in zip(index, scalars, strict=True)))
         return func(*args, **(kwargs or {}))
 
 
