@@ -127,7 +127,7 @@ def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,
     *,
-    encoder: "Layout | World | EncoderHome",
+    encoder: "Layout | EncoderHome",
     options: PrepareOptions | None = None,
     **changes: Any,
 ) -> MultimodalModel: ...
@@ -137,7 +137,7 @@ def prepare(
     model: PreTrainedModel | nn.Module,
     world: World,
     *,
-    encoder: "Layout | World | EncoderHome | None" = None,
+    encoder: "Layout | EncoderHome | None" = None,
     options: PrepareOptions | None = None,
     **changes: Any,
 ) -> PreTrainedModel | PipelineModel | MultimodalModel:
@@ -165,8 +165,8 @@ def prepare(
         parallelism, from 2048 features on.
     virtual_stages, pipeline_schedule: where `home.pp` is above 1; "1f1b" or "zero_bubble".
     sequence_parallel: where `home.tp` is above 1, norms and residuals hold rows / tp: plan with `row_multiple=home.tp`.
-    encoder: the home of tower and projector of a model from images and text: a Layout over the same ranks, an open
-        World of one, or an `EncoderHome`.
+    encoder: the home of tower and projector of a model from images and text: a Layout over the same ranks, or an
+        `EncoderHome`.
 
     Returns a PipelineModel of this rank's stages where `home.pp` is above 1, a MultimodalModel with `encoder`, and the
     model inside of a PeftModel with a LoRA adapter, which alone is trained and saved.
@@ -181,13 +181,21 @@ def prepare(
         return prepare_language_model(model, world, options)
     from longspan.model.take_apart import EncoderHome, join_parts, take_apart_or_undo
 
-    home = EncoderHome.of(encoder, shard_parameters=options.shard_parameters, compute_dtype=options.compute_dtype)
+    home = encoder
+    if isinstance(home, Layout):
+        sharded, dtype = options.shard_parameters, options.compute_dtype
+        home = EncoderHome(home=home, shard_parameters=sharded, compute_dtype=dtype)
+    elif not isinstance(home, EncoderHome):
+        raise ModelError(
+            f"encoder is a {type(home).__name__}; give a Layout over the language model's ranks, or "
+            "EncoderHome(home=…) with settings"
+        )
     stock = unwrap_model(model)
     weights, adapter = find_deferred_weights(stock), find_adapter(stock)
-    check_encoder_home(IMAGE, home.layout, world)
+    check_encoder_home(IMAGE, home.home, world)
     with take_apart_or_undo(stock) as parts:
         if adapter is not None:
-            check_encoder_adapter(parts.encoder, adapter, home.layout.tp)
+            check_encoder_adapter(parts.encoder, adapter, home.home.tp)
         language_model: Any = prepare_language_model(model, world, options)
         language_model.adapter = adapter  # also if only the encoder has one
         prepared = join_parts(parts, language_model, world, home, weights)

@@ -141,11 +141,11 @@ def _first_value(config: Any, names: tuple[str, ...]) -> int:
 class EncoderHome:
     """Where the tower and projector of a vision-language model run, and how images are dealt out to it.
 
-    `home` is a Layout, or the open World of one, over the language model's ranks. The others are those of `Encoder` and
-    of `prepare_encoder`; without a `cost`, images are priced by the model's vision configuration.
+    `home` is over the language model's ranks. The others are those of `Encoder` and of `prepare_encoder`; without a
+    `cost`, images are priced by the model's vision configuration.
     """
 
-    home: Layout | World
+    home: Layout
     max_rows_per_slot: int | None = None
     recompute: bool = False
     cost: Cost | None = None
@@ -153,23 +153,6 @@ class EncoderHome:
     activation_checkpointing: bool | str = False
     compute_dtype: Any = None
     tp_plan: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    @property
-    def layout(self) -> Layout:
-        """The encoder's Layout, also where its World is given."""
-        return self.home if isinstance(self.home, Layout) else self.home.home
-
-    @classmethod
-    def of(cls, encoder: "Layout | World | EncoderHome", **options: Any) -> "EncoderHome":
-        """Return the argument of `prepare(encoder=…)` as an EncoderHome, a Layout or World with these `options`."""
-        if isinstance(encoder, EncoderHome):
-            return encoder
-        if not isinstance(encoder, Layout | World):
-            raise ModelError(
-                f"encoder is a {type(encoder).__name__}; give a Layout over the language model's ranks, its open "
-                "World, or EncoderHome(home=…) with settings"
-            )
-        return cls(home=encoder, **options)
 
 
 def join_parts(
@@ -180,7 +163,7 @@ def join_parts(
     weights: DeferredWeights | None,
 ) -> MultimodalModel:
     """Prepare the images' encoder under its own layout, fill it, and join it with a prepared language model."""
-    encoder_world = world.open_inner(settings.home) if isinstance(settings.home, Layout) else settings.home
+    encoder_world = world.open_inner(settings.home)
     if weights is not None:
         weights.of(parts.encoder).fill_weights([parts.encoder], encoder_world)
     recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
