@@ -97,11 +97,7 @@ class MicroBatch:
 
     @property
     def most_rows(self) -> int:
-        """Return the most rows that one slot holds, over all its groups: the same on every rank.
-
-        >>> MicroBatch((Group((0, 1), (0,), (9,)), Group((1,), (1,), (4,)))).most_rows
-        9
-        """
+        """Return the most rows that one slot holds, over all its groups: the same on every rank."""
         rows = dict[int, int]()
         for group in self.groups:
             for slot in group.slots:
@@ -112,20 +108,13 @@ class MicroBatch:
 def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """Fit the configured sizes (a2a, p2p), or only the a2a size, to a group of this degree: the a2a size becomes the
     largest number that divides the configured one and the degree.
-
-    >>> level_sizes((4, 2), 6), level_sizes(2, 8)
-    ((2, 3), (2, 4))
     """
     inner = math.gcd(sizes if isinstance(sizes, int) else sizes[0], degree)
     return inner, degree // inner
 
 
 def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
-    """Write a communication type, or those of a list, with its levels (a2a, p2p); of several `sizes` the widest a2a.
-
-    >>> type_text("a2a+p2p", [(4, 2)]), type_text("a2a+p2p", [(2, 2), (4, 3)]), type_text(["p2p", "a2a", "p2p"])
-    ('a2a+p2p (4, 2)', 'a2a+p2p, a2a of 4 at most', 'p2p/a2a')
-    """
+    """Write a communication type, or those of a list, with its levels (a2a, p2p); of several `sizes` the widest a2a."""
     name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})
     if "a2a+p2p" not in name or not levels:

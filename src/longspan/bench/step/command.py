@@ -198,15 +198,17 @@ _NAMES = (
 
 def record_text(record: dict[str, Any]) -> str:
     """Write the page of a record, which is printed and stands beside its file."""
-    shape, documents = record["shape"], "one sequence at a time"
+    shape, documents, keys = record["shape"], "one sequence at a time", record["configuration"]
+    context, dtype = keys["context"], keys["model"]["dtype"]
     if not record["sequences"]:
         documents = f"{record['documents']:,} documents, {record['tokens']:,} tokens, longest {record['longest']:,} "
         documents += f"({record['source']})"
     title = (
         f"Steps of {record['shape_name']} ({shape['layers']} layers, hidden {shape['hidden']}) over {record['ranks']} "
-        f"ranks ({record['backend']}): {documents}; {record['mode']}, {record['cp_comm_type']}, at most "
-        f"{record['max_tokens_per_slot'] or 'any'} rows a slot, recomputation {record['recompute']}, "
-        f"{record['parameters']}{' computed in ' + record['compute'] if record['compute'] else ''}"
+        f"ranks ({record['backend']}): {documents}; {context['mode']}, {context['cp_comm_type']}, at most "
+        f"{context['max_tokens_per_slot'] or 'any'} rows a slot, "
+        f"recomputation {keys['train']['activation_checkpointing']}, "
+        f"{dtype}{' computed in ' + record['compute'] if record['compute'] else ''}"
     )
     lines, planned_bytes = list[str](), ""
     if memory := record.get("memory"):

@@ -124,14 +124,6 @@ def read_documents(flags: StepFlags, slots: int, *, gpu: bool) -> StepDocuments:
     raise ConfigError("give documents: --lengths 65536, --lengths FILE.json, --distribution lognorm, or --same")
 
 
-# The keys of the configuration in a record.
-_RECORDED = {
-    "parallel": ("tp", "pp", "ep", "dp_replicate"),
-    "context": ("cp_comm_type", "partition", "mode", "node_size"),
-    "train": ("mlp_tile_rows", "fused_norms", "float8", "compiled", "optimizer"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
     """What to measure: a run's configuration with learning rate 0, and all that a record has besides results."""
@@ -183,20 +175,11 @@ class StepSettings:
     def to_json(self) -> dict[str, Any]:
         config, text = self.config, self.configuration.get_text_config()
         experts = read_experts(text).of_layer
-        context, train = config.context, config.train
         return {
             "shape": {"hidden": text.hidden_size, "layers": text.num_hidden_layers, "experts": experts},
             "shape_name": config.model.source or config.model.preset_name,
             **{name: getattr(self, name) for name in ("ranks", "backend", "command", "sequences", "source", "compute")},
             "cost_source": self.cost.source or "a cost of no machine in particular",
-            "cp": context.context_parallel_size,
-            "max_tokens_per_slot": context.max_tokens_per_slot,
-            "hierarchical": context.hierarchical_context_parallel_sizes,
-            "recompute": train.activation_checkpointing,
-            "offload": train.offload_activations,
-            "parameters": config.model.dtype,
-            "reshard": config.parallel.reshard_after_forward,
-            **{key: getattr(getattr(config, section), key) for section, keys in _RECORDED.items() for key in keys},
             **{name: getattr(self.flags, name) for name in ("warmup", "repeats")},
             "peak_tflops": self.peak_tflops,
             "configuration": config.tables(),
