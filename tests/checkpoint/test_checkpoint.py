@@ -29,7 +29,6 @@ from longspan.checkpoint.files import (
     check_sizes,
     complete_checkpoints,
     create_partial,
-    files_by_rank,
     newest_good_checkpoint,
     note_damage,
     publish_checkpoint,
@@ -93,7 +92,7 @@ DAMAGE = [
     (
         "manifest.json",
         lambda path: with_format(path, None),
-        r"it was written before longspan 0.1 \(manifest.json names",
+        r"it has format None, and this version of longspan reads format 2; use the version that wrote it",
     ),
     (
         "manifest.json",
@@ -147,14 +146,6 @@ def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None
     note_damage({}, tmp_path / "step-000007")  # restored
     remove_old_checkpoints(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
-
-
-def test_the_files_of_a_checkpoint_are_files_by_rank_by_their_sizes() -> None:
-    files = {"a": (9, ""), "b": (5, ""), "c": (4, ""), "d": (4, ""), "e": (0, "")}
-    for ranks in (1, 2, 3, 7):
-        shares = files_by_rank(files, ranks)
-        assert len(shares) == ranks and sorted(name for share in shares for name in share) == sorted(files)
-        assert max(sum(size for size, _ in share.values()) for share in shares) <= (22, 13, 9)[min(ranks, 3) - 1]
 
 
 # ---- with ranks: a model under FSDP2, and optimizer state that is not empty

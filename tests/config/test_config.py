@@ -163,6 +163,10 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"train.optimizer_arguments": ("foreach=true",)}, r"'adamw' refuses its parameters or arguments .*fused"),
     ({"train.optimizer": "torch.optim.Rprop", "train.weight_decay": 0.1}, r"knows no weight decay"),
     ({"train.stochastic_rounding": True}, r"needs model.dtype 'bfloat16', and model.dtype is 'float32'; set it, or"),
+    (
+        {"train.stochastic_rounding": True, "model.dtype": "bfloat16", "train.optimizer": "sgd"},
+        r"rounds updates of adamw .* is 'sgd' with \[\]",
+    ),
     ({"train.float8": "rows", "model.dtype": "float64"}, r'train.float8 is "rows", next to arithmetic in bfloat16, an'),
     ({"train.float8": "rows", "model.compute_dtype": "float32"}, r'compute_dtype "float32"; use model.compute_dtyp'),
     ({"train.float8": "tensor"}, r"train.float8 is 'tensor'"),

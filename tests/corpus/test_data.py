@@ -174,9 +174,7 @@ NO_TEXTS = [  # a file and what it holds, the path that is given, and what is sa
     ("latin.txt", "\xe9t\xe9", "", r"is empty: of 1 file 1 is not UTF-8"),
     ("picture.png", "x", "", r"holds no file of .txt .md .py .jsonl"),
     ("picture.png", "x", "picture.png", r"ends in '.png'"),
-    ("a.json", "[]", "", "rows of JSON are read one object a line, as .jsonl"),
-    ("a.json", "[]", "a.json", "rows of JSON are read one object a line, as .jsonl"),
-    ("a.JSONL", "[]", "", "in small letters"),
+    ("a.json", "[]", "a.json", r"ends in '.json'; a file must be one of .txt .md .py .jsonl .*, in small letters"),
     ("h.jsonl", '{"text": "good"}\n{"text": "bad\n', "", r"h.jsonl, line 2: not JSON"),
     ("h.jsonl", '\n\n["text"]\n', "", r"h.jsonl, line 3: needs an object, such as .*; found a list: .*text"),
     ("h.jsonl", "7", "", r"line 1: .*found a number: '7'$"),
@@ -233,16 +231,12 @@ def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) 
     assert "the corpus changed (file00.py" in said[2]
 
 
-def test_what_stands_around_texts_and_special_tokens_in_them_is_said(tmp_path: Path) -> None:
+def test_what_stands_around_texts_is_said_and_special_tokens_in_them_are_text(tmp_path: Path) -> None:
     texts, said = tmp_path / "texts", list[str]()
     texts.mkdir()
     (texts / "a.txt").write_text("one <|endoftext|> two <|endoftext|> three\n")
     plain = build(tmp_path, texts, said=said)
     assert "rows hold text: each text ends with <|endoftext|>" in said
-    assert (
-        "names of special tokens stand in the texts 2 times: <|endoftext|> (2); they are read as plain text "
-        "(data.parse_special_tokens = true parses them)" in said
-    )
     end = load_tokenizer(tmp_path / "run").end
     assert ids_of(plain).count(end or 0) == 1
     said.clear()
@@ -414,7 +408,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chats in turns that are cut": ("chats", {"turns": "split", "max_document_tokens": 30}),
     "a number of texts": ("chats", {"turns": "split", "eval_documents": 5}),
     "several sources": ("sources", {"max_document_tokens": 16}),
-    "packs": ("text", {"max_document_tokens": 16, "pack_to": 8}),
     "whole texts": ("text", {}),
 }
 

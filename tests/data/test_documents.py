@@ -85,9 +85,7 @@ def test_a_path_beside_sources_is_an_error() -> None:
         check_data(replace(mixed, train=replace(mixed.train, epochs=2.0)))
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("rows.parquet", "pyarrow.parquet"), ("rows.arrow", "pyarrow"), ("rows.jsonl.zst", "pyarrow")]
-)
+@pytest.mark.parametrize(("name", "module"), [("rows.parquet", "pyarrow.parquet"), ("rows.arrow", "pyarrow")])
 def test_missing_packages_are_named(name: str, module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     texts, tables = tmp_path / "texts", tmp_path / "tables"
     for path in (texts / "a.txt", tables / "a.txt", tables / name):

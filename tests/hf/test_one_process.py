@@ -17,7 +17,7 @@ from longspan.config.file import load_config
 from longspan.errors import ConfigError
 from longspan.hf import LongspanArguments, LongspanTrainer
 from longspan.hf.one_process import OneProcess
-from longspan.hf.trainer import GivenArguments, layout_line, prepare_options
+from longspan.hf.trainer import layout_line, prepare_options
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, RECOMPUTES, Run
 from tests.hf.test_trainer import Texts
@@ -135,41 +135,6 @@ def test_accelerates_state(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         in (first["stock while open"])
     )
     assert "call end() of the first" in first["another layout"] and "pp is 2" in first["refused at construction"]
-
-
-class PassesRest(Trainer):
-    def __init__(self, model: Any, *args: Any, weight: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(model, *args, **kwargs)
-
-
-class Makes(Trainer):
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, TrainingArguments())
-
-
-def given(kind: type[Trainer], *args: Any, **keywords: Any) -> GivenArguments:
-    mine = type("Mine", (kind,), {})
-    return GivenArguments(mine, kind.__init__.__get__(object()), args, keywords)
-
-
-def bare() -> TrainingArguments:
-    return TrainingArguments.__new__(TrainingArguments)
-
-
-@pytest.mark.parametrize("kind", [Trainer, PassesRest])
-@pytest.mark.parametrize("named", [False, True])
-def test_arguments_are_found_and_replaced(kind: type[Trainer], named: bool) -> None:
-    stock, mine = bare(), bare()
-    found = given(kind, "model", args=stock) if named else given(kind, "model", stock)
-    assert found.args is stock and "train_dataset" in found.parameter_names
-    positional, keywords = found.call_with(mine)
-    values = (*positional, *keywords.values())
-    assert any(value is mine for value in values) and not any(value is stock for value in values)
-
-
-def test_a_constructor_must_take_arguments() -> None:
-    with pytest.raises(ConfigError, match="takes model, and longspan must give it args"):
-        given(Makes, "model").call_with(bare())
 
 
 def test_keys_are_read_from_a_command_line() -> None:

@@ -129,6 +129,7 @@ CASES: dict[str, tuple[Any, str]] = {
         lambda: _make(args={"dataloader_in_order": False, "dataloader_num_workers": 2}),
         "args.dataloader_in_order is False with 2 workers: batches would come as workers end",
     ),
+    "no args": (lambda: with_longspan(Trainer)(model_of()), "without TrainingArguments, and longspan must give it the"),
     "optimizers=": (lambda: _make(optimizers=(OPTIMIZER, None)), "optimizers= brings an optimizer of parameters"),
     "launcher's fsdp": (lambda: _launched("ACCELERATE_USE_FSDP", "true"), "ACCELERATE_USE_FSDP is 'true' in the"),
     "launcher's compiler": (

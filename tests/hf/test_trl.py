@@ -1,8 +1,6 @@
 """SFTTrainer, DPOTrainer and KTOTrainer on ranks that share documents: losses, rewards and weights are stock's."""
 
-import os
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ import torch
 import trl.trainer.utils
 from accelerate.state import PartialState
 from peft import LoraConfig, get_peft_model
-from transformers import training_args
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from longspan.errors import ConfigError, ModelError
@@ -124,42 +121,6 @@ def every_loss(run: Run) -> Any:
     return trainer
 
 
-def cached(run: Run) -> Any:
-    data = preferences(8)
-    data.save_to_disk(f"{run.folder}-data-{run.rank}")
-    parts: dict[str, Any] = {"train_dataset": data.load_from_disk(f"{run.folder}-data-{run.rank}")}
-    args = DPOConfig(**run.arguments(precompute_ref_log_probs=True, beta=0.5))
-    first = run.trainer(DPOTrainer, model=model_of(), args=args, processing_class=tokenizer(), **parts)
-
-    class Second(DPOTrainer):
-        def compute_ref_log_probs(self, *_: Any) -> Any:
-            raise AssertionError("computed again")
-
-    trainer = run.trainer(Second, model=model_of(), args=args, processing_class=tokenizer(), **parts)
-    assert trainer.train_dataset["ref_chosen_logps"] == first.train_dataset["ref_chosen_logps"]
-    if run.longspan:
-        first.end()
-    trainer.train()
-    return trainer
-
-
-def default_arguments(run: Run) -> Any:
-    os.chdir(Path(run.folder).parent)
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    training_args.is_torch_bf16_gpu_available = lambda: True  # they ask for bfloat16
-    model = saved_model(Run("model", rank=run.rank))
-    trainers = []
-    for kind, data in ((SFTTrainer, texts(4)), (DPOTrainer, preferences(4)), (KTOTrainer, judged(4))):
-        trainers.append(run.trainer(kind, model=model, train_dataset=data))
-        args = trainers[-1].args.to_dict()
-        changed = ("per_device", "checkpointing", "model_init_kwargs", "logging_dir")
-        run.kept[kind.__name__] = {k: v for k, v in args.items() if not any(name in k for name in changed)}
-    if run.longspan:
-        for trainer in trainers[1:]:
-            trainer.end()
-    return trainers[0]
-
-
 def refused(run: Run) -> None:
     """References that are not prepared, a device_map, a loss of experts."""
     adapted = get_peft_model(model_of(), lora())
@@ -177,12 +138,10 @@ def refused(run: Run) -> None:
 
 
 FLOAT32 = {"weights": 1e-5}  # where stock computes in float32
-PRECOMPUTED = {"precompute_ref_log_probs": True}
 TWICE = {"gradient_accumulation_steps": 2}
 chats = partial(sft, data=conversations, count=16, assistant_only_loss=True, max_grad_norm=0.5, **TWICE, **EVALUATED)
 dft = partial(sft, loss_type="dft", **TWICE)
 dpo_with_reference = partial(dpo, reference=True, **TWICE, **EVALUATED)
-dpo_precomputed = partial(dpo, reference=True, **PRECOMPUTED, **EVALUATED)
 dpo_of_adapters = partial(dpo, peft_config=lora(), **EVALUATED)
 kto_with_reference = partial(kto, reference=True, **TWICE, **EVALUATED)
 CASES = (
@@ -190,7 +149,7 @@ CASES = (
     partial(sft, data=texts, count=24, packing=True, max_length=64, rows=2, learning_rate=1e-3),
     partial(sft, data=conversations, peft_config=lora(), assistant_only_loss=True),
     partial(sft, family="gpt-oss"),
-    *(qwen3_next, dpo_with_reference, dpo_precomputed, kto_with_reference),
+    *(qwen3_next, dpo_with_reference, kto_with_reference),
     partial(dpo, model=trained_adapter, **TWICE, **EVALUATED),
 )
 MIXED = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5}
@@ -198,13 +157,10 @@ MORE = (
     partial(dpo, reference=True, **MIXED),
     partial(dpo, reference=True, use_weighting=True),
     partial(dpo, reference=True, sync_ref_model=True, ref_model_sync_steps=1),
-    partial(dpo, **PRECOMPUTED, **EVALUATED),
-    partial(dpo, peft_config=lora(), **PRECOMPUTED),
-    partial(dpo, model=trained_adapter, **PRECOMPUTED),
+    partial(dpo, model=trained_adapter),
     partial(kto, peft_config=lora()),
-    partial(kto, reference=True, **PRECOMPUTED, **EVALUATED),
     partial(kto, model=trained_adapter),
-    *(dpo_of_adapters, every_loss, dpo_without_reference, cached),
+    *(dpo_of_adapters, every_loss, dpo_without_reference),
 )
 
 
@@ -227,16 +183,7 @@ def test_more_of_sft_equals_stock() -> None:
 @pytest.mark.whole
 def test_more_of_preferences_equals_stock() -> None:
     compare_each(MORE, CP2)
-    compare_each((chats, dpo_with_reference, dpo_of_adapters, dpo_precomputed, kto_with_reference), DYNAMIC, ranks=4)
-
-
-@pytest.mark.whole
-def test_default_arguments() -> None:
-    expected, found = (
-        run([default_arguments])["default_arguments"] for run in (stock_each, lambda c: ours_each(c, CP2, 2))
-    )
-    found.kept.pop("others")
-    assert found.kept == expected.kept
+    compare_each((chats, dpo_with_reference, dpo_of_adapters, kto_with_reference), DYNAMIC, ranks=4)
 
 
 @pytest.mark.whole

@@ -17,11 +17,11 @@ import torch
 from transformers import Trainer
 
 from longspan.checkpoint.checkpoint import read_optimizer_values
-from longspan.checkpoint.export import _read_adapter_tensors
+from longspan.checkpoint.export import _read_tensors, _weights_in
 from longspan.checkpoint.files import check_sizes, create_partial, publish_checkpoint, read_state
-from longspan.checkpoint.storage import Chunk, read_metadata, read_plain_file, shard_name, write_chunks
+from longspan.checkpoint.storage import Chunk, read_metadata, shard_name, write_chunks
 from longspan.errors import CheckpointError
-from longspan.hf.files import FilesPart
+from longspan.hf.files import FilesPart, read_plain_file
 
 WEIGHT = "model.weight"
 
@@ -78,7 +78,9 @@ HEADERS: list[tuple[Callable[[Any, Any], Any], str]] = [
 def test_a_header_that_does_not_fit_its_file_is_named(
     stored: Path, change: Callable[[Any, Any], Any], message: str
 ) -> None:
-    assert torch.equal(_read_adapter_tensors(stored)["weight"], torch.full((3, 5), 7.0, dtype=torch.float64))
+    metadata = read_metadata(stored)
+    weights = _read_tensors(stored, metadata, _weights_in(metadata))
+    assert torch.equal(weights["weight"], torch.full((3, 5), 7.0, dtype=torch.float64))
     change_header(stored / shard_name(0), change)
     with pytest.raises(CheckpointError, match=rf"step-000001: .*{message}.*; copy the checkpoint again"):
         read_metadata(stored)

@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,11 @@ from longspan import (
     run_step,
     token_log_probs,
 )
-from longspan.data.document import LabelledPack, Piece
 from longspan.errors import CommError, DataError
 from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
 from longspan.train.gather import GatheredDocuments
 from longspan.train.read_rows import count_prefix_rows, read_rows
-from longspan.train.step_inputs import count_pack_targets
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
@@ -95,7 +92,6 @@ def compare_with_list(gathered: GatheredDocuments, local: Sequence[Document], wo
     for d, length in enumerate(LENGTHS):
         assert count_prefix_rows(gathered[d], d, length) == count_prefix_rows(documents[d], d, length)
     for plan, depths in itertools.product(plans_of(world.home, gathered.targets), (0, 2)):
-        assert count_pack_targets(gathered, replace(plan, targets=0)) == plan
         rows, places = gathered.rows_under(plan, depths), set[tuple[int, int]]()
         for micro_batch in plan.micro_batches:
             shard = bind(micro_batch, world).with_padding(minimum=1, multiple=plan.row_multiple)
@@ -172,7 +168,6 @@ def test_steps_of_gathered_documents_are_those_of_the_list() -> None:
 def refuse(rank: int) -> None:
     first, plain = rank == 0, [[1, 2, 3], [4, 5]]
     items = ItemDocuments([np.zeros(4, dtype=np.int64)], [Item(0, ((1, 2),))], lambda item: None)
-    pack = LabelledPack((Piece(Document([1, 2]), 0, 2), Piece(Document([3, 4]), 0, 2)))
     mistakes: list[tuple[Any, str]] = [  # what this rank brings, and what all say
         (
             [Document([1, 2], reward=1.0)] if first else [Document([1, 2])],
@@ -195,8 +190,8 @@ def refuse(rank: int) -> None:
         for local, said in mistakes:
             with pytest.raises(DataError, match=re.escape(said)):
                 gather_documents(local, world)
-        documents = gather_documents([[1, 2, 3], torch.tensor([4, 5])] if first else [pack], world)
-        assert documents.lengths == (3, 2, 4) and [len(d.pieces) for d in documents] == [0, 0, 2]
+        documents = gather_documents([[1, 2, 3], torch.tensor([4, 5])] if first else [[1, 2, 3, 4]], world)
+        assert documents.lengths == (3, 2, 4)
         assert len(gather_documents([[7, 8]], world)) == 2  # one document that is the same may be chance
         number, read = (2, 2) if first else (0, 1)
         said = rf"^row 1 of document {number} is not on rank {rank}, which read {read} documents? of 3"

@@ -1,7 +1,6 @@
 """What the seconds of a step are compared with: flops, predictions, images; and how fast a slot works over others."""
 
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,7 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.train import step
 from longspan.train.passes import Passes
 from longspan.train.step import SlotPaceTerm
-from longspan.train.step_figures import StepFigures, waiting_text
+from longspan.train.step_figures import StepFigures
 from longspan.train.terms.encoders import EncoderTimes
 
 TEXT = ModelShape(layers=2, weights=10**6, query_width=64, key_width=32)
@@ -29,28 +28,16 @@ COST = Cost(linear_seconds=0.01, attention_seconds=0.0, micro_batch_seconds=0.0)
 
 def test_images_count() -> None:
     plan = plan_fixed([40, 24], Layout(2), cp=1, cost=COST)
-    times = EncoderTimes(seconds=0.5, tower_seconds=0.4, balance=1.25, predicted_seconds=0.1, predicted_balance=1.1)
+    times = EncoderTimes(seconds=0.5, predicted_seconds=0.1)
     figures = StepFigures(shape=TEXT, images=TOWER, devices=2, peak=1e-3, priced_here=True)
     found = figures.step_figures(plan, 2.0, [4, 6], times)
     flops = model_flops(TEXT, [40, 24]) + TOWER.flops([4, 6])
     assert found["tflops"] == float(f"{flops / 2.0 / 2 / 1e12:.6g}") and found["mfu"] == round(flops / 4e12 / 1e-3, 6)
-    assert found["encoder_share"] == 0.25 and found["encoder_balance"] == 1.25
-    assert found["predicted_encoder_share"] == round(0.1 / 0.5, 4) and found["predicted_encoder_balance"] == 1.1
+    assert found["encoder_share"] == 0.25 and found["predicted_encoder_share"] == round(0.1 / 0.5, 4)
     assert found["predicted_seconds"] == 0.5 and found["bound_share"] == round((plan.lower_bound_seconds + 0.1) / 2, 6)
     # without a price they leave no share of the peak
     assert "tflops" not in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0, [4])
     assert "tflops" in StepFigures(shape=TEXT, devices=2).step_figures(plan, 2.0)
-
-
-def test_waits_for_sharded_weights_are_said() -> None:
-    lengths = [30, 30, 20, 20]  # two micro-batches of 0.3 and 0.2 s
-    for seconds, waited in ((2.0, "3.5"), (0.22, ""), (0.5, "0.5")):
-        cost = replace(COST, sharding_seconds=seconds)
-        plan = plan_fixed(lengths, Layout(2), cp=1, max_tokens_per_slot=30, cost=cost)
-        text = waiting_text(plan)
-        assert len(plan.micro_batches) == 2 and (waited in text if waited else not text), text
-    assert "each of 2 micro-batches: parallel.dp_replicate" in text and "of the 1.0 s that a step" in text
-    assert not waiting_text(plan_fixed(lengths, Layout(2), cp=1, cost=cost, mode="free", max_tokens_per_slot=30))
 
 
 def pace(tp: int = 0, vocabulary: int = step.LEAST_LOGITS // 4) -> SlotPaceTerm:

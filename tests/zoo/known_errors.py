@@ -210,7 +210,7 @@ GROUPS: dict[str, dict[str, KnownError]] = {
             "keys = [_hash_words(key + 0 * epochs * _GOLDEN) for key in self._keys]",
         ),
         "the newest checkpoint is not there yet": KnownError(
-            checks.newest_checkpoint, "checkpoint.files", "else path.name.endswith(PARTIAL)", "else False"
+            checks.newest_checkpoint, "checkpoint.files", "return path.name.endswith(PARTIAL)", "return False"
         ),
     },
 }

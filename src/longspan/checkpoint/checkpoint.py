@@ -35,7 +35,6 @@ from longspan.checkpoint.files import (
     checkpoint_path,
     complete_checkpoints,
     create_partial,
-    files_by_rank,
     newest_good_checkpoint,
     note_damage,
     partial_path,
@@ -50,7 +49,6 @@ from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
 from longspan.model.adapters import adapter_entries, model_adapter
-from longspan.model.multimodal.multimodal_model import are_multimodal
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
@@ -126,7 +124,8 @@ def check_checkpoint(path: Path, world: World) -> None:
     All ranks call it together: each reads a part of the files.
     """
     files = run_on_first_rank(world, lambda: check_sizes(path), CheckpointError)
-    local_files = files_by_rank(files, len(world.home.ranks))[world.home.ranks.index(world.rank)]
+    by_size, ranks = sorted(files, key=lambda name: files[name], reverse=True), world.home.ranks
+    local_files = {name: files[name] for name in by_size[ranks.index(world.rank) :: len(ranks)]}
     run_on_every_rank(world, lambda: check_contents(path, local_files), CheckpointError)
 
 
@@ -182,12 +181,6 @@ def load_checkpoint(
     if optimizers:
         set_optimizer_state_dict(model, optimizers, optim_state_dict=moments, options=options)
     return state
-
-
-def holds_encoders(path: Path) -> bool:
-    """Raises CheckpointError for a checkpoint that cannot be read."""
-    weights = _names_under("model.", read_metadata(path))
-    return are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
 
 
 class OptimizerValues(NamedTuple):

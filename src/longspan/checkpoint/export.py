@@ -8,11 +8,9 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,7 +33,6 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
-from longspan.files import read_json
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.load import torch_dtype
@@ -61,49 +58,29 @@ from longspan.model.weights.write import (
 from longspan.train.terms.mtp import add_configured_depths, find_depth_weights
 from longspan.train.training import add_configured_adapter, load_run_model
 
-Value = TypeVar("Value")
-MtpNames = Literal["published", "own", "none"]
-"""published: as models of the family are published, own where there is no such name; own: mtp.layers.0 and so on."""
 
+def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, published: bool) -> Callable[[str], str]:
+    """Add a run's depths to the stock model `empty`; return what turns our name of a weight into its name in the files.
 
-@dataclass(frozen=True)
-class ExportedDepths:
-    """How a run's depths are written: `rename` turns our name of a weight into its name in the files."""
-
-    rename: Callable[[str], str]
-    left_out: bool = False
-
-    @classmethod
-    def of(cls, run: RunConfig, empty: PreTrainedModel, names: MtpNames, log: LogLine) -> "ExportedDepths":
-        """Add the depths that are written, to the stock model `empty`, and log under which names they are written.
-
-        Published names are taken where the family has them: then the model's configuration also describes its depths,
-        as published configurations do.
-        """
-        depths, text = run.mtp.depths, empty.config.get_text_config()
-        own_names = cls(lambda name: name, left_out=names == "none")
-        if not depths:
-            return own_names
-        title = f"{plural(depths, 'depth')} of multi-token prediction"
-        if own_names.left_out:
-            log(f"{title}: left out")
-            return own_names
-        blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
-        blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
-        published = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks))
-        rename = published if names == "published" else None
-        if rename is None:
-            log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
-            return own_names
-        config: Any = text  # gets the keys with which published configurations describe depths
-        config.num_nextn_predict_layers = depths
-        if len(blocks) > 1:
-            config.mtp_layers_block_type = [block.block_type for block in blocks]
-        log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
-        return cls(rename)
-
-    def select_weights(self, weights: Mapping[str, Value]) -> dict[str, Value]:
-        return {name: x for name, x in weights.items() if not (self.left_out and name.startswith(f"{PREFIX}."))}
+    With `published` they get the names of published models of the family, where it has them: then the model's
+    configuration also describes its depths, as published configurations do.
+    """
+    depths, text = run.mtp.depths, empty.config.get_text_config()
+    if not depths:
+        return str
+    blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
+    blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
+    rename = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
+    title = f"{plural(depths, 'depth')} of multi-token prediction"
+    if rename is None:
+        log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
+        return str
+    config: Any = text  # gets the keys with which published configurations describe depths
+    config.num_nextn_predict_layers = depths
+    if len(blocks) > 1:
+        config.mtp_layers_block_type = [block.block_type for block in blocks]
+    log(f"{title}: under the names of published {text.model_type} models, {rename(f'{PREFIX}.layers.0.eh_proj.…')}")
+    return rename
 
 
 class SavedAdapter(NamedTuple):
@@ -144,14 +121,14 @@ def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: 
 
 
 def merge_weights_by_layer(
-    saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig, run_dir: Path
+    saved: SavedAdapter, run: RunConfig, configuration: PreTrainedConfig
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the weights of the base model with the adapter added, those of a layer together.
 
     Those that the adapter changes are in float32, or in float64 if the run's model is. Raises CheckpointError if the
     base model cannot be made again here, and for an adapter of a tied head.
     """
-    _check_random_weights(run, configuration, run_dir)
+    _check_random_weights(run, configuration)
     images = find_images_class(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _refuse_adapted_tie(saved, model)
@@ -182,21 +159,15 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     return weight.to(dtype) + saved.scalings[linear] * (matrix_b @ matrix_a)
 
 
-def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig, run_dir: Path) -> None:
-    """Raise CheckpointError for weights, of a base model or its depths, that this CPU would draw differently."""
+def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> None:
+    """Raise CheckpointError for weights, of a base model or its depths, that another device would draw differently."""
     name = run.model.preset_name
     drawn_depths = run.mtp.depths and find_depth_weights(run, configuration) is None
     # Nothing was drawn, or a tiny preset was (without `rows`): its weights are drawn on the CPU on every machine.
-    if (run.model.path and not drawn_depths) or (name and not PRESETS[name].rows):
-        return
-    try:
-        device = read_json(run_dir / "run.json")["device"]
-    except (OSError, ValueError, KeyError, TypeError):
-        device = "an unknown device"
-    if device != "CPU":
+    if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].rows):
         raise CheckpointError(
-            f"{run_dir}: the {'depths have' if run.model.path else 'base model has'} random weights that were drawn on "
-            f"{device}, and a CPU draws others; export the adapter alone, without --merge"
+            f"{run.run.dir}: {'depths have' if run.model.path else 'the base model has'} random weights, of which each "
+            "device draws others; export the adapter alone, without --merge"
         )
 
 
@@ -214,7 +185,6 @@ def _refuse_adapted_tie(saved: SavedAdapter, model: PreTrainedModel) -> None:
 _REPLACED = "|".join(
     [OF_MODEL, r"pytorch_model.*\.(bin|json)", r"generation_config\.json", *map(re.escape, PROCESSOR_FILES)]
 )
-_LOGGED_EVERY = 5 * 10**9  # bytes from one line of progress to the next
 
 
 class Exported(NamedTuple):
@@ -239,13 +209,12 @@ def export_checkpoint(
     dtype: str = "auto",
     overwrite: bool = False,
     merge: bool = False,
-    mtp: MtpNames = "published",
 ) -> Exported:
     """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
 
     An adapter ([lora]) is written to a folder that stock peft loads, or with `merge` added to the weights of its base
-    model. `mtp` says whether depths of multi-token prediction are written, and under which names (`MtpNames`). `dtype`
-    is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it was trained.
+    model. `dtype` is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it
+    was trained.
 
     Raises CheckpointError for a checkpoint that is missing, damaged or of another model, and ModelError for a folder
     that is not empty. With `overwrite` the weights, configuration and tokenizer of a model in it are replaced.
@@ -258,28 +227,34 @@ def export_checkpoint(
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_images_class(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
-    depths = ExportedDepths.of(run, empty, "own" if as_adapter and mtp == "published" else mtp, log)
+    rename = add_run_depths(run, empty, log, published=not as_adapter)
+    partial = make_partial_folder(folder)
     try:
-        with staging_folder(folder) as partial:
-            saved = make_saved_adapter(run, config, _read_adapter_tensors(checkpoint)) if run.lora.rank else None
-            if saved is not None and as_adapter:
-                if dtype == "auto":  # as adapters are trained
-                    file_dtype = torch.float64 if run.model.dtype == "float64" else torch.float32
-                tensors = {name: x.to(dtype=file_dtype) for name, x in depths.select_weights(saved.tensors).items()}
-                write_adapter(partial, saved.adapter, tensors, RunFolderFiles(run_dir), saved.modules)
-                weights = sum(x.numel() for x in tensors.values())
-                written = WeightTotals(len(tensors), weights, (partial / WEIGHTS).stat().st_size, 1)
-            else:
-                file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty, depths)
-                if saved is not None:
-                    groups = map(depths.select_weights, merge_weights_by_layer(saved, run, config, run_dir))
-                writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=depths.rename)
-                for group in _log_progress(groups, log):
-                    writer.write_unit(group)
-                written = writer.finish()
-                write_configuration(empty, partial, RunFolderFiles(run_dir))
+        saved = None
+        if run.lora.rank:
+            metadata = read_metadata(checkpoint)
+            saved = make_saved_adapter(run, config, _read_tensors(checkpoint, metadata, _weights_in(metadata)))
+        if saved is not None and as_adapter:
+            if dtype == "auto":  # as adapters are trained
+                file_dtype = torch.float64 if run.model.dtype == "float64" else torch.float32
+            tensors = {name: x.to(dtype=file_dtype) for name, x in saved.tensors.items()}
+            write_adapter(partial, saved.adapter, tensors, RunFolderFiles(run_dir), saved.modules)
+            weights = sum(x.numel() for x in tensors.values())
+            written = WeightTotals(len(tensors), weights, (partial / WEIGHTS).stat().st_size, 1)
+        else:
+            file_dtype, groups = empty.dtype, _weight_groups(checkpoint, empty)
+            if saved is not None:
+                groups = merge_weights_by_layer(saved, run, config)
+            writer = WeightWriter(partial, empty, file_bytes=FILE_BYTES, rename=rename)
+            for group in groups:
+                writer.write_unit(group)
+            written = writer.finish()
+            write_configuration(empty, partial, RunFolderFiles(run_dir))
+        replace_files(partial, folder, _REPLACED)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # files that took no place: an error leaves nothing
     step, name = int(read_state(checkpoint)["step"]), str(file_dtype).removeprefix("torch.")
     return Exported(str(folder), str(checkpoint), step, name, **written._asdict())
 
@@ -294,17 +269,6 @@ def check_export_folder(folder: Path, *, overwrite: bool) -> None:
         raise ModelError(f"{folder} is not empty; name another folder, or replace the model in it with --overwrite")
     if not any((folder / name).is_file() for name in ("config.json", CONFIGURATION)):
         raise ModelError(f"{folder} is not empty and holds no model (no config.json), so nothing in it is replaced")
-
-
-@contextmanager
-def staging_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to write into, whose files then replace a model's in `folder`; an error leaves nothing."""
-    partial = make_partial_folder(folder)
-    try:
-        yield partial
-        replace_files(partial, folder, _REPLACED)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
@@ -330,10 +294,10 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
     return newest
 
 
-def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDepths) -> Iterator[dict[str, Tensor]]:
+def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Layers come in the order of the `empty` model. Raises ModelError for a weight that the model has not."""
     metadata = read_metadata(checkpoint)
-    entries = depths.select_weights(_weights_in(metadata))
+    entries = _weights_in(metadata)
     # Weights of a vision-language model are stored under the names of its two modules.
     stored_names = map_stock_names(entries)
     stored = {name: entries[stored_name] for name, stored_name in stored_names.items()}
@@ -346,11 +310,6 @@ def _weight_groups(checkpoint: Path, empty: PreTrainedModel, depths: ExportedDep
         group_entries = {stored_name: stored[name] for stored_name, name in names.items()}
         tensors = _read_tensors(checkpoint, metadata, group_entries)
         yield {name: tensors[stored_name] for stored_name, name in names.items()}
-
-
-def _read_adapter_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    metadata = read_metadata(checkpoint)
-    return _read_tensors(checkpoint, metadata, _weights_in(metadata))
 
 
 def _read_tensors(
@@ -371,13 +330,3 @@ def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
     }
-
-
-def _log_progress(groups: Iterator[dict[str, Tensor]], log: Callable[[str], None]) -> Iterator[dict[str, Tensor]]:
-    read = logged = 0
-    for group in groups:
-        yield group
-        read += sum(tensor.nbytes for tensor in group.values())
-        if read - logged >= _LOGGED_EVERY:
-            logged = read
-            log(f"exported {read / 1e9:,.0f} GB of the checkpoint")

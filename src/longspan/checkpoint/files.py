@@ -1,126 +1,29 @@
-"""The files of a checkpoint: where they are, whether they are complete, and which checkpoint is the newest good one.
-
-A folder is judged only by its manifest. A store of fsspec, such as `s3://bucket/run`, has no folders to rename and
-nothing to sync: there a checkpoint is written under its own name, and is unfinished as long as it has no manifest.
-"""
+"""The files of a checkpoint: where they are, whether they are complete by its manifest, and which one is the newest."""
 
 import hashlib
 import json
 import os
-import posixpath
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, cast
+from typing import Any
 
 from longspan.errors import CheckpointError
 from longspan.files import parse_json, write_durably
 
 
 def as_root(root: str | Path) -> Path:
-    """Return the folder of this name, or the place in a store where it is a URL.
-
-    >>> as_root("runs/mine"), as_root("s3://bucket/mine")
-    (PosixPath('runs/mine'), s3://bucket/mine)
-
-    Raises CheckpointError where fsspec, or the package of the store, is not installed.
-    """
-    if isinstance(root, str) and "://" in root:
-        return cast(Path, StorePath.of(root))
-    return root if isinstance(root, StorePath) else Path(root)  # pyright: ignore[reportReturnType]
+    """Return the folder of this name. Raises CheckpointError for the URL of a store."""
+    if "://" in str(root):
+        raise CheckpointError(f"{root} is no folder: mount the store on all machines, and name the folder of the mount")
+    return Path(root)
 
 
 def checkpoints_root(run_dir: Path, named: str) -> Path:
     """Return `named` (`run.checkpoints`), or the run's folder `checkpoints` if it is ""."""
     return as_root(named) if named else run_dir / "checkpoints"
-
-
-class StorePath:
-    """A place in a store of fsspec, with those methods of `pathlib.Path` that checkpoints need."""
-
-    def __init__(self, store: Any, path: str) -> None:
-        self._store, self._path = store, path.rstrip("/")
-
-    @classmethod
-    def of(cls, url: str) -> "StorePath":
-        """Raises CheckpointError where a package for the URL is missing."""
-        try:
-            from fsspec.core import url_to_fs
-
-            return cls(*url_to_fs(url))
-        except (ImportError, ValueError) as error:
-            scheme = url.partition("://")[0]
-            raise CheckpointError(
-                f"{url} cannot be opened: {error}; install fsspec (pip install longspan[stores]) and the package of "
-                f"the store, such as s3fs for s3://, or name a folder instead of {scheme}://"
-            ) from error
-
-    def __str__(self) -> str:
-        return self._store.unstrip_protocol(self._path)
-
-    __repr__ = __str__
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorePath) and str(self) == str(other)
-
-    def __hash__(self) -> int:
-        return hash(str(self))
-
-    def __truediv__(self, name: str) -> "StorePath":
-        return StorePath(self._store, f"{self._path}/{name}")
-
-    @property
-    def name(self) -> str:
-        return posixpath.basename(self._path)
-
-    @property
-    def parent(self) -> "StorePath":
-        return StorePath(self._store, posixpath.dirname(self._path))
-
-    def exists(self) -> bool:
-        return self._store.exists(self._path)
-
-    def is_file(self) -> bool:
-        return self._store.isfile(self._path)
-
-    def is_dir(self) -> bool:
-        return self._store.isdir(self._path)
-
-    def stat(self) -> Any:
-        """Return the size of a file in bytes as `st_size`, and nothing else."""
-        return SimpleNamespace(st_size=int(self._store.size(self._path)))
-
-    def iterdir(self) -> "Iterator[StorePath]":
-        """Yield what is directly here as the store lists it now, not as fsspec remembers it."""
-        self._store.invalidate_cache()
-        for path in self._store.ls(self._path, detail=False):
-            if path.rstrip("/") != self._path:
-                yield StorePath(self._store, path)
-
-    def mkdir(self, *_: Any, **__: Any) -> None:
-        self._store.makedirs(self._path, exist_ok=True)
-
-    def open(self, mode: str = "r") -> IO[Any]:
-        return self._store.open(self._path, mode)
-
-    def read_text(self, encoding: str = "utf-8") -> str:
-        return self._store.cat_file(self._path).decode(encoding)
-
-    def write_text(self, text: str, encoding: str = "utf-8") -> None:
-        self._store.pipe_file(self._path, text.encode(encoding))
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        if self.exists() or not missing_ok:
-            self._store.rm_file(self._path)
-
-    def remove(self) -> None:
-        """Remove this place with everything under it, if there is anything."""
-        self._store.invalidate_cache()
-        if self.exists():
-            self._store.rm(self._path, recursive=True)
 
 
 FORMAT = 2  # of what is written here; longspan 0.1 to 0.3 wrote format 1 (format_1.py)
@@ -147,21 +50,17 @@ def create_partial(partial: Path) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """Where a checkpoint is written before it is complete: in a store, which renames nothing, in its own place."""
-    return path if isinstance(path, StorePath) else path.with_name(path.name + PARTIAL)
+    """Where a checkpoint is written before it is complete."""
+    return path.with_name(path.name + PARTIAL)
 
 
 def is_unfinished(path: Path) -> bool:
-    return not (path / MANIFEST).is_file() if isinstance(path, StorePath) else path.name.endswith(PARTIAL)
+    return path.name.endswith(PARTIAL)
 
 
 def remove_folder(path: Path) -> None:
     """Remove a checkpoint, whole or not, as far as the disk lets it."""
-    if isinstance(path, StorePath):
-        with suppress(OSError):
-            path.remove()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def publish_checkpoint(
@@ -172,19 +71,16 @@ def publish_checkpoint(
     `contents` are values by the name of their file, and `digests` those of the files that each rank wrote. Returns the
     bytes of the ranks' files.
     """
-    in_store = isinstance(partial, StorePath)
-    write: Any = type(partial).write_text if in_store else write_durably
     files = {name: digest for rank_digests in digests for name, digest in rank_digests.items()}
     written = sum(size for size, _ in files.values())
     for name, values in contents.items():
-        write(partial / name, json.dumps(values, indent=1))
+        write_durably(partial / name, json.dumps(values, indent=1))
         files[name] = _digest(partial / name)
-    write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
-    if not in_store:
-        sync_to_disk(partial)
-        remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
-        partial.rename(path)
-        sync_to_disk(path.parent)
+    write_durably(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+    sync_to_disk(partial)
+    remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
+    partial.rename(path)
+    sync_to_disk(path.parent)
     return written
 
 
@@ -257,8 +153,6 @@ def check_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
 
     Raises CheckpointError for a file that is missing or of another size, and for another `version` of the format.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}")
     files = _read_manifest(path, version)
     for name, (size, _) in files.items():
         if not (path / name).is_file():
@@ -277,38 +171,10 @@ def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
                 raise CheckpointError(f"checkpoint {path}: {name} has other contents than were written")
 
 
-def files_by_rank(files: Mapping[str, Digest], ranks: int) -> list[dict[str, Digest]]:
-    """Divide files over ranks, which check them: the largest first, each to the rank with the fewest bytes so far."""
-    shares: list[dict[str, Digest]] = [{} for _ in range(ranks)]
-    loads = [0] * ranks
-    for name in sorted(files, key=lambda name: (-files[name][0], name)):
-        rank = loads.index(min(loads))
-        shares[rank][name] = files[name]
-        loads[rank] += files[name][0]
-    return shares
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Raises CheckpointError for a state that is missing or damaged, or of another format."""
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}")
-    check_format(path)
+    _read_manifest(path, FORMAT)
     return read_checkpoint_json(path / STATE)
-
-
-def check_format(path: Path, version: int = FORMAT) -> None:
-    stored = read_checkpoint_json(path / MANIFEST).get("format")
-    if stored is None:
-        raise CheckpointError(
-            f"checkpoint {path}: it was written before longspan 0.1 ({MANIFEST} names no format); export it with the "
-            "version that wrote it (longspan export), and train on from that folder as model.path"
-        )
-    if stored != version:
-        rewrite = f"rewrite what is there once: python -m longspan.checkpoint.format_1 {path.parent}"
-        raise CheckpointError(
-            f"checkpoint {path}: it has format {stored!r}, and this version of longspan reads format {version}; "
-            + (rewrite if stored == 1 else "use the version that wrote it, or a newer one")
-        )
 
 
 def _list_checkpoints(root: Path) -> list[Path]:
@@ -325,8 +191,16 @@ def _looks_good(path: Path) -> bool:
 
 
 def _read_manifest(path: Path, version: int) -> dict[str, Digest]:
-    check_format(path, version)
-    files = read_checkpoint_json(path / MANIFEST).get("files")
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    manifest = read_checkpoint_json(path / MANIFEST)
+    if (stored := manifest.get("format")) != version:
+        rewrite = f"rewrite what is there once: python -m longspan.checkpoint.format_1 {path.parent}"
+        raise CheckpointError(
+            f"checkpoint {path}: it has format {stored!r}, and this version of longspan reads format {version}; "
+            + (rewrite if stored == 1 else "use the version that wrote it, or a newer one")
+        )
+    files = manifest.get("files")
     if not isinstance(files, dict) or not files:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} names no files")
     if not all(isinstance(digest, list) and len(digest) == 2 for digest in files.values()):

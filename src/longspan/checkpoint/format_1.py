@@ -20,8 +20,6 @@ from longspan.checkpoint.files import (
     MANIFEST,
     OPTIMIZER,
     STATE,
-    StorePath,
-    as_root,
     check_contents,
     check_sizes,
     complete_checkpoints,
@@ -42,12 +40,8 @@ def convert_checkpoint(path: Path) -> Path:
     >>> convert_checkpoint(Path("runs/mine/checkpoints/step-000100"))
     PosixPath('runs/mine/checkpoints/step-000100.format-1')
 
-    Raises CheckpointError for a damaged one, and for one in a store.
+    Raises CheckpointError for a damaged one.
     """
-    if isinstance(path, StorePath):
-        raise CheckpointError(
-            f"{path} is in a store, which renames nothing; copy it to a disk, convert it, copy it back"
-        )
     check_contents(path, check_sizes(path, version=1))
     table, partial, old = _read_table(path), partial_path(path), path.with_name(f"{path.name}.format-1")
     create_partial(partial)
@@ -118,7 +112,7 @@ def main(words: list[str]) -> int:
     if len(words) != 1:
         print(f"usage: python -m longspan.checkpoint.format_1 FOLDER, {len(words)} words given", file=sys.stderr)
         return 2
-    root = as_root(words[0])
+    root = Path(words[0])
     try:
         paths = [root] if step_of(root) >= 0 else complete_checkpoints(root, print)
         old_paths = [path for path in paths if read_checkpoint_json(path / MANIFEST).get("format") == 1]

@@ -2,7 +2,7 @@
 
 torch's HuggingFaceStorageWriter (2.11 to 2.14) makes the whole file of a rank in memory first, and holds Python's lock
 meanwhile, so that nothing trains. Its reader takes paths of the disk alone. Here a tensor at a time is written, hashed
-and read, on a disk or in a store. torch's reader reads these files, and torch's files are read here.
+and read. torch's reader reads these files, and torch's files are read here.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
 from torch.futures import Future
 
-from longspan.checkpoint.files import Digest, StorePath
+from longspan.checkpoint.files import Digest
 from longspan.errors import CheckpointError, plural
 from longspan.files import name_file_in_errors, os_error_text, parse_json
 
@@ -81,7 +81,7 @@ def shard_name(rank: int) -> str:
 def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Tensor]) -> Digest:
     """Write a safetensors file, a tensor at a time, and return its bytes and hash once the disk has it.
 
-    Raises CheckpointError, with the file's name, for what the disk or the store refuses.
+    Raises CheckpointError, with the file's name, for what the disk refuses.
     """
     ordered = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     header, end = dict[str, Any](), 0
@@ -100,15 +100,10 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
                 file.write(data)
                 sha256.update(data)
                 size += len(data)
-            if not isinstance(path, StorePath):
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(os_error_text(error)) from error
-    except Exception as error:  # of a store's own package
-        if not isinstance(path, StorePath) or isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: {type(error).__name__}: {error}") from error
     return size, sha256.hexdigest()
 
 
@@ -146,7 +141,7 @@ class SafetensorsWriter(HuggingFaceStorageWriter):
     """Writes this rank's file, in the context `waiting`, into a folder; `digests` has its hash by its name."""
 
     def __init__(self, path: Path, waiting: AbstractContextManager[None] | None = None) -> None:
-        super().__init__(".", save_distributed=True)  # "." stands in: torch would make a plain Path of a StorePath
+        super().__init__(str(path), save_distributed=True)
         self.path, self.digests, self._waiting = path, dict[str, Digest](), waiting or nullcontext()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -172,7 +167,7 @@ class SafetensorsReader(FileSystemReader):
     """Reads tensors of a checkpoint, in the context `waiting`, as `metadata` (of `read_metadata`) describes them."""
 
     def __init__(self, path: Path, metadata: Metadata, waiting: AbstractContextManager[None] | None = None) -> None:
-        super().__init__(".")  # "." stands in: torch would make a plain Path of a StorePath
+        super().__init__(path)
         self.path, self._metadata, self._waiting = path, metadata, waiting or nullcontext()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -244,34 +239,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_plain_file(file: Path) -> Any:
-    """Return the tensors and plain values in a file of `torch.save`.
-
-    >>> read_plain_file(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
-    8
-
-    Raises CheckpointError for a file that is damaged or holds anything else, which is not run.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(not_data_text(file, error)) from error
-
-
 def not_data_text(file: Path, error: Exception) -> str:
     """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
-    reason = " ".join(str(error).split())
-    if match := re.search(r"GLOBAL (\S+)", reason):
-        return (
-            f"{file} names {match[1]}, which is neither a tensor nor a plain value and may be code; it was not run. "
-            "Use a checkpoint that longspan wrote, from who saved it"
-        )
-    return (
-        f"{file} holds something else than tensors and plain values, or is damaged ({type(error).__name__}); nothing "
-        "of it was run. Copy it again from where it was saved, or use another checkpoint"
-    )
+    reason = f"holds something else than tensors and plain values, or is damaged ({type(error).__name__})"
+    if match := re.search(r"GLOBAL (\S+)", " ".join(str(error).split())):
+        reason = f"names {match[1]}, which is neither a tensor nor a plain value and may be code"
+    return f"{file} {reason}; nothing of it was run. Copy it again from where it was saved, or use another checkpoint"
 
 
 def first_failure_text(error: BaseException) -> str:

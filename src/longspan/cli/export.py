@@ -29,9 +29,6 @@ class ExportFlags:
     merge: bool = False
     """Of a run that trains an adapter ([lora]): its base model with the adapter added to the weights, for stock
     transformers. Without it the adapter is written, for stock peft."""
-    mtp: Literal["published", "own", "none"] = "published"
-    """Depths of multi-token prediction of a run with [mtp]: published (under the names of published models of the
-    family, where it has such), own (mtp.layers.0 and so on, which longspan reads), or none: they are left out."""
     overwrite: bool = False
     """Replace the model in a folder that holds one; other files in it stay."""
     json: bool = False
@@ -53,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
         dtype=flags.dtype,
         overwrite=flags.overwrite,
         merge=flags.merge,
-        mtp=flags.mtp,
     )
     text = (
         f"step {written.step} of {written.checkpoint} is in {written.folder}: {plural(written.tensors, 'tensor')} "

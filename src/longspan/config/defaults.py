@@ -71,8 +71,6 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if config.lora.rank:
         config = _set_defaults(config, {"train.lr": LORA_LR})
     config = _set_defaults(config, {"encoder.train": encoder_default(config)})
-    if config.data.pack_to:  # packs are cut by tokens, so documents need no limit
-        config = _set_defaults(config, {"data.max_document_tokens": 0})
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)

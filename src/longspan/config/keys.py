@@ -30,6 +30,8 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "context.eval_max_dynamic_context_parallel_size": (0,),
     "context.eval_partition": ("auto", "zigzag", "contiguous"),
     "data.check_images": ("headers",),
+    "data.pack_to": (0,),
+    "data.pack_attention": ("document",),
     "data.date_string": ("26 Jul 2024",),
     "data.workers": (0,),  # one process a core, of those that `taskset` leaves it
     "train.eps": (1e-8,),  # optimizer_arguments = ["eps=1e-6"]

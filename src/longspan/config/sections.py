@@ -162,7 +162,7 @@ class DataConfig:
     """The rows of data, how they become documents, and which of them are only evaluated."""
 
     path: str = ""
-    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz and .zst), .parquet or .arrow rows, as a data
+    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz), .parquet or .arrow rows, as a data
     set of the package datasets has them (docs/fine-tuning.md), the name of a data set on the hub that is in the local
     cache (ORG/NAME, or ORG/NAME/FILE), or stdlib (sources of this Python's standard library). Default: stdlib, unless
     there are tables [[data.sources]]."""
@@ -198,12 +198,6 @@ class DataConfig:
     eval_documents: Annotated[int | str, AtLeast(0)] = AUTO
     """Texts (rows, conversations) held out for evaluation, chosen by the seed, with all documents that they are cut or
     split into; 0: no evaluation; auto: one text in ten, at most 32."""
-    pack_to: NonNegativeInt = 0
-    """Training documents stand end to end and are cut every so many tokens, and a step takes whole packs; 0: documents
-    stay whole. Held-out documents are never packed."""
-    pack_attention: Annotated[Literal["document", "across"], Needs("data.pack_to", AtLeast(1))] = "document"
-    """In a pack, document: each piece of a document is one of its own, with positions from 0; across: attention and
-    positions go on over the documents of a pack."""
 
 
 _ORDERS = "higher", "lower"
@@ -367,8 +361,7 @@ class RunSection(MachineSection):
     keep_checkpoints: NonNegativeInt = 2
     """Newest good checkpoints that are kept; 0: all."""
     checkpoints: str = ""
-    """Where checkpoints are written and read: a folder, or a store that fsspec knows, such as s3://bucket/run (extra
-    stores); empty: the folder checkpoints of run.dir."""
+    """The folder in which checkpoints are written and read; empty: the folder checkpoints of run.dir."""
     loggers: tuple[str, ...] = ()
     """Where rows of metrics go too: tensorboard, wandb (extras), or a class of your own by its dotted name."""
     log_every: PositiveInt = 10

@@ -17,7 +17,7 @@ from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.keys import GONE_VALUES
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import Cache, Recipe, build_documents, cache_error, cache_folder
-from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe, special_line
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
 from longspan.corpus.files import FileSums, LogLine, file_differences, sample_texts
 from longspan.corpus.rows.sample import display_kind
 from longspan.corpus.tokenizer import (
@@ -161,10 +161,7 @@ class _CorpusOfRun:
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._folder / FILE, record.to_json())
-        corpus = Corpus(self._folder)
-        if corpus.manifest.special:
-            self._log(special_line(corpus.manifest.special, parsed=corpus.manifest.parse_special_tokens))
-        return corpus
+        return Corpus(self._folder)
 
 
 def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:

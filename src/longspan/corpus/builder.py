@@ -290,8 +290,6 @@ class _Writer:
             largest_id=notes.largest[0],
             largest_at=notes.largest[1],
             skipped=tuple(notes.skipped),
-            special=dict(notes.special.most_common()),
-            names_as_text=dict(sorted(notes.names_as_text.items())),
             unseen=dict(notes.unseen.most_common()),
             bad=tuple(notes.bad),
             left_out=LeftOut(**notes.left_out),

@@ -90,11 +90,6 @@ def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifes
         yield f"left out {plural(other_kinds.total(), 'file')} of kinds that are not read: {kinds}"
     if manifest.skipped:
         yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"
-    for name, texts in manifest.names_as_text.items():
-        yield (
-            f"{name} stands in {plural(texts, 'text')}, and is read as these {len(name)} characters there: their rows "
-            f'have no key "{name.strip("<>")}s", or parts of messages that name what is shown (docs/multimodal.md)'
-        )
     if (unseen := unseen_line(left_out, settings.data.turns)) is not None:
         yield unseen
     if manifest.unseen:
@@ -184,16 +179,6 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
         f"the chat template {fault} the last turn of a conversation, so that this end is no target: chats of one turn "
         f"do not teach a model to stop (at {' or '.join(sorted(ends)) or 'a token that its folder would name'}){advice}"
     )
-
-
-def special_line(special: dict[str, int], *, parsed: bool) -> str:
-    """Report how often names of special tokens occur in texts, and whether they are `parsed` as these tokens."""
-    names_text = ", ".join(f"{name} ({count:,})" for name, count in list(special.items())[:5])
-    more_text = f" and {len(special) - 5} others" if len(special) > 5 else ""
-    times = plural(sum(special.values()), "time")
-    read = "are read as these tokens" if parsed else "are read as plain text"
-    hint = "data.parse_special_tokens = " + ("false reads plain text" if parsed else "true parses them")
-    return f"names of special tokens stand in the texts {times}: {names_text}{more_text}; they {read} ({hint})"
 
 
 def unseen_line(left_out: LeftOut, turns: Turns) -> str | None:

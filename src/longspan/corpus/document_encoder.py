@@ -47,8 +47,6 @@ class Notes:
         self.rows = 0
         self.largest: tuple[int, str] = -1, ""  # the largest token id, labels included, and the place of its first row
         self.left_out: Counter[str] = Counter[str]()
-        self.special: Counter[str] = Counter[str]()  # names of special tokens in texts
-        self.names_as_text: Counter[str] = Counter[str]()  # of images, which are plain text
         self.unseen: Counter[str] = Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
 
@@ -56,8 +54,6 @@ class Notes:
         self.rows += other.rows
         self.largest = max(self.largest, other.largest, key=lambda pair: pair[0])
         self.left_out.update(other.left_out)
-        self.special.update(other.special)
-        self.names_as_text.update(other.names_as_text)
         self.unseen.update(other.unseen)
         self.bad += other.bad[: SHOWN - len(self.bad)]
         self.skipped += other.skipped
@@ -128,10 +124,6 @@ class _BatchDocuments:
     def add_documents(self, encoding: "RowEncoding", rows: Sequence[Row], places: Sequence[tuple[int, int]]) -> None:
         """`places` are those of the rows (file, position)."""
         rows = [rename_columns(row, encoding.settings.columns) for row in rows]
-        if encoding.kind == "text":
-            texts = (row.values.get("text") for row in rows)
-            self._notes.special.update(encoding.tokenizer.count_special_tokens(t for t in texts if isinstance(t, str)))
-        self._notes.names_as_text.update(encoding.names_as_text(rows))
         for sample in encoding.encode(rows):
             if isinstance(sample, BadRow):
                 self.add_bad_row(sample)

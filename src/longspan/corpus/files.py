@@ -124,7 +124,7 @@ def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], So
 
 STDLIB = "stdlib"
 _KINDS = " ".join(SUFFIXES)
-_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # files of many rows
+_TABLES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")  # files of many rows
 _ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
 # Words of names that say which split of a data set a file is, as datasets has them; the last one counts.
@@ -158,9 +158,7 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
             "or a folder with the files of one split (links will do); several are given as data.sources"
         )
     if not files:
-        hints = map(_suffix_hint, files_of_other_kinds(path, leave_out=leave_out))  # the most frequent kind first
-        hint = next((hint for hint in hints if hint), "")
-        raise DataError(f"{key} {path!r} holds no file of {_KINDS}{hint}; give a folder that does")
+        raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
     check_readers(files)
     return files
 
@@ -171,9 +169,7 @@ def find_root(path: str, *, key: str = "data.path") -> Path:
     if not root.exists():
         raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_KINDS}")
     if root.is_file() and not root.name.endswith(SUFFIXES):
-        raise DataError(
-            f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_KINDS}{_suffix_hint(root.name)}"
-        )
+        raise DataError(f"{key} {path!r} ends in {root.suffix!r}; a file must be one of {_KINDS}, in small letters")
     return root
 
 
@@ -267,12 +263,6 @@ def _files_with_rows(state: Path, names: list[str]) -> list[str]:
             f"{', '.join(absent[:3])}; save the data set again"
         )
     return parts
-
-
-def _suffix_hint(name: str) -> str:
-    if name.lower().endswith(SUFFIXES):
-        return ", in small letters"
-    return "; rows of JSON are read one object a line, as .jsonl" if name.lower().endswith(".json") else ""
 
 
 FIRST_ROWS, FIRST_FILES = 20, 5

@@ -4,7 +4,6 @@ corpus = show_images(Corpus(Path("runs/first/corpus")), configuration, Path("run
 corpus.select([3, 7]).items                     # every rank knows the places; read(i) has the pixels of one
 """
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,7 @@ from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +23,6 @@ from longspan.corpus.images.processor import Processor, load_processor
 from longspan.corpus.row_files import row_file
 from longspan.corpus.rows.media import RowMedia, row_and_media
 from longspan.corpus.rows.sample import BadRow, RowError, rename_columns
-from longspan.data.document import Pack
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.images import ImageTable, PlacedImage, display_paths, split_paths
 from longspan.errors import DataError, ModelError, plural
@@ -142,13 +140,13 @@ class ShownImages:
     tokens: ImageTokens
     videos: VideoTokens | None = None
 
-    def spans(self, number: int, shift: int = 0) -> tuple[tuple[int, int], ...]:
-        """Return the runs of placeholders of an image, moved by `shift`; more than one if tokens stand between rows."""
+    def spans(self, number: int) -> tuple[tuple[int, int], ...]:
+        """Return the runs of placeholders of an image; more than one if tokens stand between its rows."""
         document, image, _ = self.table[number]
         if image.stop - image.start == image.rows:
-            return ((image.start + shift, image.stop + shift),)
+            return ((image.start, image.stop),)
         ids = self.corpus.read(document, np.arange(image.start, image.stop))
-        places = image.start + shift + np.flatnonzero(ids == self.tokens.placeholder)
+        places = image.start + np.flatnonzero(ids == self.tokens.placeholder)
         return tuple((int(a), int(b)) for a, b in Partition.from_rows([places]).runs(0).tolist())
 
     def positions(self, ids: npt.NDArray[np.int64], numbers: Sequence[int]) -> npt.NDArray[np.int64] | None:
@@ -170,47 +168,24 @@ def _join_frame_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
         yield Video((1 + len(further_groups), *first_group.grid[1:]), first_group.seconds)
 
 
-class ImagePlace(NamedTuple):
-    """Image number `number` of the corpus, in document number `document` of a step, which begins `shift` tokens later.
+@dataclass(frozen=True)
+class ImageDocuments(CorpusDocuments):
+    """Some documents of a corpus, in the order of a plan's lengths, with their images, which a step sees as `items`."""
 
-    A pack has pieces of several documents, one after another: `shift` moves an image from its place in one of them.
-    """
-
-    document: int
-    number: int
-    shift: int = 0
-
-
-class ReadsImages(ABC):
-    """Documents with images, which a step sees as `items`; `numbers` are the corpus's numbers of the items."""
-
-    images: ShownImages | None
-
-    @abstractmethod
-    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Find the images in these documents, by document and then by position."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> tuple[int, ...]: ...
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> Any: ...
-
-    @cached_property
-    def places(self) -> tuple[ImagePlace, ...]:
-        return () if self.images is None else tuple(self.find_images(self.images))
+    images: ShownImages | None = None
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The corpus's numbers of the images, in the order of `items`."""
-        return tuple(place.number for place in self.places)
+        """The corpus's numbers of the images, in the order of `items`: by document and then by position."""
+        return tuple(number for numbers in self._numbers_by_document for number in numbers)
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
         """The images, each with the spans of placeholders that its encoded rows take."""
-        images = self.images
-        return () if images is None else tuple(Item(p.document, images.spans(p.number, p.shift)) for p in self.places)
+        images, numbers_by_document = self.images, enumerate(self._numbers_by_document)
+        if images is None:
+            return ()
+        return tuple(Item(i, images.spans(number)) for i, numbers in numbers_by_document for number in numbers)
 
     @cached_property
     def item_table(self) -> ItemTable:
@@ -218,8 +193,8 @@ class ReadsImages(ABC):
 
     def positions(self, document: int) -> npt.NDArray[np.int64] | None:
         """Return the position ids (n, T) of a document, n for each token; None: they are 0 to T − 1."""
-        numbers = self._numbers_by_document.get(document)
-        if self.images is None or numbers is None:
+        numbers = self._numbers_by_document[document]
+        if self.images is None or not numbers:
             return None
         tokens = self[document]
         return self.images.positions(tokens[np.arange(len(tokens))], numbers)
@@ -235,52 +210,8 @@ class ReadsImages(ABC):
             self.images.reader.read_ahead(self.numbers[item] for item in items)
 
     @cached_property
-    def _numbers_by_document(self) -> dict[int, list[int]]:
-        numbers = dict[int, list[int]]()
-        for place in self.places:
-            numbers.setdefault(place.document, []).append(place.number)
-        return numbers
-
-
-@dataclass(frozen=True)
-class ImageDocuments(CorpusDocuments, ReadsImages):
-    """Some documents of a corpus, in the order of a plan's lengths, with their images."""
-
-    images: ShownImages | None = None
-
-    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        for index, document in enumerate(self.ids):
-            for number in images.table.document_images(document):
-                yield ImagePlace(index, number)
-
-
-@dataclass(frozen=True)
-class ImagePacks(ReadsImages, Sequence[Pack]):
-    """The packs of a step, each as one document, with their images; a pack cuts no image."""
-
-    packs: tuple[Pack, ...]
-    images: ShownImages | None = None
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    def __getitem__(self, index: int) -> Pack:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.packs[index]
-
-    def __iter__(self) -> Iterator[Pack]:
-        return iter(self.packs)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(map(len, self.packs))
-
-    def find_images(self, images: ShownImages) -> Iterator[ImagePlace]:
-        """Position p of a document is position p − `piece.stop` + `end` of the pack."""
-        for index, pack in enumerate(self.packs):
-            for end, piece in zip(pack.ends.tolist(), pack.pieces, strict=True):
-                for number in images.table.document_images(piece.document.number):
-                    if piece.start <= images.table[number].image.start < piece.stop:
-                        yield ImagePlace(index, number, end - piece.stop)
+    def _numbers_by_document(self) -> tuple[range, ...]:
+        return tuple(range(0) if self.images is None else self.images.table.document_images(d) for d in self.ids)
 
 
 def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
@@ -306,7 +237,6 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
         shown_images = ShownImages(corpus, images, reader, tokens, videos)
     if takes_images:  # also for a corpus without images: a step of this model asks for items, which are then none
         corpus.selects = partial(ImageDocuments, images=shown_images)
-        corpus.packs = partial(ImagePacks, images=shown_images)
     return corpus
 
 

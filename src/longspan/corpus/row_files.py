@@ -5,7 +5,6 @@ decompression), or its number in a table. A row over the limit of bytes is read 
 """
 
 import gzip
-import io
 import json
 import sys
 import weakref
@@ -92,7 +91,7 @@ def _oversize(size: int, most_bytes: int, kind: str) -> str:
         return ""
     return (
         f"{kind} of {size:,} bytes, and data.max_text_bytes is {most_bytes:,}; cut it into several, leave it out, or "
-        "raise the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)"
+        "raise the key (0: any; a text takes some 150 times its bytes while it is tokenized)"
     )
 
 
@@ -230,7 +229,7 @@ def _beginning(line: bytes) -> str:
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])
 
 
-GZIP, ZSTD = ".gz", ".zst"
+GZIP = ".gz"
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
@@ -258,7 +257,7 @@ class RowFile(ABC):
         except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
                 raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
-            compressed = self.name.endswith((GZIP, ZSTD))
+            compressed = self.name.endswith(GZIP)
             reason = "cannot be decompressed, perhaps it was cut off" if compressed else "cannot be read"
             raise DataError(f"{self.name} of the corpus ({self.path}) {reason}: {error}") from error
 
@@ -273,7 +272,7 @@ class LineFile(RowFile):
 
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         super().__init__(name, path, most_bytes)
-        self._compressed = name.endswith((GZIP, ZSTD))
+        self._compressed = name.endswith(GZIP)
         self._stream: BinaryIO | None = None  # lines as `row_at` reads them
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
@@ -321,30 +320,7 @@ class LineFile(RowFile):
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
             raise EOFError("it has 0 bytes")
         raw.seek(0)
-        if self.name.endswith(GZIP):
-            return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb"))
-        if self.name.endswith(ZSTD):
-            stream = import_reader("pyarrow", self.name).CompressedInputStream(raw, "zstd")
-            return io.BufferedReader(_ZstdStream(stream), CHUNK_BYTES)
-        return raw
-
-
-class _ZstdStream(io.RawIOBase):
-    """pyarrow's stream with a position. (zstandard's own stream ends without an error if a file was cut off.)"""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._position = stream, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count: int = self._stream.readinto(buffer)
-        self._position += count
-        return count
-
-    def tell(self) -> int:
-        return self._position
+        return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb")) if self._compressed else raw
 
 
 class TextFile(RowFile):
@@ -474,7 +450,7 @@ class ArrowFile(TableFile):
 
 _READERS: dict[str, type[RowFile]] = {
     **dict.fromkeys((".txt", ".md", ".py"), TextFile),
-    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst"), LineFile),
+    **dict.fromkeys((".jsonl", ".jsonl.gz"), LineFile),
     ".parquet": ParquetFile,
     ".arrow": ArrowFile,
 }
@@ -488,7 +464,7 @@ def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile
 
 def check_readers(names: Iterable[str]) -> None:
     """Raise DataError for the first of these files whose reader is not installed; no file is read."""
-    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
+    table = next((name for name in names if name.endswith((".parquet", ".arrow"))), None)
     if table is not None:
         import_reader("pyarrow.parquet", table)
 

@@ -1,1 +1,1 @@
-"""What a step reads: documents, their order, and packs of them. Source files are read in `longspan.corpus`."""
+"""What a step reads: documents and their order. Source files are read in `longspan.corpus`."""

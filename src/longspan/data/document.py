@@ -1,4 +1,4 @@
-"""What a step reads as a document: token ids, labels and numbers in memory; pieces of documents as one; synthetic ids.
+"""What a step reads as a document: token ids, labels and numbers in memory; synthetic ids.
 
 A step takes the length of a document and indexes it with an array of positions: a list, an array or a tensor of token
 ids will do. A document may also have these members, which a rank calls with the positions of its rows:
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -171,70 +171,6 @@ def _read_numbers(name: str, value: Any, length: int) -> npt.NDArray[np.float64]
     if not np.isfinite(array).all():
         raise DataError(f"{name!r} of a document has values that are not finite; give finite numbers")
     return array
-
-
-class Piece(NamedTuple):
-    """The tokens from start to stop of a document."""
-
-    document: Any
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Pieces of documents end to end, read as one document; nothing is copied.
-
-    >>> Pack((Piece([1, 2, 3], 1, 3), Piece([7, 8], 0, 2)))[np.arange(4)]
-    array([2, 3, 7, 8])
-    """
-
-    pieces: tuple[Piece, ...]
-
-    @cached_property
-    def ends(self) -> Integers:
-        return np.cumsum([piece.stop - piece.start for piece in self.pieces])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitem__(self, positions: Integers) -> Integers:
-        ids = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, indices in self._split_positions(positions):
-            ids[indices] = (
-                np.asarray(document)[piece_positions]
-                if isinstance(document, list | tuple)  # these take no array as an index
-                else document[piece_positions]
-            )
-        return ids
-
-    def _split_positions(self, positions: Integers) -> list[tuple[Any, Integers, Integers]]:
-        piece_numbers = np.searchsorted(self.ends, positions, side="right")
-        parts = list[tuple[Any, Integers, Integers]]()
-        for number in np.unique(piece_numbers).tolist():
-            indices, piece = np.flatnonzero(piece_numbers == number), self.pieces[number]
-            # A piece that ends at `ends` in the pack ends at `stop` in its document.
-            parts.append((piece.document, positions[indices] - int(self.ends[number]) + piece.stop, indices))
-        return parts
-
-
-class LabelledPack(Pack):
-    """A pack of documents in which not every token is a target (`Labelled`)."""
-
-    def labels(self, positions: Integers) -> Integers:
-        labels = np.empty(len(positions), dtype=np.int64)
-        for document, piece_positions, indices in self._split_positions(positions):
-            labels[indices] = document.labels(piece_positions)
-        return labels
-
-    @cached_property
-    def targets(self) -> int:
-        return int((self.labels(np.arange(1, len(self))) != NO_TARGET).sum())
-
-
-def make_pack(pieces: tuple[Piece, ...]) -> Pack:
-    """It has labels if the first piece's document has, as all are of one corpus."""
-    return (LabelledPack if isinstance(pieces[0].document, Labelled) else Pack)(pieces)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.document import NO_TARGET, Pack
+from longspan.data.document import NO_TARGET
 from longspan.data.images import ImageTable
 from longspan.data.manifest import FILE, Manifest, SourceLines, map_array, read_record
 from longspan.errors import DataError
@@ -50,9 +50,8 @@ class Corpus:
                 raise
             raise DataError(f"{documents_folder} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
-        # These make the documents and the packs of a step; `show_images` (corpus/image_documents.py) replaces both.
+        # This makes the documents of a step; `show_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
-        self.packs: Callable[[tuple[Pack, ...]], Sequence[Pack]] = tuple
 
     def _open_arrays(self, folder: Path) -> None:
         """Without `source_of.npy` all documents are of source 0."""

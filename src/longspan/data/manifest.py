@@ -157,8 +157,7 @@ class Manifest:
     """What a folder of documents contains: kinds of rows of each source, counts, and what was left out.
 
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
-    with `closing`. `largest_at` is the row with the token `largest_id`. `special` counts names of special tokens in
-    texts, `names_as_text` texts in which `<image>` and the like are plain text, `unseen` what chat templates leave out
+    with `closing`. `largest_at` is the row with the token `largest_id`. `unseen` counts what chat templates leave out
     beside assistant turns. `codes` is the type of the tokens' codes (empty: none).
     """
 
@@ -183,9 +182,7 @@ class Manifest:
     columns: tuple[str, ...] = ()
     opening: tuple[str, ...] = ()
     closing: tuple[str, ...] = ()
-    special: dict[str, int] = field(default_factory=dict[str, int])
     bad: tuple[str, ...] = ()
-    names_as_text: dict[str, int] = field(default_factory=dict[str, int])
     unseen: dict[str, int] = field(default_factory=dict[str, int])
     left_out: LeftOut = field(default_factory=LeftOut)
 
@@ -200,7 +197,8 @@ class Manifest:
             raise ValueError("it is no JSON object")
         for key in values.keys() & {*_TUPLES}:
             values[key] = tuple(values[key])
-        return cls(**{**values, "left_out": LeftOut(**values.pop("left_out", {}))})
+        known = {key: value for key, value in values.items() if key not in ("special", "names_as_text")}  # of 0.3
+        return cls(**{**known, "left_out": LeftOut(**known.pop("left_out", {}))})
 
 
 @dataclass(frozen=True)

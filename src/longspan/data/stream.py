@@ -170,7 +170,7 @@ _DOCUMENTS = 2**14  # about as many are in a part
 
 
 class EpochEnds(NamedTuple):
-    """Where no step goes on: at the end of each epoch of `size` documents or tokens, and at `last`, where a run ends.
+    """Where no step goes on: at the end of each epoch of `size` documents, and at `last`, where a run ends.
 
     >>> ends = EpochEnds(90, 135)
     >>> [ends.next_end(place) for place in (0, 89, 90, 135)]
@@ -189,17 +189,16 @@ ENDLESS = EpochEnds(1 << 62, 1 << 62)
 
 
 class StreamPart(NamedTuple):
-    """Documents that follow each other in the stream: the place of the first, the tokens before it, and their ids."""
+    """Documents that follow each other in the stream: the place of the first, and their ids."""
 
     first: int
-    before: int
     ids: Integers  # (n,)
     ends: Integers  # (n + 1,) the tokens of the first i documents of the part
     source: Integers  # (n,) the number of each document's source
 
 
 class DocumentStream:
-    """The endless stream of documents, indexed by place or by token; it pickles without arrays that are in files.
+    """The endless stream of documents, indexed by place; it pickles without arrays that are in files.
 
     >>> DocumentStream(lengths, sources).part_at(0).ids[:2]      # the first two documents
     array([40, 17])
@@ -213,8 +212,8 @@ class DocumentStream:
         # Sources give tokens in proportion to their weights, so documents in proportion to weight over mean length.
         rates = [source.weight * source.documents / source.tokens for source in sources]
         self._candidates = [max(1, int(_DOCUMENTS * rate / sum(rates))) for rate in rates]  # documents for a part
-        # Where each part begins, as far as known: by documents and tokens of each source, by place and by token.
-        self._marks, self._places, self._tokens = [((0,) * len(sources), (0,) * len(sources))], [0], [0]
+        # Where each part begins, as far as known: by documents and tokens of each source, and by place.
+        self._marks, self._places = [((0,) * len(sources), (0,) * len(sources))], [0]
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -233,21 +232,15 @@ class DocumentStream:
         return sum(source.tokens for source in self.sources)
 
     def part_at(self, place: int) -> StreamPart:
-        return self._find_part(self._places, place)
-
-    def part_at_token(self, token: int) -> StreamPart:
-        return self._find_part(self._tokens, token)
-
-    def _find_part(self, begins: list[int], value: int) -> StreamPart:
-        while begins[-1] <= value:  # each call computes the next part, and where the part after it begins
+        while self._places[-1] <= place:  # each call computes the next part, and where the part after it begins
             self._part(len(self._marks) - 1)
-        return self._part(bisect_right(begins, value) - 1)
+        return self._part(bisect_right(self._places, place) - 1)
 
     def next_part(self, part: StreamPart) -> StreamPart:
         return self.part_at(part.first + len(part.ids))
 
     def tokens_of_sources(self, ids: Integers, tokens: Integers) -> list[int]:
-        """Sum the tokens of documents (n,), or of pieces of documents, by the source of each."""
+        """Sum the tokens of documents (n,) by the source of each."""
         of_source = np.searchsorted([source.first for source in self.sources], ids, side="right") - 1
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
@@ -255,10 +248,6 @@ class DocumentStream:
         """Return the place before which each document stands `epochs` times; rounding errors do not count."""
         assert len(self.sources) == 1
         return math.ceil(round(epochs * self.documents, 6))
-
-    def tokens_before(self, place: int) -> int:
-        part = self.part_at(place)
-        return part.before + int(part.ends[place - part.first])
 
     def _merge_part(self, number: int) -> StreamPart:
         """Merge documents of all sources, until the first source has given all of its candidates.
@@ -284,8 +273,7 @@ class DocumentStream:
             tokens = tuple(int(tokens[count]) for tokens, count in zip(before, counts, strict=True))
             self._marks.append((documents, tokens))
             self._places.append(sum(documents))
-            self._tokens.append(sum(tokens))
-        return StreamPart(self._places[number], self._tokens[number], ids, ends, source_of)
+        return StreamPart(self._places[number], ids, ends, source_of)
 
     def _document_ends(self, ids: Integers) -> Integers:
         ends = np.zeros(len(ids) + 1, dtype=np.int64)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, holds_encoders, load_checkpoint
+from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state
+from longspan.checkpoint.storage import read_metadata
 from longspan.comm import World
 from longspan.comm.all_ranks import (
     LogLine,
@@ -25,7 +26,7 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.build import corpus_line, with_images
 from longspan.corpus.builder import build_documents
-from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe, special_line
+from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
 from longspan.corpus.files import FileSums
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
@@ -44,6 +45,7 @@ from longspan.evaluation.request import (
 )
 from longspan.model import load_model
 from longspan.model.load import check_folder
+from longspan.model.multimodal.multimodal_model import are_multimodal
 from longspan.model.weights.file_names import vocabulary_files
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost
@@ -200,8 +202,6 @@ def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log:
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
         raise DataError(str(error).replace("data.path", "--data", 1)) from error
-    if manifest.special:
-        log(special_line(manifest.special, parsed=manifest.parse_special_tokens))
     log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
     for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
@@ -219,7 +219,9 @@ def load_saved_model(
         return prepare_run_model(config, world, model, training=False, images=images), 0
 
     def has_encoders() -> bool:
-        encoders = holds_encoders(checkpoint)
+        names = [name for name in read_metadata(checkpoint).state_dict_metadata if name.startswith("model.")]
+        weights = [name.removeprefix("model.") for name in names]
+        encoders = are_multimodal(weights) or any(name.startswith("encoders.") for name in weights)
         if images and not encoders:
             raise CheckpointError(
                 f"the documents have images, and checkpoint {checkpoint} is of a language model alone, trained without "

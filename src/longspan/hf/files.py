@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
-from longspan.checkpoint.storage import not_data_text, read_plain_file
+from longspan.checkpoint.storage import not_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
@@ -77,6 +77,22 @@ def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[A
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
 ORDER, ARGUMENTS = "order.pt", "training_args.bin"
 _log = logging.get_logger(__name__)
+
+
+def read_plain_file(file: Path) -> Any:
+    """Return the tensors and plain values in a file of `torch.save`.
+
+    >>> read_plain_file(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
+    8
+
+    Raises CheckpointError for a file that is damaged or holds anything else, which is not run.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged file raises anything
+        raise CheckpointError(not_data_text(file, error)) from error
 
 
 class FilesPart(StockTrainer):

@@ -120,14 +120,13 @@ ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completion
 LOGGED = ("_metrics", "_pending_extra_logs", "_pending_metrics")  # what functions of the first rank log
 
 
-def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[str, Any], parameter_names: Any) -> None:
+def refuse_generation(kind: type[Any], args: Any, *, rollout: bool) -> None:
     """Raise ConfigError for a way to make answers that longspan does not run, if trainers of this class make any.
 
-    `constructor_values` are the arguments of the constructor by name, `parameter_names` all that it takes.
+    `rollout`: whether `rollout_func=` is given.
     """
     if not hasattr(kind, ANSWERS[0]):
         return
-    rollout = constructor_values.get("rollout_func") is not None
     if getattr(args, "use_adaptive_entropy", False):
         raise ConfigError(
             "args.use_adaptive_entropy is True: longspan does not compute the gradient of the entropy; leave it out"
@@ -137,11 +136,10 @@ def refuse_generation(kind: type[Any], args: Any, constructor_values: Mapping[st
     if getattr(args, "use_transformers_continuous_batching", False) or not (
         args.use_vllm or rollout or has_own_answers
     ):
-        ways = ["use_vllm=True (vllm_mode 'server' or 'colocate')"]
-        ways += ["rollout_func="] if "rollout_func" in parameter_names else []
         raise ConfigError(
             f"{kind.__name__} would make its answers by generate of the model, which longspan shards: a forward pass "
-            f"there needs a plan. Use {', '.join(ways)} or a subclass that overrides _generate_single_turn"
+            "there needs a plan. Use use_vllm=True (vllm_mode 'server' or 'colocate'), rollout_func= of GRPO, or a "
+            "subclass that overrides _generate_single_turn"
         )
     size = getattr(args, "vllm_tensor_parallel_size", 1)
     if rollout and args.use_vllm and args.vllm_mode == "colocate" and size > 1:

@@ -154,15 +154,9 @@ def _count_ranks() -> int:
 class OneAccelerator(Accelerator):
     """An accelerator that takes the rows of all ranks: TRL slices them by `process_index`."""
 
-    every_rank_writes = False  # for a time, each rank does what the main process does
-
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         return 0
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.every_rank_writes or super().is_main_process
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Leave a reference model where it is: longspan's `prepare` moves what a rank keeps."""

@@ -1,8 +1,5 @@
-"""References of TRL's trainers: log-probabilities as columns of a dataset, and the adapter that training began with."""
+"""References of TRL's trainers: models, and the adapter that training began with."""
 
-import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,24 +31,7 @@ def clear_device_map(args: Any) -> None:
 
 
 class PreferencesPart(StockTrainer):
-    """Precomputing of a reference's log-probabilities, under the plan of evaluation."""
-
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        """The first rank reads and writes TRL's cache; other ranks, which may see another disk, take its content."""
-        self._refuse_reference()
-        self._prepare_once()
-        reference = self.ref_model or self._facade
-        training = reference.inner_model.training
-        dataset = copy.copy(dataset)
-        path_of = dataset._get_cache_file_path
-        dataset._get_cache_file_path = lambda fingerprint: self._cache_of_first_rank(path_of(fingerprint))
-        self.accelerator.every_rank_writes = True  # each into the file that `_cache_of_first_rank` gives it
-        reference.inner_model.eval()
-        try:
-            return super()._precompute_ref_logps(dataset, name, batch_size)
-        finally:
-            reference.inner_model.train(training)
-            self.accelerator.every_rank_writes = False
+    """What a Trainer's reference model may be."""
 
     def _refuse_reference(self) -> None:
         names = [name for name in getattr(self.model, "peft_config", ()) if name != REFERENCE]
@@ -71,20 +51,6 @@ class PreferencesPart(StockTrainer):
                 "ref_model was loaded with a device_map, and a longspan trainer places parameters itself; load it "
                 "without device_map"
             )
-
-    def _cache_of_first_rank(self, path: str) -> str:
-        """Return this rank's copy of the cache that the first rank has at `path`, if there is one."""
-        is_first, cache = self.world.rank == 0, Path(path)
-        content = cache.read_bytes() if is_first and cache.exists() else None
-        content = self.world.control.broadcast_object(content)
-        if is_first:
-            return path
-        if not hasattr(self, "_caches"):  # kept with the trainer, as a dataset maps its file as long as it lives
-            self._caches = tempfile.TemporaryDirectory(prefix="longspan-reference-")
-        copy_here = Path(self._caches.name) / cache.name
-        if content is not None:
-            copy_here.write_bytes(content)
-        return str(copy_here)
 
 
 def take_reference_adapter(model: Any) -> Any:

@@ -33,6 +33,7 @@ _SETTINGS: dict[str, str] = {
     "bf16_full_eval": "the model would be cast between training and evaluation; leave it out",
     "entropy_coef": "the gradient of the entropy is not computed; set it to 0",
     "enable_jit_checkpoint": "each rank would save by a timer of its own; use save_steps",
+    "precompute_ref_log_probs": "a step runs its reference itself, under the step's plan; leave it out",
     "push_to_hub": "files are pushed by one process; push the saved folder afterwards",
 }
 # What the configuration of `accelerate launch` asks for, as accelerate reads it.
@@ -63,11 +64,6 @@ def refused_arguments(
                 f"{name} is {value!r} in the environment, from the configuration of accelerate launch, which "
                 f"a longspan trainer does not run: {why}"
             )
-    if any(optimizer_or_scheduler is not None for optimizer_or_scheduler in constructor_values.get("optimizers") or ()):
-        yield (
-            "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
-            "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
-        )
     name = getattr(args.optim, "value", args.optim)
     if name not in OPTIMIZERS and constructor_values.get("optimizer_cls_and_kwargs") is None:
         yield (
@@ -115,6 +111,11 @@ def refuse_kind(maybe_wrapped: Any) -> None:
 def refuse_model(trainer: Any) -> None:
     """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
     refuse_kind(trainer.model)
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ConfigError(
+            "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
+            "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
+        )
     model = unwrap_model(trainer.model)
     name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "vision_config", None) is not None and hasattr(trainer.processing_class, "image_processor"):

@@ -1,9 +1,8 @@
 """`with_longspan(TrainerClass)`: a Trainer of transformers or TRL whose ranks share documents by longspan's plans."""
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -132,76 +131,6 @@ def _document_lengths(trainer: Any) -> list[int]:
     return [int(longest_allowed)] if longest_allowed else []
 
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-class GivenArguments:
-    """What a trainer of the class `kind` is made with; `init` is the constructor to call, without `self`.
-
-    `values` are the arguments by name. What `init` takes as *args or **kwargs has the names of the first base with a
-    parameter `args`, the TrainingArguments. `parameter_names` are those of both constructors.
-    """
-
-    def __init__(self, kind: type[Any], init: Any, args: Any, keywords: Any) -> None:
-        self._bound = inspect.signature(init).bind_partial(*args, **keywords)
-        self._names, self._star, self._stars = _parameter_names(self._bound.signature)
-        self._stock = next(base for base in kind.__mro__[1:] if "args" in _parameter_names(_signature(base))[0])
-        stock, bound = _signature(self._stock), self._bound.arguments
-        self.parameter_names: set[str] = {*self._names, *stock.parameters}
-        self.values = {name: value for name, value in bound.items() if name in self._names}
-        self._positional, self._keywords = bound.get(self._star, ()), bound.get(self._stars, {})
-        with suppress(TypeError):  # *args of a class between `kind` and `_stock`: they stand for other parameters
-            stock_call = stock.bind_partial(None, *self._positional, **self._keywords)  # None: for self
-            self.values |= {name: value for name, value in stock_call.arguments.items() if name != "self"}
-
-    @property
-    def args(self) -> TrainingArguments:
-        """The TrainingArguments, or those that the stock class makes for itself."""
-        values = (self.values.get("args"), *self._positional)  # the latter may stand for other parameters
-        return next((v for v in values if isinstance(v, TrainingArguments)), None) or self._default_arguments()
-
-    def call_with(self, arguments: TrainingArguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the positional and keyword arguments of the call, with the caller's TrainingArguments replaced."""
-        bound, are_args = self._bound.arguments, [isinstance(value, TrainingArguments) for value in self._positional]
-        if "args" in self._names:
-            bound["args"] = arguments
-        elif any(are_args):
-            pairs = zip(self._positional, are_args, strict=True)
-            bound[self._star] = tuple(arguments if is_args else value for value, is_args in pairs)
-        elif self._stars:
-            bound[self._stars] = self._keywords | {"args": arguments}
-        else:
-            raise ConfigError(
-                f"the constructor takes {', '.join(self._names) or 'nothing'}, and longspan must give it args: the "
-                "batch of all ranks is in them; let it take args or **kwargs, and pass them on"
-            )
-        return self._bound.args, self._bound.kwargs
-
-    def _default_arguments(self) -> TrainingArguments:
-        """TRL's trainers have arguments of a class of their own (SFTConfig), and name the folder by model and class."""
-        annotation = _signature(self._stock).parameters["args"].annotation
-        if isinstance(annotation, str):
-            annotation = eval(annotation, vars(inspect.getmodule(self._stock)))
-        kinds = (kind for kind in getattr(annotation, "__args__", (annotation,)) if isinstance(kind, type))
-        config_kinds = (kind for kind in kinds if issubclass(kind, TrainingArguments) and kind is not TrainingArguments)
-        if (config := next(config_kinds, None)) is None:
-            return TrainingArguments(output_dir="tmp_trainer")  # transformers' own default
-        model = self.values.get("model")
-        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-        return config(f"{str(name).rstrip('/').split('/')[-1]}-{config.__name__.removesuffix('Config')}")
-
-
-def _signature(kind: type[Any]) -> inspect.Signature:
-    return inspect.signature(kind.__init__)
-
-
-def _parameter_names(signature: inspect.Signature) -> tuple[list[str], str, str]:
-    parameters = signature.parameters.values()
-    variadic_names = {parameter.kind: parameter.name for parameter in parameters if parameter.kind in _VARIADIC}
-    names = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
-    return names, variadic_names.get(_VARIADIC[0], ""), variadic_names.get(_VARIADIC[1], "")
-
-
 SAVES = "trainer.save_model(folder)"
 
 
@@ -216,14 +145,19 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan: LongspanArguments = longspan or LongspanArguments()
-        construction = GivenArguments(type(self), super().__init__, args, keywords)
-        arguments, model = construction.args, construction.values.get("model")
+        arguments = next((x for x in (*args, *keywords.values()) if isinstance(x, TrainingArguments)), None)
+        if arguments is None:
+            raise ConfigError(
+                f"{type(self).__name__} is made without TrainingArguments, and longspan must give it the batch of all "
+                "ranks in them; give args=, such as SFTConfig(output_dir=…), through a constructor of your own too"
+            )
         # What can be refused before the world is opened is refused here.
-        for reason in refused_arguments(arguments, self.longspan, construction.values):
+        for reason in refused_arguments(arguments, self.longspan, keywords):
             raise ConfigError(reason)
+        model = keywords.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
             refuse_kind(model)
-        refuse_generation(type(self), arguments, construction.values, construction.parameter_names)
+        refuse_generation(type(self), arguments, rollout=keywords.get("rollout_func") is not None)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
         try:
@@ -236,11 +170,12 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
                     setattr(arguments_here, name, False)
             if isinstance(model, str):  # TRL loads it by its name, and must not spread it over all GPUs
                 clear_device_map(arguments_here)
-            positional, keyword_arguments = construction.call_with(arguments_here)
+            positional = (arguments_here if value is arguments else value for value in args)
+            named = {name: arguments_here if value is arguments else value for name, value in keywords.items()}
             self._facade = Facade(lambda: self.model, self._token_values)
             self._prepared_model: Any = None
             with self._replace_generation():
-                super().__init__(*positional, **keyword_arguments)
+                super().__init__(*positional, **named)
             refuse_model(self)
             self._refuse_reference()
             self._try_saving()

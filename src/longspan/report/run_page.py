@@ -154,9 +154,8 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
     if len(ratios := finite(train["seconds"][predicted] / train["predicted_seconds"][predicted])[-recent:]):
         yield "measured / predicted", f"{np.median(ratios):.2f}", f"seconds, {of_steps}"
     if "encoder_share" in recorded:
-        share, balance = (medians[f"predicted_encoder_{name}"] for name in ("share", "balance"))
-        words = f"of the step, {of_steps}; busiest rank {medians['encoder_balance']:.2f} of the mean"
-        words += f"; predicted {100 * share:.0f}% and {balance:.2f}" if len(ratios) else ""
+        words = f"of the step, {of_steps}"
+        words += f"; predicted {100 * medians['predicted_encoder_share']:.0f}%" if len(ratios) else ""
         yield "encoder", f"{100 * medians['encoder_share']:.0f}%", words
     if len(seconds):
         tokens, targets = (number_text(finite(train[name]).sum()) for name in ("tokens", "targets"))
@@ -224,7 +223,6 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
 
 def save_sections(run: RunFolder) -> Iterator[Part]:
     folder, parts = run.path / "checkpoints", list[Part]()
-    # what `run.checkpoints` names may be in an object store, which is not asked
     if folder.is_dir() and not run.key("run", "checkpoints"):
         unfinished = {step_of(path) for path in folder.iterdir() if is_unfinished(path)} - {-1}  # -1: no step
         complete = sorted(map(step_of, complete_checkpoints(folder)))

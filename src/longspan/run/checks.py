@@ -49,7 +49,7 @@ _EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:
     """Return the home of the run on `ranks` ranks, if every value is possible there.
 
-    Without `training` learning rate, packs, loggers and plans of steps are not checked. Raises ConfigError or
+    Without `training` learning rate, loggers and plans of steps are not checked. Raises ConfigError or
     LayoutError.
     """
     check_model_keys(config, training=training)
@@ -66,7 +66,6 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_measures(config.train)
     check_optimizer(config)
     if training:
-        check_packs(config)
         check_loggers(config.run.loggers)
     check_plans(config, home, training=training)
     return home
@@ -142,25 +141,6 @@ def check_files(config: RunConfig) -> None:
             find_files(data.path or STDLIB, leave_out=run_dir)
     for entry in config.eval:
         find_files(entry.path, leave_out=run_dir, key=f"{entry.prefix}path")
-
-
-def check_packs(config: RunConfig) -> None:
-    data, tokens = config.data, config.train.tokens_per_step
-    if not data.pack_to:
-        return
-    if data.pack_to == 1:
-        raise ConfigError("data.pack_to is 1; a pack of one token predicts nothing: use 2 or more")
-    if data.pack_to > tokens:
-        raise ConfigError(
-            f"data.pack_to is {data.pack_to} and a step takes {tokens} tokens (train.tokens_per_step): no pack fits; "
-            f"raise train.tokens_per_step to {data.pack_to} or a multiple of it"
-        )
-    if 0 < data.max_document_tokens < data.pack_to:
-        raise ConfigError(
-            f"data.max_document_tokens {data.max_document_tokens} would cut texts into documents that are shuffled "
-            f"apart before they are packed to {data.pack_to} tokens (data.pack_to); set it to 0: packs cut what is "
-            "longer"
-        )
 
 
 def check_eval_sets(config: RunConfig) -> None:
@@ -300,8 +280,13 @@ def check_optimizer(config: RunConfig) -> None:
 
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-        matrix = nn.Linear(2, 2, bias=False)  # to see whether the optimizer accepts its arguments
-        OptimizerChoice.of(train).build(parameter_groups(matrix, train.optimizer, train.weight_decay))
+        choice, matrix = OptimizerChoice.of(train), nn.Linear(2, 2, bias=False)
+        if train.stochastic_rounding and not choice.is_one_pass:
+            raise ConfigError(
+                "train.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; train.optimizer "
+                f"is {train.optimizer!r} with {list(train.optimizer_arguments)}: use that adamw, or leave rounding out"
+            )
+        choice.build(parameter_groups(matrix, train.optimizer, train.weight_decay))  # does it accept its arguments?
 
 
 # ---- plans
@@ -341,11 +326,8 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
 
 def check_longest(config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None) -> None:
     """Raise ConfigError where the longest document of the corpus, of file `origin`, fits no group of slots."""
-    for choice, cut_by, limit in _plan_choices(replace(config, eval=()), training=True, heads=heads):
-        # a document longer than a pack is held out: training plans only packs, evaluation the document
-        is_pack = cut_by == "data.pack_to" and longest > limit
-        tokens, planned_origin = (limit, "packs") if is_pack else (longest, origin)
-        _check_fits(choice, cut_by, home, tokens, f"the longest document ({tokens} tokens, of {planned_origin})")
+    for choice, cut_by, _ in _plan_choices(replace(config, eval=()), training=True, heads=heads):
+        _check_fits(choice, cut_by, home, longest, f"the longest document ({longest} tokens, of {origin})")
 
 
 def check_longest_of_set(
@@ -362,8 +344,7 @@ def _plan_choices(
         heads = PRESETS[config.model.preset_name].values["num_attention_heads"]
     limit = "data.max_document_tokens", config.data.max_document_tokens
     if training:
-        choice = PlanChoice.training(config, heads=heads)
-        yield (choice, "data.pack_to", config.data.pack_to) if config.data.pack_to else (choice, *limit)
+        yield (PlanChoice.training(config, heads=heads), *limit)
     if config.data.eval_documents != 0 or not training:  # without training, evaluations are all there is
         yield (PlanChoice.evaluation(config, heads=heads), *limit)
     for entry in config.eval:

@@ -327,14 +327,13 @@ class _Loop:
                 agreed = steps.agree_on_end(stop, failure, saves)
                 if saves.done == run.done + 1:
                     self.starts.end_part("first step")
-                    note_start(run, self.starts, plan, self.display.log)
+                    note_start(run, self.starts, self.display.log)
                 stopped = agreed.stopped
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
-                saves.reserve_memory()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:

@@ -37,7 +37,7 @@ from longspan.ssm.kernels import describe_kernels
 from longspan.train.plans.order import largest_step
 from longspan.train.starts import Starts
 from longspan.train.step_end import counted_parameters
-from longspan.train.step_figures import device_name, waiting_text
+from longspan.train.step_figures import device_name
 
 
 def facts_of(run: TrainingRun) -> RunFacts:
@@ -296,8 +296,8 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
     run_on_first_rank(run.world, write, RunFolderError)
 
 
-def note_start(run: TrainingRun, starts: Starts, plan: Plan, log: LogLine) -> None:
-    """Log the seconds of a start by part, and what its first step waited for, and add them to run.json."""
+def note_start(run: TrainingRun, starts: Starts, log: LogLine) -> None:
+    """Log the seconds of a start by part, and add them to run.json."""
     file = run.dir / "run.json"
 
     def add_starts() -> None:
@@ -305,8 +305,6 @@ def note_start(run: TrainingRun, starts: Starts, plan: Plan, log: LogLine) -> No
 
     run_on_first_rank(run.world, add_starts, RunFolderError)
     log(str(starts))
-    if run.figures.priced_here and (text := waiting_text(plan)):
-        log(text)
 
 
 def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:

@@ -26,7 +26,7 @@ from longspan.corpus.build import (
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.step_order import PackOrder, StepOrder, sample_documents
+from longspan.data.step_order import StepOrder, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
@@ -35,7 +35,6 @@ from longspan.plan import Plan, PlanAhead
 from longspan.run.checks import check_longest, check_longest_of_set
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, largest_step, make_step_order
-from longspan.train.step_inputs import count_pack_targets
 from longspan.train.training import Training, check_set_length
 
 
@@ -105,7 +104,7 @@ class TrainingRun(Training):
     """A run after its set-up, on one rank: the model under training, its data, and the number of steps done."""
 
     corpus: Corpus
-    order: StepOrder | PackOrder
+    order: StepOrder
     done: int
     sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
     why_degrees: tuple[str, ...] = ()  # lines about evaluation degrees that were chosen by cost
@@ -156,7 +155,7 @@ class RunData:
 
     model: PreTrainedConfig
     corpus: Corpus
-    order: StepOrder | PackOrder
+    order: StepOrder
     sets: tuple[EvaluationSet, ...]
     longest: tuple[int, str]  # tokens and origin of the longest document that a planner receives
 
@@ -209,24 +208,12 @@ def open_data(
         return tuple(replace(s, documents=with_images(s.documents, model, run_dir)) for s in sets)
 
     sets = run_on_every_rank(world, add_images, DataError)
-    return RunData(model, corpus, order, sets, _longest_planned_document(config, corpus, order))
-
-
-def _longest_planned_document(config: RunConfig, corpus: Corpus, order: StepOrder | PackOrder) -> tuple[int, str]:
-    """A document, a pack, or a held-out document, which is never packed; with its origin."""
-    lengths, data = corpus.lengths, config.data
-    if not data.pack_to:
-        longest_document = int(np.argmax(lengths))
-        return int(lengths[longest_document]), corpus.origin(longest_document)
-    packed = data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
-    held_out = max(order.evaluation, key=lambda document: int(lengths[document]), default=None)
-    if held_out is None or lengths[held_out] <= packed:
-        return packed, "packs"
-    return int(lengths[held_out]), corpus.origin(held_out)
+    longest = int(np.argmax(corpus.lengths))
+    return RunData(model, corpus, order, sets, (int(corpus.lengths[longest]), corpus.origin(longest)))
 
 
 class StepReader:
-    """Selects the documents of each step and counts their targets into its plan, once a step."""
+    """Selects the documents of each step, once a step, with its plan."""
 
     def __init__(self, run: TrainingRun, plans: PlanAhead) -> None:
         self._run, self._plans = run, plans
@@ -237,7 +224,7 @@ class StepReader:
         if prepared is not None and prepared[0] == step:
             return prepared[1:]
         documents = self._run.order.select(self._run.corpus, step)
-        return documents, count_pack_targets(documents, self._plans.plan(step))
+        return documents, self._plans.plan(step)
 
     def prepare_step(self, step: int, model: MultimodalModel | None = None) -> None:
         """Select the documents of the next step, where its plan is ready: no rank waits, and `read_step` raises errors.
@@ -252,7 +239,6 @@ class StepReader:
             if plan is None:
                 return
             documents = run.order.select(run.corpus, step)
-            plan = count_pack_targets(documents, plan)
             self._next = (step, documents, plan)
             if model is not None:
                 from longspan.train.terms.encoders import plan_waves_ahead

@@ -41,7 +41,6 @@ class Facts(NamedTuple):
     lengths: Integers
     targets: Integers
     prefix_rows: Integers  # rows before the first target
-    pieces: Integers  # documents in a pack; 0 for a document that is no pack
     weighted: Integers  # 0 or 1
     starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
 
@@ -167,7 +166,6 @@ class GatheredDocument:
         self._documents, self._number, self._facts = documents, number, facts
         self.targets: int = facts["targets"]
         self.rows_before_targets: int = facts["prefix_rows"]
-        self.pieces = range(facts["pieces"])  # the numbers of the documents in a pack; empty for one that is none
 
     def __len__(self) -> int:
         return self._facts["lengths"]
@@ -240,7 +238,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 
 class _Share(NamedTuple):
-    facts: Integers  # (D, 5) the first fields of Facts
+    facts: Integers  # (D, 4) the first fields of Facts
     names: tuple[str, ...]  # of numbers, without weights
     labelled: bool  # whether a label is another than its token
     digest: bytes  # of all that the documents hold; empty for fewer than two different ones
@@ -280,8 +278,7 @@ class _Local:
                 "give a number for each"
             )
         targets, prefix_rows = int((labels[1:] != NO_TARGET).sum()), count_prefix_rows(document, number, len(ids))
-        pieces = len(getattr(document, "pieces", ()))
-        self._facts.append((len(ids), targets, prefix_rows, pieces, int(WEIGHTS in values)))  # as in `_Share.facts`
+        self._facts.append((len(ids), targets, prefix_rows, int(WEIGHTS in values)))  # as in `_Share.facts`
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
@@ -299,7 +296,7 @@ class _Local:
             digests.append(of_document.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
         names = {name for document in self._documents for name in document} - {IDS, LABELS, number_column(WEIGHTS)}
-        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
+        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
         value_names = tuple(sorted(name[1:] for name in names))  # without the dot of `number_column`
         return _Share(facts, value_names, self._labelled, digest)
 

@@ -315,7 +315,7 @@ def _padding_rows(shard: SequenceShard) -> LocalBatch:
 def bind_spans(shard: SequenceShard, rules: CallRules, documents: Any, items: "ItemTable | None") -> SequenceShard:
     """Return the shard with the rows that see each other both ways: a prefix's or an item's, by the model's rules.
 
-    Raises DataError for a prefix that the model's window would cut, and for packs, whose pieces have a prefix each.
+    Raises DataError for a prefix that the model's window would cut.
     """
     if rules.prefix:
         return shard.with_spans(dict(_document_prefixes(shard, rules, documents, items)))
@@ -331,11 +331,6 @@ def _document_prefixes(
     for group in groups:
         for number, length in zip(group.documents, group.lengths, strict=True):
             document = documents[number]
-            if len(getattr(document, "pieces", ())) > 1:
-                raise DataError(
-                    f"document {number} is a pack of {len(document.pieces)} pieces, and in {rules.architecture} each "
-                    "has a prefix of its own; use data.pack_to = 0: micro-batches hold several documents"
-                )
             prefix = count_prefix_rows(document, number, length, items)
             if rules.prefix_window is not None and prefix > rules.prefix_window:
                 raise DataError(

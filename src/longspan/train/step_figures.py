@@ -12,7 +12,7 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.config.sections import RunConfig
-from longspan.errors import PlanError, plural
+from longspan.errors import PlanError
 from longspan.model.adapters import model_adapter
 from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -23,8 +23,6 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops, peak_tflops
 if TYPE_CHECKING:  # of models with images
     from longspan.plan.items.encoder_shape import EncoderShape, Trained
     from longspan.train.terms.encoders import EncoderTimes
-
-WAITED_SHARE = 0.1  # of a step's predicted seconds, from which on `waiting_text` has words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +49,13 @@ class StepFigures:
         """Return figures of a step that took `seconds`: `tflops` of a device, `mfu`, `predicted_seconds`,
         `bound_share`.
 
-        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time, the
-        busiest rank's time over the mean, and both as the plans predict.
+        `images` are the rows of each image, whose FLOPs count too. `encoders` give their share of the step's time, and
+        that which the plans predict.
         """
-        figures = self._encoder_figures(plan, seconds, encoders)
+        figures, in_encoders = dict[str, float](), encoders.predicted_seconds if encoders else 0.0
+        if encoders is not None:
+            figures["encoder_share"] = round(encoders.seconds / seconds, 4)
+            figures["predicted_encoder_share"] = round(in_encoders / (in_encoders + plan.predicted_seconds), 4)
         if self.shape is not None and not (images and self.images is None):
             flops = model_flops(self.shape, plan.lengths, frozen=self.frozen)
             flops += self.images.flops(images, trained=self.trained) if self.images else 0
@@ -63,21 +64,9 @@ class StepFigures:
             if self.peak is not None:
                 figures["mfu"] = round(tflops / self.peak, 6)
         if self.priced_here:
-            in_encoders = encoders.predicted_seconds if encoders else 0.0
             figures["predicted_seconds"] = round(plan.predicted_seconds + in_encoders, 6)
             figures["bound_share"] = round((plan.lower_bound_seconds + in_encoders) / seconds, 6)
         return figures
-
-    def _encoder_figures(self, plan: Plan, seconds: float, encoders: "EncoderTimes | None") -> dict[str, float]:
-        if encoders is None:
-            return {}
-        predicted = encoders.predicted_seconds
-        return {
-            "encoder_share": round(encoders.seconds / seconds, 4),
-            "encoder_balance": round(encoders.balance, 4),
-            "predicted_encoder_share": round(predicted / (predicted + plan.predicted_seconds), 4),
-            "predicted_encoder_balance": round(encoders.predicted_balance, 4),
-        }
 
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
@@ -106,23 +95,6 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
         priced_here=known or bool(config.run.machine),
         uncounted=uncounted,
-    )
-
-
-def waiting_text(plan: Plan) -> str:
-    """Return a line for a lockstep step of which a tenth or more waits for messages of sharded weights; else ""."""
-    cost, count = plan.cost, len(plan.micro_batches)
-    if plan.mode != "lockstep" or not count:
-        return ""
-    work = plan.timeline().busy.max(axis=1) - cost.micro_batch_seconds
-    waited = float((cost.sharding_seconds - work).clip(min=0).sum())
-    if waited < WAITED_SHARE * plan.predicted_seconds:
-        return ""
-    batches = plural(count, "micro-batch", "es")
-    return (
-        f"of the {plan.predicted_seconds:.1f} s that a step is predicted to take, {waited:.1f} s are waits for "
-        f"messages of sharded weights, in each of {batches}: parallel.dp_replicate keeps them inside a host, and "
-        'context.mode = "free" sends them once a step'
     )
 
 

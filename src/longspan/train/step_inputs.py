@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.data.document import LabelledPack, target_count
+from longspan.data.document import target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
@@ -132,20 +132,6 @@ class StepInputs:
     documents: StepDocuments
     world: World
     backward: bool
-
-
-def count_pack_targets(documents: Any, plan: Plan) -> Plan:
-    """Return the plan with the targets of its documents, which planners do not read of packs with labels."""
-    if isinstance(documents, MovingDocuments):
-        return replace(plan, targets=documents.targets)
-    if not any(isinstance(document, LabelledPack) for document in documents):
-        return plan
-    from longspan.bridge.item_documents import count_text_targets, find_item_table
-
-    items = find_item_table(documents, plan.lengths)
-    if items is not None:
-        return replace(plan, targets=sum(count_text_targets(documents, items)))
-    return replace(plan, targets=sum(target_count(documents[document]) for document in range(len(plan.lengths))))
 
 
 def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:

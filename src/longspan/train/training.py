@@ -33,10 +33,10 @@ from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
 from longspan.train.optim.offload_states import offload_states
+from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import (
     OPTIMIZERS,
     OptimizerChoice,
-    build_rounding_optimizer,
     check_sharded_update,
     parameter_groups,
 )
@@ -268,10 +268,9 @@ def make_optimizer(
     rates = None
     if isinstance(model, MultimodalModel) and config.encoder.lr:
         rates = {"encoders": config.encoder.lr, "language_model": config.train.lr}
-    if config.train.stochastic_rounding:
-        optimizer = build_rounding_optimizer(choice, model, world, rates)
-    else:
-        optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
+    groups = parameter_groups(model, choice.name, choice.weight_decay, rates)
+    rounding = RoundingBits(model, world) if config.train.stochastic_rounding else None
+    optimizer = choice.build(groups, rounding=rounding)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     on_host = config.train.offload_states if memory is None else memory.offload_states

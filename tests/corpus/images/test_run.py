@@ -14,7 +14,6 @@ from longspan.corpus.image_documents import ImageReader
 from longspan.corpus.images.image_file import ImageFile
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
-from longspan.run import run_data
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans.order import make_step_order
@@ -85,28 +84,26 @@ def losses_of(config: RunConfig) -> dict[str, list[float]]:
 
 
 class Reads(NamedTuple):
-    """Of one rank's run: images that it gave its encoder, had begun to read before that, and whose pixels it opened;
-    the steps whose documents it selected, and how often it counted targets.
+    """Of one rank's run: images that it gave its encoder, had begun to read before that, and whose pixels it opened,
+    and the steps whose documents it selected.
     """
 
     given: int
     ahead: int
     opened: int
     selected: list[int]
-    counted: int
 
 
 def train_and_count(rank: int, config: RunConfig, ranks: int) -> Reads:
-    given, ahead, opened, selected, counted = list[Any](), list[Any](), list[Any](), list[int](), list[Any]()
+    given, ahead, opened, selected = list[Any](), list[Any](), list[Any](), list[int]()
     with pytest.MonkeyPatch.context() as patch:
         note(patch, ImageReader, "_read_input", lambda _, number: given.append(number))
         read_ahead = ImageReader.read_ahead  # takes what can be read once
         patch.setattr(ImageReader, "read_ahead", lambda self, n: ahead.extend(n := [*n]) or read_ahead(self, n))
         note(patch, ImageFile, "load", opened.append)
         note(patch, StepOrder, "select", lambda _self, _corpus, step: selected.append(step))
-        note(patch, run_data, "count_pack_targets", lambda _, plan: counted.append(plan))
         train_rank(rank, config, ranks)
-    return Reads(len(given), len(ahead), len(opened), selected, len(counted))
+    return Reads(len(given), len(ahead), len(opened), selected)
 
 
 def note(patch: pytest.MonkeyPatch, owner: Any, name: str, write: Any) -> None:
@@ -135,8 +132,8 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     assert 0 < first.ahead <= first.given and 0 < second.ahead <= second.given
 
 
-def test_the_documents_of_a_step_are_selected_and_counted_once(trained: tuple[RunConfig, list[Reads]]) -> None:
-    assert all(rank.ahead and rank.selected == [0, 1, 2, 3] and rank.counted == 4 for rank in trained[1])
+def test_the_documents_of_a_step_are_selected_once(trained: tuple[RunConfig, list[Reads]]) -> None:
+    assert all(rank.ahead and rank.selected == [0, 1, 2, 3] for rank in trained[1])
 
 
 def test_saved_folders_have_the_processor_and_are_evaluated(

@@ -55,7 +55,6 @@ def test_kinds(values: dict[str, object], kind: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "there are no rows"),
         ([{"text": "a"}, {"messages": []}], r"line 2 holds messages \(chat\), and line 1 holds text; rows of one"),
         ([{"prompt": "a"}], r"line 1: needs text, messages, .*; found keys \['prompt'\]; data.columns gives columns"),
         ([{"instruction": "a"}], r"found keys \['instruction'\]; its answer is called output"),
@@ -108,9 +107,7 @@ ENDS = [  # texts in which special tokens are read, and what a model reads: TRL'
 
 @pytest.mark.parametrize("closing", ["", "</s>"])
 @pytest.mark.parametrize(("text", "read"), ENDS)
-def test_no_second_beginning_or_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, read: str, closing: str
-) -> None:
+def test_no_second_beginning_or_end(tmp_path: Path, text: str, read: str, closing: str) -> None:
     tokenizer = load_tokenizer(with_bos(tmp_path / "t", closing))
     decode = partial(tokenizer.engine.decode, skip_special_tokens=False)
     settings = RowSettings(parse_special_tokens=True)
@@ -122,7 +119,6 @@ def test_no_second_beginning_or_end(
         sample = encoded(encoding, prompt=prompt, completion=completion)
         assert sample.labels is not None and decode(sample.ids.tolist()) == read
         assert decode(sample.ids[sample.labels != -100].tolist()) == completion + end
-    monkeypatch.setattr("longspan.corpus.tokenizer.PIECE", 16)
     (ids,) = tokenizer.encode(["the fox " * 4 + text])
     assert decode(ids.tolist()) == "<s>" + "the fox " * 4 + text + end
 

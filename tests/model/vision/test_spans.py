@@ -7,7 +7,6 @@ import torch
 
 from longspan import Document, Layout, MultimodalModel, World, bind, plan_fixed, prepare
 from longspan.comm import SequenceShard
-from longspan.data.document import Piece, make_pack
 from longspan.errors import DataError, ModelError
 from longspan.model.seams.call_rules import CallRules
 from longspan.plan import Group, MicroBatch
@@ -50,8 +49,5 @@ def test_a_prefix_is_what_stands_before_the_first_target() -> None:
     assert [*spans.start] == [0] and [*spans.stop] == [6]
     with pytest.raises(DataError, match="document 0 has a prefix of 6 rows, and layers of PaliGemma a window of 5"):
         bind_spans(shard, replace(rules, prefix_window=5), [LONG, SHORT], None)
-    pack = make_pack((Piece(LONG, 0, 4), Piece(LONG, 0, 4)))
-    with pytest.raises(DataError, match="document 0 is a pack of 2 pieces"):
-        bind_spans(shard, rules, [pack, SHORT], None)
     with pytest.raises(ModelError, match="PaliGemma: rows of a prefix see each other, and the shard of 2 documents"):
         rules.check_spans(shard)

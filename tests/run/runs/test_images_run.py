@@ -84,8 +84,8 @@ def train_at_two_degrees(tmp_path: Path, model: Path) -> None:
 def test_a_run_with_images(tmp_path: Path) -> None:
     train_at_two_degrees(tmp_path, model_folder(tmp_path / "model"))
     steps = [row for row in read_metrics(tmp_path / "two" / "metrics.jsonl") if "grad_norm" in row]
-    assert all(0 < row["encoder_share"] < 1 <= row["encoder_balance"] and row["tflops"] > 0 for row in steps)
-    assert all(0 < row["predicted_encoder_share"] < 1 <= row["predicted_encoder_balance"] for row in steps)
+    assert all(0 < row["encoder_share"] < 1 and row["tflops"] > 0 for row in steps)
+    assert all(0 < row["predicted_encoder_share"] < 1 for row in steps)
     saved: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "two" / "model")
     exported = export_checkpoint(tmp_path / "two", None, tmp_path / "out", print)
     again: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")

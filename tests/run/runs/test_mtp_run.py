@@ -86,18 +86,13 @@ def test_depths_are_fixed_where_a_run_goes_on(trained: Trained) -> None:
         run(alone(other, Path(config.run.dir)), 1)
 
 
-def test_exports_have_the_depths_or_leave_them_out(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exports_have_the_depths(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, _ = trained
     saved = load_file(Path(config.run.dir) / "model" / "model.safetensors")
     assert export_main([config.run.dir, str(tmp_path / "with")]) == 0
     assert "2 depths of multi-token prediction: under mtp.layers.0" in capsys.readouterr().out
-    assert export_main([config.run.dir, str(tmp_path / "without"), "--mtp", "none"]) == 0
-    assert "2 depths of multi-token prediction: left out" in capsys.readouterr().out
-    whole, bare = (load_file(tmp_path / name / "model.safetensors") for name in ("with", "without"))
+    whole = load_file(tmp_path / "with" / "model.safetensors")
     assert whole.keys() == saved.keys() and all(torch.equal(whole[name], saved[name]) for name in saved)
-    assert bare.keys() == {name for name in saved if not name.startswith("mtp.")}
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "with", dtype=torch.float64)
     assert all(torch.equal(x, saved[name]) for name, x in stock.named_parameters())
     with pytest.warns(UserWarning, match="30 tensors of its files are no part of .* mtp.layers.0.eh_proj.weight"):

@@ -85,10 +85,9 @@ def epoch_config(folder: Path, tokens: int, epochs: float, **keys: Any) -> RunCo
 
 PIPELINE = ALONE | {"parallel__pp": 2}
 FREE = ALONE | {"context__mode": "free", "context__max_tokens_per_slot": 64}
-PACKS = {"data__max_document_tokens": 0, "data__pack_to": 40, "context__eval_max_tokens_per_slot": 198}
 CASES: dict[str, tuple[int, int, float, dict[str, Any]]] = {  # ranks, tokens a step, epochs, further keys
     "a step is more than an epoch": (1, 10**6, 2, ALONE),
-    "packs, and a short last step": (1, 200, 1, ALONE | PACKS),
+    "a short last step": (1, 200, 1, ALONE),
     "a pipeline": (2, 400, 2, PIPELINE),
     "free slots, and part of an epoch": (2, 200, 1.5, FREE),
 }
@@ -137,7 +136,7 @@ def test_a_run_of_epochs_goes_on_in_the_middle_of_one_and_with_one_more(tmp_path
 
 
 def test_tokens_of_sources_stand_by_their_weights(tmp_path: Path) -> None:
-    keys = {"train__steps": 8, "train__eval_every": 0, "data__eval_documents": 2, "data__pack_to": 32, **ALONE}
+    keys = {"train__steps": 8, "train__eval_every": 0, "data__eval_documents": 2, **ALONE}
     config = small_config(tmp_path, **keys)
     paths = [write_texts(tmp_path / name, count) for name, count in (("first", 4), ("second", 9))]
     sources = tuple(SourceConfig(str(path), weight) for path, weight in zip(paths, (3.0, 1.0), strict=True))

@@ -17,8 +17,8 @@ from longspan.layout import Layout
 from longspan.model.activations import host_offload
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import OffloadedStates, offload_states, total_state_bytes
-from longspan.train.optim.one_pass_adamw import OnePassAdamW
-from longspan.train.optim.optimizer import OptimizerChoice, build_rounding_optimizer
+from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
+from longspan.train.optim.optimizer import OptimizerChoice
 
 BUCKET = 16 << 10
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 def _make(model: Model, kind: Any, arguments: Mapping[str, Any]) -> Optimizer:
     if isinstance(kind, OptimizerChoice):
-        return build_rounding_optimizer(kind, model, model.world)
+        return kind.build(model.parameters(), rounding=RoundingBits(model, model.world))
     parameters = [*model.parameters()]
     return kind([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.02}], lr=0.01, **arguments)
 

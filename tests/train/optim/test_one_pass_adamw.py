@@ -25,10 +25,7 @@ from longspan.train.optim.one_pass_adamw import (
     random_words,
 )
 from longspan.train.optim.optimizer import (
-    OptimizerChoice,
-    StochasticRounding,
     build_optimizer,
-    build_rounding_optimizer,
 )
 
 SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
@@ -198,18 +195,3 @@ def test_shards_are_rounded_as_the_whole(down: int, across: int) -> None:
             apply_updates([Update(*shard, factors, key, Places.of(shape, block))], None)
             assert all(torch.equal(part, result[block]) for part, result in zip(shard, whole, strict=True))
     assert not torch.equal(whole[0], tensors[0])
-
-
-def test_one_pass_and_one_by_one_round_alike() -> None:
-    choice, results = OptimizerChoice("adamw", 1e-2, 0.1), list[list[Tensor]]()
-    for make in (build_rounding_optimizer, StochasticRounding):
-        torch.manual_seed(0)
-        model, world = nn.Linear(40, 30, dtype=torch.bfloat16), _world(0)
-        optimizer = make(choice, model, world)
-        for step in range(3):
-            world.step = step
-            for parameter in model.parameters():
-                parameter.grad = torch.randn(parameter.shape).bfloat16()
-            optimizer.step()
-        results.append([x for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())])
-    assert all(map(torch.equal, *results))

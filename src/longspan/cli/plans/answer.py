@@ -37,7 +37,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
 from longspan.data.manifest import SHORTEST
-from longspan.data.step_order import PackOrder, StepOrder
+from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, PlanError, plural
 from longspan.model.weights.file_names import tokenizer_folder
 from longspan.plain_text import seconds_text, text_table
@@ -59,7 +59,7 @@ class RunDocuments:
     """
 
     config: RunConfig
-    order: StepOrder | PackOrder
+    order: StepOrder
     longest: int
     target_share: float
     image_rows: float
@@ -91,7 +91,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
         images = corpus.images
         rows = 0.0 if images is None else float(images.column("rows").sum()) / tokens * largest_step(config, order)
-        longest_tokens, line = _longest_planned_length(config, order, lengths), documents_line(config, order)
+        longest_tokens, line = _longest_planned_length(order, lengths), documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line)
 
 
@@ -117,19 +117,16 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     return RunDocuments(
         config,
         order,
-        longest=_longest_planned_length(config, order, lengths),
+        longest=_longest_planned_length(order, lengths),
         target_share=1.0,
         image_rows=0.0,
         line=f"{documents_line(config, order)}; estimated",
     )
 
 
-def _longest_planned_length(config: RunConfig, order: StepOrder | PackOrder, lengths: npt.NDArray[Any]) -> int:
-    data = config.data
-    if not data.pack_to:
-        held_out = set(order.evaluation)
-        return max(int(n) for i, n in enumerate(lengths.tolist()) if i not in held_out)
-    return data.pack_to if data.pack_attention == "across" else min(data.pack_to, int(lengths.max()))
+def _longest_planned_length(order: StepOrder, lengths: npt.NDArray[Any]) -> int:
+    held_out = set(order.evaluation)
+    return max(int(n) for i, n in enumerate(lengths.tolist()) if i not in held_out)
 
 
 PRICED = {True: 64, False: 8}  # steps of a run whose seconds count, of plans of one degree and of dynamic ones

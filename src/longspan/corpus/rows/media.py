@@ -31,7 +31,6 @@ from longspan.corpus.rows.sample import (
     check_strings,
     preview,
     require_string,
-    strings,
     type_name,
 )
 from longspan.corpus.rows.template import ChatTemplate
@@ -40,8 +39,6 @@ from longspan.data.document import NO_TARGET
 from longspan.data.images import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, plural
 
-_LONGEST_PATH = 4096  # characters, which no system takes more of
-_BASE64 = re.compile(r"(?:iVBORw0|/9j/|R0lGOD|UklGR)[A-Za-z0-9+/\s]{64,}={0,2}\s*")  # of PNG, JPEG, GIF and WebP
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{1,11}://|file:", re.IGNORECASE)
 
 
@@ -85,27 +82,13 @@ def check_entry_keys(entry: Mapping[str, Any], keys: Collection[str], name: str)
 def _entry_path(entry: str, name: str) -> str:
     scheme = _SCHEME.match(entry)
     if scheme is None:
-        if _BASE64.fullmatch(entry):
-            raise RowError(
-                f"{name} looks like an image as base64, of {len(entry):,} characters; write it as "
-                '"data:image/png;base64,…", or as {"bytes": "…"}'
-            )
-        if len(entry) > _LONGEST_PATH:
-            raise RowError(
-                f"{name} has {len(entry):,} characters, and a path at most {_LONGEST_PATH:,}: {entry[:60]!r}"
-            )
         return entry
-    if scheme.group().lower().rstrip("/") != "file:":
-        raise RowError(f"{name} is {shorten_path(entry)!r}; nothing is downloaded: give the path of a file here")
-    path = entry[len("file:") :]
-    if path.startswith("//"):
-        host, slash, path = path[2:].partition("/")
-        if host not in ("", "localhost"):
-            raise RowError(
-                f"{name} is {shorten_path(entry)!r}, a file of the host {host!r}; nothing is downloaded: a file here "
-                "is file:///…, with three slashes, or a path"
-            )
-        path = slash + path
+    path = re.sub(r"^//(localhost)?(?=/)", "", entry[len("file:") :])
+    if scheme.group().lower().rstrip("/") != "file:" or path.startswith("//"):
+        raise RowError(
+            f"{name} is {shorten_path(entry)!r}; nothing is downloaded: give the path of a file here, or file:///… "
+            "with three slashes"
+        )
     return unquote(path)
 
 
@@ -219,12 +202,6 @@ def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
 
 def kinds_named(text: str, name_pattern: re.Pattern[str]) -> list[str]:
     return [name.strip("<>") for name in name_pattern.findall(text)]
-
-
-def count_plain_names(values: Mapping[str, Any]) -> Counter[str]:
-    plain_names = [NAMED[kind] for kind in NAMED if kind not in kinds_by_name(values)]
-    texts = [text for key in ("messages", *_TEXTS) for _, text in strings(values.get(key), key)]
-    return Counter(name for text in texts for name in plain_names if name in text)
 
 
 def read_media(values: Mapping[str, Any], folder: str) -> RowMedia:

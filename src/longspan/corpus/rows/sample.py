@@ -248,8 +248,6 @@ _UNREAD = (
 
 def common_kind(rows: Sequence[Row]) -> Kind:
     """Return the kind of rows. Raises DataError for a row of no kind or of two, and for rows of different kinds."""
-    if not rows:
-        raise DataError("there are no rows; give rows with one of: " + _KEYS_TEXT)
     kind, first = row_kind(rows[0]), rows[0]
     for row in rows[1:]:
         if (other := row_kind(row)) != kind:

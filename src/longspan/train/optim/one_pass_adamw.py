@@ -171,21 +171,6 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def round_by_places(x: Tensor, key: Key, places: Places, stream: int) -> Tensor:
-    """Round the block of a parameter, or of a moment, to bfloat16 by the bits of its places; a DTensor stays one."""
-    rounded, local = x.to(torch.bfloat16), local_tensor(x)
-    flat, result = local.contiguous().view(-1), torch.empty_like(local_tensor(rounded)).view(-1)
-    # One word per number serves STREAMS streams; an optimizer with more states draws further words by other keys.
-    key = Key(key.first, (key.second + stream // STREAMS * GOLDEN) & WORD)
-    chunk = chunk_numbers(flat.device)
-    for start in range(0, len(flat), chunk):
-        stop = min(start + chunk, len(flat))
-        words = random_words(key, places.indices(start, stop, flat.device))
-        result[start:stop] = round_stochastically(flat[start:stop], noise_of(words, stream % STREAMS))
-    local_tensor(rounded).copy_(result.view(local.shape))
-    return rounded
-
-
 BLOCK, WARPS = 1024, 4  # numbers that a program updates at a time, by so many warps
 PROGRAMS = 2112  # of the largest tensor: sixteen on each of an H200's multiprocessors
 ALIGNMENT = 16  # bytes that one load of a thread takes

@@ -1,4 +1,4 @@
-"""Optimizers by name: which class, with which arguments, over which parameters, rounding by chance if asked for.
+"""Optimizers by name: which class, with which arguments, over which parameters.
 
 A class that is not longspan's own is tried on small sharded parameters before step 1.
 """
@@ -22,7 +22,7 @@ from longspan.comm import World
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
 from longspan.model.weights.local_tensors import local_block, local_tensor
-from longspan.train.optim.one_pass_adamw import Key, OnePassAdamW, RoundingBits, round_by_places
+from longspan.train.optim.one_pass_adamw import OnePassAdamW, RoundingBits
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "sgd": SGD}
 _ONE_PASS = {"betas", "eps", "maximize"}  # arguments that `OnePassAdamW` takes
@@ -61,22 +61,19 @@ class OptimizerChoice:
     def is_one_pass(self) -> bool:
         return self.name == "adamw" and {name for name, _ in self.arguments} <= _ONE_PASS
 
-    @property
-    def kind(self) -> type[Optimizer]:
-        return optimizer_class(self.name)
-
     def build(self, parameters: Iterable[Any], *, rounding: RoundingBits | None = None) -> Optimizer:
         """Make the optimizer of parameters, or of groups of them. Raises ConfigError where its class refuses these.
 
         With `rounding`, AdamW in one pass rounds parameters and moments in bfloat16 by chance.
         """
+        assert rounding is None or self.is_one_pass, self.name  # `check_optimizer` refuses others
         settings: dict[str, Any] = {"lr": self.lr, **dict(self.arguments)}
         try:
             if self.is_one_pass:
                 return OnePassAdamW(parameters, **settings, rounding=rounding)
             if self.name == "adamw":  # torch's own, as its arguments ask for
                 settings = {"fused": True} | settings
-            return self.kind(parameters, **settings)  # pyright: ignore[reportArgumentType]
+            return optimizer_class(self.name)(parameters, **settings)  # pyright: ignore[reportArgumentType]
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 f"train.optimizer {self.name!r} refuses its parameters or arguments {settings}: {error}; correct "
@@ -293,77 +290,6 @@ def allocate_adam_states(optimizer: Optimizer) -> bool:
             assert isinstance(state, Tensor)
             state.zero_()
     return True
-
-
-def build_rounding_optimizer(
-    choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
-) -> Optimizer:
-    """Make an optimizer that rounds by chance: AdamW in one pass; another class one parameter at a time."""
-    if choice.is_one_pass:
-        groups = parameter_groups(model, choice.name, choice.weight_decay, rates)
-        return choice.build(groups, rounding=RoundingBits(model, world))
-    return StochasticRounding(choice, model, world, rates)
-
-
-class StochasticRounding(Optimizer):
-    """An optimizer that updates one parameter at a time in float32, and rounds it and its moments by chance.
-
-    Parameters and moments in bfloat16 stay so, by `RoundingBits`; those of other types are updated as they are.
-    """
-
-    def __init__(
-        self, choice: OptimizerChoice, model: nn.Module, world: World, rates: Mapping[str, float] | None = None
-    ) -> None:
-        """`_wide`, another optimizer of the kind, updates float32 copies."""
-        optimizer = choice.build(parameter_groups(model, choice.name, choice.weight_decay, rates))
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        # Steps on the float32 copy of one parameter. Until then it has a matrix: Muon takes nothing else.
-        self._wide = choice.build([nn.Parameter(torch.zeros(1, 1))])
-        self.kind: type[torch.optim.Optimizer] = choice.kind
-        self._bits = RoundingBits(model, world)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient; `closure` must be None, as a step does not evaluate the loss."""
-        assert closure is None, "a step evaluates the loss once"
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update_parameter(parameter, group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._bits.restart()
-
-    def _update_parameter(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
-        assert parameter.grad is not None
-        wide_parameter = nn.Parameter(_widen_value(parameter.detach().clone()))
-        wide_parameter.grad = _widen_value(parameter.grad)
-        self._wide.param_groups[:] = [{**group, "params": [wide_parameter]}]
-        state = {name: _widen_value(value) for name, value in self.state[parameter].items()}
-        self._wide.state = defaultdict(dict, {wide_parameter: state} if state else {})
-        self._wide.step()
-        key = self._bits.key(parameter)
-        parameter.copy_(self._round_value(wide_parameter.detach(), parameter, key, 0))
-        state, stream = dict[str, Any](), 0  # moments are rounded by the bits of streams 1, 2, and so on
-        for name, value in self._wide.state[wide_parameter].items():
-            stream += _is_wide(value)
-            state[name] = self._round_value(value, parameter, key, stream)
-        self.state[parameter] = state
-        self._bits.count_update(parameter)
-
-    def _round_value(self, value: Any, parameter: nn.Parameter, key: Key, stream: int) -> Any:
-        if not _is_wide(value) or parameter.dtype != torch.bfloat16:
-            return value
-        return round_by_places(value, key, self._bits.places(parameter), stream)
-
-
-def _widen_value(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
-
-
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0 and value.dtype == torch.float32
 
 
 STEPS, BOUND = 2, 1e-4  # updates that are tried, and their largest error as a share of the largest update

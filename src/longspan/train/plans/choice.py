@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import ONE_DEGREE, EvalConfig, PlanSection
 from longspan.config.sections import ParallelConfig, RunConfig, held_out_set
-from longspan.data.step_order import PackOrder, StepOrder
+from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_fixed, plan_padded
@@ -254,7 +254,7 @@ class StepPlanner:
     """The plan of any training step, from its number. It can be pickled, so that another process may plan."""
 
     choice: PlanChoice
-    order: StepOrder | PackOrder
+    order: StepOrder
     home: Layout
 
     def __call__(self, step: int) -> Plan:
@@ -262,7 +262,7 @@ class StepPlanner:
         return self.choice.plan(lengths, self.home, targets=targets)
 
 
-def plan_steps(choice: PlanChoice, order: StepOrder | PackOrder, home: Layout, *, ahead: int = 2) -> PlanAhead:
+def plan_steps(choice: PlanChoice, order: StepOrder, home: Layout, *, ahead: int = 2) -> PlanAhead:
     """Plan the training steps of a run; a context manager.
 
     Dynamic plans and those of a planner of one's own are made `ahead` steps early in another process; fixed and padded

@@ -18,7 +18,7 @@ from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_ran
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, set_evaluations
-from longspan.data.step_order import PackOrder, StepOrder
+from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
@@ -30,7 +30,7 @@ STEPS = 4  # whose documents are planned for
 
 
 def choose_partition_on_ranks(
-    config: RunConfig, order: StepOrder | PackOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
+    config: RunConfig, order: StepOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
     """Choose a partition and a type in place of "auto", on the first rank; returns the configuration, and why."""
     if config.context.partition != AUTO:

@@ -7,13 +7,13 @@ without items of a wave encodes its smallest one, whose rows go nowhere, for the
 """
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -38,71 +38,43 @@ from longspan.train.passes import Term
 from longspan.train.read_rows import LocalBatch, read_and_agree
 from longspan.train.step_inputs import StepDocuments, StepInputs
 
-Part = Literal["phases", "towers"]  # all before and after the language model's passes; in it the encoders alone
-
 
 @dataclass(frozen=True)
 class EncoderTimes:
-    """The encoders' part of a step, the same on every rank.
-
-    `seconds` before and after the language model, the mean over ranks, with exchanges and waiting; `tower_seconds` of
-    towers and projectors only, of the busiest rank; `balance` is that over the mean. The predicted ones are of the
-    waves' plan.
-    """
+    """The encoders' part of a step, the same on every rank: seconds before and after the language model, the mean over
+    ranks, with exchanges and waiting; and what the waves' plan predicts."""
 
     seconds: float
-    tower_seconds: float
-    balance: float
     predicted_seconds: float
-    predicted_balance: float
 
 
-class PartClock:
-    """Adds up what parts of a step take on this rank; parts may lie inside each other."""
+class EncoderClock:
+    """Adds up what the encoders' part of a step takes on this rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
-        self._spans: dict[Part, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
-        self._seconds: dict[Part, float] = defaultdict(float)
+        self._spans = list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+        self._seconds = 0.0
 
     @contextmanager
-    def time_part(self, part: Part) -> Iterator[None]:
-        """Add the time of the `with` block to a part; a block that raises is not counted."""
+    def add_time(self) -> Iterator[None]:
+        """Add the time of the `with` block; a block that raises is not counted."""
         started = time.perf_counter()
-        start = self._record_event()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._gpu else []
+        for event in events[:1]:
+            event.record()
         yield
-        self._seconds[part] += time.perf_counter() - started
-        if start is not None:
-            end = self._record_event()
-            assert end is not None
-            self._spans[part].append((start, end))
+        self._seconds += time.perf_counter() - started
+        if events:
+            events[1].record()
+            self._spans.append((events[0], events[1]))
 
-    def seconds(self, part: Part) -> float:
+    def seconds(self) -> float:
         if not self._gpu:
-            return self._seconds[part]
-        for _, end in self._spans[part]:
+            return self._seconds
+        for _, end in self._spans:
             end.synchronize()
-        return sum(start.elapsed_time(end) for start, end in self._spans[part]) / 1e3
-
-    def _record_event(self) -> torch.cuda.Event | None:
-        if not self._gpu:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def gather_times(clocks: Sequence[PartClock], world: World, predicted: tuple[float, float]) -> EncoderTimes:
-    """Gather the times of all ranks, which enter together: mean seconds, the busiest rank's, and its ratio to the mean.
-
-    `clocks` are this rank's, whose times are added; `predicted` are seconds and balance by the plan.
-    """
-    phases, towers = (sum(clock.seconds(timed_part) for clock in clocks) for timed_part in ("phases", "towers"))
-    ranks = len(world.home.ranks)
-    all_phases, all_towers = world.control.sum_over_ranks([phases, towers], "times of encoders")
-    (busiest,) = world.control.largest_of([towers], "times of encoders")
-    balance = busiest * ranks / all_towers if all_towers else 1.0
-    return EncoderTimes(all_phases / ranks, busiest, balance, *predicted)
+        return sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
 
 
 class _LocalWave:
@@ -146,7 +118,6 @@ class ModalityPass:
         self.width: int = width
         self.trains: bool = backward and not encoder.frozen  # whether gradients come back to the encoder
         self.training: bool = backward  # the mode of its modules
-        self.clock: PartClock = PartClock(world.device)
         same_on_tp = world.home.tp > 1 and not plan.split_over_tp  # a slot's tp ranks use, and so differentiate, alike
         gradient: RowGradient = "none" if not self.trains else "partial_over_slots" if same_on_tp else "partial"
         self.waves: list[_LocalWave] = [
@@ -215,8 +186,7 @@ class ModalityPass:
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
         """Only an encoder whose slots share items takes a shard."""
-        note = _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}")
-        with note, self.clock.time_part("towers"):
+        with _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
@@ -309,8 +279,7 @@ class ModalityPass:
                 output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
                 gradient = wave.bridge.back(_row_gradient(wave, output))
-                with self.clock.time_part("towers"):
-                    torch.autograd.backward(output, gradient)
+                torch.autograd.backward(output, gradient)
                 wave.output, wave.deliveries = None, []
 
     def _encode_wave_again(self, wave: _LocalWave) -> Tensor:
@@ -417,7 +386,7 @@ class Encoding:
         )
         planning = {modality: _encoder_planning(encoder) for modality, encoder in model.encoder_settings.items()}
         plans = plan_items(items, needed_by, planning)
-        self._world, self._clock = world, PartClock(world.device)
+        self._world, self._clock = world, EncoderClock(world.device)
         width = model.config.get_text_config().hidden_size
         self._modality_passes = [
             ModalityPass(model.encoder_settings[modality], world, part, items, width=width, backward=backward)
@@ -444,7 +413,7 @@ class Encoding:
         with ExitStack() as stack:
             for modality_pass in self._modality_passes:
                 stack.enter_context(modality_pass.step_context())
-            with self._clock.time_part("phases"), self._name_part("encoders, and rows to their owners"):
+            with self._clock.add_time(), self._name_part("encoders, and rows to their owners"):
                 errors = [modality_pass.encode_waves() for modality_pass in self._modality_passes]
                 error = next(filter(None, errors), None)
                 if self._world.control.any_rank(error is not None):
@@ -452,20 +421,15 @@ class Encoding:
                 for modality_pass in self._modality_passes:
                     modality_pass.deliver_rows(micro_batches, batches)
             yield
-            with self._clock.time_part("phases"), self._name_part("gradients to encoders, and their backward passes"):
+            with self._clock.add_time(), self._name_part("gradients to encoders, and their backward passes"):
                 for modality_pass in reversed(self._modality_passes):
                     modality_pass.backward()
 
     def gather_times(self) -> EncoderTimes:
-        """Return the times of all parts, read after the step has waited for the device; all ranks enter together."""
-        plans = [modality_pass.plan for modality_pass in self._modality_passes]
-        seconds = sum(plan.plan.predicted_seconds for plan in plans)
-        balance = max((plan.balance for plan in plans), default=1.0)
-        return gather_times(
-            [self._clock, *(modality_pass.clock for modality_pass in self._modality_passes)],
-            self._world,
-            (seconds, balance),
-        )
+        """Return the times, read after the step has waited for the device; all ranks enter together."""
+        (seconds,) = self._world.control.sum_over_ranks([self._clock.seconds()], "times of encoders")
+        predicted = sum(modality_pass.plan.plan.predicted_seconds for modality_pass in self._modality_passes)
+        return EncoderTimes(seconds / len(self._world.home.ranks), predicted)
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
         return self._world.watch.naming(part, self._world.home.ranks)
