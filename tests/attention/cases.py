@@ -132,7 +132,6 @@ class Way:
 
     kind: str | None = "p2p"  # None: the types of each group
     levels: str = "two inside"
-    heads_at_once: int | None = None  # of all_gather, through its byte budget
     kernel: str | None = None
     recomputed: bool = False  # under a checkpoint that keeps attention's output and log-sum-exp
     partition: str = "zigzag"
@@ -170,8 +169,8 @@ AXES: dict[str, Sequence[Any]] = {
     "heads": HEADS,
     "dtype": ("float64", "float32", "bfloat16"),
     "way": (
-        *(Way(None), Way("auto"), Way("p2p"), Way("all_gather"), Way("all_gather", heads_at_once=1), Way("a2a")),
-        *(Way("all_gather", heads_at_once=3), *(Way("a2a+p2p", levels) for levels in LEVELS)),
+        *(Way(None), Way("auto"), Way("p2p"), Way("all_gather"), Way("a2a")),
+        *(Way("a2a+p2p", levels) for levels in LEVELS),
     ),
     "kernel, recomputed": tuple(itertools.product((None, "reference"), (False, True))),
     "partition": ("zigzag", "contiguous"),
@@ -262,7 +261,7 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     sink_leaf = leaves[3] if question.sinks else None
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, shard, sinks=sink_leaf, **question.options, **options_of(case, shard, leaves))
+        return attend(q, k, v, shard, sinks=sink_leaf, **question.options, **options_of(case))
 
     with ExitStack() as patched:
         for module, name, value in LARGE[way.large]:
@@ -282,15 +281,12 @@ def _recomputed(layer: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
     return cast(Tensor, checkpoint(whole, *qkv, use_reentrant=False, context_fn=Recording().contexts))
 
 
-def options_of(case: Case, shard: SequenceShard, leaves: list[Tensor]) -> dict[str, Any]:
+def options_of(case: Case) -> dict[str, Any]:
     question, way = case
-    rows = max(sum(group.laid_out) for group in shard.micro_batch.groups)
-    budget = all_gather.gather_bytes_per_head(rows, leaves[1], leaves[2]) * (way.heads_at_once or 0)
     return {
         "cp_comm_type": way.kind,
         "kernel": way.kernel,
         "layer": question.seed % 2,
-        "max_gather_bytes": budget or None,
         "dropout": question.dropout,
         "dropout_seed": question.seed,
     }

@@ -195,12 +195,6 @@ BAD = [
         r"4 query heads cannot be dealt to the 6 members .* of group 0 .*: 1, 2 \(.* \(1, 6\), \(2, 3\)\)",
     ),
     ({"shard": bound_shard(ELSEWHERE)}, "4 query heads cannot be dealt to the 3 members .* of group 1"),
-    ({"max_gather_bytes": 0}, "max_gather_bytes is 0; give a number of bytes"),
-    ({"max_gather_bytes": "1"}, "max_gather_bytes is '1'; give a number of bytes"),
-    (
-        {"cp_comm_type": "all_gather", "max_gather_bytes": 1000},
-        "max_gather_bytes 1000 does not hold one key/value head of a group of 6 rows, which takes 1920 bytes",
-    ),
     ({"kernel": "fast"}, "kernel 'fast' is unknown; available here: cpu_flash, reference"),
     ({"kernel": "torch_flash"}, "needs cuda tensors, got cpu; available here: cpu_flash, reference"),
     ({"kernel": "cpu_flash", "softcap": 2.0}, "needs a call without softcap, got softcap; available here: reference"),

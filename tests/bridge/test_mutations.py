@@ -38,9 +38,9 @@ MUTATIONS = [
     # rows where they belong
     ("layout.exchange", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
     ("layout.exchange", "begins[me] = arriving.sum()", "begins[me] = 0"),
-    ("comm.row_exchange", "flat.index_copy_(0, places,", "flat.index_copy_(0, places.flip(0),"),
-    ("comm.row_exchange", "(x, [moves.local],", "(x, [moves.local.flip(0)],"),
-    ("comm.row_exchange", "result.index_fill_(0, moves.absent, 0)", "pass"),
+    ("comm.row_exchange", "pool[moves.places]", "pool[moves.places.flip(0)]"),
+    ("comm.row_exchange", "(x, [moves.stays],", "(x, [moves.stays.flip(0)],"),
+    ("comm.row_exchange", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),
     (
         "comm.row_exchange",
         "result.index_copy_(0, moves.summed_rows,",

@@ -1,8 +1,8 @@
 """Attention over gathered keys and values (`all_gather`): every member receives all rows of its group at once.
 
 Gathered rows are laid in document order, so that a local run of query rows sees one prefix of its document. Backward
-gathers again instead of keeping the rows, and sums the gradients of keys and values with a reduce-scatter. Under a byte
-budget a few key/value heads go at a time: the next are gathered while the current ones are computed.
+gathers again instead of keeping the rows, and sums the gradients of keys and values with a reduce-scatter. Large heads
+go in slices: the next is gathered while the current one is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,35 +31,18 @@ _Pair = tuple[Tensor, Tensor]
 SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # those that the cost model prices
 
 
-def gather_bytes_per_head(rows: int, k: Tensor, v: Tensor) -> int:
-    """Return the most bytes that backward holds for one key/value head of a group of `rows` rows.
-
-    Keys and values are held twice: as they arrived, and in document order. Gradients in the accumulation dtype are held
-    three times: those of this head, and those of the head before, on their way, as packed and as they arrive.
-    """
-    width = rows * (k.shape[2] + v.shape[2])
-    return width * (2 * k.element_size() + 3 * accumulation_dtype(k.dtype).itemsize)
-
-
-def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int, budget: int | None) -> list[HeadSlice]:
-    """Cut the heads into equal slices (the last may have fewer) that fit the budget; at least one head each.
-
-    Without a budget large heads are cut into two slices, so that one travels while the other is computed.
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if budget is None:
-        is_large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
-        heads_that_fit = -(-kv_heads // SLICES) if is_large else kv_heads
-    else:
-        heads_that_fit = budget // max(1, gather_bytes_per_head(rows, k, v))  # a group may have no rows
-    return cut_heads(heads, kv_heads, max(1, min(heads_that_fit, kv_heads)))
+def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int) -> list[HeadSlice]:
+    """Cut large heads into two slices (the last may have fewer): one travels while the other is computed."""
+    kv_heads = k.shape[1]
+    is_large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
+    return cut_heads(q.shape[1], kv_heads, -(-kv_heads // SLICES) if is_large else kv_heads)
 
 
 def all_gather_forward(
     q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall
 ) -> tuple[Tensor, list[Saved]]:
     """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), this member's rows of one group: out (T, N, Hv)."""
-    slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
+    slices = head_slices(q, k, v, sum(members.counts))
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
         q_part, slice_call = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
@@ -75,8 +58,8 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     """Return the gradients of the local rows; those of k and v in the accumulation dtype."""
     (saved,) = saved_slices
     q, k, v, out, lse = saved
-    slices = head_slices(q, k, v, sum(members.counts), call.max_gather_bytes)
-    # the finer cut: it keeps within the gather budget and within the memory for float32 sums
+    slices = head_slices(q, k, v, sum(members.counts))
+    # the finer cut: it keeps within the memory for float32 sums
     slices = max(slices, backward_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):

@@ -18,7 +18,7 @@ from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from longspan.attention.all_gather import all_gather_backward, all_gather_forward, gather_bytes_per_head
+from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
 from longspan.attention.call import AttendCall, CallPart, Dropout, Gradients, Members, Saved, cache_of, mix_seed
 from longspan.attention.kernels import choose_kernel
@@ -46,7 +46,6 @@ class Arguments(NamedTuple):
     dropout: float = 0.0
     cp_comm_type: str | tuple[str, ...] | None = None
     sizes: Any = None
-    max_gather_bytes: int | None = None
     layer: int | None = None
     kernel: str | None = None
 
@@ -143,20 +142,6 @@ def check_capture(dropout: float) -> None:
 def is_count(value: object) -> bool:
     """An integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def check_budget(budget: int | None, k: Tensor, v: Tensor, groups: Sequence[Group]) -> None:
-    """Raise AttentionError where a group that gathers cannot hold one head of its rows in the budget."""
-    if budget is None:
-        return
-    if not is_count(budget):
-        raise AttentionError(f"max_gather_bytes is {budget!r}; give a number of bytes, or None for no limit")
-    rows = max((sum(group.laid_out) for group in groups if group.degree > 1), default=0)
-    if (head_bytes := gather_bytes_per_head(rows, k, v)) > budget:
-        raise AttentionError(
-            f"max_gather_bytes {budget} does not hold one key/value head of a group of {rows} rows, which takes "
-            f"{head_bytes} bytes; raise it, or use p2p"
-        )
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -301,13 +286,10 @@ def pack_call(
         sign=(scale > 0) - (scale < 0),
         softcap=None if arguments.softcap is None else float(arguments.softcap),
         dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
-        max_gather_bytes=arguments.max_gather_bytes,
         one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
         spans=mask.causal and shard.has_spans,
     )
     choices = comm_choices(shard, arguments, call)
-    gathering = [group for group, choice in zip(groups, choices, strict=True) if choice.cp_comm_type == "all_gather"]
-    check_budget(arguments.max_gather_bytes, k, v, gathering)
     kernel = choose_kernel(call, arguments.kernel)
     parts = (
         _pack_part(shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard)
@@ -373,7 +355,6 @@ def attend(
     first_head: int = 0,
     cp_comm_type: str | Sequence[str] | None = None,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
-    max_gather_bytes: int | None = None,
     layer: int | None = None,
     kernel: str | None = None,
 ) -> Tensor:
@@ -401,8 +382,7 @@ def attend(
     evaluation, and in a CUDA graph, whose replays would drop the same weights.
 
     `cp_comm_type` (p2p, all_gather, a2a, a2a+p2p, auto) and `hierarchical_context_parallel_sizes` (a2a, p2p) win over
-    the groups' own; of a list with one per layer, `layer` picks. `max_gather_bytes` bounds what all_gather holds of
-    other ranks' keys, values and their gradients at a time: it then works through the heads in slices.
+    the groups' own; of a list with one per layer, `layer` picks.
 
     `kernel` names one of the support table (`longspan.attention.KERNELS`); by default the first that can. All sums
     over blocks and ranks are taken in a fixed order, so that a call gives the same bits again wherever its kernel
@@ -420,7 +400,6 @@ def attend(
         dropout=dropout,
         cp_comm_type=_hashable_argument(cp_comm_type),
         sizes=_hashable_argument(hierarchical_context_parallel_sizes),
-        max_gather_bytes=max_gather_bytes,
         layer=layer,
         kernel=kernel,
     )

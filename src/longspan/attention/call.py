@@ -382,7 +382,6 @@ class AttendCall:
     sign: int = 1
     softcap: float | None = None
     dropout: Dropout | None = None
-    max_gather_bytes: int | None = None
     one_document: bool = False
     spans: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
