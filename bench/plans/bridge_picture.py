@@ -43,7 +43,7 @@ def picture() -> str:
         rows = wave.have.rows(rank).tolist()
         parts += [_box(20 + SIDE * i, _y(rank), plan, row) for i, row in enumerate(rows)]
         parts += _positions(rank, micro_batch, plan)
-        parts += [_arrow(exchange, rank, to, plan) for to in HOME.ranks if to != rank and len(exchange.send(rank, to))]
+        parts += [_arrow(exchange, rank, to, plan) for to in HOME.ranks if exchange.moves(rank).sends[to]]
     moved, rows = sum(map(exchange.received_rows, HOME.ranks)), wave.have.total
     parts.append(
         _text(20, _y(4) - 22, f"{moved} of {rows} rows travel, each once, to the rank that owns its position; rank 0 "
@@ -88,9 +88,8 @@ def _positions(rank: int, micro_batch: object, plan: ModalityPlan) -> list[str]:
 
 def _arrow(exchange: Exchange, rank: int, to: int, plan: ModalityPlan) -> str:
     """What goes from one rank's rows to another's, with its number of rows."""
-    send = exchange.send(rank, to)
-    have = exchange.have.rows(rank).tolist()
-    first = have[int(send[0])]
+    moves, have = exchange.moves(rank), exchange.have.rows(rank).tolist()
+    count, first = moves.sends[to], have[int(moves.leaves[sum(moves.sends[:to])])]
     start, end = 26 + SIDE * len(have), RIGHT - 10
     y, bottom = _y(rank) + SIDE / 2, _y(to) + SIDE / 2
     color, middle = COLORS[_image(plan, first)], (start + end) / 2
@@ -98,10 +97,10 @@ def _arrow(exchange: Exchange, rank: int, to: int, plan: ModalityPlan) -> str:
     t = 0.36 if rank < to else 0.2  # of the way along the curve
     x = (1 - t) ** 3 * start + 3 * t * (1 - t) * middle + t**3 * end
     near = ((1 - t) ** 3 + 3 * t * (1 - t) ** 2) * y + (3 * t**2 * (1 - t) + t**3) * bottom
-    words = f"{len(send)} rows" if len(send) > 1 else "1 row"
+    words = f"{count} rows" if count > 1 else "1 row"
     label = _text(x, near + 4, words, anchor="middle", fill=color)
     label = f'<g stroke="{PAPER}" stroke-width="5" paint-order="stroke">{label}</g>'
-    return f'{path} stroke-width="{1 + len(send) / 2}" marker-end="url(#tip)"/>{label}'
+    return f'{path} stroke-width="{1 + count / 2}" marker-end="url(#tip)"/>{label}'
 
 
 if __name__ == "__main__":

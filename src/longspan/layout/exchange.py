@@ -15,7 +15,7 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.partition import GOLDEN, Partition
-from longspan.layout.segments import Flags, Integers, expand_runs, make_read_only
+from longspan.layout.segments import Flags, Integers, expand_runs
 
 PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
 SPARSE = 4  # a table over all row ids is made unless they are more than this many times the cuts
@@ -319,15 +319,12 @@ class Exchange:
 
     >>> have, need = Partition.from_rows([[0, 1], [2], []]), Partition.from_rows([[2], [2, 0], [1]])
     >>> exchange = Exchange(have, need)
-    >>> exchange.received_rows(1), exchange.send(0, to=1).tolist(), exchange.keep(1)
-    (1, [0], Placement(source=array([0]), target=array([0])))
+    >>> exchange.received_rows(1), exchange.moves(0).sends
+    (1, (0, 1, 0))
 
     A rank that has a row keeps it locally; any other row arrives once, from one rank that has it, however often it is
     needed. Of several holders a fixed rule of the row id and the receiver picks one, spread evenly over them. Raises
     LayoutError where the partitions have different degrees or where nobody has a needed row.
-
-    The backward of the movement sends the same rows the other way: the gradient of what `receive(rank, frm)` placed,
-    summed per source row, goes from `rank` to `frm` and is added at `send(frm, to=rank)`.
     """
 
     have: Partition
@@ -351,49 +348,20 @@ class Exchange:
 
     def received_rows(self, rank: int) -> int:
         """Return how many rows arrive at this rank from others."""
-        self._check_rank(rank)
         return sum(self.moves(rank).receives)
 
     def sent_rows(self, rank: int) -> int:
         """Return how many rows leave this rank, a row counted once for each receiver."""
-        self._check_rank(rank)
         return sum(self.moves(rank).sends)
 
     def lower_bound_rows(self, rank: int) -> int:
         """Return how many distinct rows this rank needs and does not have: no exchange can bring it fewer."""
-        self._check_rank(rank)
         return len(np.setdiff1d(self.need.rows(rank), self.have.rows(rank)))
 
-    def send(self, rank: int, to: int) -> Integers:
-        """Return the rows that `rank` sends to `to`, in the order of travel: indices into its rows of `have`."""
-        self._check_rank(to)
-        moves = self.moves(rank)
-        begin = sum(moves.sends[:to])
-        return make_read_only(moves.leaves[begin : begin + moves.sends[to]])
-
-    def receive(self, rank: int, frm: int) -> Placement:
-        """Return where `rank` puts the rows that `frm` sends it.
-
-        Sources number them in the order of travel, from 0 for this sender; targets are indices into `rank`'s rows of
-        `need`. A row that is needed several times has several entries.
-        """
-        self._check_rank(frm)
-        moves = self.moves(rank)
-        return _find_placement(moves, sum(moves.receives[:frm]), moves.receives[frm])
-
-    def keep(self, rank: int) -> Placement:
-        """Return the rows that stay: indices into `rank`'s rows of `have`, and where they go in its rows of `need`."""
-        moves = self.moves(rank)  # rows that stay lie in the pool behind those that arrive
-        place, target = _find_placement(moves, sum(moves.receives), len(moves.stays))
-        return Placement(make_read_only(moves.stays[place]), target)
-
-    @cached_property
-    def counts(self) -> Integers:
-        """How many rows travel: (sender, receiver), zero on the diagonal."""
-        return make_read_only(np.array([self.moves(rank).sends for rank in range(self.degree)]))
-
     def moves(self, rank: int) -> RowMoves:
-        self._check_rank(rank)
+        """Plan one rank's side of the exchange. Raises LayoutError for a rank that is not among its ranks."""
+        if not 0 <= rank < self.degree:
+            raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
         if rank not in self._moves:
             have, need = self.blocks
             self._moves[rank] = plan_moves(have, need, rank)
@@ -406,10 +374,6 @@ class Exchange:
     @cached_property
     def _moves(self) -> dict[int, RowMoves]:
         return {}
-
-    def reverse(self) -> "Exchange":
-        """Raises LayoutError where a row of `have` was needed by nobody."""
-        return Exchange(self.need, self.have)
 
     def _check_supply(self) -> None:
         have, need = self.blocks
@@ -425,16 +389,5 @@ class Exchange:
                     f"all); give it to a rank, or need it nowhere"
                 )
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.degree:
-            raise LayoutError(f"rank {rank} is outside an exchange among {self.degree} (ranks 0 to {self.degree - 1})")
-
     def __repr__(self) -> str:
-        return f"Exchange({self.degree} ranks, {int(self.counts.sum())} rows travel)"
-
-
-def _find_placement(moves: RowMoves, begin: int, count: int) -> Placement:
-    """Find where rows `begin` to `begin + count` of the pool go; sources ascend, from 0 for `begin`."""
-    target = np.flatnonzero((moves.places >= begin) & (moves.places < begin + count))
-    order = np.argsort(moves.places[target], kind="stable")
-    return Placement(make_read_only(moves.places[target][order] - begin), make_read_only(target[order]))
+        return f"Exchange({self.degree} ranks, {sum(map(self.sent_rows, range(self.degree)))} rows travel)"

@@ -7,7 +7,7 @@ name slots) and how rows travel between two partitions (`exchange.py`).
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, cast
@@ -65,40 +65,31 @@ def _refuse_length(index: int, value: object, advice: str) -> NoReturn:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Packing:
-    """Documents laid end to end, padded behind the last one to a multiple of rows.
+    """Documents laid end to end.
 
-    >>> packing = Packing([3, 2], pad_to_multiple=4)
-    >>> packing.tokens, packing.padding, packing.cu_seqlens.tolist(), packing.positions.tolist()
-    (5, 3, [0, 3, 5], [0, 1, 2, 0, 1])
+    >>> packing = Packing([3, 2])
+    >>> packing.tokens, packing.cu_seqlens.tolist(), packing.positions.tolist()
+    (5, [0, 3, 5], [0, 1, 2, 0, 1])
 
-    The arrays are read-only and made on first use; none of them counts the padding. Raises LayoutError for lengths that
-    `check_lengths` refuses and for a multiple under 1.
+    The arrays are read-only and made on first use. Raises LayoutError for lengths that `check_lengths` refuses.
     """
 
     lengths: tuple[int, ...]
-    pad_to_multiple: int = 1
 
-    def __init__(self, lengths: Iterable[object], pad_to_multiple: int = 1) -> None:
+    def __init__(self, lengths: Iterable[object]) -> None:
         object.__setattr__(self, "lengths", check_lengths(lengths))
-        object.__setattr__(self, "pad_to_multiple", check_degree("pad_to_multiple", pad_to_multiple))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Arrays made so far are left out."""
-        return Packing, (self.lengths, self.pad_to_multiple)
+        return Packing, (self.lengths,)
 
     def __repr__(self) -> str:
-        pad = f", pad_to_multiple={self.pad_to_multiple}" if self.pad_to_multiple > 1 else ""
-        return f"Packing(lengths={excerpt(self.lengths)}{pad})"
+        return f"Packing(lengths={excerpt(self.lengths)})"
 
     @property
     def tokens(self) -> int:
-        """Rows of all documents, without padding: S."""
+        """Rows of all documents: S."""
         return int(self.cu_seqlens[-1])
-
-    @property
-    def padding(self) -> int:
-        """Rows behind the last document that make the whole a multiple of `pad_to_multiple`."""
-        return -self.tokens % self.pad_to_multiple
 
     @cached_property
     def cu_seqlens(self) -> Integers:
@@ -252,35 +243,6 @@ class Partition(ABC):
         """Return the member's row ids in held order."""
         runs = self.runs(member)
         return make_read_only(expand_runs(runs[:, 0], runs[:, 1]))
-
-    def take(self, x: NDArray[Any], member: int) -> NDArray[Any]:
-        """Take the member's rows of `x` (rows, …), which has one entry per row id.
-
-        Raises LayoutError where the member holds a row that `x` does not have.
-        """
-        runs = self.runs(member)
-        if len(runs) and int(runs.max()) > len(x):
-            raise LayoutError(
-                f"member {member} holds row {int(runs.max()) - 1}; the array has {len(x)} rows, 0 to {len(x) - 1}"
-            )
-        return x[self.rows(member)]
-
-    def assemble(self, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """Join each member's rows to the whole array: the inverse of `take`.
-
-        Of a row that several members hold, the first member's is taken.
-
-        Raises LayoutError where a part has not the member's number of rows, or where ids leave gaps.
-        """
-        counts = tuple(len(member_part) for member_part in parts)
-        if counts != self.counts:
-            raise LayoutError(f"parts have {excerpt(counts)} rows; the members hold {excerpt(self.counts)}")
-        rows = np.concatenate([self.rows(member) for member in range(self.degree)])
-        ids, first = np.unique(rows, return_index=True)
-        if len(ids) and int(ids[-1]) != len(ids) - 1:
-            gap = int(np.flatnonzero(ids != np.arange(len(ids)))[0])
-            raise LayoutError(f"row {gap} is held by no member, though row {int(ids[-1])} is; ids must leave no gap")
-        return np.concatenate(parts)[first]
 
     def _check_member(self, member: int) -> None:
         if not 0 <= member < self.degree:

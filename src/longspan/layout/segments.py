@@ -56,20 +56,6 @@ class Segments:
         """Position inside its document of each local row: (T,) int64."""
         return make_read_only(expand_runs(self.start, self.stop))
 
-    @cached_property
-    def documents(self) -> Integers:
-        """Documents of which the member holds at least one row, each once, in held order."""
-        return make_read_only(self.document[self._opens])
-
-    @cached_property
-    def cu_seqlens(self) -> Integers:
-        """Local rows at which each of `documents` starts, and T: (len(documents) + 1,) int64."""
-        return make_read_only(np.append(self.offset[self._opens], self.rows))
-
-    @property
-    def _opens(self) -> Flags:
-        return np.diff(self.document, prepend=-1) != 0
-
     def __len__(self) -> int:
         return len(self.document)
 
