@@ -25,7 +25,7 @@ Exchange = Callable[..., Any]  # (member, value, *, sends=True, receives=True) -
 
 
 class PairRounds:
-    """Sums and broadcasts of one member by rounds of pairs over a gloo `group` that has all `ranks`, in their order.
+    """Reductions over the members by rounds of pairs over a gloo `group` that has all `ranks`, in their order.
 
     >>> PairRounds(group, ranks=(0, 1, 2), rank=0).reduce(x, torch.maximum, "largest lengths")
 
@@ -43,8 +43,9 @@ class PairRounds:
         self._pairs = len(ranks) - places  # places of two members each, the first ones
         self._bits = [1 << k for k in range(places.bit_length() - 1)]
         index = ranks.index(rank)
-        self._place, self._is_second = self._place_of(index)
-        self._partner = index + (-1 if self._is_second else 1) if self._place < self._pairs else None
+        in_pair = index < 2 * self._pairs
+        self._place, self._is_second = index // 2 if in_pair else index - self._pairs, in_pair and index % 2 == 1
+        self._partner = index + (-1 if self._is_second else 1) if in_pair else None
         self._calls, self._tag = 0, 0  # calls so far, and the tag of the messages of the last one
 
     def reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
@@ -62,30 +63,6 @@ class PairRounds:
 
         self._begin_call(what)
         return self._reduce_in_rounds(value, self._exchange_objects, combine_values)
-
-    def broadcast_object(self, value: T | None, source: int, what: str) -> T | None:
-        """Return the value of the rank `source` on every rank, over the connections of the rounds.
-
-        A source that is the second member of its place first gives the value to the first one. Then, from the highest
-        bit down, each place that has the value gives it to the place that differs in that bit. Other second members get
-        it last.
-        """
-        self._begin_call(what)
-        (root, from_second), exchange = self._place_of(self._ranks.index(source)), self._exchange_objects
-        in_pair = from_second and root == self._place
-        if in_pair and self._partner is not None:
-            received = exchange(self._partner, value, sends=self._is_second, receives=not self._is_second)
-            value = value if self._is_second else received
-        if not self._is_second:
-            for bit in reversed(self._bits):
-                offset = (self._place ^ root) % (2 * bit)
-                if offset in (0, bit):  # 0: this place has the value; `bit`: it gets it now
-                    received = exchange(self._member(bit), value, sends=offset == 0, receives=offset == bit)
-                    value = received if offset == bit else value
-        if self._partner is not None and not in_pair:
-            received = exchange(self._partner, value, sends=not self._is_second, receives=self._is_second)
-            value = received if self._is_second else value
-        return value
 
     def _begin_call(self, what: str) -> None:
         self._calls += 1
@@ -107,9 +84,6 @@ class PairRounds:
         if self._partner is not None:
             exchange(self._partner, value, receives=False)
         return value
-
-    def _place_of(self, index: int) -> tuple[int, bool]:
-        return (index // 2, index % 2 == 1) if index < 2 * self._pairs else (index - self._pairs, False)
 
     def _member(self, bit: int) -> int:
         """The first member of the place with this bit flipped."""
@@ -178,10 +152,17 @@ class ControlGroup:
         return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
 
     def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """Compare a digest as `agree` does, and as many flags on every rank; returns which are set on any."""
-        is_same, any_flags = self._compare_digests(digest, flags, f"comparison of {what}")
-        if is_same:
-            return any_flags
+        """Compare a digest as `agree` does, and as many flags on every rank; returns which are set on any.
+
+        One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
+        of all kinds match one another, so that ranks which compare different things find that out, and do not wait.
+        """
+        words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
+        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
+        with self._watch.during(f"comparison of {what}", self.home.ranks):
+            largest = self._rounds.reduce(message, torch.maximum, "comparison")
+        if torch.equal(largest[:4], ~largest[4:8]):
+            return tuple(map(bool, largest[8:].tolist()))
         ranks_of: dict[str, list[int]] = {}
         for rank, digest_there in zip(self.home.ranks, self.gather_objects(digest), strict=True):
             ranks_of.setdefault(digest_there, []).append(rank)
@@ -193,21 +174,6 @@ class ControlGroup:
         raise CommError(
             f"the ranks hold {len(ranks_of)} different {what} for step {self._watch.step}: {holders}. {hint}"
         )
-
-    def is_same(self, digest: str, what: str) -> bool:
-        """Return whether all ranks hold the same hexadecimal digest."""
-        return self._compare_digests(digest, (), what)[0]
-
-    def _compare_digests(self, digest: str, flags: Sequence[bool], what: str) -> tuple[bool, tuple[bool, ...]]:
-        """One message of maxima does it: of the digest's four words, of their complements, and of the flags.
-        Comparisons of all kinds match one another, so that ranks which compare different things find that out, and do
-        not wait.
-        """
-        words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
-        message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
-        with self._watch.during(what, self.home.ranks):
-            largest = self._rounds.reduce(message, torch.maximum, "comparison")
-        return torch.equal(largest[:4], ~largest[4:8]), tuple(map(bool, largest[8:].tolist()))
 
     def gather_objects(self, value: T, what: str = "gather of host values") -> list[T]:
         """Return every rank's value, in the order of the home's ranks; for small host data."""
@@ -232,8 +198,8 @@ class ControlGroup:
     def broadcast_object(self, value: T, source: int | None = None, what: str = "broadcast of host values") -> T:
         """Return the value of the `source` rank (default: the home's first) on every rank. For small host data."""
         source = self.home.ranks[0] if source is None else source
-        with self._watch.during(what, self.home.ranks):
-            return self._rounds.broadcast_object(value, source, what)  # pyright: ignore[reportReturnType]
+        sent = value if self._watch.rank == source else None
+        return self.reduce_object(sent, lambda first, _: first, what)  # pyright: ignore[reportReturnType]
 
     def barrier(self, what: str = "barrier") -> None:
         self._reduce(torch.zeros(1), torch.maximum, what)
@@ -278,9 +244,6 @@ class ControlGroup:
     def largest_of(self, values: Sequence[float], what: str) -> list[float]:
         """Return the largest of all ranks' values at each index of the list."""
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
-
-    def largest(self, value: int) -> int:
-        return int(self._reduce(torch.tensor([value]), torch.maximum, "largest of host values").item())
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
         with self._watch.during(what, self.home.ranks):

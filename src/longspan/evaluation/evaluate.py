@@ -119,7 +119,9 @@ def evaluate(
         cp=degree,
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
-        activation_bytes=world.control.largest(added_bytes[0] - portions.gathered) if added_bytes else None,
+        activation_bytes=int(world.control.largest_of([added_bytes[0] - portions.gathered], "peaks of memory")[0])
+        if added_bytes
+        else None,
     )
 
 

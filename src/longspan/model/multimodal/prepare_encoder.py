@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from longspan.comm import World, on_all_ranks
+from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.layout.layout import excerpt
 from longspan.model.activations.recompute import Recomputation, run_checkpointed
 from longspan.model.multimodal.split_encoder import find_split_parts, split_encoder
 from longspan.model.seams.norms import split_long_norms
@@ -103,7 +102,7 @@ def prepare_encoder(
             "blocks=, or switch activation checkpointing off"
         )
     parts = find_split_parts(module, units, world.home.tp, tp_plan)
-    _refuse_unlike_weights(module, world)
+    _compare_weights(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
@@ -151,33 +150,14 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
         sharding.check_compute_dtype(dtype)
 
 
-def _refuse_unlike_weights(module: nn.Module, world: World) -> None:
-    """Digests are compared first, and samples are gathered only to name ranks and weights that differ."""
-    samples = dict[str, str]()
+def _compare_weights(module: nn.Module, world: World) -> None:
+    samples = dict[str, object]()
     for name, parameter in module.named_parameters():
         numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
-        samples[name] = f"{tuple(parameter.shape)} {sha256(repr(numbers).encode()).hexdigest()[:12]}"
+        samples[name] = tuple(parameter.shape), numbers
+    hint = "Seed every rank alike (torch.manual_seed), or load the same weights, before prepare_encoder"
     digest = sha256(repr(samples).encode()).hexdigest()
-    if world.control.is_same(digest, "comparison of weights"):
-        return
-    first_samples, *other_samples = world.control.gather_objects(samples, "comparison of weights")
-    ranks = [
-        rank
-        for rank, samples_there in zip(world.home.ranks[1:], other_samples, strict=True)
-        if samples_there != first_samples
-    ]
-    names = [
-        name
-        for name in first_samples
-        if any(samples_there.get(name) != first_samples[name] for samples_there in other_samples)
-    ]
-    raise on_all_ranks(
-        ModelError(
-            f"ranks {excerpt(ranks)} hold other weights of {type(module).__name__} than rank {world.home.ranks[0]}: "
-            f"{excerpt(names, 4)}; all begin with the same: seed every rank alike (torch.manual_seed) or load the same "
-            "weights before prepare_encoder"
-        )
-    )
+    world.control.agree(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
 def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
