@@ -42,6 +42,7 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "eval.attention_kernel": ("",),
     "eval.min_dynamic_context_parallel_size": (1,),
     "eval.max_dynamic_context_parallel_size": (0,),
+    "lora.parts": (["language_model"],),
     "run.compile_cache": ("",),
     "run.refine": ("auto",),
     "run.save_timeout_seconds": (1800.0,),

@@ -7,7 +7,7 @@ exists. The text under each key is also its `--help`. Keys of plans, in [context
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from longspan.config.keys import (
     AUTO,
@@ -25,8 +25,6 @@ from longspan.errors import ConfigError
 from longspan.plan.memory.settings import LEAST_OF_GPU, bytes_hint
 
 RANDOM = "random"  # as mtp.weights
-Part = Literal["language_model", "projector", "tower"]  # as in model/lora.py
-LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = get_args(Part)
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,7 @@ class LoraSection:
     dropout: Annotated[float, AtLeast(0, below=1), Needs("lora.rank", AtLeast(1))] = 0.0
     """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows."""
     targets: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
-    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers, and of
-    the other parts that are named."""
-    parts: Annotated[tuple[Part, ...], Needs("lora.rank", AtLeast(1))] = (LANGUAGE_MODEL,)
-    """Where: language_model, and of a model from images and text to text projector and tower."""
+    """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers."""
 
 
 @dataclass(frozen=True)

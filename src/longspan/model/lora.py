@@ -24,60 +24,31 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_parameters, model_adapter, peft_modules
-from longspan.model.layers import decoder_layers, is_in_projector, other_towers
+from longspan.model.layers import decoder_layers, other_towers
 from longspan.model.mtp import PREFIX, select_depth_weights, take_copied_depths
 from longspan.model.seams.call_rules import SAVES, refuse_call
 from longspan.model.weights.fill import WeightSource, is_empty
 from longspan.model.weights.local_tensors import LocalPart
 
-LANGUAGE_MODEL, PROJECTOR, TOWER = PARTS = ("language_model", "projector", "tower")
 
-
-def _part_by_module(model: PreTrainedModel) -> dict[str, str]:
-    towers = tuple(f"{tower}." for tower in _tower_names(model))
-    part_of = dict[str, str]()
-    for name, _ in model.named_modules():
-        if f"{name}.".startswith(towers):
-            part_of[name] = PROJECTOR if is_in_projector(name) else TOWER
-        else:
-            part_of[name] = LANGUAGE_MODEL
-    return part_of
-
-
-def _tower_names(model: PreTrainedModel) -> list[str]:
+def _language_linears(model: PreTrainedModel) -> tuple[list[str], str | None]:
+    """Return the linears outside towers, and the pattern of all modules of towers, which have linears of like names."""
     towers = {id(tower) for tower in other_towers(model)}
-    return [name for name, module in model.named_modules() if id(module) in towers]
+    names = [name for name, module in model.named_modules() if id(module) in towers]
+    pattern = f"({'|'.join(map(re.escape, names))})(\\..*)?" if names else None
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
 
 
-def _part_linears(model: PreTrainedModel, parts: Sequence[str]) -> dict[str, str]:
-    """In towers subclasses of nn.Linear are left out: torch's own attention has one, and never calls it."""
-    by_part = _part_by_module(model)
-    linears = {
-        name: by_part[name]
-        for name, module in model.named_modules()
-        if by_part[name] in parts
-        and (type(module) is nn.Linear or (by_part[name] == LANGUAGE_MODEL and isinstance(module, nn.Linear)))
-    }
-    for part in parts:
-        if part not in PARTS:
-            raise ModelError(f"lora.parts has {part!r}; use some of {', '.join(PARTS)}")
-        if part not in linears.values():
-            raise ModelError(f"lora.parts has {part!r}, where {type(model).__name__} has no nn.Linear; leave it out")
-    return linears
-
-
-def _check_target_names(
-    model: PreTrainedModel, targets: Sequence[str], linears: dict[str, str], parts: Sequence[str]
-) -> list[str]:
+def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears: Sequence[str]) -> list[str]:
     """Return the targets, each once, if each ends some linear's name."""
     for target in targets:
-        if not _matching_names(target, [*linears]):
-            _refuse_other_part(model, target, parts)
+        if not any(name == target or name.endswith(f".{target}") for name in linears):
             endings = sorted({name.rpartition(".")[2] for name in linears})
             matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
             hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
             raise ModelError(
-                f"lora.targets has {target!r}, which is no linear of {type(model).__name__}; {hint} "
+                f"lora.targets has {target!r}, which is no linear of {type(model).__name__} outside its towers; {hint} "
                 f"{', '.join(endings)}"
             )
     if experts := _expert_names(model, targets):
@@ -92,10 +63,10 @@ def _check_target_names(
     return list(dict.fromkeys(targets))
 
 
-def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Sequence[str]) -> list[str]:
+def _default_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
     """Names that peft takes for experts, or refuses, are left out with a warning."""
     layers = tuple(f"{name}." for name in decoder_layers(model))
-    inside = [name for name, part in linears.items() if part != LANGUAGE_MODEL or name.startswith(layers)]
+    inside = [name for name in linears if name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
     if experts := _expert_names(model, names):
         warnings.warn(
@@ -109,39 +80,7 @@ def _default_names(model: PreTrainedModel, linears: dict[str, str], parts: Seque
         )
     if targets := [name for name in names if name not in (*experts, *refused)]:
         return targets
-    place = "its decoder layers" if LANGUAGE_MODEL in parts else " and ".join(parts)
-    raise ModelError(f"{type(model).__name__} has no nn.Linear in {place} for an adapter; name lora.targets")
-
-
-def _exclusion_pattern(
-    model: PreTrainedModel, names: Sequence[str], linears: dict[str, str], parts: Sequence[str]
-) -> str | None:
-    """peft compares the ends of names in all parts: others are left out, and what is no linear in towers."""
-    towers = "|".join(map(re.escape, _tower_names(model)))
-    if not towers:  # all modules are the language model's
-        return None
-    if tuple(parts) == (LANGUAGE_MODEL,):  # all towers, whatever is in them
-        return f"({towers})(\\..*)?"
-    part_of = _part_by_module(model)
-    in_towers = [name for name, part in part_of.items() if part != LANGUAGE_MODEL and name not in linears]
-    to_leave_out = [name for name in in_towers if any(_matching_names(target, [name]) for target in names)]
-    outside_towers = [] if LANGUAGE_MODEL in parts else [f"(?!({towers})\\.).*"]  # all of the language model
-    return "|".join([*map(re.escape, to_leave_out), *outside_towers]) or None
-
-
-def _matching_names(target: str, linears: Sequence[str]) -> list[str]:
-    return [name for name in linears if name == target or name.endswith(f".{target}")]
-
-
-def _refuse_other_part(model: PreTrainedModel, target: str, parts: Sequence[str]) -> None:
-    everywhere = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if elsewhere := _matching_names(target, everywhere):
-        part = _part_by_module(model)[elsewhere[0]]
-        raise ModelError(
-            f"lora.targets has {target!r}, which stands in the {part} of {type(model).__name__} alone "
-            f"({elsewhere[0]}), and lora.parts is {', '.join(parts)}; leave it out, or add {part!r} to lora.parts"
-            + ("" if part == LANGUAGE_MODEL else '; encoder.train = "projector" or "all" trains these weights whole')
-        )
+    raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
 
 
 def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
@@ -190,24 +129,23 @@ def _peft_refusals(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
 class NewAdapter:
     """What a new LoRA adapter is to be; `alpha` 0 is twice the rank.
 
-    Without `targets`, every linear of the `parts` has an adapter, in the language model those of decoder layers.
-    `whole` modules are trained whole; `base` names the base model in the configuration.
+    Without `targets`, every linear of the decoder layers has an adapter. `whole` modules are trained whole; `base`
+    names the base model in the configuration.
     """
 
     rank: int
     alpha: float = 0.0
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    parts: tuple[str, ...] = (LANGUAGE_MODEL,)
     whole: tuple[str, ...] = ()
     seed: int = 0
     base: str = ""
 
 
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
-    """Return the model with a new adapter in it, as a PeftModel; `prepare` fills one on the meta device.
+    """Return the model with a new adapter in it as a PeftModel; `prepare` fills one on the meta device.
 
-    Adapters are float32, or float64 in a float64 model. ModelError without peft, and for wrong targets and parts.
+    Towers have none. Adapters are float32, or float64 in a float64 model. ModelError without peft, or for wrong targets.
     """
     try:
         import peft
@@ -215,17 +153,14 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         raise ModelError(
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
-    linears = _part_linears(model, new.parts)
-    if new.targets:
-        names = _check_target_names(model, new.targets, linears, new.parts)
-    else:
-        names = _default_names(model, linears, new.parts)
+    linears, towers = _language_linears(model)
+    names = _check_target_names(model, new.targets, linears) if new.targets else _default_names(model, linears)
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha or 2 * new.rank,  # pyright: ignore[reportArgumentType]
         lora_dropout=new.dropout,
         target_modules=names,
-        exclude_modules=_exclusion_pattern(model, names, linears, new.parts),
+        exclude_modules=towers,
         task_type="CAUSAL_LM",
         modules_to_save=[*new.whole] or None,
     )

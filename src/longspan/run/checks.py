@@ -17,10 +17,7 @@ from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import (
-    LANGUAGE_MODEL,
-    PROJECTOR,
     RANDOM,
-    TOWER,
     BestFigure,
     EncoderSection,
     RunConfig,
@@ -203,27 +200,18 @@ def check_precision(config: RunConfig) -> None:
 
 
 def check_lora(config: RunConfig) -> None:
-    lora, whole = config.lora, config.encoder.train
+    lora, tp = config.lora, config.parallel.tp
     if not lora.rank:
         return
     if find_spec("peft") is None:
         raise ConfigError(
             f"lora.rank is {lora.rank}, and peft, which makes adapters, is not installed: pip install 'longspan[lora]'"
         )
-    for part in {"all": (PROJECTOR, TOWER), "projector": (PROJECTOR,)}.get(whole, ()):
-        if part in lora.parts:
-            both = f"lora.parts has {part!r}, and encoder.train is {whole!r}"
-            raise ConfigError(f"{both}, which trains its weights whole; leave one out")
-    split_parts = {
-        "encoder.tp": config.encoder.tp if parts_with_adapter(config) else 1,
-        "parallel.tp": config.parallel.tp if LANGUAGE_MODEL in lora.parts else 1,
-    }
-    for key, tp in split_parts.items():
-        if tp > 1:
-            raise ConfigError(
-                f"lora.rank is {lora.rank} and {key} is {tp}: adapters are not split over tensor-parallel ranks; set "
-                f"{key} = 1, where FSDP2 shards the weights over all slots"
-            )
+    if tp > 1:
+        raise ConfigError(
+            f"lora.rank is {lora.rank} and parallel.tp is {tp}: adapters are not split over tensor-parallel ranks; set "
+            "parallel.tp = 1, where FSDP2 shards the weights over all slots"
+        )
 
 
 def check_mtp_section(config: RunConfig) -> None:
@@ -234,28 +222,22 @@ def check_mtp_section(config: RunConfig) -> None:
         )
 
 
-def parts_with_adapter(config: RunConfig) -> list[str]:
-    """List the parts of the encoder (projector, tower) that get an adapter."""
-    return [part for part in config.lora.parts if config.lora.rank and part in (PROJECTOR, TOWER)]
-
-
 def check_encoder_keys(config: RunConfig, home: Layout) -> None:
     encoder, count = config.encoder, len(home.ranks)
     if count % encoder.tp:
         fitting = ", ".join(str(tp) for tp in range(1, count + 1) if count % tp == 0)
         ranks = f"{'is' if count == 1 else 'are'} {plural(count, 'rank')}"
         raise ConfigError(f"encoder.tp is {encoder.tp}, and there {ranks}; use {fitting}")
-    if encoder.train == "none" and encoder.lr and not parts_with_adapter(config):
+    if encoder.train == "none" and encoder.lr:
         raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
 
 
 def check_image_keys(config: RunConfig, images: int) -> None:
     # before and after encoder.train is resolved
-    parts, defaults = parts_with_adapter(config), (EncoderSection(), EncoderSection(train=encoder_default(config)))
-    if not images and (parts or config.encoder not in defaults):
-        subject = f"lora.parts has {', '.join(parts)}" if parts else "[encoder] is given"
+    if not images and config.encoder not in (EncoderSection(), EncoderSection(train=encoder_default(config))):
         raise ConfigError(
-            f"{subject}, and no row of the data has images; leave it out, or give rows with images (docs/multimodal.md)"
+            "[encoder] is given, and no row of the data has images; leave it out, or give rows with images "
+            "(docs/multimodal.md)"
         )
 
 

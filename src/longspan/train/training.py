@@ -166,7 +166,6 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         alpha=lora.alpha,
         dropout=lora.dropout,
         targets=lora.targets,
-        parts=lora.parts,
         whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
         base=hub_name(Path(folder)) or str(Path(folder).resolve()) if folder else "",  # is saved with the adapter

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import peft
 import pytest
+from torch import nn
 
 from longspan import Layout, World, prepare, run_step, without_adapter
-from longspan.config.sections import PARTS as AS_CONFIGURED
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.lora import LANGUAGE_MODEL, PARTS, PROJECTOR, TOWER, NewAdapter, add_lora
+from longspan.model.layers import is_in_projector, other_towers
 from longspan.model.take_apart import freeze_images
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
@@ -20,12 +21,21 @@ from tests.model.vision.documents import Answer, answer_of, documents_of
 from tests.model.vision.joined import BOUND, Case, own_names
 from tests.model.vision.models import config_of, here, tiny
 
-ALL, ENCODER = PARTS, (PROJECTOR, TOWER)
+LANGUAGE_MODEL, PROJECTOR, TOWER = ALL = ("language model", "projector", "tower")
+ENCODER = (PROJECTOR, TOWER)
 FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl") if name in here()]
 
 
 def adapted(name: str, parts: Sequence[str]) -> Any:
-    return drawn(add_lora(tiny(name), NewAdapter(rank=2, parts=tuple(parts))))
+    model = tiny(name)
+    of_towers = {id(linear) for tower in other_towers(model) for linear in tower.modules()}
+    linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"}
+    part_of = {
+        n: LANGUAGE_MODEL if id(m) not in of_towers else PROJECTOR if is_in_projector(n) else TOWER
+        for n, m in linears.items()
+    }
+    targets = [n for n, part in part_of.items() if part in parts]
+    return drawn(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets)))
 
 
 @cache
@@ -108,19 +118,6 @@ def test_an_encoders_adapter_is_left_out_too() -> None:
                 with pytest.raises(ModelError, match="the model's adapter is left out"):
                     run_step(model, plan, documents, world)
             assert abs(loss / expected - 1) < 1e-12
-
-
-@pytest.mark.whole
-def test_where_adapters_are() -> None:
-    assert PARTS == AS_CONFIGURED
-    for parts in (ALL, ENCODER, (TOWER,), (PROJECTOR,), (LANGUAGE_MODEL,)):
-        model = adapted("qwen2.5-vl", parts).get_base_model()
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        of_images = {PROJECTOR if ".merger." in name else TOWER for name in names if ".visual." in name}
-        of_text = {LANGUAGE_MODEL for name in names if ".visual." not in name}
-        assert of_images | of_text == {*parts} and all(".lora_" in name for name in names)
-    with pytest.raises(ModelError, match=r"'q_proj', which stands in the language_model .* add 'language_model' to"):
-        add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=2, targets=("q_proj",), parts=(TOWER,)))
 
 
 def test_what_an_encoder_refuses() -> None:

@@ -16,7 +16,7 @@ from longspan.config.sections import ParallelConfig, RunConfig
 from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
 from longspan.model import add_mtp, load_model
-from longspan.model.lora import PARTS, NewAdapter, add_lora
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.run.checks import check_image_keys, check_lora
 from longspan.run.set_up import _check_same_run
 from tests.model.vision.models import tiny
@@ -24,17 +24,15 @@ from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, lo
 from tests.run.runs.test_images_run import model_folder, rows_with_images, settings
 
 peft = pytest.importorskip("peft")
-ADAPTED = "adapted"
 ONE = {"context__max_tokens_per_slot": 256}
 TWO = {"context__context_parallel_size": 2, "context__max_tokens_per_slot": 128, "encoder__tp": 2}
-BESIDE = {"projector": 5, ADAPTED: 0}  # tensors of tower and projector that are trained whole
+BESIDE = {"projector": 5}  # tensors of tower and projector that are trained whole
 
 
 def config_of(folder: Path, name: str, trained: str, **degrees: Any) -> RunConfig:
     keys: dict[str, Any] = {"lora__rank": 4, "train__lr": 0.02, "encoder__lr": 2e-3}
-    keys |= {"lora__parts": list(PARTS)} if trained == ADAPTED else {"encoder__train": trained}
-    keys |= degrees | ({"encoder__tp": 1} if trained == ADAPTED else {})
-    return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys)
+    keys["encoder__train"] = trained
+    return settings(folder / name, folder / "rows" / "rows.jsonl", folder / "model", **keys, **degrees)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +62,7 @@ def _check_stock(run: Path, base: Path, beside: int, out: Path) -> None:
     saved, exported = (load_file(x / "adapter_model.safetensors") for x in (run / "model", out / "adapter"))
     assert saved.keys() == exported.keys() and all(torch.equal(x, exported[name]) for name, x in saved.items())
     assert sum("lora_" not in name for name in saved) == beside
-    assert any("lora_" in name and ".visual." in name for name in saved) == (out.name == ADAPTED)
+    assert not any("lora_" in name and ".visual." in name for name in saved)
     adapted = peft.PeftModel.from_pretrained(_stock(base), run / "model", torch_device="cpu").eval()
     with torch.no_grad():
         wanted = adapted(**_image()).logits
@@ -111,25 +109,13 @@ def test_whole_depths_beside_images_and_an_adapter(folder: Path) -> None:
 
 
 MODEL = {"lora.rank": 8, "model.path": "x"}
-WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    (
-        {"lora.parts": ["tower", "head"]},
-        r"lora.parts is \['tower', 'head'\] .* a list of 'language_model', 'projector', 'tower'",
-    ),
-    (
-        {"lora.parts": ["projector"], "encoder.train": "projector"},
-        "lora.parts has 'projector', and encoder.train is 'projector', which trains its weights whole",
-    ),
-    ({"lora.parts": ["tower"], "encoder.tp": 2}, "lora.rank is 8 and encoder.tp is 2: adapters are not split"),
-)
 
 
 def test_keys_that_do_not_fit() -> None:
-    for keys, message in WRONG:
-        with pytest.raises(ConfigError, match=message):
-            check_lora(load_config(None, MODEL | keys))
-    with pytest.raises(ConfigError, match=r"lora\.parts has tower, and no row of the data has images"):
-        check_image_keys(load_config(None, MODEL | {"lora.parts": ["tower"]}), 0)
+    with pytest.raises(ConfigError, match="lora.rank is 8 and parallel.tp is 2: adapters are not split"):
+        check_lora(load_config(None, MODEL | {"parallel.tp": 2}))
+    with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
+        check_image_keys(load_config(None, MODEL | {"encoder.tp": 2}), 0)
 
 
 def test_towers_are_frozen_beside_adapters_by_default_and_a_run_keeps_what_it_trains() -> None:
@@ -142,7 +128,7 @@ def test_towers_are_frozen_beside_adapters_by_default_and_a_run_keeps_what_it_tr
 
 
 def test_targets_in_the_tower_are_refused() -> None:
-    message = r"'qkv', which stands in the tower of Qwen2_5_VLFor.* lora.parts.* encoder\.train"
+    message = "'qkv', which is no linear of Qwen2_5_VLForConditionalGeneration outside its towers"
     with pytest.raises(ModelError, match=message):
         add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=4, targets=("q_proj", "qkv")))
     adapted = add_lora(tiny("qwen2.5-vl"), NewAdapter(rank=4)).get_base_model()
