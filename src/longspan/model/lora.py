@@ -145,7 +145,7 @@ class NewAdapter:
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     """Return the model with a new adapter in it as a PeftModel; `prepare` fills one on the meta device.
 
-    Towers have none. Adapters are float32, or float64 in a float64 model. ModelError without peft, or for wrong targets.
+    Towers have none. Adapters are float32, or float64 in a float64 model. ModelError without peft, for wrong targets.
     """
     try:
         import peft
