@@ -10,7 +10,7 @@ from tests.hf.test_trainer import MUTATIONS as OF_TRAINERS
 from tests.model.experts.test_moe_families import MUTATIONS as OF_EXPERTS
 from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS
-from tests.model.mtp.test_exact import OF_TOKENS, OF_WHOLE_DEPTHS
+from tests.model.mtp.test_exact import OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
 from tests.model.vision.test_exact import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_exact import PREFIX as OF_PREFIXES
@@ -28,7 +28,6 @@ CHANGES = [
     *OF_ATTENTION,
     *OF_BRIDGES,
     *OF_DEPTHS.values(),
-    *OF_TOKENS.values(),
     *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),

@@ -320,7 +320,7 @@ class Exchange:
     >>> have, need = Partition.from_rows([[0, 1], [2], []]), Partition.from_rows([[2], [2, 0], [1]])
     >>> exchange = Exchange(have, need)
     >>> exchange.received_rows(1), exchange.moves(0).sends
-    (1, (0, 1, 0))
+    (1, (0, 1, 1))
 
     A rank that has a row keeps it locally; any other row arrives once, from one rank that has it, however often it is
     needed. Of several holders a fixed rule of the row id and the receiver picks one, spread evenly over them. Raises

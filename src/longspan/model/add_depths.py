@@ -3,7 +3,7 @@
 An adapter is added after depths: it then adapts their linears as it adapts those of other layers.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -19,13 +19,10 @@ from longspan.model.adapters import find_adapter
 from longspan.model.layers import base_model, decoder_layers, final_norm
 from longspan.model.mtp import (
     PREFIX,
-    CopiedLayer,
     MtpBlocks,
     MtpDepth,
     MtpDepths,
-    NotedLayer,
-    copy_without_layers,
-    depends_on_parameters,
+    layer_inputs,
     model_depths,
     mtp_blocks,
     order_columns,
@@ -109,21 +106,21 @@ def add_mtp(
     >>> model = prepare(add_mtp(load_model("Qwen3-8B"), depths=1), world)
     >>> result = run_step(model, plan, documents, world, optimizer, mtp=MtpLoss(weight=0.3))
 
-    A depth has a copy of the model's last decoder layer, or of the last that runs without those before it, or one of
-    each type that the configuration names (`mtp_layers_block_type`). Weights are drawn by `seed`, or read from the
-    folder `weights`, which `save_model` wrote or which is published with depths. They are parameters under `mtp.`;
-    embedding and head are the model's own. Raises ModelError for a model that cannot have them, and for a folder that
-    lacks their weights.
+    A depth has a copy of the model's last decoder layer, or one of each type that the configuration names
+    (`mtp_layers_block_type`). Weights are drawn by `seed`, or read from the folder `weights`, which `save_model` wrote
+    or which is published with depths. They are parameters under `mtp.`; embedding and head are the model's own. Raises
+    ModelError for a model that cannot have them, such as one whose last layer takes embeddings of the rows' own tokens
+    or keys of earlier layers, and for a folder that lacks their weights.
     """
     _check_new_depths(model, depths)
-    copied = _layer_to_copy(model)
-    layers = _find_copied_layers(model, copied)
-    mtp = MtpDepths([_make_depth(model, layers) for _ in range(depths)], copied)
+    _check_layer_inputs(model)
+    layers = _find_copied_layers(model)
+    mtp = MtpDepths([_make_depth(model, layers) for _ in range(depths)])
     model.add_module(PREFIX, mtp)
     mtp.train(model.training)
     try:
         if weights is None:
-            _make_buffers(model, mtp, copied)
+            _make_buffers(model, mtp)
             _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
         else:
             read_depths(model, mtp, Path(weights))
@@ -162,7 +159,7 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
         )
 
 
-def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.Module]:
+def _find_copied_layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
@@ -172,7 +169,7 @@ def _find_copied_layers(model: PreTrainedModel, copied: CopiedLayer) -> list[nn.
             f"(mtp_layers_block_type of the configuration), and of {', '.join(missing)} the model has none to copy, "
             f"only of {', '.join(sorted(of_type))}; set mtp_layers_block_type to types of these"
         )
-    return [of_type[kind] for kind in types] or [layers[copied.index]]
+    return [of_type[kind] for kind in types] or layers[-1:]
 
 
 def _make_depth(model: PreTrainedModel, layers: Sequence[nn.Module]) -> MtpDepth:
@@ -199,12 +196,12 @@ def _find_last_norm(model: PreTrainedModel, layer: nn.Module, size: int) -> nn.M
     return norms[-1]
 
 
-def _make_buffers(model: PreTrainedModel, mtp: MtpDepths, copied: CopiedLayer) -> None:
+def _make_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
     """A copy of a layer of Gemma 4 would have a trained scale. Depths that a folder has get their buffers from it."""
     if not any(True for _ in persistent_buffers(mtp)):
         return
     new_model = empty_model(model.config, model.dtype, type(model))
-    new_buffers = dict(persistent_buffers(_make_depth(new_model, _find_copied_layers(new_model, copied))))
+    new_buffers = dict(persistent_buffers(_make_depth(new_model, _find_copied_layers(new_model))))
     for depth in mtp.layers:
         for name, buffer in persistent_buffers(depth):
             buffer.copy_(new_buffers[name])
@@ -224,58 +221,18 @@ def _copy_module(module: nn.Module) -> Any:
     return deepcopy(module, {id(config): config for config in configs})
 
 
-# ---- the layer that is copied: the last one that runs without those before it, tried on the meta device
-
-# The last layers of some Gemma 4 attend to keys and values of earlier ones, and have none of their own.
-
-
-def _layer_to_copy(model: PreTrainedModel) -> CopiedLayer:
-    last_layer = len(decoder_layers(model)) - 1
-    if (noted_layers := _note_layers(model)) is None:
-        return CopiedLayer(last_layer)
-    states, size = noted_layers[last_layer].note.hidden_states, _meta_rows(model).shape[-1]
-    if (shape := () if states is None else tuple(states.shape)) != (1, 2, size):
+def _check_layer_inputs(model: PreTrainedModel) -> None:
+    """On the meta device; where the model does not run there, its first step says what its layers take."""
+    with suppress(Exception), layer_inputs(model) as inputs:  # whatever a forward raises
+        run_on_meta(model, None, gradients=True)
+    if inputs.noted is None:
+        return
+    args, kwargs = inputs.noted
+    states, size = args[0] if args else kwargs["hidden_states"], model.config.get_text_config().hidden_size
+    if (shape := tuple(states.shape)) != (1, 2, size):
         raise ModelError(
             f"{type(model).__name__} gives its decoder layers hidden states of shape {shape} for two rows of size "
             f"{size}: several streams of each row, and a depth of multi-token prediction, whose projection makes one, "
             "has none; train it without (no add_mtp, mtp.depths = 0)"
         )
-    outputs = noted_layers[last_layer].outputs
-    # The last layer that runs while stand-ins replace all others. If not even the model with all its layers runs on
-    # meta tensors, failures with stand-ins show nothing, and the last layer is copied.
-    runs = partial(_runs_on_meta, model, outputs)
-    copies_last = runs([last_layer]) or not runs(range(last_layer + 1))
-    earlier = range(last_layer - 1, -1, -1)
-    index = last_layer if copies_last else next((i for i in earlier if runs([i])), last_layer)
-    # With `of_tokens` the module around the layers runs again, to make the arguments of a depth's layer of its tokens.
-    # A layer other than the last gets its arguments in this way too, whatever they depend on.
-    of_tokens = index != last_layer or depends_on_parameters(noted_layers[index].note.call)
-    return CopiedLayer(index, of_tokens, outputs)
-
-
-def _note_layers(model: PreTrainedModel) -> list[NotedLayer] | None:
-    """Stand-ins return a tensor (`outputs` 0), or a tuple of one or two, until a pass calls each and makes rows."""
-    for outputs in (0, 1, 2):
-        embedded = _meta_rows(model)
-        layerless_model, layers = copy_without_layers(model, embedded, outputs)
-        with suppress(Exception):  # whatever a forward raises
-            out = run_on_meta(layerless_model, None, gradients=True)[0]
-            noted_layers = [
-                layer for layer in layers if isinstance(layer, NotedLayer) and layer.note.hidden_states is not None
-            ]
-            if len(noted_layers) == len(layers) and out.shape[-2:] == embedded.shape[-2:]:
-                return noted_layers
-    return None
-
-
-def _meta_rows(model: PreTrainedModel) -> Tensor:
-    weight = next(model.get_input_embeddings().parameters())
-    return torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device="meta", requires_grad=True)
-
-
-def _runs_on_meta(model: PreTrainedModel, outputs: int, layers: Container[int]) -> bool:
-    try:
-        run_on_meta(copy_without_layers(model, _meta_rows(model), outputs, keep=layers)[0], None)
-    except Exception:  # whatever a forward raises
-        return False
-    return True
+    inputs.make_call()  # raises for tensors that depend on parameters

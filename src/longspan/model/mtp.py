@@ -5,11 +5,8 @@ hidden of depth d = post_norm(block(x)); predicts token t + d + 1 at row t
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
-from dataclasses import dataclass
-from inspect import signature
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.bridge.bridge import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter, is_adapted, is_copied
-from longspan.model.layers import Absent, architecture_name, decoder_layers, final_norm, layer_list, shallow_module
+from longspan.model.layers import architecture_name, decoder_layers, layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
 
@@ -166,134 +163,39 @@ LayerCall = tuple[tuple[Any, ...], Mapping[str, Any]]  # what a layer is called 
 _NOT_FOR_DEPTHS = ("hidden_states", "router")  # some rows of a depth have no token: its routers are not counted
 
 
-@dataclass(frozen=True)
-class CopiedLayer:
-    """The layer that depths copy, by its index.
-
-    `of_tokens`: it also takes tensors made of the rows' tokens. `outputs`: how many values it returns in a tuple; 0: a
-    tensor.
-    """
-
-    index: int
-    of_tokens: bool = False
-    outputs: int = 0
-
-
-class Note:
-    """What a layer was called with: hidden states, and its other arguments."""
-
-    def __init__(self) -> None:
-        self.hidden_states: Tensor | None = None
-        self.call: LayerCall = ((), {})
-
-
-class NotedLayer(Absent):
-    """A stand-in for a decoder layer, which returns its hidden states and notes the arguments of its call.
-
-    The note is an object that is filled: a pass on the meta device restores attributes.
-    """
-
-    def __init__(self, layer: nn.Module, outputs: int) -> None:
-        super().__init__(layer, outputs)
-        self.note: Note = Note()
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Note the call, and return the hidden states as they are."""
-        self.note.hidden_states, self.note.call = x, (args, _depth_arguments(kwargs))
-        return super().forward(x)
-
-
-class _Embedded(nn.Module):
-    """A stand-in for an embedding, which returns given rows (1, T, D) whatever the ids are."""
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self.rows = rows
-
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return self.rows
-
-
-def copy_without_layers(
-    model: PreTrainedModel, embedded: Tensor, outputs: int, *, keep: Container[int] = ()
-) -> tuple[Any, list[nn.Module]]:
-    """Copy the module around a model's decoder layers, with stand-ins for those not in `keep`; and return the layers.
-
-    Rows `embedded` (1, T, D) replace the embedding, and there is no norm. For the meta device, modules without
-    parameters, which may store tensors, are copied too.
-    """
-    name, layers = layer_list(model)
-    path, _, attribute = name.rpartition(".")
-    parent, embedding, norm = model.get_submodule(path), model.get_input_embeddings(), final_norm(model)
-    bare, stand_ins = shallow_module(parent), shallow_module(layers)
-    for child, module in parent.named_children():
-        if module is embedding:
-            bare._modules[child] = _Embedded(embedded)
-        elif module is norm:
-            bare._modules[child] = Absent()
-        elif embedded.is_meta and not any(True for _ in module.parameters()):
-            bare._modules[child] = deepcopy(module)
-    for child, layer in layers.named_children():
-        stand_ins._modules[child] = layer if int(child) in keep else NotedLayer(layer, outputs)
-    bare._modules[attribute] = stand_ins
-    return bare, [*stand_ins]
-
-
 class LayerInputs:
-    """The inputs of depths' layers besides hidden states, noted by a hook while a pass of the model runs."""
+    """What the last decoder layer was called with, noted by a hook while a pass of the model runs."""
 
-    def __init__(self, model: PreTrainedModel, copied: CopiedLayer) -> None:
-        self._model, self._copied = model, copied
-        # The arguments of the layer, or, where inputs are made of tokens, of what is around the layers.
-        self._noted: LayerCall = (), {}
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.noted: LayerCall | None = None
 
     def note_call(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the arguments of a call: a forward pre-hook of the copied layer, or of the module around all layers."""
-        self._noted = args, kwargs
+        """Note the arguments of a call: a forward pre-hook."""
+        self.noted = args, kwargs
 
-    def make_call(self, ids: Tensor, embedded: Tensor) -> LayerCall:
-        """Return the inputs of a depth's layer that reads ids (T,) embedded as (1, T, D), made anew if of tokens.
-
-        ModelError if they depend on parameters, and that was not seen when depths were added.
-        """
-        args, kwargs = self._noted
-        if not self._copied.of_tokens:
-            call = args[1:], _depth_arguments(kwargs)
-            if depends_on_parameters(call):
-                raise ModelError(
-                    f"{architecture_name(self._model)} gives its last decoder layer, beside hidden "
-                    "states, tensors that depend on its parameters, and its forward does not show on the meta device "
-                    "how they are made of later tokens; train it without multi-token prediction (no mtp=, "
-                    "mtp.depths = 0)"
-                )
-            return call
-        layerless_model, layers = copy_without_layers(self._model, embedded, self._copied.outputs)
-        arguments = dict(zip(signature(layerless_model.forward).parameters, args, strict=False)) | dict(kwargs)
-        other_arguments = {  # floats hold values of the rows' tokens (embeddings), integers do not
-            name: value
-            for name, value in arguments.items()
-            if name != "input_ids" and not (isinstance(value, Tensor) and torch.is_floating_point(value))
-        }
-        layerless_model.forward(input_ids=ids[None], **other_arguments)  # without hooks, `note_call` among them
-        layer: Any = layers[self._copied.index]
-        return layer.note.call
+    def make_call(self) -> LayerCall:
+        """Return the inputs of a depth's layer beside hidden states. ModelError if they depend on parameters."""
+        args, kwargs = self.noted or ((), {})
+        call = args[1:], _depth_arguments(kwargs)
+        if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
+            raise ModelError(
+                f"{architecture_name(self._model)} gives its last decoder layer, beside hidden states, tensors that "
+                "depend on its parameters, as embeddings of the rows' own tokens or keys of earlier layers; a depth "
+                "has none of later tokens: train it without multi-token prediction (no mtp=, mtp.depths = 0)"
+            )
+        return call
 
 
 @contextmanager
-def layer_inputs(model: PreTrainedModel, copied: CopiedLayer) -> Iterator[LayerInputs]:
-    """Note what a pass inside gives the layer that depths copy, or, if that is of tokens, what is around it."""
-    inputs, (name, layers) = LayerInputs(model, copied), layer_list(model)
-    noted = model.get_submodule(name.rpartition(".")[0]) if copied.of_tokens else layers[copied.index]
-    handle = noted.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
+def layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
+    """Note what a pass inside gives the last decoder layer, which depths copy."""
+    inputs, last_layer = LayerInputs(model), layer_list(model)[1][-1]
+    handle = last_layer.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
     try:
         yield inputs
     finally:
         handle.remove()
-
-
-def depends_on_parameters(call: LayerCall) -> bool:
-    """Return whether a tensor among these inputs depends on a parameter, in a pass with gradients."""
-    return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((call[0], dict(call[1]))))
 
 
 def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,25 +236,17 @@ def take_hidden_states(output: Any) -> Tensor:
 
 
 class MtpDepths(nn.Module):
-    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, copies the layer `copied`."""
+    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, is like the model's last one."""
 
-    def __init__(self, depths: list[MtpDepth], copied: CopiedLayer) -> None:
+    def __init__(self, depths: list[MtpDepth]) -> None:
         super().__init__()
         self.layers: nn.ModuleList = nn.ModuleList(depths)
-        self.copied: CopiedLayer = copied
 
 
 def model_depths(model: nn.Module) -> tuple[MtpDepth, ...]:
     """Return the depths that `add_mtp` gave a model, in order; none for another model."""
     mtp = model._modules.get(PREFIX)
     return tuple(depth for depth in mtp.layers if isinstance(depth, MtpDepth)) if isinstance(mtp, MtpDepths) else ()
-
-
-def find_copied_layer(model: nn.Module) -> CopiedLayer:
-    """Find the layer of a model that its depths copy."""
-    mtp = model._modules[PREFIX]
-    assert isinstance(mtp, MtpDepths)
-    return mtp.copied
 
 
 def mtp_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -391,7 +285,7 @@ def deeper_states(
     states = list[Tensor]()
     for number, (depth, ids) in enumerate(zip(model_depths(model), future_ids, strict=True), 1):
         embedded = embedding(ids[None], **embedding_arguments(shard, number))
-        args, kwargs = inputs.make_call(ids, embedded)
+        args, kwargs = inputs.make_call()
         hidden = depth(embedded, hidden, *args, **kwargs)
         states.append(hidden.squeeze(0))
     return tuple(states)

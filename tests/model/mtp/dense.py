@@ -1,11 +1,10 @@
 """Multi-token prediction of any family, written plainly: one process, depths called as the stock model calls its layer.
 
 A document keeps all its rows at every depth: those at its end read tokens of its beginning, and, since every row sees
-earlier ones alone, nothing that has a target. What Zamba 2 and Gemma 4 give a layer of the rows' own tokens is made of
-the later ones here by formulas of these families.
+earlier ones alone, nothing that has a target.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,7 +23,6 @@ from longspan.model.mtp import MtpBlocks
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.lora.adapted import drawn
-from tests.model.seams.families import tiny as of_family
 from tests.model.stock import at_random, gradients_of, tiny, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 3, 9)
@@ -37,16 +35,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next, a scan last": ("qwen3-next-tiny", {"layer_types": ["full_attention", "linear_attention"]}),
     "bamba, a scan last": ("bamba-tiny", {"attn_layer_indices": [0]}),
     "nemotron-h": ("", {"n_routed_experts": 4}),  # of whose depths each has a layer of attention and one of experts
-    "zamba2": ("", {"use_shared_attention_adapter": True, "use_mem_rope": True}),  # its last layer attends too
-}
-# Inputs of each layer made of ids; keys of earlier layers in its last two; experts beside the dense network.
-GEMMA4: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4": ("gemma4", {"num_kv_shared_layers": 0}),
-    "gemma4, keys shared": ("gemma4", {"use_double_wide_mlp": True}),
-    "gemma4, experts": (
-        "gemma4 without sharing",
-        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
-    ),
 }
 
 
@@ -68,10 +56,6 @@ def with_depths(family: str, depths: int, layers: int = 2) -> PreTrainedModel:
     """A tiny model in float64 with depths, none of whose weights stands at one or at nothing."""
     if family in HYBRIDS:
         model = _hybrid(family)
-    elif family in GEMMA4:
-        name, changes = GEMMA4[family]
-        model = of_family(name, vocab_size=64, vocab_size_per_layer_input=64, **changes)
-        model.config._experts_implementation = "eager"
     elif layers == 2:
         model = tiny(family, torch.float64, attention="eager", vocabulary=64)
     else:
@@ -148,7 +132,7 @@ def _logits_of_depths(model: Any, ids: Tensor, images: dict[str, Tensor]) -> lis
     logits = [_head(model, inputs, hidden)]
     for ahead, depth in enumerate(model.mtp.layers, 1):
         if len(ids) > 1 + ahead:
-            hidden = _next(model, depth, hidden, embedded.roll(-ahead, 1), ids.roll(-ahead), call)
+            hidden = _next(depth, hidden, embedded.roll(-ahead, 1), call)
             logits.append(_head(model, inputs, hidden))
     return logits
 
@@ -156,7 +140,7 @@ def _logits_of_depths(model: Any, ids: Tensor, images: dict[str, Tensor]) -> lis
 def _base(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Call]:
     """Last hidden states, embeddings with rows of images, and what the layer is called with that depths copy."""
     calls: list[Call] = []
-    layer = [*decoder_layers(model).values()][_copied(model)]
+    layer = [*decoder_layers(model).values()][-1]
     note = lambda _, args, kwargs: calls.append((args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"}))  # noqa: E731
     embedded = [model.get_input_embeddings()(inputs["input_ids"])]
     handles = [layer.register_forward_pre_hook(note, with_kwargs=True)]
@@ -169,8 +153,8 @@ def _base(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Call]:
     return hidden, embedded[-1], calls[0]
 
 
-def _next(model: Any, depth: Any, hidden: Tensor, later: Tensor, ids: Tensor, call: Call) -> Tensor:
-    args, kwargs = LATER.get(model.config.get_text_config().model_type, lambda *_: call)(model, call, later, ids)
+def _next(depth: Any, hidden: Tensor, later: Tensor, call: Call) -> Tensor:
+    args, kwargs = call
     x = depth.eh_proj(torch.cat([depth.enorm(later), depth.hnorm(hidden)], -1))
     for block in depth.mtp_block if isinstance(depth.mtp_block, MtpBlocks) else [depth.mtp_block]:
         out = block(x, *args, **kwargs)
@@ -190,24 +174,3 @@ def _head(model: Any, inputs: dict[str, Any], hidden: Tensor) -> Tensor:
     logits = model(**inputs).logits[0]
     handle.remove()
     return logits
-
-
-def _copied(model: PreTrainedModel) -> int:
-    """The last layer, or the last that has keys of its own."""
-    config: Any = model.config.get_text_config()
-    return len(decoder_layers(model)) - 1 - getattr(config, "num_kv_shared_layers", 0)
-
-
-def _zamba2(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
-    return (later, *call[0][1:]), call[1]
-
-
-def _gemma4(model: Any, call: Call, later: Tensor, ids: Tensor) -> Call:
-    text, kwargs = decoder_model(model), call[1] | {"shared_kv_states": {}}
-    if not text.hidden_size_per_layer_input:
-        return call[0], kwargs
-    inputs = text.project_per_layer_inputs(later, text.get_per_layer_inputs(ids[None], later))
-    return (inputs[:, :, _copied(model)],), kwargs
-
-
-LATER: dict[str, Callable[[Any, Call, Tensor, Tensor], Call]] = {"zamba2": _zamba2, "gemma4_text": _gemma4}

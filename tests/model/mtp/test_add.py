@@ -145,16 +145,18 @@ def test_models_whose_layers_take_something_else_are_refused_before_weights_are_
     if "gemma3n_text" in CONFIG_MAPPING:
         small = shrink_configuration(CONFIG_MAPPING["gemma3n_text"]())
         refused[r"hidden states of shape \(4, 1, 2, \d+\) for two rows .* several streams"] = load_model(config=small)
+    refused |= {f"{type(m).__name__} gives its last decoder layer, beside": m for m in (_family("gemma4"), _zamba2())}
     for message, model in refused.items():
         with pytest.raises(ModelError, match=message):
             add_mtp(model)
         assert not hasattr(model, "mtp")
 
 
-def test_a_depth_copies_the_last_layer_with_keys_of_its_own_and_has_the_norms_that_the_model_has() -> None:
-    depth = add_mtp(_family("gemma4")).mtp.layers[0]
-    assert depth.mtp_block.self_attn.layer_idx == 1 and not depth.mtp_block.self_attn.is_kv_shared_layer
-    assert add_mtp(_family("gemma4 without sharing")).mtp.copied.index == 3
+def _zamba2() -> PreTrainedModel:
+    return load_model(config=shrink_configuration(CONFIG_MAPPING["zamba2"]()))
+
+
+def test_a_depth_has_the_norms_that_the_model_has() -> None:
     depth = add_mtp(_family("opt, norms after", word_embed_proj_dim=32)).mtp.layers[0]
     assert isinstance(depth.post_norm, torch.nn.Identity) and type(depth.enorm) is torch.nn.LayerNorm
     assert type(add_mtp(_family("opt")).mtp.layers[0].post_norm) is torch.nn.LayerNorm

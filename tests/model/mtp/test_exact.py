@@ -59,23 +59,7 @@ ROWS = [
     Case("qwen3-moe", layers=3, settings=(*_ROWS, ("activation_checkpointing", "full")), plans=_TWO),
 ]
 _SEVERAL = [Case("nemotron-h", depths=1)]  # layers of a depth
-# Layers that get what is made of the rows' tokens.
 _FULL = ("activation_checkpointing", "full")
-TOKENS = [
-    Case("zamba2", settings=(_FULL,), plans=("one cp", "padded", "dynamic")),
-    Case("gemma4, keys shared", settings=(_FULL,)),
-    Case("gemma4, experts", depths=1, labelled=True, plans=_TWO),
-    Case("zamba2", depths=1, labelled=True, settings=(("shard_parameters", False),), plans=_TWO),
-]
-TOKENS_SPLIT = [
-    Case("zamba2", settings=(*_ROWS, _FULL), plans=_TWO),
-    Case("gemma4, keys shared", plans=_TWO),
-    Case("gemma4", depths=1, settings=(_FULL,), plans=_TWO),
-]
-TOKENS_IN_STAGES = [
-    Case("zamba2", settings=(_FULL,), plans=_TWO),
-    Case("zamba2", depths=1, settings=(("pipeline_schedule", "zero_bubble"), ("shard_parameters", False)), plans=_TWO),
-]
 SPLIT = [
     Case(),
     Case("llama", settings=(("shard_parameters", False),)),
@@ -93,18 +77,12 @@ STAGES = [
 
 def _adapted(*settings: tuple[str, Any]) -> list[Case]:
     """Depths with adapters of their own, and depths that are trained whole."""
-    families, trained = ("qwen3", "bamba, a scan last", "zamba2"), ((), (("modules_to_save", ("mtp",)),))
+    families, trained = ("qwen3", "bamba, a scan last"), ((), (("modules_to_save", ("mtp",)),))
     return [Case(f, settings=settings, plans=_TWO, adapter=adapter) for f in families for adapter in trained]
 
 
 IN_CI: dict[str, tuple[Layout, list[Case]]] = {
-    "a hybrid and inputs of tokens on 2 slots": (
-        Layout(2),
-        [
-            Case("qwen3-next, a scan last", plans=("dynamic",), tried=False),
-            Case("gemma4, keys shared", depths=1, plans=("all_gather",), tried=False),
-        ],
-    ),
+    "a hybrid on 2 slots": (Layout(2), [Case("qwen3-next, a scan last", plans=("dynamic",), tried=False)]),
     "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("all_gather",), tried=False)]),
     "2 stages": (Layout(2, pp=2), [replace(STAGES[2], plans=("padded",))]),
 }
@@ -116,9 +94,6 @@ TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
     "2 stages of rows split over tp 2": (Layout(4, tp=2, pp=2), ROWS + _SEVERAL),
     "2 slots of ep 2": (Layout(2, ep=2), EXPERTS + _SEVERAL),
     "2 slots of 2 stages": (Layout(4, pp=2), STAGES),
-    "inputs of tokens on 3 slots": (Layout(3), TOKENS),
-    "inputs of tokens on 2 slots of tp 2": (Layout(4, tp=2), TOKENS_SPLIT),
-    "inputs of tokens in 2 stages": (Layout(2, pp=2), TOKENS_IN_STAGES),
     "adapters and cp 2": (Layout(2), _adapted(_FULL)),
     "adapters and pp 2": (Layout(2, pp=2), _adapted()),
 }
@@ -267,18 +242,6 @@ MUTATIONS: dict[str, tuple[str, str, str]] = {
     "no last norm": (DEPTHS, "self.post_norm(take_hidden_states(", "(take_hidden_states("),
 }
 
-OF_TOKENS: dict[str, tuple[str, str, str]] = {
-    "the rows' own ids": (DEPTHS, "input_ids=ids[None], **other", "input_ids=arguments['input_ids'], **other"),
-    "no gradient of the embedding": (DEPTHS, "_Embedded(embedded)", "_Embedded(embedded.detach())"),
-    "the inputs of another layer": (DEPTHS, "layers[self._copied.index]", "layers[0]"),
-    "a layer without keys of its own": (
-        "model.add_depths",
-        "(i for i in earlier",
-        "(last_layer for i in earlier",
-    ),
-}
-
-
 OF_WHOLE_DEPTHS: dict[str, tuple[str, str, str]] = {  # beside an adapter
     "the depths that were there before": (DEPTHS, "model._modules[PREFIX] = copies[0]", "pass"),
     "a configuration of their own": (DEPTHS, "copies[0].get_submodule(name).config = config", "pass"),
@@ -307,11 +270,8 @@ def _mutated_errors(rank: int, family: str, mutations: dict[str, tuple[str, str,
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("family", "mutations"), [("qwen3", MUTATIONS), ("gemma4, keys shared", OF_TOKENS), ("qwen3", OF_WHOLE_DEPTHS)]
-)
+@pytest.mark.parametrize(("family", "mutations"), [("qwen3", MUTATIONS), ("qwen3", OF_WHOLE_DEPTHS)])
 def test_mutations_are_noticed(family: str, mutations: dict[str, tuple[str, str, str]]) -> None:
-    """Gemma's layers get what is made of the rows' tokens."""
     for errors in run_ranks(_mutated_errors, 2, family, mutations, timeout=280):
         assert errors.pop("nothing") < 1e-11
         assert all(error > 1e-6 for error in errors.values()), errors

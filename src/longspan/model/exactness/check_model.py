@@ -42,13 +42,11 @@ from longspan.model.layers import (
     expert_modules,
     has_experts,
     innermost_decoder,
-    layer_list,
     reads_other_modalities,
     text_model,
 )
 from longspan.model.mtp import (
     depth_reasons,
-    find_copied_layer,
     model_depths,
     replace_copied_depths,
     select_depth_weights,
@@ -130,11 +128,6 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     replaced = {"the model itself": model, **mixers}
     # Rotary modules whose frequencies depend on a document's length:
     replaced |= {name: module for name, module in model.named_modules() if types_by_length(module)}
-    # Where the layers of multi-token prediction take arguments that are made from token ids, longspan calls the module
-    # around the layers once more, with the ids that these layers predict from.
-    if model_depths(model) and find_copied_layer(model).of_tokens:
-        parent_of_layers = layer_list(model)[0].rpartition(".")[0]
-        replaced[parent_of_layers] = model.get_submodule(parent_of_layers)
     if names := find_set_forwards(replaced.items()):
         yield (
             f"{items_text(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "

@@ -20,7 +20,7 @@ from longspan.comm import SequenceShard, world_of
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, decoder_layers, reads_other_modalities
-from longspan.model.mtp import find_copied_layer, layers_and_depths, mtp_blocks
+from longspan.model.mtp import layers_and_depths, mtp_blocks
 from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
 
 
@@ -44,13 +44,14 @@ def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShar
 
 
 def number_layers(model: PreTrainedModel) -> None:
-    """Give every module whose `layer_idx` is -1 the index of its decoder layer, or of the one that a depth copies.
+    """Give every module whose `layer_idx` is -1 the index of its decoder layer, or of the last, which depths copy.
 
     Calls of attention are told apart by it; modules that several layers share (Zamba 2) keep -1.
     """
     modules_with_layers: dict[int, tuple[Any, set[int]]] = {}
-    depths = [(find_copied_layer(model).index, block) for block in mtp_blocks(model).values()]
-    for index, layer in (*enumerate(decoder_layers(model).values()), *depths):
+    layers = [*decoder_layers(model).values()]
+    depths = [(len(layers) - 1, block) for block in mtp_blocks(model).values()]  # which copy the last layer
+    for index, layer in (*enumerate(layers), *depths):
         for module in layer.modules():
             if getattr(module, "layer_idx", None) == -1:
                 modules_with_layers.setdefault(id(module), (module, set()))[1].add(index)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
 from longspan.model.layers import architecture_name, base_model
-from longspan.model.mtp import deeper_states, find_copied_layer, layer_inputs, model_depths, refuse_bypass
+from longspan.model.mtp import deeper_states, layer_inputs, model_depths, refuse_bypass
 from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
@@ -80,8 +80,8 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         nonlocal untried
         if row_loss is None:
             return forward(model, *args, **kwargs)
-        # Depths of multi-token prediction are called with what the layer that they copy was called with.
-        with nullcontext() if future_ids is None else layer_inputs(model, find_copied_layer(model)) as inputs:
+        # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
+        with nullcontext() if future_ids is None else layer_inputs(model) as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
             _refuse_other_forward(model, forward, hidden, args, kwargs)
