@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(file for folder in ("src", "bench", "examples", "tests") for file in (ROOT / folder).rglob("*.py"))
-ELSEWHERE = {"mimo_mtp.py", "qwen3_next_mtp.py", "deepseek_mtp.py", "nemotron_h_mtp.py"}  # vLLM's
+ELSEWHERE = {"qwen3_next_mtp.py", "deepseek_mtp.py", "nemotron_h_mtp.py"}  # vLLM's
 FILE = re.compile(r"`([\w./-]+\.py|[\w.-]+/[\w./-]*/)`")
 IMPORT = re.compile(r"^ *from ([\w.]+) import (\([^)]*\)|[^#\n]*)", re.MULTILINE)
 

@@ -25,7 +25,6 @@ from longspan.model.mtp import (
     layer_inputs,
     model_depths,
     mtp_blocks,
-    order_columns,
     translate_name,
 )
 from longspan.model.seams.call_rules import find_set_forwards, is_prepared
@@ -39,16 +38,14 @@ from longspan.plan.shape.layers import depth_types
 def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     layers = model.config.get_text_config().num_hidden_layers
     rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
-    # Publishers have names of their own for the weights, and one of them another order of a projection's columns.
-    source = FolderWeights(folder, model, rename=rename, view=order_columns)
+    source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     available = source.names()
     if missing := [name for name in names if name not in available]:
         raise ModelError(
             f"{folder} lacks {len(missing)} of {len(names)} weights of multi-token prediction of depth "
-            f"{len(mtp.layers)}: {', '.join(missing[:4])} (or model.layers.{layers}.…, mtp.fc.… or "
-            "model.mtp_layers.0.… and so on for them); use a folder that has them, fewer depths, or leave weights= out "
-            "for random ones"
+            f"{len(mtp.layers)}: {', '.join(missing[:4])} (or model.layers.{layers}.…, mtp.fc.… and so on for them); "
+            "use a folder that has them, fewer depths, or leave weights= out for random ones"
         )
     _fill_depths(model, mtp, source)
 

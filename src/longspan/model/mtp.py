@@ -23,15 +23,10 @@ from longspan.model.layers import architecture_name, decoder_layers, layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
 
-# Published names are those of vLLM's `deepseek_mtp.py`, `qwen3_next_mtp.py`, `nemotron_h_mtp.py` and `mimo_mtp.py`.
-# MiMo's projection takes the hidden states first: the halves of its columns are exchanged when it is read.
+# Published names are those of vLLM's `deepseek_mtp.py`, `qwen3_next_mtp.py` and `nemotron_h_mtp.py`.
 PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
 _OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")
-_MIMO: dict[str, str] = dict(
-    zip(("token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm."), _OURS, strict=True)
-)
 _QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
-_MIMO_PROJECTION = re.compile(r"model\.mtp_layers\.\d+\.input_proj\.weight")
 _AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "bailing_hybrid"})
 _SHARED_NORM = "shared_head.norm."
 _LAST_NORM = {"bailing_hybrid": "final_layernorm."}
@@ -50,16 +45,12 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
     'mtp.layers.0.post_norm.weight'
     >>> translate_name("mtp.norm.weight", layers=48)
     'mtp.layers.0.post_norm.weight'
-    >>> translate_name("model.mtp_layers.0.input_proj.weight", layers=36)
-    'mtp.layers.0.eh_proj.weight'
     >>> translate_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
         depth, inside = int(match[1]) - layers, _replace_prefix(match[2], _LAST_NORMS)
         return key if depth < 0 else _depth_name(depth, inside)
-    if match := re.fullmatch(r"model\.mtp_layers\.(\d+)\.(.*)", key):
-        return _depth_name(int(match[1]), _replace_prefix(match[2], _MIMO))
     if match := re.fullmatch(r"mtp\.layers\.(\d+)\.(.*)", key):
         if match[2].startswith(("mtp_block.", *_OURS)):
             return key
@@ -73,11 +64,6 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
     inside = _replace_prefix(bare, _QWEN)
     is_qwen_name = bare != key and inside != bare
     return _depth_name(0, inside) if is_qwen_name else key
-
-
-def order_columns(key: str, tensor: Any) -> Any:
-    """Return a file's tensor, which safetensors reads in parts, with its columns in our order: see MiMo above."""
-    return _HalvesExchanged(tensor) if _MIMO_PROJECTION.fullmatch(key) else tensor
 
 
 def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
@@ -113,18 +99,6 @@ def names_of_depths(keys: Iterable[str], layers: int) -> set[str]:
     names = {key: translate_name(key, layers) for key in keys}
     depths = tuple(name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight"))
     return {key for key, name in names.items() if name.startswith(depths) or re.match(r"(model\.)?mtp", key)}
-
-
-class _HalvesExchanged:
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tensor, name)
-
-    def __getitem__(self, block: Any) -> Tensor:
-        whole: Tensor = self._tensor[...]
-        return torch.cat(whole.chunk(2, dim=1)[::-1], dim=1)[block]
 
 
 def _depth_name(depth: int, inside: str) -> str:
@@ -236,7 +210,7 @@ def take_hidden_states(output: Any) -> Tensor:
 
 
 class MtpDepths(nn.Module):
-    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, is like the model's last one."""
+    """All depths of a model, its attribute `mtp`; the block of each, or its last layer, is like the model's last."""
 
     def __init__(self, depths: list[MtpDepth]) -> None:
         super().__init__()

@@ -210,7 +210,6 @@ def test_depths_come_before_an_adapter() -> None:
 
 NORMS = {
     "DeepSeek": ("model.layers.2.", ("enorm", "hnorm", "shared_head.norm", "eh_proj")),
-    "MiMo": ("model.mtp_layers.0.", ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")),
     "Qwen": ("mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc")),
 }
 OURS = ("enorm", "hnorm", "post_norm", "eh_proj")
@@ -225,13 +224,6 @@ def _deepseek(layers: int) -> PreTrainedModel:
     return at_random(config)
 
 
-def _qwen2(layers: int) -> PreTrainedModel:
-    """MiMo-7B is a Qwen2 with a depth."""
-    config = config_of("qwen2")
-    config.update({"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers})
-    return at_random(config)
-
-
 def _qwen3_next(layers: int) -> PreTrainedModel:
     config = preset_config("qwen3-next-tiny", vocab_size=64)
     types = ["linear_attention", *["full_attention"] * (layers - 1)]
@@ -239,7 +231,7 @@ def _qwen3_next(layers: int) -> PreTrainedModel:
     return at_random(config)
 
 
-MODELS = {"DeepSeek": _deepseek, "MiMo": _qwen2, "Qwen": _qwen3_next}
+MODELS = {"DeepSeek": _deepseek, "Qwen": _qwen3_next}
 
 
 def _published(family: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
@@ -267,8 +259,7 @@ def test_depths_are_read_under_the_names_that_they_are_published_with(family: st
     for ours, theirs in zip(OURS[:3], names, strict=False):
         assert torch.equal(read[f"mtp.layers.0.{ours}.weight"], own[f"{prefix}{theirs}.weight"].double())
     embedding, hidden = torch.randn(2, 5, deeper.config.hidden_size, dtype=torch.float64)
-    order = (hidden, embedding) if family == "MiMo" else (embedding, hidden)  # as the models' own code has it
-    wanted = F.linear(torch.cat(order, -1), own[f"{prefix}{names[-1]}.weight"].double())
+    wanted = F.linear(torch.cat((embedding, hidden), -1), own[f"{prefix}{names[-1]}.weight"].double())
     found = model.mtp.layers[0].eh_proj(torch.cat((embedding, hidden), -1))
     assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -284,11 +275,11 @@ def test_a_folder_with_fewer_depths_or_other_shapes_is_refused(tmp_path: Path) -
 
 
 def test_depths_of_a_sharded_model_are_read_a_part_at_a_time(tmp_path: Path) -> None:
-    _published("MiMo", tmp_path / "MiMo")
-    _qwen2(2).save_pretrained(tmp_path / "two")
-    wanted = add_mtp(_qwen2(2), 1, weights=tmp_path / "MiMo").state_dict()
+    _published("DeepSeek", tmp_path / "published")
+    _deepseek(2).save_pretrained(tmp_path / "two")
+    wanted = add_mtp(_deepseek(2), 1, weights=tmp_path / "published").state_dict()
     with World(Layout(ranks=1), backend="gloo") as world:
-        model = add_mtp(load_model(tmp_path / "two", dtype="float64", sharded=True), 1, weights=tmp_path / "MiMo")
+        model = add_mtp(load_model(tmp_path / "two", dtype="float64", sharded=True), 1, weights=tmp_path / "published")
         read = weights_of(prepare(model, world))
     assert all(torch.equal(x, wanted[name]) for name, x in read.items() if name.startswith("mtp."))
 

@@ -66,23 +66,16 @@ class _Recipe:
 class FolderWeights:
     """A source of weights from the files of a folder, for a model of `model`'s names, shapes and types.
 
-    `rename` maps the files' names to those of `save_model`; `view` wraps each tensor, given its name there.
+    `rename` maps the files' names to those of `save_model`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model: PreTrainedModel,
-        *,
-        rename: Callable[[str], str] = lambda key: key,
-        view: Callable[[str, Any], Any] = lambda key, tensor: tensor,
-    ) -> None:
+    def __init__(self, folder: Path, model: PreTrainedModel, *, rename: Callable[[str], str] = lambda key: key) -> None:
         """Read the headers of the files; `unread` maps what the model does not take to its name.
 
         ModelError for others.
         """
         self._folder, self._files, self._config = folder, weight_files(folder), model.config
-        self._rename, self._view = rename, view
+        self._rename = rename
         state = model.state_dict()
         self._shapes = {name: tuple(x.shape) for name, x in state.items()}
         self._dtypes = {name: x.dtype for name, x in state.items()}
@@ -147,8 +140,7 @@ class FolderWeights:
         return keys[0]
 
     def _open_slices(self, stack: ExitStack) -> dict[str, Any]:
-        tensors = open_tensors(self._files, stack)
-        return {self._rename(name): self._view(name, tensor) for name, tensor in tensors.items()}
+        return {self._rename(name): tensor for name, tensor in open_tensors(self._files, stack).items()}
 
     def _find_recipes(self, slices: _Slices) -> dict[str, _Recipe]:
         """By the first of several parameters; a tied one in the files under its second name is under its first."""
