@@ -137,11 +137,11 @@ def test_imbalance_of_one_document_is_not_repeated_by_the_next(degree, length):
     ("rows", "message"),
     [
         ([], r"rows of 0 members"),
-        ([[0], [2, -3]], r"rows of member 1 hold -3"),
-        ([[0], [1.0]], r"rows of member 1 hold float"),
-        ([np.array([True])], r"rows of member 0 hold bool"),
+        ([[0], [2, -3]], r"rows of member 1 hold \(2, -3\)"),
+        ([[0], [1.0]], r"rows of member 1 hold \(1\.0\)"),
+        ([np.array([True])], r"rows of member 0 hold \(True\)"),
         ([[0], None], r"rows of member 1 are None"),
-        ([["a", None]], r"rows of member 0 hold NoneType, str"),
+        ([["a", None]], r"rows of member 0 hold \('a', None\)"),
     ],
 )
 def test_given_rows_are_checked_and_copied(rows, message):

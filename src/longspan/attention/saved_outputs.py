@@ -49,7 +49,7 @@ class Recording:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return two contexts for `context_fn` of torch's checkpoint: of the forward pass, and of its recomputation."""
-        return self.forward(), _Reentrant(self.recompute)
+        return self.forward(), Reentrant(self.recompute)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Recording:
 active_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
-class _Reentrant(AbstractContextManager[None]):
+class Reentrant(AbstractContextManager[None]):
     """A context that may be entered again: with `retain_graph` each backward pass recomputes the layer."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:

@@ -10,17 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, excerpt
 from longspan.layout.segments import Integers, Segments, expand_runs, is_integer, make_read_only, segments_from_runs
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
-_MOST_ROWS = 2**63 - 1  # the largest int64
 
 
 def check_lengths(lengths: Iterable[object]) -> tuple[int, ...]:
@@ -32,35 +30,18 @@ def check_lengths(lengths: Iterable[object]) -> tuple[int, ...]:
     Takes any iterable of Python or numpy integers; it may be empty. Raises LayoutError, naming the index and the value,
     for what is not an integer (a bool, a float and NaN among them), zero or negative.
     """
-    if isinstance(lengths, np.ndarray):
-        array = cast(NDArray[Any], lengths)
-        if array.ndim != 1:
-            raise LayoutError(f"lengths have shape {array.shape}; give one dimension, one length per document")
-        values = cast(list[object], array.tolist())
-    else:
-        try:
-            values = list(lengths)
-        except TypeError as error:
-            raise LayoutError(f"lengths are {lengths!r}; give a sequence of integers, one per document") from error
-    wrong = [kind for kind in set(map(type, values)) if not is_integer(kind)]
-    if wrong:
-        index = next(i for i, value in enumerate(values) if type(value) in wrong)
-        _refuse_length(
-            index, values[index], "a length is an integer number of rows: convert it with int(…) if it is whole"
-        )
-    integers = tuple(map(int, cast(list[int], values)))
-    if integers and min(integers) < 1:
-        index = next(i for i, value in enumerate(integers) if value < 1)
-        _refuse_length(index, integers[index], "a document has at least 1 row: leave empty documents out")
-    if sum(integers) > _MOST_ROWS:
-        raise LayoutError(
-            f"{len(integers)} lengths add up to {sum(integers)} rows; at most {_MOST_ROWS} can be counted"
-        )
-    return integers
-
-
-def _refuse_length(index: int, value: object, advice: str) -> NoReturn:
-    raise LayoutError(f"length {index} is {value!r} ({type(value).__name__}); {advice}")
+    try:
+        values = cast(list[int], lengths.tolist() if isinstance(lengths, np.ndarray) else list(lengths))
+    except TypeError as error:
+        raise LayoutError(f"lengths are {lengths!r}; give a sequence of integers, one per document") from error
+    if not {*map(type, values)} <= {int} or min(values, default=1) < 1:
+        for index, value in enumerate(values):
+            if not is_integer(type(value)) or value < 1:
+                raise LayoutError(
+                    f"length {index} is {value!r} ({type(value).__name__}); a length is an integer number of rows, at "
+                    "least 1: convert it with int(…) if it is whole, and leave empty documents out"
+                )
+    return tuple(map(int, values))
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -109,7 +90,15 @@ class Packing:
 
 def find_runs(member: int, rows: Iterable[int]) -> Integers:
     """Find the runs of consecutive ids in a member's list of rows: (runs, 2), half-open (start, stop) in list order."""
-    ids = _row_ids(member, rows)
+    try:
+        ids = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+    except TypeError as error:
+        raise LayoutError(
+            f"the rows of member {member} are {rows!r}; give a list of row ids for each member"
+        ) from error
+    if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0):
+        raise LayoutError(f"the rows of member {member} hold {excerpt(ids.tolist())}; row ids are integers from 0")
+    ids = ids.astype(np.int64)
     # A run opens where an id is not one more than the id before; -2 is one before no id, so the first id opens one.
     opens = np.flatnonzero(np.diff(ids, prepend=-2) != 1)
     closes = np.append(opens, len(ids))[1:] - 1
@@ -133,27 +122,6 @@ def join_runs(member: int, runs: Integers) -> Integers:
     opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
     closes = np.append(opens, len(runs))[1:] - 1
     return make_read_only(np.stack([runs[opens, 0], runs[closes, 1]], axis=1).astype(np.int64))
-
-
-def _row_ids(member: int, rows: object) -> Integers:
-    if not isinstance(rows, Iterable):
-        raise LayoutError(f"the rows of member {member} are {rows!r}; give a list of row ids for each member")
-    array = cast(NDArray[Any], rows) if isinstance(rows, np.ndarray) else None
-    if array is not None and array.ndim == 1 and array.dtype.kind in "iu":
-        ids = array.astype(np.int64)  # millions of rows come as arrays
-    else:
-        ids = np.array(_list_row_ids(member, cast(Iterable[object], rows)), dtype=np.int64)
-    if len(ids) and int(ids.min()) < 0:
-        raise LayoutError(f"the rows of member {member} hold {int(ids.min())}; row ids are integers from 0")
-    return ids
-
-
-def _list_row_ids(member: int, rows: Iterable[object]) -> list[object]:
-    values: list[object] = rows.tolist() if isinstance(rows, np.ndarray) else list(rows)
-    wrong = sorted({kind.__name__ for kind in set(map(type, values)) if not is_integer(kind)})
-    if wrong:
-        raise LayoutError(f"the rows of member {member} hold {', '.join(wrong)}; row ids are integers from 0")
-    return values
 
 
 # 2^64 / golden ratio: its multiples modulo 2^64 lie evenly, whatever the stride.

@@ -62,9 +62,9 @@ def weights_by_name(
 
     All ranks call it together and go through to the end. Names are those of the stock model's `state_dict`; a tied
     weight comes once. One weight is whole at a time; do not write to it. `merge_adapter` adds an adapter to the
-    weights, as peft's `merge_and_unload`, with sums in float32 at least; otherwise its own come under peft's names as
-    well. Raises ModelError for a model that was not prepared, for a MultimodalModel, and where an adapter cannot be
-    merged.
+    weights, as peft's `merge_and_unload`, with sums in float32 at least: plain LoRA of linears; otherwise its own come
+    under peft's names as well. Raises ModelError for a model that was not prepared, for a MultimodalModel, and where an
+    adapter cannot be merged.
     """
     if isinstance(model, MultimodalModel):
         raise ModelError(
@@ -147,42 +147,35 @@ class WholeWeights:
             # a module that is trained whole has its trained copy beside `original_module`
             if ".lora_" in name or ".original_module." in name:
                 continue
-            parts = self._adapter_tensor_names(name)
             weight = self.gather_tensor(name)
-            if parts:
-                tensors = {role: self.gather_tensor(tensor_name) for role, tensor_name in parts.items()}
-                weight = _merge_adapter(weight, tensors, self._entries[name].scaling or 0.0)
+            if matrices := self._adapter_matrices(name):
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                a, b = (self.gather_tensor(matrix).to(wide) for matrix in matrices)
+                weight = (weight.to(wide) + (self._entries[name].scaling or 0.0) * (b @ a)).to(weight.dtype)
             yield plain_name(name), weight
 
     def check_merge(self) -> None:
-        """Raise ModelError for adapters that cannot be merged: on a tied weight, or of a kind not known here."""
-        changed = (name for name in self._tied if ".modules_to_save." in name or self._adapter_tensor_names(name))
+        """Raise ModelError for adapters that cannot be merged: on a tied weight, or of another kind than plain LoRA."""
+        changed = (name for name in self._tied if ".modules_to_save." in name or self._adapter_matrices(name))
         if tied := sorted(changed):
             raise ModelError(
                 f"merge_adapter: {tied[0]} is trained, and is the weight of the other end of the model as well "
                 "(tie_word_embeddings), which must not change; leave merge_adapter out, which gives base and adapter"
             )
-        mergeable = {part for name in self.names for part in self._adapter_tensor_names(name).values()}
+        mergeable = {matrix for name in self.names for matrix in self._adapter_matrices(name)}
         if others := [name for name in self.names if ".lora_" in name and name not in mergeable]:
             raise ModelError(
                 f"merge_adapter does not know what {', '.join(others[:3])} add to the model's weights; leave it out, "
                 "which gives base and adapter, or merge what longspan.save_model(model, folder, world) saved with peft"
             )
 
-    def _adapter_tensor_names(self, name: str) -> dict[str, str]:
-        """The adapter's tensors that change this weight or bias, by role; `_BASE` is behind an adapted module."""
-        if self._adapter is None or _BASE not in name:
-            return {}
+    def _adapter_matrices(self, name: str) -> list[str]:
+        """The names of A and B of plain LoRA if this is a linear's weight; `_BASE` is behind an adapted module."""
         module, _, kind = name.rpartition(_BASE)
-        adapter = self._adapter.name
-        suffixes = {"bias": f"lora_B.{adapter}.bias"}
-        if kind == "weight":
-            suffixes = {"A": f"lora_A.{adapter}.weight", "B": f"lora_B.{adapter}.weight"}
-            suffixes |= {"embedding_A": f"lora_embedding_A.{adapter}", "embedding_B": f"lora_embedding_B.{adapter}"}
-            if f"{module}.lora_A.{adapter}.weight" in self._entries:  # an embedding's DoRA is refused by check_merge
-                suffixes |= {"magnitude": f"lora_magnitude_vector.{adapter}.weight"}
-        names = {role: f"{module}.{tensor_name}" for role, tensor_name in suffixes.items()}
-        return {role: tensor_name for role, tensor_name in names.items() if tensor_name in self._entries}
+        if self._adapter is None or not module or kind != "weight":
+            return []
+        names = [f"{module}.lora_{matrix}.{self._adapter.name}.weight" for matrix in "AB"]
+        return [name for name in names if name in self._entries]
 
     def gather_tensor(self, name: str, *, first_only: bool = False) -> Tensor:
         """Gather a whole tensor on every rank, or the home's first alone; its stage sends it to the others."""
@@ -203,22 +196,6 @@ class WholeWeights:
             if sends or receives:
                 world.channels.pipeline.exchange(sends, receives, "weights of a stage").wait()
         return whole_tensor
-
-
-def _merge_adapter(weight: Tensor, parts: Mapping[str, Tensor], scaling: float) -> Tensor:
-    """scaling · B A, for an embedding its transpose, for a bias scaling times the adapter's; DoRA sets lengths."""
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    wide = {role: x.to(dtype) for role, x in parts.items()}
-    total = weight.to(dtype)
-    if "bias" in wide:
-        total = total + scaling * wide["bias"]
-    elif "embedding_A" in wide:
-        total = total + scaling * (wide["embedding_B"] @ wide["embedding_A"]).T
-    else:
-        total = total + scaling * (wide["B"] @ wide["A"])
-    if "magnitude" in wide:  # DoRA: the directions of rows, times lengths that are trained
-        total = total * (wide["magnitude"] / total.norm(dim=1)).unsqueeze(1)
-    return total.to(weight.dtype)
 
 
 def save_model(

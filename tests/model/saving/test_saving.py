@@ -186,6 +186,9 @@ CASES: dict[str, tuple[Layout, str, str, dict[str, Any]]] = {  # a home, a famil
 }
 
 
+UNMERGED = {"ends", "dora"}  # other adapters than plain LoRA of linears
+
+
 def stock(family: str, adapter: str) -> Any:
     return adapted(family, adapter) if adapter else deep(family, torch.float64, 4, 62)
 
@@ -208,7 +211,7 @@ def compare(rank: int) -> dict[str, dict[str, float]]:
     for name, (home, family, adapter, options) in CASES.items():
         with World(home, backend=backend(), timeout=60) as world:
             prepared = prepare(stock(family, adapter), world, **options)
-            for merge in (False, True) if adapter else (False,):
+            for merge in (False, True) if adapter and name not in UNMERGED else (False,):
                 pairs = [(n, w.clone()) for n, w in weights_by_name(prepared, world, merge_adapter=merge)]
                 assert all(w.device.type == world.device.type and type(w) is Tensor for _, w in pairs)
                 weights, wanted = dict(pairs), stock_weights(family, adapter, merge)
@@ -222,7 +225,8 @@ def compare(rank: int) -> dict[str, dict[str, float]]:
 
 def test_weights_are_those_of_the_stock_model() -> None:
     for errors in run_ranks(compare, 2, timeout=240):
-        assert len(errors) == len(CASES) + sum(bool(adapter) for _, _, adapter, _ in CASES.values())
+        merged = {name for name, (_, _, adapter, _) in CASES.items() if adapter} - UNMERGED
+        assert len(errors) == len(CASES) + len(merged)
         for case, of_case in errors.items():
             limit = 1e-14 if case.endswith("merged") else 0.0  # of what is not merged, every bit
             assert max(of_case.values()) <= limit, (case, {n: e for n, e in of_case.items() if e > limit})
@@ -248,5 +252,5 @@ def refuse(rank: int) -> list[str]:
 def test_refusals_come_before_the_first_weight() -> None:
     for said in run_ranks(refuse, 2):
         assert "longspan.prepare" in said[0]
-        assert "embed_tokens.base_layer.weight is trained, and is the weight of the other end" in said[1]
+        assert "merge_adapter does not know what model.embed_tokens.lora_embedding_A.default" in said[1]
         assert "lm_head.modules_to_save.default.weight is trained, and is the weight of the other end" in said[2]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils.checkpoint import DefaultDeviceType, checkpoint, noop_context_fn
 from transformers import PreTrainedModel
 
-from longspan.attention.saved_outputs import Recording, Result
+from longspan.attention.saved_outputs import Recording, Reentrant, Result
 from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HostArena, HostOffload, check_host_room
@@ -151,7 +151,7 @@ class _Link:
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return self._forget_attention(), _RecomputeContext(self)
+        return self._forget_attention(), Reentrant(self.replay_attention)
 
     @contextmanager
     def replay_attention(self) -> Iterator[None]:
@@ -169,20 +169,6 @@ class _Link:
 class _EmptyRecording(Recording):
     def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
         return compute()
-
-
-class _RecomputeContext(AbstractContextManager[None]):
-    """May be entered repeatedly, as by backward with `retain_graph`."""
-
-    def __init__(self, link: _Link) -> None:
-        self._link = link
-
-    def __enter__(self) -> None:
-        self._open_context = self._link.replay_attention()
-        self._open_context.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._open_context.__exit__(*error)
 
 
 @contextmanager

@@ -245,7 +245,24 @@ def split_encoder(
             sum_input_gradients(part.module, world)
         counts: dict[str, Any] = dict.fromkeys(part.local_attributes, lambda count: count // tp)
         wrap_forward(part.module, views=counts)
-    module.register_forward_pre_hook(_DropoutRefusal(module), prepend=True)
+    rates = [
+        f"{name} ({type(child).__name__}, {attribute} {rate:g})"
+        for name, child in module.named_modules()
+        for attribute, rate in vars(child).items()
+        if ("drop" in attribute or (attribute == "p" and isinstance(child, nn.modules.dropout._DropoutNd)))
+        and isinstance(rate, float)
+        and rate > 0
+    ]
+
+    def refuse_dropout(module: nn.Module, _: Any) -> None:
+        if module.training:
+            raise ModelError(
+                f"{', '.join(rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot would "
+                "draw differently; build the encoder with dropout 0.0, or use tp 1"
+            )
+
+    if rates:
+        module.register_forward_pre_hook(refuse_dropout, prepend=True)
     return trials
 
 
@@ -273,24 +290,3 @@ def _trial_units(
         if (type(unit), shapes) not in kinds:
             kinds.add((type(unit), shapes))
             yield name, unit
-
-
-class _DropoutRefusal:
-    """A hook that refuses training which draws at random: the ranks of a slot would go on with different rows."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._rates = [
-            f"{name} ({type(child).__name__}, {attribute} {rate:g})"
-            for name, child in module.named_modules()
-            for attribute, rate in vars(child).items()
-            if ("drop" in attribute or (attribute == "p" and isinstance(child, nn.modules.dropout._DropoutNd)))
-            and isinstance(rate, float)
-            and rate > 0
-        ]
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if module.training and self._rates:
-            raise ModelError(
-                f"{', '.join(self._rates[:4])} draw at random in training, and the tensor-parallel ranks of a slot "
-                "would draw differently; build the encoder with dropout 0.0, or use tp 1"
-            )

@@ -63,8 +63,6 @@ class ImageEncoder(nn.Module):
 
 def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     """Encode images by a model's get_image_features: rows (n, D) end to end, and the same for each deeper layer."""
-    is_doubled = len(inputs) == 1 and _has_one_row(base, inputs[0])
-    inputs = [*inputs, *inputs] if is_doubled else inputs
     order = encoding_order(inputs)
     arguments = image_arguments(base, [inputs[i] for i in order], next(base.parameters()))
     out = base.get_image_features(**arguments, return_dict=True)
@@ -72,17 +70,7 @@ def encode_images(base: Any, inputs: Sequence[ImageInput]) -> list[Tensor]:
     if rows is None:  # Llama 4, whose forward pass projects what its tower made
         rows = base.multi_modal_projector(out.last_hidden_state)
     parts = (rows, *(getattr(out, "deepstack_features", None) or ()))
-    joined = [_join_rows(layer_rows, order) for layer_rows in parts]
-    return [layer_rows[: len(layer_rows) // 2] for layer_rows in joined] if is_doubled else joined
-
-
-def _has_one_row(base: Any, image: ImageInput) -> bool:
-    """Models with Pixtral's tower (transformers 5.17 to 5.23) drop the dim of a single row, and then fail."""
-    vision: Any = getattr(base.config, "vision_config", None)
-    if image.size is None or getattr(vision, "model_type", "") != "pixtral":
-        return False
-    side = vision.patch_size * getattr(base.config, "spatial_merge_size", 1)
-    return (image.size[0] // side) * (image.size[1] // side) == 1
+    return [_join_rows(layer_rows, order) for layer_rows in parts]
 
 
 def _join_rows(parts: Any, order: Sequence[int]) -> Tensor:
