@@ -37,7 +37,7 @@ MUTATIONS = [
     ("bridge.bridge", "everyone.ranks.index(rank)", "rank"),
     # rows where they belong
     ("layout.exchange", "blocks[np.argsort(order[blocks])]", "np.sort(blocks)"),
-    ("layout.exchange", "begins[me] = arriving.sum()", "begins[me] = 0"),
+    ("layout.exchange", "pool_begins[me] = pool_rows.sum()", "pool_begins[me] = 0"),
     ("comm.row_exchange", "pool[moves.places]", "pool[moves.places.flip(0)]"),
     ("comm.row_exchange", "(x, [moves.stays],", "(x, [moves.stays.flip(0)],"),
     ("comm.row_exchange", "pool[-1:].zero_()", "pool[-1:].fill_(1)"),

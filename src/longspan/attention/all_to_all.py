@@ -308,7 +308,10 @@ class _Backward:
     def receive_gradients(self) -> tuple[Tensor, ...]:
         """Return dq, dk and dv (T, heads, size), complete at the end, with every copy of a head."""
         if not self._received and self._leaving:
-            self._received = _empty_gradients(self._dout, self._saved[0], self._swap.split, self._kv_dtype)
+            dout, saved, split = self._dout, self._saved[0], self._swap.split
+            shapes = [(len(dout), split.kv_heads * split.kv_copies, x.shape[2]) for x in (saved.k, saved.v)]
+            dk, dv = (dout.new_empty(shape, dtype=self._kv_dtype) for shape in shapes)
+            self._received = dout.new_empty((len(dout), split.heads, saved.q.shape[2])), dk, dv
         for slice_index, gradient_slice, handle in self._leaving:
             self._swap.write_rows(handle, self._received[gradient_slice], slice_index)
         self._leaving.clear()
@@ -361,12 +364,3 @@ def _choose_slice_count(members: Members, split: HeadSplit, q: Tensor) -> int:
         return 1
     query_numbers = max(members.part.counts) * q.shape[1] * q.shape[2]
     return count_exchange_slices(split, query_numbers, q.element_size(), most=SLICES, slice_bytes=SLICE_BYTES)
-
-
-def _empty_gradients(dout: Tensor, saved: Saved, split: HeadSplit, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads = split.kv_heads * split.kv_copies
-    return (
-        dout.new_empty((len(dout), split.heads, saved.q.shape[2])),
-        dout.new_empty((len(dout), kv_heads, saved.k.shape[2]), dtype=dtype),
-        dout.new_empty((len(dout), kv_heads, saved.v.shape[2]), dtype=dtype),
-    )

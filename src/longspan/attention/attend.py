@@ -20,7 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention.all_gather import all_gather_backward, all_gather_forward
 from longspan.attention.all_to_all import a2a_backward, a2a_forward
-from longspan.attention.call import AttendCall, CallPart, Dropout, Gradients, Members, Saved, cache_of, mix_seed
+from longspan.attention.call import (
+    AttendCall,
+    CallPart,
+    Dropout,
+    Gradients,
+    Members,
+    Saved,
+    cache_of,
+    dtype_name,
+    mix_seed,
+)
 from longspan.attention.kernels import choose_kernel
 from longspan.attention.ring import ring_backward, ring_forward
 from longspan.attention.rows import accumulation_dtype, cast_rows, take_rows
@@ -63,7 +73,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
             form = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise AttentionError(f"{name} has {form}; attend takes (rows, heads, head size), without a batch dim")
         _check_plain_tensor(name, x)
-    _check_same_type(tensors)
+    dtypes = {name: dtype_name(x.dtype) for name, x in tensors.items()}
+    devices = {name: str(x.device) for name, x in tensors.items()}
+    for what, values, act in (("dtype", dtypes, "cast"), ("device", devices, "move")):
+        if len({*values.values()}) > 1:
+            got = ", ".join(f"{name} {value}" for name, value in values.items())
+            raise AttentionError(f"q, k and v need one {what}, got {got}; {act} them before attend")
+    if q.dtype not in _DTYPES:
+        raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
     if q.device != shard.device:
         raise AttentionError(f"q, k and v are on {q.device}, the shard is bound to {shard.device}; move them there")
     shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
@@ -82,21 +99,6 @@ def _check_plain_tensor(name: str, x: Tensor) -> None:
     if isinstance(x, DTensor):
         placements = ", ".join(map(str, x.placements))
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
-
-
-def _check_same_type(tensors: dict[str, Tensor]) -> None:
-    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()}
-    if len(set(dtypes.values())) > 1:
-        raise AttentionError(f"q, k and v need one dtype, got {_values_text(dtypes)}; cast them before attend")
-    devices = {name: str(x.device) for name, x in tensors.items()}
-    if len(set(devices.values())) > 1:
-        raise AttentionError(f"q, k and v need one device, got {_values_text(devices)}; move them before attend")
-    if tensors["q"].dtype not in _DTYPES:
-        raise AttentionError(f"attend takes float16, bfloat16, float32 or float64 tensors, got {dtypes['q']}")
-
-
-def _values_text(values: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def check_features(arguments: Arguments) -> None:
@@ -118,25 +120,6 @@ def check_features(arguments: Arguments) -> None:
         if value is None or (isinstance(value, Real) and math.isfinite(value) and (value > 0 or name == "scale")):
             continue
         raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
-
-
-def check_spans(shard: SequenceShard, arguments: Arguments) -> None:
-    """Raise AttentionError for spans in chunks: no model defines whether a span reaches over the end of a chunk."""
-    if arguments.chunk is not None and shard.has_spans:
-        runs = sum(map(len, shard.spans or ()))
-        raise AttentionError(
-            f"chunk is {arguments.chunk} and the shard has {runs} spans of rows that see each other; give chunks or "
-            "spans, not both"
-        )
-
-
-def check_capture(dropout: float) -> None:
-    """Raise AttentionError while a CUDA graph is captured: dropout would not be random in its replays."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise AttentionError(
-            f"dropout is {dropout!r} while a CUDA graph is captured: the graph holds the seed, so that every replay "
-            f"would drop the same weights; capture with dropout=0.0, or call attend outside the graph"
-        )
 
 
 def is_count(value: object) -> bool:
@@ -180,8 +163,8 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
         if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
-    if types is not None:
-        _check_type(_layer_comm_type(types, arguments.layer, "cp_comm_type"), "")
+    if types is not None and (kind := _layer_comm_type(types, arguments.layer, "cp_comm_type")) != "auto":
+        find_pattern(kind)
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
@@ -190,7 +173,8 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     group, where = shard.micro_batch.groups[index], f" of group {index}"
     if arguments.cp_comm_type is None:
         kind = _layer_comm_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
-        _check_type(kind, where)
+        if kind != "auto":
+            find_pattern(kind, where)
     else:  # checked by the caller
         kind = _layer_comm_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
     if group.degree == 1:  # nobody to communicate with
@@ -202,7 +186,14 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
         _check_levels(sizes, group.degree, where)
     choice = _make_choice(kind, group, sizes)
     if call.heads % choice.inner:
-        raise AttentionError(_describe_uneven_heads(choice, group, call.heads, where))
+        fit = [size for size in range(1, group.degree + 1) if call.heads % size == 0 and group.degree % size == 0]
+        level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
+        raise AttentionError(
+            f"{call.heads} query heads cannot be dealt to the {choice.inner} members that cp_comm_type {kind!r}{where} "
+            f"exchanges heads between; sizes that divide both the heads and cp {group.degree}: "
+            f"{', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or use p2p or "
+            "all_gather"
+        )
     return choice
 
 
@@ -233,11 +224,6 @@ def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -
     return types[layer]
 
 
-def _check_type(kind: str, where: str) -> None:
-    if kind != "auto":
-        find_pattern(kind, where)
-
-
 def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
     if sizes is not None and sizes[0] * sizes[1] == degree:
         return
@@ -250,17 +236,6 @@ def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
     raise AttentionError(
         f"hierarchical_context_parallel_sizes {sizes}{where} multiply to {sizes[0] * sizes[1]}, but the group has cp "
         f"{degree}; use one of {fit}"
-    )
-
-
-def _describe_uneven_heads(choice: CommChoice, group: Group, heads: int, where: str) -> str:
-    fit = [size for size in range(1, group.degree + 1) if heads % size == 0 and group.degree % size == 0]
-    level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
-    return (
-        f"{heads} query heads cannot be dealt to the {choice.inner} members that cp_comm_type "
-        f"{choice.cp_comm_type!r}{where} exchanges heads between; sizes that divide both the heads and cp "
-        f"{group.degree}: {', '.join(map(str, fit))} (a2a+p2p with hierarchical_context_parallel_sizes {level}), or "
-        f"use p2p or all_gather"
     )
 
 
@@ -278,7 +253,11 @@ def pack_call(
     groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.lengths)
-    check_spans(shard, arguments)
+    if arguments.chunk is not None and shard.has_spans:  # no model defines whether a span reaches over a chunk's end
+        raise AttentionError(
+            f"chunk is {arguments.chunk} and the shard has {sum(map(len, shard.spans or ()))} spans of rows that see "
+            "each other; give chunks or spans, not both"
+        )
     call = AttendCall(
         *(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device),
         mask=mask,
@@ -405,7 +384,11 @@ def attend(
     )
     call = _find_call(q, k, v, sinks, shard, arguments)
     if dropout:
-        check_capture(dropout)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise AttentionError(
+                f"dropout is {dropout!r} while a CUDA graph is captured: it holds the seed, so that every replay would "
+                "drop the same weights; capture with dropout=0.0, or call attend outside the graph"
+            )
         words = (*shard.seed, -1 if layer is None else layer) if dropout_seed is None else (dropout_seed,)
         call = replace(call, dropout=Dropout(dropout, mix_seed(*words), first_head))
     q = q if call.sign == 1 else q * call.sign

@@ -31,19 +31,6 @@ def kernel_module() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.attention.row_kernels")
 
 
-def fused_merge_rows_(total_out: Tensor, total_lse: Tensor, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
-    count, heads, size = out.shape
-    if count == 0:
-        return
-    index = rows if isinstance(rows, Tensor) else None
-    if index is None:
-        total_out, total_lse = total_out[rows], total_lse[rows]
-    strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
-    arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
-    constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
-    _launch_kernel("merge_rows", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
-
-
 def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
     """Columns are contiguous."""
     rows, members, _ = moves[0][1].shape
@@ -52,14 +39,6 @@ def fused_copy_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None
         for source, into in moves
     ]
     _launch_copies(by_member, index, rows, members)
-
-
-def copy_whole_rows(moves: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy into ← source for pairs (source, into) of (rows, …), all with one number of rows and elements in order."""
-    whole_rows = [
-        _Move(source, source.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for source, into in moves
-    ]
-    _launch_copies(whole_rows, None, len(moves[0][1]), 1)
 
 
 class _Move(NamedTuple):
@@ -85,36 +64,6 @@ def _launch_copies(moves: Sequence[_Move], index: Tensor | None, rows: int, memb
         constants = {"COUNT": len(launched), "HAS_INDEX": index is not None} | widths
         distinct = 1 + len(a) * len(launched)  # the index, and the moves before those that repeat the first
         _launch_kernel("copy_rows", (rows, members, 1), (index, *a, *b, *c), constants, distinct)
-
-
-def fused_add_rows(moves: Sequence[tuple[Tensor, Tensor]], index: Tensor | None) -> None:
-    """Elements of a row are in order. A launch takes two pairs; an odd last one is passed twice, and HAS_B leaves the
-    second out.
-    """
-    rows = moves[0][0].shape[0]
-    if not rows:
-        return
-    for first in range(0, len(moves), 2):
-        pair_arguments = [
-            (source, source.stride(0), into, into.stride(0), into.shape[1:].numel())
-            for source, into in moves[first : first + 2]
-        ]
-        a, b = pair_arguments[0], pair_arguments[-1]
-        widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
-        constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
-        _launch_kernel("add_rows", (rows, 1, 1), (index, *a, *b), constants)
-
-
-def fused_sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """A launch adds two addends; the first of all overwrites the total. An odd last one is passed twice, added once."""
-    if not total.shape[0]:
-        return
-    for first in range(0, len(addends), 2):
-        (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
-        a_arguments, b_arguments = (a, a_index, a.stride(0)), (b, b_index, b.stride(0))
-        constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _padded_width(total.shape[1])}
-        arguments = (total, total.stride(0), *a_arguments, *b_arguments, total.shape[1])
-        _launch_kernel("sum_rows", (total.shape[0], 1, 1), arguments, constants)
 
 
 def fused_deltas(dout: Tensor, out: Tensor) -> Tensor:
@@ -192,7 +141,15 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
     σ(l − L) from the total to out: exact at L = −inf, and without an exponential that could overflow.
     """
     if total_out.dtype == torch.float32 and runs_fused(total_out):
-        fused_merge_rows_(total_out, total_lse, rows, out, lse)
+        count, heads, size = out.shape
+        index = rows if isinstance(rows, Tensor) else None
+        if index is None:
+            total_out, total_lse = total_out[rows], total_lse[rows]
+        strides = (*total_out.stride()[:2], *total_lse.stride(), *out.stride()[:2], *lse.stride())
+        arguments = (total_out, total_lse, out, lse, index, count * heads, heads, size, *strides)
+        constants = {"HAS_INDEX": index is not None, "PAIRS": _PAIRS, "WIDTH": _padded_width(size)}
+        if count:
+            _launch_kernel("merge_rows", (-(-count * heads // _PAIRS), 1, 1), arguments, constants)
         return
     rows_out, rows_lse = total_out[rows], total_lse[rows]
     step = torch.sigmoid(lse - rows_lse)
@@ -217,11 +174,23 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
 
 
 def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
-    """Add into[rows] += source, for pairs (source, into) of (rows, …), with distinct rows, the same for all pairs."""
+    """Add into[rows] += source, for pairs (source, into) of (rows, …), with distinct rows, the same for all pairs.
+
+    A launch takes two pairs; an odd last one is passed twice, and HAS_B leaves the second out.
+    """
     index = rows if isinstance(rows, Tensor) else None
     moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
     if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
-        fused_add_rows([(_contiguous_rows(source), into) for source, into in moves], index)
+        count = len(moves[0][0])
+        for first in range(0, len(moves) if count else 0, 2):
+            pair_arguments = [
+                (x, x.stride(0), into, into.stride(0), into.shape[1:].numel())
+                for x, into in ((_contiguous_rows(source), into) for source, into in moves[first : first + 2])
+            ]
+            a, b = pair_arguments[0], pair_arguments[-1]
+            widths = {"A": _padded_width(a[-1]), "B": _padded_width(b[-1])}
+            constants = {"HAS_B": len(pair_arguments) > 1, "HAS_INDEX": index is not None} | widths
+            _launch_kernel("add_rows", (count, 1, 1), (index, *a, *b), constants)
         return
     for source, into in moves:
         if index is None:
@@ -257,7 +226,9 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
     if runs_fused(moves[0][1]):
-        copy_whole_rows([(_contiguous_rows(source), into) for source, into in moves])
+        pairs = [(_contiguous_rows(source), into) for source, into in moves]
+        whole_rows = [_Move(x, x.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for x, into in pairs]
+        _launch_copies(whole_rows, None, len(moves[0][1]), 1)
         return
     for source, into in moves:
         into.copy_(source)
@@ -327,9 +298,17 @@ def concat_heads(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W); an index of −1 adds nothing."""
+    """Sum into total[r] the x[index[r]] of addends (x, index), for total (R, W); an index of −1 adds nothing.
+
+    A launch adds two addends; the first of all overwrites the total. An odd last one is passed twice, added once.
+    """
     if addends and runs_fused(total) and total.dtype == torch.float32:
-        fused_sum_rows(total, addends)
+        rows, width = total.shape
+        for first in range(0, len(addends) if rows else 0, 2):
+            (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
+            arguments = (total, total.stride(0), a, a_index, a.stride(0), b, b_index, b.stride(0), width)
+            constants = {"HAS_B": first + 1 < len(addends), "FRESH": first == 0, "WIDTH": _padded_width(width)}
+            _launch_kernel("sum_rows", (rows, 1, 1), arguments, constants)
         return
     total.zero_()
     for x, index in addends:

@@ -298,18 +298,14 @@ def tiles_between(
     on how many documents there are.
     """
     if chunk is not None:
-        q, k = _cut_at_chunks(q, k, chunk)
+        longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
+        q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
     if window is not None:
         band = _band_tiles(q, k, window)
         without_idle = _drop_idle_limits(band)
         candidates = (band, without_idle, split_left_limits(without_idle))
         return min(map(make_tilings, candidates), key=len)  # all cover the same; each tiling is a launch
     return make_tilings(_join_neighbours(_prefix_tiles(q, k)) if causal else _whole_tiles(q, k))
-
-
-def _cut_at_chunks(q: Segments, k: Segments, chunk: int) -> tuple[Segments, Segments]:
-    longest = max(int(segments.stop.max(initial=0)) for segments in (q, k))
-    return _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)
 
 
 def _chunk_segments(segments: Segments, chunk: int, longest: int) -> Segments:

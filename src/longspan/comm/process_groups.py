@@ -226,22 +226,20 @@ class Meshes:
         ranks = self._sort_for_groups(ranks, axes)
         sizes = ranks.shape[1:]
         dims = [i for i, (axis, size) in enumerate(zip(axes, sizes, strict=True)) if axis in (SLOTS, OUTER) or size > 1]
-        groups = [self._make_groups_of_axis(axes[i], np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i])) for i in dims]
         names = tuple(axes[i] for i in dims)
+        for i in dims:
+            if axes[i] in self._axis_groups:
+                continue
+            for line in np.moveaxis(ranks, i + 1, -1).reshape(-1, sizes[i]).tolist():
+                if (group := self._groups.make_group(line, axes[i])) is not None:
+                    self._axis_groups[axes[i]] = group
+        groups = [self._axis_groups[name] for name in names]
         if len(groups) == 1:
             return DeviceMesh.from_group(groups[0], self._device_type, mesh_dim_names=names)
         # DTensor warns of every norm and every whole tensor that two axes take two messages for (torch 2.13).
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         mesh = torch.from_numpy(ranks[self._stage].reshape([sizes[i] for i in dims])).to(torch.int)
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
-
-    def _make_groups_of_axis(self, axis: str, lines: Integers) -> ProcessGroup:
-        if axis not in self._axis_groups:
-            for line in lines.tolist():
-                group = self._groups.make_group(line, axis)
-                if group is not None:
-                    self._axis_groups[axis] = group
-        return self._axis_groups[axis]
 
     def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
         """Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them

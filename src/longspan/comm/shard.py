@@ -110,13 +110,17 @@ def lay_out(
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
     """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
     bases = np.cumsum([0, *(group.tokens for group in micro_batch.groups)])  # that of padding (−1) is not used
-    rows, positions = _concatenate_pairs([_part_rows(shard_part, int(bases[shard_part.index])) for shard_part in parts])
-    documents, sizes = _concatenate_pairs([_rows_by_document(shard_part) for shard_part in parts])
+    none = np.zeros(0, dtype=np.int64)  # where there is no part
+    columns = [(none,) * 4, *(_lay_out_part(shard_part, int(bases[shard_part.index])) for shard_part in parts)]
+    rows, positions, documents, sizes = map(np.concatenate, zip(*columns, strict=True))
     return rows, positions, documents, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
-def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
-    """Rows that pad documents out, and those of a part without a group, have the packed row −1."""
+def _lay_out_part(part: ShardPart, base: int) -> tuple[Integers, Integers, Integers, Integers]:
+    """Packed row and position of each row, id and number of rows of each document that has one.
+
+    Rows that pad documents out, and those of a part without a group, have the packed row −1.
+    """
     segments = part.segments()
     sizes = segments.stop - segments.start
     # within a segment, position − local row is the same for all rows: start − offset
@@ -125,22 +129,10 @@ def _part_rows(part: ShardPart, base: int) -> tuple[Integers, Integers]:
     starts = np.cumsum(lengths) - lengths
     document = np.repeat(segments.document, sizes)
     real = (positions < lengths[document]) & (part.index >= 0)
-    return np.where(real, base + starts[document] + positions, -1), positions
-
-
-def _rows_by_document(part: ShardPart) -> tuple[Integers, Integers]:
-    segments = part.segments()
-    per_document = np.bincount(
-        segments.document, weights=segments.stop - segments.start, minlength=len(part.group.documents)
-    ).astype(np.int64)
-    present = np.flatnonzero(per_document)
-    return np.asarray(part.group.documents, dtype=np.int64)[present], per_document[present]
-
-
-def _concatenate_pairs(pairs: Sequence[tuple[Integers, Integers]]) -> tuple[Integers, Integers]:
-    """Empty int64 arrays where there is no pair."""
-    none = np.zeros(0, dtype=np.int64)
-    return np.concatenate([none, *(one for one, _ in pairs)]), np.concatenate([none, *(other for _, other in pairs)])
+    rows = np.where(real, base + starts[document] + positions, -1)
+    rows_of_document = np.bincount(document, minlength=len(lengths))
+    present = np.flatnonzero(rows_of_document)
+    return rows, positions, np.asarray(part.group.documents, dtype=np.int64)[present], rows_of_document[present]
 
 
 def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
@@ -379,7 +371,11 @@ class SequenceShard(Immutable):
         """
         if x.shape[0] != self.tokens:
             raise LayoutError(f"scatter got {x.shape[0]} rows, the micro-batch has {self.tokens} packed rows")
-        _check_fill(fill, x.dtype)
+        if not (x.dtype.is_floating_point or x.dtype.is_complex):
+            lowest, highest = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+            if not (lowest <= fill <= highest and fill == int(fill)):
+                limits = f"give a whole number from {lowest} to {highest}"
+                raise LayoutError(f"scatter cannot fill {x.dtype} with {fill}; {limits}")
         local = x[self.rows.clamp(min=0).to(x.device)] if self.tokens else x.new_zeros((self.local_rows, *x.shape[1:]))
         if not any(part.index < 0 or part.group.pad_to is not None for part in self.parts):
             return local
@@ -414,14 +410,6 @@ def bind(micro_batch: MicroBatch, world: World) -> SequenceShard:
             f"(0 to {world.home.slots - 1}); plan for this home, or start more processes"
         )
     return SequenceShard(micro_batch, world.slot, world.key, world.device, seed=(world.seed, world.step))
-
-
-def _check_fill(fill: float, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point or dtype.is_complex:
-        return
-    lowest, highest = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not (lowest <= fill <= highest and fill == int(fill)):
-        raise LayoutError(f"scatter cannot fill {dtype} with {fill}; give a whole number from {lowest} to {highest}")
 
 
 class _Gather(torch.autograd.Function):

@@ -225,7 +225,10 @@ def _find_addends(
     """
     first, count = np.full(len(target.size), -1, dtype=np.int64), np.zeros(len(target.size), dtype=np.int64)
     columns = [np.empty((3, 0), dtype=np.int64)]
-    pool_begins = _pool_begins([int(target.size[blocks].sum()) for blocks in arriving], me)
+    pool_rows = np.array([int(target.size[blocks].sum()) for blocks in arriving], dtype=np.int64)
+    pool_rows[me] = 0
+    pool_begins = np.cumsum(pool_rows) - pool_rows
+    pool_begins[me] = pool_rows.sum()  # rows that arrive come first, member after member, then those that stay
     for member in (member for group in groups for member in group):
         blocks = arriving[member]
         sizes = target.size[blocks]
@@ -242,15 +245,6 @@ def _find_addends(
     )
     further_addends = _list_further_addends(np.concatenate(columns, axis=1), needed[summed], target.size)
     return places, summed_rows, further_addends
-
-
-def _pool_begins(counts: Sequence[int], me: int) -> Integers:
-    """Rows that arrive come first, member after member, then those that stay."""
-    arriving = np.array(counts, dtype=np.int64)
-    arriving[me] = 0
-    begins = np.cumsum(arriving) - arriving
-    begins[me] = arriving.sum()
-    return begins
 
 
 def _list_further_addends(addends: Integers, summed: Integers, size: Integers) -> tuple[Placement, ...]:

@@ -144,7 +144,9 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
             "leave float8 out"
         )
     if torch.compiler.is_compiling():  # by an operator, as torch.compile traces none of the code below
-        return trace_linear(input, weight, linear.bias)
+        rows = input.reshape(-1, input.shape[-1])
+        y = _linear(rows, *quantise_by_torch(rows.detach()), weight, linear.bias)
+        return y.view(*input.shape[:-1], weight.shape[0])
     float8_weight = find_float8_weight(linear, "weight")
     assert float8_weight is not None
     return linear_in_float8(input, weight, linear.bias, float8_weight)
@@ -156,13 +158,6 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 # are converted by torch's operations, which the compiler fuses with the norm or gate before, and computes once for all
 # linears of the same rows. Weights are converted by the kernels, in each pass, or once for several passes
 # (`weights.quantise_once`).
-
-
-def trace_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x W' + bias of rows x (…, K) and a weight (N, K) in float8, within a graph."""
-    rows = x.reshape(-1, x.shape[-1])
-    y = _linear(rows, *quantise_by_torch(rows.detach()), weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())

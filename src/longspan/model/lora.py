@@ -321,18 +321,10 @@ def refuse_adapter_left_out(model: nn.Module) -> None:
         )
 
 
-_CHANGES = {
-    "merge_and_unload": "longspan export RUN FOLDER --merge merges that of a run, or merge what {saves} saved",
-    "unload": "load the base model again",
-    "merge_adapter": "merge what {saves} saved, in one process",
-    "add_adapter": "add adapters before prepare",
-    "load_adapter": "load adapters before prepare",
-    "delete_adapter": "delete adapters before prepare",
-    "set_adapter": "choose the adapter before prepare",
-    "save_pretrained": "call {saves} on all ranks, which stock peft loads",
-    "push_to_hub": "call {saves} on all ranks, and push that folder",
-    "forward": "call the model that prepare returned, with a shard, or longspan.run_step",
-}
+_CHANGES = (
+    *("merge_and_unload", "unload", "merge_adapter", "add_adapter", "load_adapter", "delete_adapter", "set_adapter"),
+    *("save_pretrained", "push_to_hub", "forward"),
+)
 
 
 def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES) -> None:
@@ -340,7 +332,11 @@ def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES
     if peft_model is prepared or not hasattr(peft_model, "get_base_model"):
         return
     peft_model.disable_adapter = partial(without_adapter, prepared)
-    for name, instead in _CHANGES.items():
+    for name in _CHANGES:
         if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
-            inside = f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks"
-            setattr(peft_model, name, partial(refuse_call, f"{inside}; {instead.format(saves=saves)}"))
+            text = (
+                f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; call {saves} on all "
+                "ranks, whose folder stock peft loads, merges and pushes (longspan export RUN FOLDER --merge merges that "
+                "of a run); choose adapters before prepare, and run the model that it returned"
+            )
+            setattr(peft_model, name, partial(refuse_call, text))

@@ -1,7 +1,7 @@
 """The support table: what each kernel can do, and which one computes a call.
 
 The first kernel of `KERNELS` that can do a call is chosen; naming a kernel that cannot is an error with what
-it lacks. Errors, docs/attention.md and `longspan doctor` read the table.
+it lacks. Errors and `longspan doctor` read the table.
 """
 
 import torch
@@ -33,8 +33,6 @@ KERNELS: tuple[Kernel, ...] = (
         backward=fa4.backward,
         features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(largest=256),
-        packed="one variable-length call",
-        needs="the extra `fa4`; compute capability 9 to 11",
         device_lack=fa4.device_lack,
         takes_deltas=fa4.takes_deltas,
     ),
@@ -47,8 +45,6 @@ KERNELS: tuple[Kernel, ...] = (
         head_sizes=HeadSizes(largest=128, pairs=((192, 128),)),
         deterministic=False,
         one_document_only=True,
-        packed="a call for each document, and two for a causal tile with more keys than rows",
-        needs="cuDNN 9.11; compute capability 9 or 10",
         device_lack=cudnn.device_lack,
     ),
     Kernel(
@@ -59,8 +55,6 @@ KERNELS: tuple[Kernel, ...] = (
         backward=torch_flash.backward,
         features=frozenset({"window"}),
         head_sizes=HeadSizes(largest=256),
-        packed="one variable-length call",
-        needs="compute capability 8.0",
         device_lack=_flash_lack,
     ),
     Kernel(
@@ -71,8 +65,6 @@ KERNELS: tuple[Kernel, ...] = (
         backward=triton_flash.backward,
         features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
-        packed="one launch",
-        needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
         device_lack=triton_flash.device_lack,
         takes_deltas=lambda call: True,
     ),
@@ -83,8 +75,6 @@ KERNELS: tuple[Kernel, ...] = (
         forward=cpu_flash.forward,
         backward=cpu_flash.backward,
         features=frozenset({"window"}),
-        packed="a call for each document",
-        needs="nothing",
     ),
     Kernel(
         name="reference",
@@ -93,8 +83,6 @@ KERNELS: tuple[Kernel, ...] = (
         forward=reference.forward,
         backward=reference.backward,
         features=frozenset(FEATURES),
-        packed="document by document, some query rows at a time",
-        needs="nothing",
         takes_deltas=lambda call: True,
     ),
 )

@@ -108,9 +108,15 @@ class WeightWriter:
 
     def write_unit(self, unit: Mapping[str, Tensor]) -> None:
         """Write the tensors of a layer, whole, or one outside the layers; names that came before are skipped."""
-        tensors = {
-            name: self._tensor_for_file(name, tensor) for name, tensor in unit.items() if name not in self._left_out
-        }
+        tensors = dict[str, Tensor]()
+        for name, tensor in unit.items():
+            if name in self._left_out:
+                continue
+            if (expected := self._expected.get(name)) is None:
+                raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
+            if expected.shape != tensor.shape:
+                raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration")
+            tensors[name] = tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
         self._left_out |= tensors.keys()
         self._to_come -= tensors.keys()
         for name, tensor in revert_weight_conversion(self._empty, tensors).items():
@@ -134,14 +140,6 @@ class WeightWriter:
             index = json.dumps({"metadata": metadata, "weight_map": file_of_tensor}, indent=2, sort_keys=True) + "\n"
             (self._folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return WeightTotals(sum(map(len, self._files)), parameters, self._bytes, len(names))
-
-    def _tensor_for_file(self, name: str, tensor: Tensor) -> Tensor:
-        expected = self._expected.get(name)
-        if expected is None:
-            raise ModelError(f"{name} is no weight of {type(self._empty).__name__} by its configuration")
-        if expected.shape != tensor.shape:
-            raise ModelError(f"{name} is {tuple(tensor.shape)}, and {tuple(expected.shape)} by the configuration")
-        return tensor.detach().to("cpu", expected.dtype if self._cast else tensor.dtype)
 
     def _write_file(self) -> None:
         if not self._file:
