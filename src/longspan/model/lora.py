@@ -336,7 +336,7 @@ def redirect_peft_model(peft_model: Any, prepared: nn.Module, saves: str = SAVES
         if hasattr(peft_model, name) or hasattr(peft_model.base_model, name):
             text = (
                 f"PeftModel.{name}: the model inside it was prepared, and lies on several ranks; call {saves} on all "
-                "ranks, whose folder stock peft loads, merges and pushes (longspan export RUN FOLDER --merge merges that "
-                "of a run); choose adapters before prepare, and run the model that it returned"
+                "ranks, whose folder stock peft loads, merges and pushes (of a run longspan export RUN FOLDER --merge "
+                "merges it); choose adapters before prepare, and run the model that it returned"
             )
             setattr(peft_model, name, partial(refuse_call, text))
