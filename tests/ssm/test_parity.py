@@ -16,7 +16,7 @@ from longspan import Group, Layout, MicroBatch, World, bind
 from longspan.comm import ShardPart
 from longspan.comm.channel import Channel
 from longspan.errors import LayoutError
-from longspan.ssm import causal_conv, conv, linear_scan, state_bytes
+from longspan.ssm import causal_conv, conv, linear_scan
 from longspan.ssm.chains import Chains
 from longspan.ssm.kernels import TORCH, Recurrence, choose_scan_kernel, describe_kernels
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, choose_convolution
@@ -223,23 +223,11 @@ def _bytes(rank: int, kinds: tuple[str, ...], sizes: tuple[int, ...]) -> dict[tu
 def test_bytes_do_not_depend_on_the_rows() -> None:
     transitions = {"delta": 2 * 4 * 4 * 8, "one number a head": 2 * 8}
     of_ranks = run_ranks(_bytes, 4, tuple(transitions), (16, 48))
-    group = Group((0, 1, 2, 3), (0,), (16,), partition="contiguous")
     state = 2 * 4 * 3 * 8
     for kind, transition in transitions.items():
         inner = 2 * (state + transition)
         assert [given[kind, 16] for given in of_ranks] == [state, inner, inner, state]
         assert all(given[kind, 16] == given[kind, 48] for given in of_ranks)
-        delta = kind == "delta"
-        forward = state_bytes(group, heads=2, key_size=4, value_size=3, delta=delta, bytes_per_number=8)
-        assert 2 * forward == sum(given[kind, 16] for given in of_ranks)
-
-
-def test_bytes_under_zigzag_grow_with_the_documents() -> None:
-    sizes = {"heads": 32, "key_size": 128, "value_size": 128}
-    for documents, kinds in ((1, {"contiguous": 10, "zigzag": 22}), (32, {"contiguous": 0, "zigzag": 32 * 22})):
-        for partition, mebibytes in kinds.items():
-            group = Group((0, 1, 2, 3), tuple(range(documents)), (65536 // documents,) * documents, partition=partition)
-            assert state_bytes(group, **sizes) == mebibytes << 20, (documents, partition)
 
 
 # ---- wrong input
@@ -252,7 +240,7 @@ def _one(rank: int) -> dict[tuple[str, ...], float]:
         q, k, v, g, beta = (x for x in inputs("delta by channel", 7, 2, 4, 3))
         assert q is not None and k is not None and v is not None and g is not None and beta is not None
         x, weight = v.flatten(1), torch.ones(6, 4)
-        group, none = Group((0,), (0,), (7,)), cast(Any, None)
+        none = cast(Any, None)
         table: list[tuple[str, Callable[[], object]]] = [
             (
                 r"q of \(6, 2, 4\), wanted \(7, 2, 4\); the shard holds 7",
@@ -271,13 +259,9 @@ def _one(rank: int) -> dict[tuple[str, ...], float]:
             (r"bias of \(1,\) for 6 channels: \(C,\)", lambda: causal_conv(x, weight, torch.ones(1), shard)),
             ("float64, bfloat16; torch's .* needs one dtype", lambda: causal_conv(x, weight.bfloat16(), None, shard)),
             (r"NoneType for a shard; give bind\(micro_batch, world\)", lambda: causal_conv(x, weight, None, none)),
-            (
-                "heads=-2, key_size=0; each is at least 1",
-                lambda: state_bytes(group, heads=-2, key_size=0, value_size=3),
-            ),
         ]
         for index, (message, call) in enumerate(table):
-            name = "state_bytes" if index == 11 else "linear_scan" if index < 5 else "causal_conv"
+            name = "linear_scan" if index < 5 else "causal_conv"
             with pytest.raises(LayoutError, match=f"^{name} got .*{message}"):
                 call()
     return measure(rank, 1, ("ragged",))

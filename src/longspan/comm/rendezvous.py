@@ -7,7 +7,6 @@ import os
 import resource
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,24 +41,11 @@ class Place:
 
 
 def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it.
-
-    Warns where that is not enough: connections fail then, one by one, when a group is made.
-    """
+    """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = OTHER_FILES + CONNECTIONS * size
-    if soft == resource.RLIM_INFINITY or soft >= need:
-        return
-    allowed = need if hard == resource.RLIM_INFINITY else min(need, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < need:
-        warnings.warn(
-            f"this process may open {allowed:,} files, and a world of {plural(size, 'rank')} opens up to {need:,}: "
-            f"{CONNECTIONS} connections to each other rank and {OTHER_FILES} more; raise the hard limit "
-            f"(`ulimit -Hn {need}`, or LimitNOFILE of the service that starts the ranks)",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    if soft != resource.RLIM_INFINITY and soft < need:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard))
 
 
 def choose_device(backend: str | None, device: torch.device | str | None, local_rank: int) -> torch.device:

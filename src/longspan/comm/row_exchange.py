@@ -5,13 +5,10 @@ that several ranks need has several gradients, and a row that several ranks have
 has the number of rows that go to each member, counts travel first (`exchange_counts`), then rows (`all_to_all_rows`).
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from threading import Lock
 from typing import Any, Literal, get_args
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -95,11 +92,6 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
 
 RowGradient = Literal["partial", "partial_over_slots", "identical", "none"]
 
-REMEMBERED = 32  # exchanges of a channel whose moves stay at hand, on the device
-_Moves = tuple[DeviceMoves, DeviceMoves | None]  # there and back
-_moves_by_channel: WeakKeyDictionary[Channel, OrderedDict[Any, _Moves]] = WeakKeyDictionary()
-_moves_lock = Lock()  # exchanges of a coming step are made ready in a thread of its own
-
 
 class RowExchange:
     """An exchange made ready on a channel: call it with this member's rows of `have` to get its rows of `need`.
@@ -144,7 +136,12 @@ class RowExchange:
             "partial_over_slots": [tuple(members) for members in slots],
             "identical": None,
         }
-        self._moves_there, self._moves_back = _find_moves(exchange, channel, gradient != "none", groups.get(gradient))
+        self._moves_there = moves_on_device(exchange.moves(channel.index), channel.device)
+        self._moves_back: DeviceMoves | None = None
+        if gradient != "none":
+            have, need = exchange.blocks
+            moves_back = plan_moves(need, have, channel.index, groups[gradient])
+            self._moves_back = moves_on_device(moves_back, channel.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[0] != self._rows:
@@ -181,28 +178,6 @@ class _ExchangeRows(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, None]:
         gradient = ctx.move.back(gradients[0])
         return gradient, gradient.new_zeros(ctx.anchor_shape), None
-
-
-def _find_moves(exchange: Exchange, channel: Channel, back: bool, groups: Groups | None) -> _Moves:
-    """Return the moves of an exchange's rows and, with `back`, those of their gradients; planned at the first call.
-
-    Gradients of a row are the same on the members of each of `groups`, of which one is taken, and are summed over
-    groups. None: they are the same on all members, or there is no `back`. The moves that a channel used last are kept.
-    """
-    key = exchange, back, None if groups is None else tuple(map(tuple, groups))
-    with _moves_lock:
-        moves = _moves_by_channel.setdefault(channel, OrderedDict()).pop(key, None)
-    if moves is None:
-        have, need = exchange.blocks
-        there = plan_moves(have, need, channel.index, None)
-        moves_back = plan_moves(need, have, channel.index, groups) if back else None
-        moves = moves_on_device(there, channel.device), moves_back and moves_on_device(moves_back, channel.device)
-    with _moves_lock:
-        recent = _moves_by_channel.setdefault(channel, OrderedDict())
-        recent[key] = moves
-        if len(recent) > REMEMBERED:
-            recent.popitem(last=False)
-    return moves
 
 
 def exchange_counts(counts: Tensor, channel: Channel) -> list[list[int]]:

@@ -6,7 +6,7 @@ members; partial gradients have a group for each member. Work is a few array ope
 and indices of rows are made for only one member. `comm/row_exchange.py` carries it out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from longspan.layout.partition import GOLDEN, Partition
 from longspan.layout.segments import Flags, Integers, expand_runs
 
 PIECES = 4096  # into which all rows are cut at least, so that members can share them evenly
-SPARSE = 4  # a table over all row ids is made unless they are more than this many times the cuts
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,10 +52,12 @@ def cut_into_blocks(*partitions: Partition) -> tuple[Blocks, ...]:
     all_runs = [runs for member_runs in runs_by_member for runs in member_runs]
     rows = sum(int((runs[:, 1] - runs[:, 0]).sum()) for runs in all_runs)
     step = max(1, rows // PIECES)
-    cuts, cut_number = _number_cuts([*all_runs, *(_cuts_inside_runs(runs, step) for runs in all_runs)])
+    # a cut is the id of the row before which it lies
+    inside = [_cuts_inside_runs(runs, step) for runs in all_runs]
+    cuts = np.unique(np.concatenate([ids.ravel() for ids in (*all_runs, *inside)]))
     start, size = cuts[:-1], np.diff(cuts)
     return tuple(
-        Blocks(tuple(expand_runs(cut_number(runs[:, 0]), cut_number(runs[:, 1])) for runs in member_runs), start, size)
+        Blocks(tuple(expand_runs(*np.searchsorted(cuts, runs.T)) for runs in member_runs), start, size)
         for member_runs in runs_by_member
     )
 
@@ -65,21 +66,6 @@ def _cuts_inside_runs(runs: Integers, step: int) -> Integers:
     """The multiples of `step` inside runs (n, 2); a run of one row has no inside."""
     begin, end = runs[runs[:, 1] - runs[:, 0] > 1].T
     return expand_runs(begin // step + 1, -(-end // step)) * step
-
-
-def _number_cuts(cuts: Sequence[Integers]) -> tuple[Integers, Callable[[Integers], Integers]]:
-    """A cut is the id of the row before which it lies. Numbers are looked up in a table over all row ids, or, if the
-    cuts are few among them, by bisection. Up to 65,536 ids the table is always small enough.
-    """
-    last = max(int(ids.max(initial=-1)) for ids in cuts)
-    if last > SPARSE * sum(ids.size for ids in cuts) + (1 << 16):
-        distinct = np.unique(np.concatenate([ids.ravel() for ids in cuts]))
-        return distinct, lambda x: np.searchsorted(distinct, x)
-    is_cut = np.zeros(last + 1, dtype=np.bool_)
-    for ids in cuts:
-        is_cut[ids] = True
-    number = np.cumsum(is_cut) - 1
-    return np.flatnonzero(is_cut), lambda x: number[x]
 
 
 Groups = Sequence[Sequence[int]]

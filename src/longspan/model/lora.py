@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +53,10 @@ def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears:
                 f"lora.targets has {target!r}, which is no linear of {type(model).__name__} outside its towers; {hint} "
                 f"{', '.join(endings)}"
             )
-    if experts := _expert_names(model, targets):
+    if refused := _refused_names(model, targets):
         raise ModelError(
-            f"lora.targets has {', '.join(experts)}, which peft takes for the experts of a {type(model).__name__}, and "
-            "adapters of experts are not supported; leave them out"
-        )
-    if refused := _peft_refusals(model, targets):
-        raise ModelError(
-            f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}; leave it out"
+            f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes for its "
+            "experts, whose adapters are not supported; leave them out"
         )
     return list(dict.fromkeys(targets))
 
@@ -68,57 +66,37 @@ def _default_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name in linears if name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
-    if experts := _expert_names(model, names):
+    if refused := _refused_names(model, names):
         warnings.warn(
-            f"the adapter leaves out {', '.join(experts)}, which peft takes for the experts of a "
-            f"{type(model).__name__}: dense layers and shared experts have no adapter there",
+            f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
+            "for its experts: dense layers and shared experts of these names have no adapter there",
             stacklevel=3,
         )
-    if refused := _peft_refusals(model, names):
-        warnings.warn(
-            f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}", stacklevel=3
-        )
-    if targets := [name for name in names if name not in (*experts, *refused)]:
+    if targets := [name for name in names if name not in refused]:
         return targets
     raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
 
 
-def _expert_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Those of `names` that peft takes for fused experts: in transformers 4 they were linears of single experts."""
+def _refused_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Those of `names` that peft takes for fused experts, which in transformers 4 were linears of single experts, or
+    refuses: linears of mixers whose weights kernels read directly, past an adapter.
+    """
     import peft
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # pyright: ignore[reportPrivateUsage]
 
-    try:
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # a peft that replaces none
-        return []
-    experts = list[str]()
+    name_of_conversion = "peft.utils.transformers_weight_conversion"  # not in peft 0.18, which takes none for experts
+    conversion: Any = import_module(name_of_conversion) if find_spec(name_of_conversion) else None
+    refused = list[str]()
     for name in names:
         config = peft.LoraConfig(target_modules=[name])
         try:
-            convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # peft fuses it with another name, which is missing here
-            experts.append(name)
-        else:
-            experts += [name] if name not in (config.target_modules or ()) else []
-    return experts
-
-
-def _peft_refusals(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return the names that peft refuses: linears of mixers whose weights kernels read directly, past an adapter."""
-    import peft
-
-    try:
-        from peft.tuners.tuners_utils import (
-            _check_lora_target_modules_mamba as check,  # pyright: ignore[reportPrivateUsage]
-        )
-    except ImportError:  # a peft that refuses none
-        return []
-    refused = list[str]()
-    for name in names:
-        try:
-            check(peft.LoraConfig(), model, name)
-        except ValueError:
+            _check_lora_target_modules_mamba(peft.LoraConfig(), model, name)
+            if conversion is not None:
+                conversion.convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # peft fuses it with another name, which is missing here, or refuses it
             refused.append(name)
+        else:
+            refused += [name] if name not in (config.target_modules or ()) else []
     return refused
 
 

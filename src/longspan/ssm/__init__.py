@@ -1,7 +1,6 @@
 """State-space layers over a sharded sequence: scans whose state passes from rank to rank, and causal convolutions."""
 
-from longspan.ssm.chains import state_bytes
 from longspan.ssm.conv import causal_conv
 from longspan.ssm.state_pass import linear_scan, scan_kernel, unit_vectors
 
-__all__ = ["causal_conv", "linear_scan", "scan_kernel", "state_bytes", "unit_vectors"]
+__all__ = ["causal_conv", "linear_scan", "scan_kernel", "unit_vectors"]

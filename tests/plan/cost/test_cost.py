@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import longspan.plan
+from longspan.comm import ShardPart
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import (
@@ -36,7 +37,7 @@ from longspan.plan.cost.links import Link
 from longspan.plan.cost.machine import SHARDING_SHARE, UPDATE_BYTES, with_recomputation
 from longspan.plan.micro_batch import level_sizes
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
-from longspan.ssm import state_bytes
+from longspan.ssm.chains import Chains
 from tests.plan.cases import HYBRID, bounded, flops_cost, plans
 
 
@@ -248,7 +249,8 @@ def sent(lengths: list[int], degree: int, partition: str) -> tuple[float, int]:
     """Bytes that the members of a group give: as priced, and as their exchange has them."""
     group = Group(tuple(range(degree)), tuple(range(len(lengths))), tuple(lengths), partition=partition)
     priced = BYTES.for_partition(partition).run_bytes(len(lengths), sum(lengths), degree)
-    return float(priced), state_bytes(group, heads=HEADS, key_size=KEY, value_size=VALUE)
+    chains = Chains(ShardPart(group, 0, 0, 0, world_key=-1), torch.device("cpu"))
+    return float(priced), 4 * HEADS * sum(chains.forward.count_rows(KEY * VALUE, KEY * KEY))
 
 
 @bounded

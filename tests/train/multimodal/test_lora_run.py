@@ -112,7 +112,7 @@ MODEL = {"lora.rank": 8, "model.path": "x"}
 
 
 def test_keys_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="lora.rank is 8 and parallel.tp is 2: adapters are not split"):
+    with pytest.raises(ConfigError, match=r"lora\.rank is 8 and parallel.tp is 2: adapters are not split"):
         check_lora(load_config(None, MODEL | {"parallel.tp": 2}))
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
         check_image_keys(load_config(None, MODEL | {"encoder.tp": 2}), 0)
