@@ -1,7 +1,6 @@
 """When a rank dies, raises or hangs, the others stop within the time-out and say which."""
 
 import os
-import pickle
 import re
 import signal
 import socket
@@ -261,7 +260,7 @@ def set_timeout(world: World, seconds: float) -> None:
 def hang(rank: int, where: str, folder: Path) -> str:
     try:
         with World(Layout(ranks=3), backend="gloo", timeout=600) as world:
-            world.step, world.watch.folder, world.watch.notes = 7, folder, ("slot 1 is 31 % slower than its plan",)
+            world.step, world.watch.notes = 7, ("slot 1 is 31 % slower than its plan",)
             x, group = torch.ones(4), world.meshes.fsdp.get_group()
             world.control.sum_of_arrays(torch.ones(1 << 14).numpy(), "a first sum")  # which connects the ranks
             dist.all_reduce(x, group=group)
@@ -315,16 +314,11 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
     if where == "torch's":
         assert all('number 2 of the group "longspan slots"' in last[rank] for rank in (0, 1)), full
         assert 'number 1 of the group "longspan slots"' in last[2]
-    for rank in range(3):
-        trace = pickle.loads((tmp_path / f"gloo_trace_rank_{rank}").read_bytes())
-        assert trace["entries"] and trace["entries"][-1]["frames"], "with the program's stacks"
 
 
-def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_reports, "_entries", lambda function: [])
     assert failure_reports.last_collective() == "", "nothing was recorded in this process"
-    failure_reports.write_traces(tmp_path / "none", 0)
-    assert not list((tmp_path / "none").iterdir())
     monkeypatch.setattr(failure_reports, "PATIENCE", 0.01)
     release = threading.Event()
     monkeypatch.setattr(failure_reports, "_entries", lambda function: release.wait(30) and [])

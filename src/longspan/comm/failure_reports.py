@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from longspan.layout.layout import excerpt
 
 _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
 
-PREFIXES = {"_dump_nccl_trace": "nccl_trace_rank_", "_dump_fr_trace": "gloo_trace_rank_"}  # of files, by function
 PATIENCE = 2.0  # seconds in which a recorder answers, next to a device that is stuck
 
 
@@ -32,25 +30,22 @@ def last_collective() -> str:
     """Return the first collective that NCCL has not completed, else the last that was started; "" for none.
 
     torch's flight recorder keeps the last 2,000 of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch 2.11 to
-    2.15 have it on). Nothing is raised here: a report without this is a report still.
+    2.15 have it on). Nothing is raised here: a report without this is a report still. Behind a stuck device a recorder
+    may never answer, and then only a thread of its own waits for it.
 
     >>> last_collective()
     'gloo:all_reduce number 4 of the group "control", [8] Float'
     """
-    return _call_with_patience(_read_last_collective) or ""
+    results = list[str]()
 
+    def read() -> None:
+        with suppress(Exception):
+            results.append(_read_last_collective())
 
-def write_traces(folder: Path, rank: int) -> None:
-    """Write what the recorders hold, with Python's stacks, as files that `torchfrtrace --prefix …` reads."""
-
-    def write_files() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for function, prefix in PREFIXES.items():
-            dump: Callable[[], bytes] | None = getattr(_c10d, function, None)
-            if dump is not None and _entries(f"{function}_json"):
-                (folder / f"{prefix}{rank}").write_bytes(dump())
-
-    _call_with_patience(write_files)
+    thread = threading.Thread(target=read, name="longspan recorder", daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return results[0] if results else ""
 
 
 def _read_last_collective() -> str:
@@ -74,20 +69,6 @@ def _entry_text(entry: dict[str, Any]) -> str:
     return f'{entry["profiling_name"]} number {number} of the group "{entry["process_group"][1]}"' + (
         f", {sizes}" if sizes else ""
     )
-
-
-def _call_with_patience(work: Callable[[], str | None]) -> str | None:
-    """Behind a stuck device `work` may never return, and then only a thread of its own waits for it."""
-    results = list[str | None]()
-
-    def run() -> None:
-        with suppress(Exception):
-            results.append(work())
-
-    thread = threading.Thread(target=run, name="longspan recorder", daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    return results[0] if results else None
 
 
 ANSWER_SECONDS = 5.0  # a report waits this long for answers

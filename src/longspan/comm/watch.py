@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -21,12 +20,10 @@ from torch.distributed import Work
 
 from longspan.comm.failure_reports import (
     ANSWER_SECONDS,
-    PREFIXES,
     Activity,
     FailureReport,
     FailureReports,
     last_collective,
-    write_traces,
 )
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.orphans import launcher_is_gone
@@ -114,7 +111,6 @@ class Watch:
         self.current: Operation | None = None
         self.failed: Operation | None = None  # the last that failed here, and got or gets a report
         self.finished = "nothing yet"
-        self.folder: Path | None = None  # where what torch recorded is written when a collective fails
         self.notes: tuple[str, ...] = ()  # lines for a report, the same on every rank
         self.open_watches: Callable[[], Sequence[Watch]] = lambda: ()  # of every world that is open on this rank
         self.named: Operation | None = None  # around collectives that others start
@@ -181,17 +177,12 @@ class Watch:
         seconds = time.monotonic() - operation.started
         outcome = "timed out" if "timed out" in str(error).lower() else "failed"
         report = self._failure_report(operation)
-        self.write_traces()
         text = (
             f"{operation} {outcome} on rank {self.rank} after {seconds:.1f} s (limit {operation.limit:g} s): "
             f"{'; '.join(report.causes)}"
         )
         if report.reporter in (self.rank, -1):
-            lines = [text, *report.activities, *self.notes]
-            if self.folder is not None:  # a GPU's collectives are in the files of NCCL's recorder
-                prefix = PREFIXES["_dump_fr_trace" if self._passed is None else "_dump_nccl_trace"]
-                lines.append(f"what torch recorded on each rank: torchfrtrace --prefix {prefix} {self.folder}")
-            text = "\n  ".join([*lines, f"the backend said: {one_line(error)}"])
+            text = "\n  ".join([text, *report.activities, *self.notes, f"the backend said: {one_line(error)}"])
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
@@ -219,10 +210,6 @@ class Watch:
             text, name = f"computing in step {step}, in '{operation_of_others.what}', after '{self.finished}'", recorded
         background = self.background()
         return Activity(f"{text}, in the background in {background}" if background else text, name, recorded)
-
-    def write_traces(self) -> None:
-        if self.folder is not None:
-            write_traces(self.folder, self.rank)
 
     def has_died(self, rank: int) -> bool:
         """A launcher has posted that the rank is dead."""
@@ -288,7 +275,6 @@ class AnsweringThread:
                     self._end_waiting_for_lost_rank(reports)
                     if number := reports.open_request():
                         reports.post_answer(number, self.watch.activity())
-                        self.watch.write_traces()
                 silent_since = math.inf
             except RuntimeError as error:
                 silent_since = min(silent_since, time.monotonic())

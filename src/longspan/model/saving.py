@@ -214,12 +214,14 @@ def save_model(
     what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
-    encoders = _find_encoders(model)
-    model = model.language_model if isinstance(model, MultimodalModel) else model
-    model, target = _find_prepared_model(model), Path(folder)
+    encoders, target = _find_encoders(model), Path(folder)
+    language_model = model.language_model if isinstance(model, MultimodalModel) else model
+    inside: Any = unwrap_model(language_model)
+    if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
+        refuse_unprepared_model(inside)
     file_dtype = None if dtype is None else torch_dtype(dtype)
     with world.watch.naming(f"writing of {target}", world.home.ranks):  # for DTensor's gathers, which name nothing
-        _save_weights(model, encoders, target, world, tokenizer, file_dtype)
+        _save_weights(inside, encoders, target, world, tokenizer, file_dtype)
 
 
 def _save_weights(
@@ -285,17 +287,6 @@ def _find_trained_modules(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...],
         adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
         states.append(adapter | select_entries(modules, state))
     return names, states
-
-
-def _find_prepared_model(model: Any) -> PreTrainedModel | PipelineModel:
-    """Return the model itself; of a PeftModel the prepared model inside, whose parameters have other names."""
-    inside: Any = unwrap_model(model)
-    if inside is not model and model_adapter(inside) is None:
-        raise ModelError(
-            f"save_model got a {type(model).__name__} with no prepared model in it; give it the model that "
-            "longspan.prepare returned, which under pipeline stages is a PipelineModel"
-        )
-    return inside
 
 
 def _save_adapter(

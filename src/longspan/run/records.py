@@ -20,7 +20,6 @@ import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
-from longspan.comm.world import open_worlds
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json, name_file_in_errors, read_json, write_atomically
 from longspan.launch.launch import usable_cores
@@ -180,9 +179,6 @@ def _encoder_text(run: TrainingRun) -> str:
     return f"{parameters:,} parameters on {slots}, {trained}; {plural(count, 'image')}{waves}"
 
 
-HANG = "hang"  # of what torch recorded of collectives, where one failed
-
-
 class PlanLog(StepLog):
     """The plans of steps, in plans.jsonl."""
 
@@ -271,8 +267,6 @@ class Records(NamedTuple):
 def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogLine) -> Iterator[Records]:
     """Open all records, log the facts, and close the records at the end; entered by all ranks, the first writes."""
     world, first, facts = run.world, is_first_rank(run.world), facts_of(run)
-    for open_world in open_worlds():  # each writes what torch recorded of a failed collective
-        open_world.watch.folder = run.dir / HANG
     metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
     if run.done < run.config.train.steps:
         # a report would take the summary of an earlier end for this run's
