@@ -26,9 +26,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32
 GATHERS = [
     ((0, 1, 2, 3), (2, 2, 2, 2)),
     ((3, 1, 0, 2), (1, 0, 3, 2)),
-    ((2, 0), (3, 1)),
+    ((0, 2), (1, 3)),
     ((1, 2, 3), (0, 0, 4)),
-    ((3, 0), (0, 0)),
+    ((0, 3), (0, 0)),
     ((1,), (2,)),
 ]
 
@@ -124,7 +124,7 @@ def test_channels_with_and_without_communicators() -> None:
             communicators = [record for record in records if record.kind == "communicator"]
             assert all(rank in record.ranks and record.seconds > 0 for record in communicators)
             assert len(communicators) <= max_groups
-            if rank == 0:  # (0, 1, 2, 3), again in another order, (0, 2), (0, 3)
+            if rank == 0:  # (0, 1, 2, 3), in another order without one, (0, 2), (0, 3)
                 assert len(communicators) == min(max_groups, 3)
 
 

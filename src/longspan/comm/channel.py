@@ -99,7 +99,6 @@ class Channel:
         self.ranks: tuple[int, ...] = ranks
         self.index: int = index
         self.device: torch.device = device
-        self._by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # members in the order that torch has them in
         self._groups = groups
         self._parent: ParentName = parent
         group = groups.parent(parent)
@@ -150,20 +149,13 @@ class Channel:
         """Start sending runs of rows of x (sum of sends, …), `sends[m]` to member m, one after another.
 
         `wait()` returns the rows that arrive, `receives[m]` from member m: (sum of receives, …). What a member sends
-        itself is copied. One call of the members' own communicator where there is one; where they are not in the order
-        of their ranks, which is torch's, rows are copied into that order and back.
+        itself is copied. One call of the members' own communicator where there is one.
         """
         into = x.new_empty((sum(receives), *x.shape[1:]))
         assert x.shape[0] == sum(sends) and sends[self.index] == receives[self.index], (what, x.shape, sends, receives)
         communicator = self._groups.communicator(self.ranks)
         if communicator is not None:
-            by_rank = self._by_rank
-            packed = _reorder_runs(x, sends, by_rank).contiguous()
-            handle = self._all_to_all(communicator, packed, into, (sends, receives), what)
-            if by_rank == sorted(by_rank):  # else below: `members` undoes the order `by_rank`
-                return handle
-            arrived, members = [receives[m] for m in by_rank], sorted(range(self.degree), key=by_rank.__getitem__)
-            return handle.then(lambda rows: _reorder_runs(rows, arrived, members))
+            return self._all_to_all(communicator, x.contiguous(), into, (sends, receives), what)
         into.split(list(receives))[self.index].copy_(x.split(list(sends))[self.index])
         return self.exchange_runs(x, sends, into, receives, what)
 
@@ -199,8 +191,7 @@ class Channel:
         counts: tuple[Sequence[int], Sequence[int]],
         what: str,
     ) -> Handle:
-        """Runs lie in the order of ranks in both tensors; `counts` (sends, receives) are in member order."""
-        sends, receives = ([runs[member] for member in self._by_rank] for runs in counts)
+        sends, receives = map(list, counts)
         with self.watch.during(what, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
         return self._make_handle(operation, (work,), x, lambda: into, into.nbytes)
@@ -236,8 +227,8 @@ class Channel:
         communicator = self._communicator_to_gather(counts)
         if communicator is None:
             return tuple(accumulate(counts[:-1], initial=0))
-        # torch sorts the ranks of a group, and every member sends max(counts) rows, padding included
-        return tuple(dist.get_group_rank(communicator, rank) * max(counts) for rank in self.ranks)
+        # every member sends max(counts) rows, padding included
+        return tuple(member * max(counts) for member in range(self.degree))
 
     def _communicator_to_gather(self, counts: Sequence[int]) -> ProcessGroup | None:
         return self._groups.communicator(self.ranks) if max(counts) > 0 and self.degree > 1 else None
@@ -268,14 +259,6 @@ class Channel:
         return f"Channel(ranks {excerpt(self.ranks)}, index {self.index})"
 
 
-def _reorder_runs(x: Tensor, counts: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Return the runs of x in this order; x itself for ascending order."""
-    if list(order) == sorted(order):
-        return x
-    runs = x.split(list(counts))
-    return torch.cat([runs[index] for index in order])
-
-
 def wide(x: Tensor) -> Tensor:
     """Return a half-precision tensor in float32, the dtype of sums over ranks; another as it is."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -294,7 +277,8 @@ class CommunicatorChoice:
     """Chooses, plan after plan, the slots that get a communicator, at most `max_groups` for each slot.
 
     A group gains one where it recurs: where all groups of its plan have one degree (the fixed degrees of training and
-    evaluation), or where it has been in two micro-batches so far. Order of slots does not matter: torch sorts ranks.
+    evaluation), or where it has been in two micro-batches so far. Slots of planners ascend; groups of others talk point
+    to point, as torch sorts the ranks of a communicator.
     """
 
     def __init__(self, max_groups: int) -> None:
@@ -304,10 +288,10 @@ class CommunicatorChoice:
         self._load: Counter[int] = Counter()  # communicators per slot
 
     def choose_groups(self, plan: Plan) -> list[tuple[int, ...]]:
-        """Return the slots that get communicators now, ascending in each group, in plan order."""
+        """Return the slots that get communicators now, in plan order."""
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
-        candidates = [slots for group in groups if self._may_gain(slots := tuple(sorted(group.slots)))]
+        candidates = [group.slots for group in groups if self._may_gain(group.slots)]
         self._seen.update(candidates)
         chosen_groups: list[tuple[int, ...]] = []
         for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
@@ -320,7 +304,8 @@ class CommunicatorChoice:
 
     def _may_gain(self, slots: tuple[int, ...]) -> bool:
         """A communicator is never given up."""
-        return slots not in self._chosen and all(self._load[slot] < self.max_groups for slot in slots)
+        has_room = all(self._load[slot] < self.max_groups for slot in slots)
+        return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
 
 
 class Channels:
@@ -421,9 +406,11 @@ class Channels:
         for slots in self._choice.choose_groups(plan):
             for plane in self._home.planes():
                 ranks = tuple(plane[slot] for slot in slots)
+                if ranks != tuple(sorted(ranks)):  # of a home whose ranks do not ascend
+                    continue
                 group = self._groups.make_group(ranks, "communicator")
                 if group is not None:
-                    self._groups.by_ranks[tuple(sorted(ranks))] = group
+                    self._groups.by_ranks[ranks] = group
                     self._warm_up_group(group, ranks)
 
     def _warm_up_channel(self, channel: Channel) -> None:

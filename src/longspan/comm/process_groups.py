@@ -115,8 +115,8 @@ class ProcessGroups:
         return group
 
     def communicator(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """None where the members talk point to point."""
-        return self.by_ranks.get(tuple(sorted(ranks)))
+        """None where the members talk point to point, as those do whose ranks do not ascend."""
+        return self.by_ranks.get(tuple(ranks))
 
     def parent(self, name: ParentName) -> ProcessGroup:
         """Raises CommError once the world has been left."""
