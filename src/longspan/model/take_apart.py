@@ -165,7 +165,7 @@ def join_parts(
     """Prepare the images' encoder under its own layout, fill it, and join it with a prepared language model."""
     encoder_world = world.open_inner(settings.home)
     if weights is not None:
-        weights.of(parts.encoder).fill_weights([parts.encoder], encoder_world)
+        DeferredWeights(parts.encoder, weights.source).fill_weights([parts.encoder], encoder_world)
     recomputed_passes = int(settings.recompute) + int(bool(settings.activation_checkpointing))
     cost = settings.cost or image_cost(
         language_model.config, parts.encoder, again=recomputed_passes, gpu=world.device.type == "cuda"

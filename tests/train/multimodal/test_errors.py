@@ -129,8 +129,6 @@ def mistakes(rank: int) -> list[Mistake]:
         (ModelError, r"built over a world of .*, but given one of",
          lambda m, w: evaluate(m, DOCUMENTS, choice, m.encoder_settings["image"].world)),
         (ModelError, r"a MultimodalModel with an encoder of one's own", lambda m, w: save_model(m, "folder", w)),
-        (ModelError, r"'image.0' names a modality, and parameters; give a name without dots",
-         lambda m, w: MultimodalModel({"image.0": m.encoder_settings["image"]}, m.language_model, w)),
         (ModelError,
          r"the encoder of video and the encoder of image share the parameter patches.weight; give items of one encoder",
          lambda m, w: MultimodalModel(dict.fromkeys(MODALITIES, m.encoder_settings["image"]), m.language_model, w)),

@@ -194,8 +194,6 @@ def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
         getattr(find_kernels(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
 
 
-# torch 2.10 made the private name public.
-_grouped_mm: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 _GROUPS_FLOAT8 = (9, 0)  # the one compute capability for which torch 2.11 has grouped float8 products with row scales
 _ALIGNED_ELEMENTS = 8  # rows of bfloat16 operands begin at multiples of 16 bytes
 
@@ -274,8 +272,7 @@ def _multiply_by_experts(
     if float8_weight is not None:
         y = experts_in_float8(x, weight, ends, counts, transposed=transposed, float8_weight=float8_weight)
     else:
-        assert _grouped_mm is not None
-        y = _grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
+        y = F.grouped_mm(x, weight if transposed else weight.transpose(-2, -1), offs=ends)
     if bias is None:
         return y
     return y + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=torch.int32), right=True)]
@@ -283,8 +280,7 @@ def _multiply_by_experts(
 
 def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
     """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), with `float8` in float8."""
-    can_group = _grouped_mm is not None and x.is_cuda
-    can_group = can_group and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
+    can_group = x.is_cuda and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
     in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
     aligned = all(size % _ALIGNED_ELEMENTS == 0 for weight in weights for size in weight.shape[1:])
     return "grouped_mm" if can_group and in_bfloat16 and aligned else "loop"

@@ -84,7 +84,11 @@ class MultimodalModel(nn.Module):
                 "longspan.prepare(language_model, world), world)"
             )
         for modality, encoder in encoders.items():
-            check_encoder(modality, encoder)
+            if not isinstance(encoder, Encoder):
+                raise ModelError(
+                    f"the encoder of {modality} is a {type(encoder).__name__}; give Encoder(module=prepare_encoder("
+                    "module, encoder_world), world=encoder_world)"
+                )
             check_encoder_home(modality, encoder.world.home, world)
             check_encoder_prepared(encoder.module, encoder.world)
         check_image_mask(encoders, language_model)
@@ -142,17 +146,6 @@ def modules_and_worlds(model: nn.Module, world: World) -> list[tuple[nn.Module, 
         return [(model, world)]
     encoders = [(encoder.module, encoder.world) for encoder in model.encoder_settings.values()]
     return [(model.language_model, world), *encoders]
-
-
-def check_encoder(modality: str, encoder: object) -> None:
-    """Raise ModelError for an object that is no Encoder, and for a modality that cannot begin parameters' names."""
-    if not isinstance(encoder, Encoder):
-        raise ModelError(
-            f"the encoder of {modality} is a {type(encoder).__name__}; give Encoder(module=prepare_encoder(module, "
-            "encoder_world), world=encoder_world)"
-        )
-    if "." in modality or not modality:
-        raise ModelError(f"{modality!r} names a modality, and parameters; give a name without dots")
 
 
 def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> None:

@@ -245,16 +245,16 @@ class DeferredWeights:
     def __init__(self, model: nn.Module, source: WeightSource) -> None:
         self.source, self._first_name = source, tied_names(model)
 
-    def of(self, part: nn.Module) -> "DeferredWeights":
-        """Return the same source for a part of the model, in which parameters have the same names as in the whole."""
-        return DeferredWeights(part, self.source)
-
     def fill_weights(self, models: Sequence[nn.Module], world: World) -> None:
         """Allocate and fill the parameters of a model, or this rank's stages.
 
         All ranks raise ModelError if one fails.
         """
-        result_or_first_error(world, lambda: self._fill_models(models, world.device), _to_model_error)
+
+        def as_model_error(error: Exception) -> ModelError:
+            return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
+
+        result_or_first_error(world, lambda: self._fill_models(models, world.device), as_model_error)
 
     @torch.no_grad()
     def _fill_models(self, models: Sequence[nn.Module], device: torch.device) -> None:
@@ -273,10 +273,6 @@ class DeferredWeights:
             del part  # before the next is read
             missing.discard(name)
         assert not missing, f"{self.source} lacks {', '.join(sorted(missing)[:4])}, and was not checked"
-
-
-def _to_model_error(error: Exception) -> ModelError:
-    return error if isinstance(error, ModelError) else ModelError(f"{type(error).__name__}: {error}")
 
 
 def fill_when_prepared(model: nn.Module, source: WeightSource) -> None:
