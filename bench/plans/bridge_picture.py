@@ -44,7 +44,7 @@ def picture() -> str:
         parts += [_box(20 + SIDE * i, _y(rank), plan, row) for i, row in enumerate(rows)]
         parts += _positions(rank, micro_batch, plan)
         parts += [_arrow(exchange, rank, to, plan) for to in HOME.ranks if exchange.moves(rank).sends[to]]
-    moved, rows = sum(map(exchange.received_rows, HOME.ranks)), wave.have.total
+    moved, rows = sum(map(exchange.received_rows, HOME.ranks)), sum(wave.have.counts)
     parts.append(
         _text(20, _y(4) - 22, f"{moved} of {rows} rows travel, each once, to the rank that owns its position; rank 0 "
         "keeps two of its own. Gradients travel the same ways back.")

@@ -105,19 +105,8 @@ def find_runs(member: int, rows: Iterable[int]) -> Integers:
     return make_read_only(np.stack([ids[opens], ids[closes] + 1], axis=1))
 
 
-def join_runs(member: int, runs: Integers) -> Integers:
-    """Return the runs (start, stop) of a member, with runs that follow each other directly joined to one.
-
-    Raises LayoutError for anything but non-empty runs from row 0 on.
-    """
-    if runs.ndim != 2 or runs.shape[1] != 2 or runs.dtype.kind not in "iu":
-        raise LayoutError(
-            f"the runs of member {member} are {runs.dtype} of shape {runs.shape}; give integers (runs, 2)"
-        )
-    wrong = (runs[:, 0] < 0) | (runs[:, 1] <= runs[:, 0])
-    if wrong.any():
-        start, stop = runs[wrong][0].tolist()
-        raise LayoutError(f"member {member} has a run from row {start} to {stop}; runs are non-empty, from row 0 on")
+def join_runs(runs: Integers) -> Integers:
+    """Join runs (start, stop) that follow each other directly to one."""
     # The first run, if there is one, opens a joined run, and so does each that begins elsewhere than the last stopped.
     opens = np.flatnonzero(np.append([True] * (len(runs) > 0), runs[1:, 0] != runs[:-1, 1]))
     closes = np.append(opens, len(runs))[1:] - 1
@@ -181,18 +170,9 @@ class Partition(ABC):
 
         >>> Partition.from_runs([np.array([[0, 3]]), np.array([[3, 5], [0, 1]])]).rows(1).tolist()
         [3, 4, 0]
-
-        Raises LayoutError for what are no runs of row ids, and where there is no member.
         """
-        runs = tuple(join_runs(member, runs) for member, runs in enumerate(runs_by_member))
-        if not runs:
-            raise LayoutError("runs of 0 members are given; give one array (runs, 2), which may be empty, per member")
+        runs = tuple(map(join_runs, runs_by_member))
         return _ListedPartition(runs, len(runs))
-
-    @property
-    @abstractmethod
-    def total(self) -> int:
-        """How many distinct rows the members hold together."""
 
     @property
     @abstractmethod
@@ -224,10 +204,6 @@ class _LengthPartition(Partition):
     lengths: tuple[int, ...]
     degree: int
 
-    @property
-    def total(self) -> int:
-        return int(self._starts[-1])
-
     @cached_property
     def _starts(self) -> Integers:
         """The row at which each document starts, and the total: (documents + 1,)."""
@@ -235,7 +211,7 @@ class _LengthPartition(Partition):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        base, extra = divmod(self.total, self.degree)
+        base, extra = divmod(int(self._starts[-1]), self.degree)
         return (base + 1,) * extra + (base,) * (self.degree - extra)
 
     @cached_property
@@ -323,7 +299,7 @@ class _Zigzag(_LengthPartition):
 class _Contiguous(_LengthPartition):
     def _border(self, member: int) -> int:
         """The first row of a member; of member `degree` the number of all rows."""
-        base, extra = divmod(self.total, self.degree)
+        base, extra = divmod(int(self._starts[-1]), self.degree)
         return member * base + min(member, extra)
 
     def _make_segments(self, member: int) -> Segments:
@@ -343,15 +319,6 @@ class _ListedPartition(Partition):
 
     member_runs: tuple[Integers, ...]
     degree: int
-
-    @property
-    def total(self) -> int:
-        return self._total
-
-    @cached_property
-    def _total(self) -> int:
-        """Counted once, since it expands all runs."""
-        return len(np.unique(np.concatenate([self.rows(member) for member in range(self.degree)])))
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -155,12 +155,6 @@ class Spans:
         table = np.array(rows, dtype=np.int64).reshape(-1, 3)
         return Spans(*(make_read_only(np.ascontiguousarray(column)) for column in table.T))
 
-    @cached_property
-    def pairs(self) -> int:
-        """How many (row, later row of its run) there are."""
-        rows = self.stop - self.start
-        return int((rows * (rows - 1) // 2).sum())
-
     def find_rows(self, segments: Segments) -> Segments:
         """Find the rows of these segments that lie in runs of these spans; the result's `document` is the run's index.
 
@@ -188,7 +182,7 @@ class Spans:
         return len(self.document)
 
     def __repr__(self) -> str:
-        return f"Spans({len(self)} runs, {self.pairs} pairs)"
+        return f"Spans({len(self)} runs)"
 
 
 NO_SPANS = Spans.of({}, (), ())
