@@ -64,9 +64,9 @@ def load_model(
     kind = torch_dtype(dtype)
     if path is not None:
         folder = Path(path)
-        weight_files(folder)  # what it lacks, before transformers says it in its words
         if not isinstance(config, PreTrainedConfig):
             config = read_configuration(Path(config or folder))
+        weight_files(folder)  # what it lacks, before transformers says it in its words
         image_class = images_class(config, images)
         with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
             model = empty_model(config, kind, image_class)

@@ -151,7 +151,7 @@ class LayerInputs:
     def make_call(self) -> LayerCall:
         """Return the inputs of a depth's layer beside hidden states. ModelError if they depend on parameters."""
         args, kwargs = self.noted or ((), {})
-        call = args[1:], _depth_arguments(kwargs)
+        call = args[1:], {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
         if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(call)):
             raise ModelError(
                 f"{architecture_name(self._model)} gives its last decoder layer, beside hidden states, tensors that "
@@ -170,10 +170,6 @@ def layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
         yield inputs
     finally:
         handle.remove()
-
-
-def _depth_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DEPTHS}
 
 
 class MtpBlocks(nn.ModuleList):

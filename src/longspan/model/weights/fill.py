@@ -143,23 +143,19 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if not images and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    if type(config) in mapping:
-        return mapping[type(config)]
-    if images:
+    if images and type(config) not in mapping:
         raise ModelError(
             f"{type(config).__name__} stands for no model from images and text to text (AutoModelForImageTextToText); "
             "load it without images=True"
         )
-    return None
+    return mapping.get(type(config), None)
 
 
 def find_images_class(config: PreTrainedConfig) -> Any:
     """Return the image-text-to-text class of a configuration if its `architectures` name it; else None."""
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     image_class = mapping.get(type(config), None)
-    if image_class is None or image_class.__name__ not in (config.architectures or ()):
-        return None
-    return image_class
+    return image_class if getattr(image_class, "__name__", None) in (config.architectures or ()) else None
 
 
 def _exception_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

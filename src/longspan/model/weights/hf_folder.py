@@ -72,10 +72,6 @@ def weight_files(folder: Path) -> list[Path]:
 
     ModelError for none, quantized, missing or outside ones, and beside an adapter.
     """
-    if not folder.is_dir():
-        raise ModelError(f"there is no model folder {folder}; {_folder_advice()}")
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; {adapter_folder_advice(folder) or _folder_advice()}")
     if (folder / _ADAPTER).is_file():
         raise ModelError(
             f"{folder} holds a model and an adapter of peft ({_ADAPTER}) beside it; put the adapter's files into a "
@@ -95,7 +91,7 @@ def _quantization_method(folder: Path) -> str:
     try:
         values: dict[str, Any] = read_json(folder / "config.json")
         parts = values, *values.values()  # the text configuration, say
-    except (ValueError, AttributeError):  # whoever reads the configuration says so
+    except (ValueError, AttributeError, OSError):  # whoever reads the configuration says so
         return ""
     for part in parts:
         if isinstance(part, dict) and (settings := part.get(_QUANTIZED)):
