@@ -294,7 +294,11 @@ def test_members_send_the_rows_that_others_see(documents, degree, inner, mask, p
 
 
 MUTATIONS = [
-    ("tiles", "q, k = _cut_at_chunks(q, k, chunk)", "window = min(window or chunk, chunk)"),  # a window, not a chunk
+    (
+        "tiles",
+        "q, k = _chunk_segments(q, chunk, longest), _chunk_segments(k, chunk, longest)",
+        "window = min(window or chunk, chunk)",
+    ),  # a window, not a chunk
     ("tiles", "segments.start // chunk, -(-", "0 * segments.start, -(-"),
     ("tiles", "(number + 1) * chunk", "(number + 1) * chunk - 1"),
     ("tiles", "* -(-longest // chunk) + number", "+ number"),

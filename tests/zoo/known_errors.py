@@ -130,9 +130,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "rotary positions of packed documents": KnownError(
             checks.step("LlamaConfig", (8, 16, 4, 12)),
             "comm.shard",
-            "return np.where(real, base + starts[document] + positions, -1), positions",
-            "return np.where(real, base + starts[document] + positions, -1), "
-            "positions - np.repeat(segments.start, sizes)",
+            "return rows, positions, np.asarray",
+            "return rows, positions - np.repeat(segments.start, sizes), np.asarray",
         ),
     },
     "Layers": {
