@@ -115,8 +115,20 @@ def run_on_first_rank(world: World, work: Callable[[], Result], os_error_as: typ
 
     A LongspanError of it, and an OSError as `os_error_as`, is raised on every rank; any other on the first rank only.
     """
-    result = run_on_every_rank(world, lambda: work() if is_first_rank(world) else None, os_error_as)
-    return world.control.broadcast_object(result)  # pyright: ignore[reportReturnType]
+    with leave_together(world):
+        answer: Any = result_or_error(work, os_error_as) if is_first_rank(world) else None
+    result, error = world.control.broadcast_object(answer)
+    if error is not None:
+        raise on_all_ranks(error)
+    return result
+
+
+def result_or_error(work: Callable[[], Any], os_error_as: type[LongspanError]) -> tuple[Any, LongspanError | None]:
+    """Return the result of `work` and None, or None and its error for the other ranks (an OSError as `os_error_as`)."""
+    try:
+        return work(), None
+    except (LongspanError, OSError) as error:
+        return None, _as_shared_error(error, os_error_as)
 
 
 def _as_shared_error(error: Exception, os_error_as: type[LongspanError]) -> LongspanError:
