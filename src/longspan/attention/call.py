@@ -443,9 +443,10 @@ class HeadSizes:
 class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
-    `device_lack` returns what this installation or device lacks ("" where nothing). `one_document_only`: by name it
-    runs every launch, but without a name it is chosen only for calls with one document in each group. `takes_deltas`
-    tells of a call whether backward takes dout · out of each row and head in place of the output.
+    `needs` is what it depends on; `device_lack` returns what this installation or device lacks of that ("" where
+    nothing). `one_document_only`: by name it runs every launch, but without a name it is chosen only for calls with one
+    document in each group. `takes_deltas` tells of a call whether backward takes dout · out of each row and head in
+    place of the output.
     """
 
     name: str
@@ -457,6 +458,7 @@ class Kernel:
     head_sizes: HeadSizes = HeadSizes()
     deterministic: bool = True
     one_document_only: bool = False
+    needs: str = ""
     device_lack: Callable[[torch.device], str] = field(default=lambda device: "", repr=False)
     takes_deltas: Callable[[AttendCall], bool] = field(default=lambda call: False, repr=False)
 

@@ -33,6 +33,7 @@ KERNELS: tuple[Kernel, ...] = (
         backward=fa4.backward,
         features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(largest=256),
+        needs="the extra `fa4`; compute capability 9 to 11",
         device_lack=fa4.device_lack,
         takes_deltas=fa4.takes_deltas,
     ),
@@ -45,6 +46,7 @@ KERNELS: tuple[Kernel, ...] = (
         head_sizes=HeadSizes(largest=128, pairs=((192, 128),)),
         deterministic=False,
         one_document_only=True,
+        needs="cuDNN 9.11; compute capability 9 or 10",
         device_lack=cudnn.device_lack,
     ),
     Kernel(
@@ -55,6 +57,7 @@ KERNELS: tuple[Kernel, ...] = (
         backward=torch_flash.backward,
         features=frozenset({"window"}),
         head_sizes=HeadSizes(largest=256),
+        needs="compute capability 8.0",
         device_lack=_flash_lack,
     ),
     Kernel(
@@ -65,6 +68,7 @@ KERNELS: tuple[Kernel, ...] = (
         backward=triton_flash.backward,
         features=frozenset({"window", "softcap"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
+        needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
         device_lack=triton_flash.device_lack,
         takes_deltas=lambda call: True,
     ),
@@ -75,6 +79,7 @@ KERNELS: tuple[Kernel, ...] = (
         forward=cpu_flash.forward,
         backward=cpu_flash.backward,
         features=frozenset({"window"}),
+        needs="nothing",
     ),
     Kernel(
         name="reference",
@@ -83,6 +88,7 @@ KERNELS: tuple[Kernel, ...] = (
         forward=reference.forward,
         backward=reference.backward,
         features=frozenset(FEATURES),
+        needs="nothing",
         takes_deltas=lambda call: True,
     ),
 )
