@@ -317,7 +317,8 @@ def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[
             # the same change, although functions around it may have moved
             function = name.rsplit(":", 1)[0] + ":"
             same = [x for x in every if x.startswith(function) and every[x]["before"] == before["before"]]
-            names += [x for x in same if every[x]["after"] == before["after"]][:1] or [f"{name} (gone)"]
+            same = [x for x in same if every[x]["after"] == before["after"]]
+            names += [name] if name in same else same[:1] or [f"{name} (gone)"]
     return names
 
 
