@@ -12,6 +12,7 @@ from tests.model.lora.test_exact import MUTATIONS as OF_ADAPTERS
 from tests.model.mtp.test_exact import MUTATIONS as OF_DEPTHS
 from tests.model.mtp.test_exact import OF_WHOLE_DEPTHS
 from tests.model.mtp.test_images import MUTATIONS as OF_DEPTHS_BESIDE_IMAGES
+from tests.model.vision.test_adapters import MUTATIONS as OF_ADAPTED_ENCODERS
 from tests.model.vision.test_exact import MUTATIONS as OF_IMAGES
 from tests.model.vision.test_exact import PREFIX as OF_PREFIXES
 from tests.model.vision.test_exact import SPANS as OF_SPANS
@@ -31,6 +32,7 @@ CHANGES = [
     *OF_TRAINERS.values(),
     *OF_WHOLE_DEPTHS.values(),
     *OF_DEPTHS_BESIDE_IMAGES.values(),
+    *OF_ADAPTED_ENCODERS.values(),
     *(change for change, _ in OF_SHARED_STAGES.values()),
     *(change for change, _ in OF_STEPS),
     *OF_IMAGES.values(),

@@ -214,7 +214,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"parallel.vpp": 2}, r"parallel.vpp is 2, which needs parallel.pp at least 2, and parallel.pp is 1; set"),
     ({"parallel.pipeline_schedule": "zero_bubble"}, r"'zero_bubble', which needs parallel.pp at least 2, and .* is 1"),
     ({"lora.alpha": 8.0}, "lora.rank is 0"),
-    ({"lora.rank": 4, "parallel.tp": 2}, "lora.rank is 4 and parallel.tp is 2: adapters are not split"),
+    ({"lora.rank": 4, "lora.dropout": 0.1, "parallel.tp": 2}, "lora.dropout is 0.1"),
     ({"lora.rank": 4, "lora.dropout": 1.0}, "below 1"),
     ({"lora.rank": 4, "model.dtype": "bfloat16", "train.stochastic_rounding": True}, "needs lora.rank 0, and .* is 4"),
     ({"mtp.loss_weight": 0.1}, r"loss_weight is 0.1, .* mtp.depths is 0"),

@@ -96,7 +96,7 @@ class LoraSection:
     alpha: Annotated[float, AtLeast(0), Needs("lora.rank", AtLeast(1))] = 0.0
     """An adapter's output is multiplied by alpha / rank; 0: twice the rank."""
     dropout: Annotated[float, AtLeast(0, below=1), Needs("lora.rank", AtLeast(1))] = 0.0
-    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows."""
+    """Share of an adapter's inputs that are dropped in training; each rank draws for its own rows, so not under tp."""
     targets: Annotated[tuple[str, ...], Needs("lora.rank", AtLeast(1))] = ()
     """Names of the linears that get one, such as q_proj or lm_head; empty: every linear of the decoder layers."""
 

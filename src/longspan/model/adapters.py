@@ -46,6 +46,11 @@ def peft_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_adapted(module) or is_copied(module)}
 
 
+def base_module(module: nn.Module) -> nn.Module:
+    """Return the model's own module inside an adapted one; a module that is not adapted is returned as it is."""
+    return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
+
+
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Take the transformers model out of a PeftModel; another model is returned. ModelError for no LoRA around one."""
     if type(model).__module__.partition(".")[0] != "peft":

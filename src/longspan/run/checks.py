@@ -207,10 +207,10 @@ def check_lora(config: RunConfig) -> None:
         raise ConfigError(
             f"lora.rank is {lora.rank}, and peft, which makes adapters, is not installed: pip install 'longspan[lora]'"
         )
-    if tp > 1:
+    if lora.dropout and tp > 1:
         raise ConfigError(
-            f"lora.rank is {lora.rank} and parallel.tp is {tp}: adapters are not split over tensor-parallel ranks; set "
-            "parallel.tp = 1, where FSDP2 shards the weights over all slots"
+            f"lora.dropout is {lora.dropout:g} and parallel.tp is {tp}: tensor-parallel ranks would drop different "
+            "inputs of the same rows; set lora.dropout = 0.0, or parallel.tp = 1"
         )
 
 

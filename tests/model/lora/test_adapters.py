@@ -67,7 +67,9 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
     "two types": (lambda: changed(in_two_types), CP, "of float32 and float64"),
     "biases": (lambda: lora(bias="all"), CP, "bias is 'all'"),
     "rows": (lambda: lora(trainable_token_indices=[1]), CP, "trl.clone_chat_template, and train modules_to_save="),
-    "tp 2": (lora, TP, "the adapter 'default' of Llama.* under tp 2: adapters are not split.*use tp 1"),
+    "dropout under tp": (lambda: lora(lora_dropout=0.1), TP, "lora_dropout is 0.1.*use tp 1"),
+    "dora under tp": (lambda: lora(use_dora=True), TP, "use_dora is set"),
+    "copies under tp": (lambda: lora(modules_to_save=["lm_head"]), TP, "modules_to_save .lm_head."),
     "a tied head in stages": (lambda: lora("qwen3", target_modules=["lm_head"]), PP, "tied to the head.*use pp 1"),
 }
 
@@ -171,7 +173,7 @@ def test_a_prepared_adapter_is_drawn_and_saved_and_other_calls_are_refused(tmp_p
 
 # ---- a frozen base model in bfloat16, an adapter in float32
 
-HOMES: list[tuple[Layout, dict[str, Any]]] = [(CP, {"compute_dtype": torch.bfloat16}), (CP, {})]
+HOMES: list[tuple[Layout, dict[str, Any]]] = [(CP, {"compute_dtype": torch.bfloat16}), (TP, {})]
 
 
 def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

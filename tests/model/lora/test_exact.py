@@ -38,8 +38,9 @@ class Home:
     def plan(self) -> Plan:
         if self.dynamic:
             return plan_dynamic(LENGTHS, self.layout, max_tokens_per_slot=22, mode=self.mode)
-        cp = self.layout.slots
-        return plan_fixed(LENGTHS, self.layout, cp=cp, max_tokens_per_slot=40, partition=self.partition)
+        multiple = self.layout.tp if self.partition == "contiguous" or "sequence_parallel" in self.options else 1
+        rows: dict[str, Any] = {"row_multiple": multiple, "partition": self.partition}
+        return plan_fixed(LENGTHS, self.layout, cp=self.layout.slots, max_tokens_per_slot=40, **rows)
 
 
 def errors_of(
@@ -80,7 +81,8 @@ def errors_of(
 
 
 Table = Mapping[str, tuple[Home, tuple[tuple[str, str], ...]]]  # the (family, adapter) that run under a home
-PP, FULL = Layout(ranks=2, pp=2), {"activation_checkpointing": "full"}
+PP, TP, TP_OF_4 = Layout(ranks=2, pp=2), Layout(ranks=2, tp=2), Layout(ranks=4, tp=2)
+SEQUENCE_PARALLEL, FULL = {"sequence_parallel": True}, {"activation_checkpointing": "full"}
 SPLIT = {"virtual_stages": 2, "pipeline_schedule": "zero_bubble"}
 TIED = ("qwen3", "embedding and head")
 
@@ -91,7 +93,8 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 
 FEW: Table = {
     "cp 2": (Home(Layout(ranks=2)), (*_llama("dora", "modules_to_save"), TIED)),
-    "cp 2, recomputed": (Home(Layout(ranks=2), FULL), (*_llama("row-wise alone"), ("biased", "every linear"))),
+    "tp 2": (Home(TP), (*_llama("row-wise alone"), TIED)),
+    "tp 2, sequence parallel": (Home(TP, {**SEQUENCE_PARALLEL, **FULL}), (("biased", "every linear"),)),
     "pp 2": (Home(PP), _llama("embedding and head")),
     "pp 2, zero bubble": (
         Home(PP, {"pipeline_schedule": "zero_bubble", "activation_checkpointing": "selective"}),
@@ -103,10 +106,12 @@ OF_TWO: Table = {
     "dynamic, copies": (Home(Layout(ranks=2), {"shard_parameters": False}, dynamic=True), _llama("every linear")),
     "pp 2, interleaved": (Home(PP, {"virtual_stages": 2}), (("deep", "the last layer"),)),
     "pp 2, interleaved zero bubble": (Home(PP, SPLIT), (("deep", "every linear"),)),
+    "tp 2, experts": (Home(TP), (("qwen3-moe", "attention"),)),
 }
 OF_FOUR: Table = {
+    "tp 2 of 4": (Home(TP_OF_4, SEQUENCE_PARALLEL), (("biased", "every linear"), TIED)),
     "free": (Home(Layout(ranks=4), dynamic=True, mode="free"), _llama("every linear", "the last layer")),
-    "pp 2, cp 2": (Home(Layout(ranks=4, pp=2)), _llama("every linear")),
+    "pp 2, tp 2": (Home(Layout(ranks=4, pp=2, tp=2)), _llama("every linear")),
     "replicas": (Home(Layout(ranks=4, dp_replicate=2)), _llama("every linear")),
 }
 CASES = (
@@ -118,18 +123,19 @@ CASES = (
 )
 OTHERS = tuple((family, "projections") for family in here(OTHER_HYBRIDS))
 CP_MIXERS, DYNAMIC = Home(Layout(ranks=2), partition="contiguous"), Home(Layout(ranks=2), FULL, dynamic=True)
-PP_MIXERS = Home(PP, partition="contiguous")
-FEW_MIXERS: Table = {"dynamic": (DYNAMIC, (CASES[1],)), "cp 2": (CP_MIXERS, (CASES[1], CASES[3]))}
+TP_MIXERS, PP_MIXERS = Home(TP, partition="contiguous"), Home(PP, partition="contiguous")
+FEW_MIXERS: Table = {"dynamic": (DYNAMIC, (CASES[1],)), "tp 2": (TP_MIXERS, (CASES[1], CASES[3]))}
 MIXERS: Table = {
     "cp 2": (CP_MIXERS, (*CASES, *OTHERS)),
     "dynamic": (DYNAMIC, CASES),
+    "tp 2": (TP_MIXERS, (*CASES, *OTHERS)),
     "pp 2": (PP_MIXERS, (*CASES, ("zamba2", "projections"))),
     "pp 2, zero bubble": (
         Home(PP, {"pipeline_schedule": "zero_bubble"}, partition="contiguous"),
         (("zamba2", "projections"),),
     ),
 }
-OF_FOUR_MIXERS = {"cp 4": (Home(Layout(ranks=4), FULL, partition="contiguous"), (*CASES, *OTHERS))}
+OF_FOUR_MIXERS = {"tp 2, cp 2": (Home(TP_OF_4, SEQUENCE_PARALLEL | FULL, partition="contiguous"), (*CASES, *OTHERS))}
 
 
 def _compare(rank: int, table: Table, of_mixers: bool) -> dict[str, dict[str, float]]:
@@ -172,23 +178,26 @@ def _unscaled(family: str, adapter: str) -> Any:
     return peft_model
 
 
-SCALING = "scaling forgotten"
+SPLIT, SUMMED, SCALING = "model.tensor_parallel.styles", "sum_partial_gradients(linear, key)", "scaling forgotten"
+FIRST, SECOND = "else first:\n        ", "for linear in second:\n            "
 MUTATIONS: dict[str, tuple[Change | None, set[str]]] = {  # and what shows it
     "nothing": (None, set()),
+    "no sum of A's gradient, column-wise": ((SPLIT, f"{FIRST}{SUMMED}", f"{FIRST}pass"), {"lora_A"}),
+    "no sum of B's gradient, row-wise": ((SPLIT, f"{SECOND}{SUMMED}", f"{SECOND}pass"), {"lora_B"}),
+    "bias on every rank": ((SPLIT, '"bias": return_none', '"bias": local_tensor'), {"loss"}),
     SCALING: (None, {"loss", "lora_A", "lora_B"}),  # peft's own term
     "adapter not left out": (("model.lora", "module._disable_adapters = True", "pass"), {"base"}),
 }
 
 
 def _noticed(rank: int) -> dict[str, set[str]]:
-    """By what is wrong, what of a step over two slots is not that of one process."""
+    """By what is wrong, what of a step under tp 2 is not that of one process."""
     noticed = dict[str, set[str]]()
-    home = Home(Layout(ranks=2))
-    with World(home.layout, backend=backend(), timeout=60) as world:
+    with World(TP, backend=backend(), timeout=60) as world:
         for name, (change, _) in MUTATIONS.items():
             with mutated(change):
                 make = _unscaled if name == SCALING else adapted
-                errors = errors_of(home, "biased", "every linear", world, make=make)
+                errors = errors_of(Home(TP), "biased", "every linear", world, make=make)
             noticed[name] = {key.split(".")[-3] if "." in key else key for key, e in errors.items() if e > 1e-9}
     return noticed
 

@@ -95,6 +95,7 @@ TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
     "2 slots of ep 2": (Layout(2, ep=2), EXPERTS + _SEVERAL),
     "2 slots of 2 stages": (Layout(4, pp=2), STAGES),
     "adapters and cp 2": (Layout(2), _adapted(_FULL)),
+    "adapters and rows split over tp 2": (Layout(2, tp=2), _adapted(*_ROWS)),
     "adapters and pp 2": (Layout(2, pp=2), _adapted()),
 }
 

@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Layout, str, str, dict[str, Any]]] = {  # a home, a famil
     "pp 2, interleaved": (Layout(2, pp=2), "llama", "", INTERLEAVED),
     "experts, ep 2": (Layout(2, ep=2), "qwen3-moe", "", {}),
     "every linear, pp 2": (Layout(2, pp=2), "llama", "every linear", {}),
-    "row-wise": (Layout(2), "llama", "row-wise alone", {}),
+    "row-wise, tp 2": (Layout(2, tp=2), "llama", "row-wise alone", {}),
     "ends": (Layout(2), "llama", "embedding and head", {}),
     "dora": (Layout(2), "llama", "dora", {}),
     "a module that is trained": (Layout(2), "llama", "modules_to_save", {}),

@@ -20,6 +20,7 @@ from tests.model.stock import gradients_of
 from tests.model.vision.documents import Answer, answer_of, documents_of
 from tests.model.vision.joined import BOUND, Case, own_names
 from tests.model.vision.models import config_of, here, tiny
+from tests.mutation import each_mutated
 
 LANGUAGE_MODEL, PROJECTOR, TOWER = ALL = ("language model", "projector", "tower")
 ENCODER = (PROJECTOR, TOWER)
@@ -65,8 +66,9 @@ def cases_of(ranks: int) -> list[tuple[Case, tuple[str, ...]]]:
     if ranks == 2:
         copies, recomputed = (("shard_parameters", False),), (("activation_checkpointing", True),)
         for name in FAMILIES:
-            cases.append((Case(name, Layout(2, pp=2), one, 1), ALL))
-            cases.append((Case(name, one, one, 2, options=copies), ENCODER))
+            cases.append((Case(name, Layout(2, tp=2), Layout(2, tp=2), 1), ALL))
+            cases.append((Case(name, Layout(2, pp=2), Layout(2, tp=2), 1), ALL))
+            cases.append((Case(name, one, Layout(2, tp=2), 2, options=copies), ENCODER))
         cases.append((Case("qwen2.5-vl", one, one, 2, options=recomputed), (TOWER,)))
     return cases
 
@@ -80,6 +82,37 @@ def _errors(rank: int, ranks: int) -> dict[str, float]:
 def test_a_step_is_that_of_stock_peft(ranks: int) -> None:
     for errors in run_ranks(_errors, ranks, ranks, timeout=300):
         assert errors and max(errors.values()) < BOUND, errors
+
+
+MUTATIONS = {
+    "second matrices split as queries alone": (
+        "model.tensor_parallel.styles",
+        "elif style == QKV:",
+        "elif style == QKV and linear is base:",
+    ),
+    "first matrices of a part of the rows": (
+        "model.tensor_parallel.styles",
+        "for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:",
+        "for linear in ():",
+    ),
+}
+
+
+def _mutated(rank: int) -> dict[str, float]:
+    errors, case = dict[str, float](), Case("qwen2.5-vl", Layout(2), Layout(2, tp=2), 2)
+    for name in each_mutated(MUTATIONS):
+        try:
+            errors[name] = error_of(case, ENCODER)
+        except (ModelError, RuntimeError):
+            errors[name] = float("inf")
+    return errors
+
+
+@pytest.mark.whole
+def test_mutations_are_noticed() -> None:
+    for errors in run_ranks(_mutated, 2, timeout=120):
+        assert errors.pop("nothing") < BOUND
+        assert all(error > 1e-6 for error in errors.values()), errors
 
 
 # ---- a trained projector, no adapter, and where adapters are

@@ -33,6 +33,7 @@ from tests.train.small import small_config
 LORA = {"lora__rank": 4, "train__steps": 4, "train__save_every": 2, "train__eval_every": 4, "train__lr": 0.05}
 Trained = tuple[RunConfig, list[float]]
 IDS = torch.arange(40)[None] * 5 % 257
+HOMES = {"tp 2": ParallelConfig(tp=2), "pp 2": ParallelConfig(pp=2)}
 
 
 def write_base(folder: Path) -> Path:
@@ -69,9 +70,10 @@ def test_a_checkpoint_holds_the_adapter_and_its_moments_alone(trained: Trained) 
     assert facts["trained"] == sum(tensor.numel() for tensor in adapter(config).values())
 
 
-def test_a_run_goes_on_at_another_home(trained: Trained, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", [pytest.param("tp 2", marks=pytest.mark.whole), "pp 2"])
+def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Path) -> None:
     config, losses = trained
-    other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", ParallelConfig(pp=2))
+    other = gone_on_from_the_first_checkpoint(config, tmp_path / "run", HOMES[home])
     context = replace(config.context, context_parallel_size=1).set_evaluation(context_parallel_size=1)
     other = replace(other, context=replace(context, max_tokens_per_slot=128).set_evaluation(max_tokens_per_slot=128))
     resumed = losses_of_run(other, 2)

@@ -49,7 +49,7 @@ def test_adapters_beside_images(trained: str, folder: Path) -> None:
     config, alone = (config_of(folder, f"{n}-{trained}", trained, **degrees) for n, degrees in ((2, TWO), (1, ONE)))
     two = losses_of_run(config, 2)
     assert farthest(two[:5], losses_of_run(alone, 1)) < 1e-6 and two[3] < two[0]
-    other = gone_on_from_the_first_checkpoint(config, folder / f"on-{trained}", ParallelConfig(pp=2))
+    other = gone_on_from_the_first_checkpoint(config, folder / f"on-{trained}", ParallelConfig(tp=2))
     resumed = losses_of_run(replace(other, context=alone.context), 2)
     assert farthest(resumed[:5], two[:5]) < 1e-6
     _check_stock(Path(config.run.dir), folder / "model", BESIDE[trained], folder / trained)
@@ -95,8 +95,9 @@ def test_whole_depths_beside_images_and_an_adapter(folder: Path) -> None:
     two, alone = (settings(folder / f"mtp-{n}", rows, model, **keys, **more) for n, more in ((2, TWO), (1, ONE)))
     wanted = losses(alone, 1)
     assert len(wanted) == 12 and farthest(losses(two, 2), wanted) < 1e-6  # norms and rotary angles are in float32
-    other = gone_on_from_the_first_checkpoint(alone, folder / "mtp-pp", ParallelConfig(pp=2))
-    assert farthest(losses(other, 2), wanted) < 1e-6
+    for name, parallel in {"tp": ParallelConfig(tp=2), "pp": ParallelConfig(pp=2)}.items():
+        other = gone_on_from_the_first_checkpoint(alone, folder / f"mtp-{name}", parallel)
+        assert farthest(losses(other, 2), wanted) < 1e-6
     out = folder / "mtp-out"
     assert export_main([two.run.dir, str(out), "--merge"]) == 0
     weights = load_file(out / "model.safetensors")
@@ -112,8 +113,8 @@ MODEL = {"lora.rank": 8, "model.path": "x"}
 
 
 def test_keys_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.rank is 8 and parallel.tp is 2: adapters are not split"):
-        check_lora(load_config(None, MODEL | {"parallel.tp": 2}))
+    with pytest.raises(ConfigError, match=r"lora\.dropout is 0\.1 and parallel.tp is 2: tensor-parallel ranks would drop"):
+        check_lora(load_config(None, MODEL | {"lora.dropout": 0.1, "parallel.tp": 2}))
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
         check_image_keys(load_config(None, MODEL | {"encoder.tp": 2}), 0)
 

@@ -72,6 +72,7 @@ CASES = [
     Case("pp 2", Layout(2, pp=2), fixed(1, 40), temperature=0.7),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe", whole=True),
     Case("an adapter", Layout(2), dynamic(24), "adapter"),
+    Case("an adapter, tp 2", Layout(2, tp=2), fixed(1, 40), "adapter", whole=True),
     Case("an adapter, pp 2", Layout(2, pp=2), fixed(1, 40), "adapter", whole=True),
     Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3, whole=True),
     Case("dynamic, split backward", Layout(4, pp=2), dynamic(24), options=SPLIT_BACKWARD, whole=True),

@@ -22,6 +22,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import (
     Adapter,
     adapter_parameters,
+    base_module,
     belongs_to_adapter,
     find_adapter,
     is_adapted,
@@ -202,9 +203,8 @@ _INSTEAD = {  # of a key that is set by more than the user
 def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> None:
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact under this home.
 
-    The result is the same on every rank, before the first collective.
+    The result is the same on every rank, before the first collective. Tensor parallelism has reasons of its own.
     """
-    _refuse_split_adapter(adapter, type(model).__name__, world.home.tp)
     staged = world.home.pp > 1
     if staged and model_depths(model) and is_adapted(model.get_input_embeddings()):
         raise ModelError(
@@ -223,14 +223,6 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of {type(model).__name__} cannot be trained: {'; '.join(reasons)}"
-        )
-
-
-def _refuse_split_adapter(adapter: Adapter, owner: str, tp: int) -> None:
-    if tp > 1:
-        raise ModelError(
-            f"the adapter {adapter.name!r} of {owner} cannot be trained under tp {tp}: adapters are not split over "
-            "tensor-parallel ranks; use tp 1, where FSDP2 shards the weights over all slots"
         )
 
 
@@ -328,16 +320,23 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp."""
     if not (modules := peft_modules(encoder)):
         return
-    _refuse_split_adapter(adapter, "a tower or projector", tp)
     reasons = [*_configuration_reasons(adapter), *_layer_reasons(encoder)]
     if copied := [name for name, module in modules.items() if is_copied(module)]:
         reasons.append(
             f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
             "it is saved as one of modules_to_save"
         )
-    adapted: dict[str, Any] = {name: module for name, module in modules.items() if is_adapted(module)}
-    if trained := [n for n, module in adapted.items() if any(p.requires_grad for p in module.base_layer.parameters())]:
+    adapted = {name: base_module(module) for name, module in modules.items() if is_adapted(module)}
+    if trained := [name for name, linear in adapted.items() if any(p.requires_grad for p in linear.parameters())]:
         reasons.append(f"{', '.join(trained[:2])} have adapters, and weights that are trained too; train one of them")
+    for key in ("use_dora", "lora_bias"):
+        if tp > 1 and getattr(adapter.config, key, False):
+            reasons.append(f"{key} is set, which is not shown to be exact under the encoder's tp {tp}; use tp 1")
+    if tp > 1 and adapter.dropout:
+        reasons.append(
+            f"lora_dropout is {adapter.dropout:g}, and the encoder's {tp} tensor-parallel ranks would drop different "
+            "inputs; use tp 1"
+        )
     if reasons:
         raise ModelError(
             f"the adapter {adapter.name!r} of a tower or projector cannot be trained: {'; '.join(reasons)}"

@@ -13,9 +13,11 @@ from torch import nn
 
 from longspan.comm import World
 from longspan.errors import ModelError
+from longspan.model.adapters import base_module, is_adapted, peft_modules
 from longspan.model.tensor_parallel.plan import COLWISE, QKV, ROWWISE, check_divided_sizes
 from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
+    split_adapted_linear,
     split_columns,
     split_rows,
     split_three_columns,
@@ -81,7 +83,7 @@ class SplitModule:
         """
         outputs = list[int]()
         for name, style in self.styles.items():
-            linear = self.module.get_submodule(name)
+            linear = base_module(self.module.get_submodule(name))
             if style == QKV and isinstance(linear, nn.Linear):
                 heads, key_heads = self._read_count(HEADS), self._read_count(KEY_HEADS)
                 head_size = linear.out_features // (heads + 2 * key_heads) if heads and key_heads else 0
@@ -133,7 +135,7 @@ def _find_styles(module: nn.Module) -> dict[str, str]:
     styles = dict[str, str]()
     for name, owner in module.named_modules():
         children = dict(owner.named_children())
-        linears = {n: child for n, child in children.items() if type(child) is nn.Linear}
+        linears = {n: linear for n, child in children.items() if type(linear := base_module(child)) is nn.Linear}
         convolves = any(isinstance(child, nn.Conv1d | nn.Conv2d) for child in children.values())  # LFM3-VL: between
         styles_here = dict.fromkeys(linears, REPLICATED) if convolves else _module_styles(linears)
         styles |= {f"{name}.{child}".lstrip("."): style for child, style in styles_here.items()}
@@ -141,7 +143,9 @@ def _find_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _find_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    return {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+    adapted = tuple(f"{name}." for name in peft_modules(module))
+    modules = {n: base_module(child) for n, child in module.named_modules() if not n.startswith(adapted)}
+    return {name: linear for name, linear in modules.items() if isinstance(linear, nn.Linear)}
 
 
 def _module_styles(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
@@ -209,7 +213,7 @@ def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
             )
         yield "heads", part.widths[0] // size
     for name, style in part.styles.items():
-        linear = part.module.get_submodule(name)
+        linear = base_module(part.module.get_submodule(name))
         assert isinstance(linear, nn.Linear)
         queries, keys, values = part.widths
         if style == QKV and queries + keys + values != linear.out_features:
@@ -235,7 +239,8 @@ def split_encoder(
     """
     _, tp = world.meshes.tp, world.home.tp  # the mesh is made by all ranks together
     trials = [SplitTrial(name, unit, world) for name, unit in _trial_units(module, blocks, parts)]
-    split_module_ids = {id(part.module.get_submodule(name)) for part in parts for name in part.styles}
+    linears = [part.module.get_submodule(name) for part in parts for name in part.styles]
+    split_module_ids = {id(module) for linear in linears for module in linear.modules()}  # an adapter's too
     for part in parts:
         _split_linears(part, world)
         if not part.several:  # else each linear sums by itself, in `_split_linears`
@@ -269,7 +274,9 @@ def split_encoder(
 def _split_linears(part: SplitModule, world: World) -> None:
     for name, style in part.styles.items():
         linear: Any = part.module.get_submodule(name)
-        if style == ROWWISE:
+        if is_adapted(linear):
+            split_adapted_linear(linear, style, world, sequence_parallel=False)
+        elif style == ROWWISE:
             split_rows(linear, world, sequence_parallel=False)
         elif style == QKV:
             split_three_columns(linear, world, part.widths)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
+from longspan.model.adapters import base_module
 from longspan.model.layers import text_name
 from longspan.model.mtp import PREFIX
 from longspan.model.seams.mixers import find_mixers
@@ -122,7 +123,10 @@ def mixer_parts(name: str, mixer: nn.Module, tp: int) -> MixerParts:
     for parameter, tensor in mixer.named_parameters():
         part = next((p for p in part_names if parameter == p or parameter.startswith(f"{p}.")), None)
         rows = parts.rows.get(part or "")
-        if part is None or (rows is not None and rows.size not in tensor.shape):
+        # an adapter's first matrix stays whole, whatever its number of rows
+        if part is None or (
+            rows is not None and rows.size not in tensor.shape and not is_first_adapter_matrix(parameter)
+        ):
             raise ModelError(
                 f"{name}.{parameter} {tuple(tensor.shape)} of {type(mixer).__name__} is not known, so that it is not "
                 "known how it divides over tensor-parallel ranks; use tp 1"
@@ -210,12 +214,21 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Yield (owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
+def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (name in the mixer, owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == part_name or name.startswith(f"{part_name}."):
             owner, _, attribute = name.rpartition(".")
-            yield mixer.get_submodule(owner), attribute
+            yield name, mixer.get_submodule(owner), attribute
+
+
+def is_first_adapter_matrix(name: str) -> bool:
+    """Return whether a parameter is the first matrix of a LoRA adapter: its rows are the adapter's rank, not outputs.
+
+    >>> is_first_adapter_matrix("in_proj.lora_A.default.weight")
+    True
+    """
+    return ".lora_A." in name
 
 
 COLWISE, ROWWISE = "colwise", "rowwise"
@@ -343,7 +356,7 @@ def list_styles(model: PreTrainedModel) -> list[StyledModule]:
 def split_block_names(styled_modules: Sequence[StyledModule]) -> set[str]:
     """Return the names of the blocks that are split inside: mixers, and modules that own a column-wise linear.
 
-    Of nested blocks the outermost counts.
+    Of nested blocks the outermost counts: an adapted linear inside attention has column-wise linears too.
     """
     blocks = {name.rpartition(".")[0] for name, _, style, _ in styled_modules if style in (COLWISE, PACKED)}
     blocks |= {name for name, _, style, _ in styled_modules if style == MIXER}
@@ -406,11 +419,12 @@ def tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict
             shape = tuple(getattr(module, parameter).shape)
             raise ModelError(f"{name} {shape} has style {style!r}, which is for modules; use tp 1")
         elif parameter is None and style in (COLWISE, ROWWISE, PACKED, SPLIT_INPUT):
-            if not isinstance(module, nn.Linear):
+            linear = base_module(module)
+            if not isinstance(linear, nn.Linear):
                 raise ModelError(
                     f"{name} ({type(module).__name__}) has style {style!r}, which is for nn.Linear; use tp 1"
                 )
-            width = {COLWISE: module.out_features, PACKED: module.out_features // 2}.get(style, module.in_features)
+            width = {COLWISE: linear.out_features, PACKED: linear.out_features // 2}.get(style, linear.in_features)
             if ".self_attn." not in name or style == SPLIT_INPUT:
                 sizes["width of " + name_for_layers] = width
     return sizes

@@ -1,10 +1,11 @@
 """What a tensor-parallel style does to one module: its parameters become slices, its forward sees local tensors.
 
 A slice is a DTensor, for FSDP2, optimizers and checkpoints. Modules keep names and classes; an instance's `forward` is
-wrapped, with a world's key and no group.
+wrapped, with a world's key and no group. Of an adapted linear, W x + s B (A x), column-wise styles cut W and B, row-
+wise ones W and A; what stays whole gets partial gradients, which are summed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
 
 from longspan.comm import World
 from longspan.comm.tp_collectives import (
@@ -24,10 +26,22 @@ from longspan.comm.tp_collectives import (
     tp_sum,
     tp_sum_split,
 )
+from longspan.errors import ModelError
+from longspan.model.adapters import find_adapter, is_adapted, is_copied, peft_modules
 from longspan.model.tensor_parallel.plan import (
+    COLWISE,
+    GATHERED,
+    MIXER,
+    PACKED,
+    PARTIAL_GRADIENT,
+    QKV,
+    ROWWISE,
+    SPLIT_INPUT,
     EvenRows,
     FusedRows,
+    StyledModule,
     equal_parts,
+    split_block_names,
 )
 from longspan.model.weights.fill import copy_to_device
 from longspan.model.weights.local_tensors import local_tensor
@@ -125,13 +139,14 @@ def split_columns(linear: nn.Linear, world: World) -> None:
     wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
-def split_three_columns(linear: nn.Linear, world: World, widths: tuple[int, ...]) -> None:
-    """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each.
+def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
+    """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each, or a third each.
 
     Parameters stay whole, for checkpoints; gradients are zero outside of a rank's rows, and are summed.
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=widths)))
+    part_widths = tuple(widths) or (linear.out_features // 3,) * 3
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=part_widths)))
 
 
 def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
@@ -142,8 +157,16 @@ def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
 def split_and_gather_columns(linear: nn.Linear, world: World) -> None:
     """Split as `split_columns`, and give every rank all outputs; gradients of output and input are identical."""
     split_columns(linear, world)
-    gather: Transform = partial(tp_gather, world_key=world.key, dim=-1, gradient="identical")
-    wrap_forward(linear, enter=partial(tp_copy, world_key=world.key), leave=gather)
+    gather_outputs(linear, world.key)
+
+
+def gather_outputs(module: nn.Module, key: int) -> None:
+    """Give every rank all outputs of a module that makes slices of them from the whole input."""
+    wrap_forward(
+        module,
+        enter=partial(tp_copy, world_key=key),
+        leave=partial(tp_gather, world_key=key, dim=-1, gradient="identical"),
+    )
 
 
 def sum_input_gradients(module: nn.Module, world: World) -> None:
@@ -161,30 +184,45 @@ def sum_input_gradients(module: nn.Module, world: World) -> None:
 
 
 def split_rows(linear: nn.Linear, world: World, *, sequence_parallel: bool) -> None:
-    """Let each rank take its slice of the inputs; outputs are summed over tp, and the bias is added once, to the sum.
+    """Let each rank take its slice of the inputs.
 
-    With `sequence_parallel` to a rank's rows only, so that the bias's gradient is summed over tp.
+    Outputs are summed over tp, and the bias is added once, to the sum.
     """
-    key = world.key
-    slice_parameter(linear, "weight", 1, world)
-    total: Transform = (
-        partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
-    )
-    if linear.bias is None:
-        wrap_forward(linear, views={"weight": local_tensor}, leave=total)
-        return
-    local_bias: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
-    wrap_forward(
-        linear,
-        views={"weight": local_tensor, "bias": return_none},
-        leave=lambda out: total(out) + local_bias(linear.bias),
-    )
+    slice_inputs(linear, world)
+    wrap_forward(linear, leave=make_output_sum(linear, world.key, sequence_parallel=sequence_parallel))
 
 
 def split_whole_inputs(linear: nn.Linear, world: World) -> None:
     """Split as `split_rows`, with inputs that every rank has whole, for example after a norm over all heads."""
     split_rows(linear, world, sequence_parallel=False)  # its block is not split, and returns all rows
     wrap_forward(linear, enter=partial(tp_split, world_key=world.key, dim=-1))
+
+
+def slice_inputs(linear: nn.Linear, world: World) -> None:
+    """Let a linear take this rank's slice of the inputs; its outputs, without the bias, are a part of a sum over tp."""
+    slice_parameter(linear, "weight", 1, world)
+    without_bias: dict[str, View] = {} if linear.bias is None else {"bias": return_none}
+    wrap_forward(linear, views={"weight": local_tensor, **without_bias})
+
+
+def make_output_sum(linear: nn.Linear, key: int, *, sequence_parallel: bool) -> Transform:
+    """Make the function that sums the outputs of all ranks, and then adds the linear's bias.
+
+    With `sequence_parallel` to a rank's rows only, so that the bias's gradient is summed over tp.
+    """
+    total: Transform = (
+        partial(tp_sum_split, world_key=key, dim=ROWS) if sequence_parallel else partial(tp_sum, world_key=key)
+    )
+    if linear.bias is None:
+        return total
+    local_bias: Transform = partial(tp_copy_parameter, world_key=key) if sequence_parallel else local_tensor
+
+    def sum_and_add_bias(out: Tensor) -> Tensor:
+        bias = linear.bias
+        assert bias is not None
+        return total(out) + local_bias(bias)
+
+    return sum_and_add_bias
 
 
 def sum_partial_gradients(module: nn.Module, key: int, parameter: str | None = None) -> None:
@@ -280,3 +318,70 @@ def shard_and_view_rows(owner: nn.Module, name: str, rows: EvenRows | FusedRows,
 def _take_pieces(x: Tensor, dim: int, sizes: list[int], order: list[int]) -> Tensor:
     pieces = x.split(sizes, dim)
     return torch.cat([pieces[i] for i in order], dim)
+
+
+ADAPTED = (COLWISE, ROWWISE, PACKED, PARTIAL_GRADIENT, SPLIT_INPUT, *GATHERED)  # styles of linears with adapters
+
+
+def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequence_parallel: bool) -> None:
+    """Split a linear with an adapter, and the adapter with it, by the style of the linear.
+
+    `first` goes from the inputs to the adapter's rank, `second` to the outputs. Styles that split inputs cut the linear
+    and `first`, others the linear and `second`; the one that stays whole has a partial gradient, which is summed. With
+    PARTIAL_GRADIENT all three stay whole; SPLIT_INPUT is given whole inputs, GATHERED gives all outputs.
+    """
+    layer: Any = module
+    key, base, first, second = world.key, layer.base_layer, layer.lora_A.values(), layer.lora_B.values()
+    if style in (ROWWISE, SPLIT_INPUT):
+        for linear in (base, *first):
+            slice_inputs(linear, world)
+        for linear in second:
+            sum_partial_gradients(linear, key)
+        whole_inputs = style == SPLIT_INPUT  # in a block that gets, and returns, all rows
+        leave = make_output_sum(base, key, sequence_parallel=sequence_parallel and not whole_inputs)
+        wrap_forward(layer, enter=partial(tp_split, world_key=key, dim=-1) if whole_inputs else None, leave=leave)
+        return
+    for linear in (base, *first, *second) if style == PARTIAL_GRADIENT else first:
+        sum_partial_gradients(linear, key)
+    if style == PARTIAL_GRADIENT:
+        return
+    for linear in (base, *second):
+        if style == PACKED:
+            split_packed_columns(linear, world)
+        elif style == QKV:
+            split_three_columns(linear, world)
+        else:
+            split_columns(linear, world)
+    if style in GATHERED:
+        gather_outputs(layer, key)
+
+
+def refuse_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> None:
+    """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
+    if reasons := [*_adapter_reasons(model, styled_modules)]:
+        raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
+
+
+def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> Iterator[str]:
+    """Each adapted linear needs a style; adapters of the embedding and of the head stay whole."""
+    adapter = find_adapter(model)
+    if adapter is None:
+        return
+    if adapter.dropout:
+        yield f"lora_dropout is {adapter.dropout:g}, and tensor-parallel ranks would drop different inputs"
+    for key in ("use_dora", "lora_bias"):
+        if getattr(adapter.config, key, False):
+            yield f"{key} is set, which is not shown to be exact there"
+    modules = peft_modules(model)
+    if copied := [name for name, module in modules.items() if is_copied(module)]:
+        yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
+    styles = {entry.name: entry.style for entry in styled_modules}
+    embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())
+    blocks = split_block_names(styled_modules)
+    linears = [name for name, module in modules.items() if is_adapted(module) and module not in embedding_and_head]
+    # A linear with a style is split by it. Without one, it is split by a mixer around it, or stays whole outside of
+    # split blocks; inside attention or an MLP that is split, its gradient would be partial.
+    around = {name: [block for block in blocks if name.startswith(f"{block}.")] for name in linears}
+    in_mixer = {name for name, outer in around.items() if all(styles.get(block) == MIXER for block in outer)}
+    if unplaced := [n for n in linears if not (styles[n] in ADAPTED if n in styles else n in in_mixer)]:
+        yield f"no tensor-parallel style of an adapter is known for {unplaced[0]} ({styles.get(unplaced[0], 'none')})"

@@ -20,16 +20,19 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_place, tp_split, tp_sum
 from longspan.errors import ModelError, plural
+from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules
 from longspan.model.mtp import layers_and_depths, model_depths
 from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_parts
 from longspan.model.seams.norms import count_groups
 from longspan.model.tensor_parallel import plan as tp_style
 from longspan.model.tensor_parallel.plan import (
+    ROWWISE,
     MixerParts,
     StyledModule,
     check_divided_sizes,
     find_tensors,
+    is_first_adapter_matrix,
     layer_experts,
     list_styles,
     mixer_parts,
@@ -39,12 +42,15 @@ from longspan.model.tensor_parallel.plan import (
 )
 from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
+    ADAPTED,
     ROWS,
     ReplacedAttributes,
     Transform,
     View,
+    refuse_adapter,
     shard_and_view_rows,
     slice_parameter,
+    split_adapted_linear,
     split_and_gather_columns,
     split_columns,
     split_expert_rows,
@@ -150,7 +156,10 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
     for owner, attribute, view in _shard_and_view_parts(mixer, parts, world):
         views.setdefault(owner, {})[attribute] = view
     output: Any = mixer.get_submodule(parts.output)
-    split_rows(output, world, sequence_parallel=sequence_parallel)
+    if is_adapted(output):
+        split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
+    else:
+        split_rows(output, world, sequence_parallel=sequence_parallel)
     _apply_views(mixer, views)
 
 
@@ -166,10 +175,11 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
         number: Any = value  # a view gives a tensor otherwise
         yield mixer.get_submodule(owner), attribute, lambda _, number=number: number
     for part_name, rows in parts.rows.items():
-        for owner, attribute in find_tensors(mixer, part_name):
-            yield owner, attribute, shard_and_view_rows(owner, attribute, rows, world)
+        for name, owner, attribute in find_tensors(mixer, part_name):
+            view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
+            yield owner, attribute, view
     for part_name in parts.whole:
-        for owner, attribute in find_tensors(mixer, part_name):
+        for _, owner, attribute in find_tensors(mixer, part_name):
             yield owner, attribute, whole_view
 
 
@@ -235,7 +245,7 @@ def residual_regions(
         child_name = f"{name}.{child}"
         if layer_experts(module) or (child_name not in blocks and type(module).__name__.endswith("Attention")):
             full_row_modules.append(module)
-        elif not any(True for _ in module.children()):  # a norm, or a linear of whole features
+        elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
             inside = residual_regions(child_name, module, styled_modules)
@@ -294,6 +304,7 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
 
 def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
     styled_modules = list_styles(model)
+    refuse_adapter(model, styled_modules)
     check_divided_sizes(tp_sizes(model, styled_modules), tp, type(model).__name__)
     for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
@@ -330,7 +341,9 @@ def split_over_ranks(
     head = model.get_output_embeddings()  # which is split already, or stays whole
     for name, module, style, parameter in styled_modules:
         in_parts = sequence_parallel and not name.startswith(mixtures)  # a block of experts gets and returns all rows
-        if style == tp_style.MIXER:
+        if is_adapted(module) and style in ADAPTED and module is not head:
+            split_adapted_linear(module, style, world, sequence_parallel=in_parts)
+        elif style == tp_style.MIXER:
             split_mixer(name, module, world, sequence_parallel=in_parts)
         elif style == tp_style.PARTIAL_GRADIENT:
             sum_partial_gradients(module, world.key, parameter)
@@ -369,12 +382,16 @@ _SPLITS = {
 def _split_head_and_embedding(
     model: PreTrainedModel, styled_modules: list[StyledModule], world: World, *, sequence_parallel: bool
 ) -> None:
-    """A tied embedding is split with the head.
+    """A tied embedding is split with the head; where an adapter changes either, neither is split.
 
     Where rows are split between layers, an embedding hands on this rank's rows: sliced, or as it sums over ranks.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    if is_adapted(embedding) or is_adapted(head):
+        if sequence_parallel and not isinstance(embedding, Absent):  # absent: on another pipeline stage
+            wrap_forward(embedding, leave=partial(tp_split, world_key=world.key, dim=ROWS))
+        return
     head = head if isinstance(head, nn.Linear) else None
     embedding = embedding if isinstance(embedding, nn.Embedding) else None
     styles = {id(module): style for _, module, style, _ in styled_modules}
