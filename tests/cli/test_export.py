@@ -145,8 +145,8 @@ def test_figures_of_the_card(runs: dict[str, RunConfig], tmp_path: Path, capfd: 
     assert f"| mean loss of the last 2 steps | {sum(losses) / 2:.4f} |" in text
     where = f"| loss of held-out documents, degree {evaluated['cp']} |"
     assert f"{where} {loss:.4f}, perplexity {evaluated['eval_perplexity']:.4g} |" in text
-    facts = json.loads((run / "run.json").read_text())
-    assert f"| documents | {facts['documents']:,} of {facts['tokens']:,} tokens; {facts['held_out']:,} held" in text
+    data = dict(json.loads((run / "run.json").read_text())["lines"])["data"]
+    assert f"| documents | {data} |" in text and "held out" in data
     assert main(["export", checkpoint, str(out), "--overwrite"]) == 0  # its own card is written anew
     assert "step 1 (" in card.read_text() and f"of the last 1 step | {losses[0]:.4f}" in card.read_text()
     assert "perplexity" not in card.read_text()

@@ -79,4 +79,4 @@ def _figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
                 where = f"{row.get('eval_name', 'held-out documents')}, degree {row['cp']}"
                 yield f"loss of {where}", f"{row['eval_loss']:.4f}, perplexity {row['eval_perplexity']:.4g}"
         facts: dict[str, Any] = read_json(run_dir / "run.json")
-        yield "documents", f"{facts['documents']:,} of {facts['tokens']:,} tokens; {facts['held_out']:,} held out"
+        yield "documents", dict(facts["lines"])["data"]
