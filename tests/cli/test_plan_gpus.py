@@ -58,11 +58,13 @@ def check_keys(answer: dict[str, Any], model: str, ranks: int) -> None:
 
 def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     answer = ask(["--model", model, *GPUS, "--longest"], capsys)
-    names = ["device", "host", "measures", "longest", "fits", "keys", "steps", "step_seconds", "hours"]
+    names = ["device", "host", "measures", "longest", "fits", "keys", "largest", "steps", "step_seconds", "hours"]
     assert [*answer][: len(names)] == names
     for place in ("device", "host"):
         assert [*answer[place]] == NAMES and all(isinstance(size, int) for size in answer[place].values())
         assert answer[place]["total"] == sum(answer[place][name] for name in NAMES[:-1])
+    assert all(answer["largest"][name] >= answer["device"][name] for name in NAMES[:-1])
+    assert answer["largest"]["gradients"] > 0
     assert len(answer["measures"]) == 4 and answer["fits"] and answer["steps"] is None and answer["step_seconds"] > 0
     assert answer["tokens_per_second_per_gpu"] > 0
     check_keys(answer, model, 4)

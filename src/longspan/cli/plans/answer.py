@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,7 +42,7 @@ from longspan.errors import ConfigError, DataError, PlanError, plural
 from longspan.model.weights.file_names import tokenizer_folder
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import Plan, group_counts, model_flops, peak_tflops
-from longspan.plan.memory.settings import gib_text
+from longspan.plan.memory.settings import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_files
 from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
@@ -162,7 +162,7 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as `longspan plan --json` prints it: bytes as integers, `device` and `host` for one GPU.
-        `device` is the moment at which a GPU holds most.
+        `device` is the moment at which a GPU holds most, `largest` has each part at its own largest.
         """
         gpus, best, fits = self.run.gpus, self.ways[0], self.seconds is not None
         hours = self.seconds * self.steps / 3600 if self.seconds is not None and self.steps is not None else None
@@ -173,6 +173,7 @@ class Answer:
             "longest": self.longest,
             "fits": fits,
             "keys": _run_keys(best.run, self.given_keys),
+            "largest": _largest_parts(best),
             "steps": self.steps,
             "step_seconds": self.seconds,
             "hours": hours,
@@ -186,6 +187,15 @@ class Answer:
             "host_bytes": gpus.host_bytes,
             "notes": list(self.notes),
         }
+
+
+def _largest_parts(way: Fit) -> dict[str, int]:
+    memory, needs = way.memory, way.run.memory_needs(way.plans)
+    names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
+    settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
+    places = (replace(place, settings=settings) for place in needs.places)
+    moments = [m for place in places for m in place.moments(needs.loads, memory.measures)]
+    return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 
 def _way_figures(way: Fit) -> dict[str, Any]:
@@ -395,11 +405,11 @@ def _answer_lines(answer: Answer) -> Iterator[str]:
     shares = ", ".join(f"{row['degree']}: {row['share']:.1%}" for row in degrees)
     yield f"tokens by degree: {shares}" if len(degrees) > 1 else f"degree {degrees[0]['degree']} for all documents"
     yield from (*answer.notes, "", _ways_table(answer), "")
-    columns = best.memory.device.to_json(), best.memory.host.to_json()
-    of_model = columns[0]["total"] - columns[0]["communicators"]
+    columns = _largest_parts(best), best.memory.device.to_json(), best.memory.host.to_json()
+    of_model = columns[1]["total"] - columns[1]["communicators"]
     unit, size = ("GiB", 1 << 30) if of_model >= 1 << 30 else ("MiB", 1 << 20)
-    rows = [(name, *(f"{part[name] / size:,.2f}" for part in columns)) for name in columns[0]]
-    yield text_table([unit, "of one GPU", "of its host"], rows)
+    rows = [(name, *(f"{part[name] / size:,.2f}" if name in part else "" for part in columns)) for name in columns[1]]
+    yield text_table([f"{unit} of one GPU", "at its largest", "at the fullest moment", "host"], rows)
     yield (
         f"a GPU may be filled up to {gib_text(budget.device)} (train.memory_bytes), the host up to "
         f"{gib_text(budget.host)} for each GPU"
