@@ -24,7 +24,7 @@ from longspan.checkpoint.files import (
     complete_checkpoints,
     step_of,
 )
-from longspan.checkpoint.saver import CheckpointSaver, Stage
+from longspan.checkpoint.saver import SMALL, CheckpointSaver, Stage, StagedTensors
 from longspan.checkpoint.storage import SafetensorsWriter
 from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
@@ -34,18 +34,22 @@ from longspan.train.optim.optimizer import OptimizerChoice
 from tests.checkpoint.test_checkpoint import contents, opened, slow, update
 
 
-def test_copies_are_of_now_and_memory_is_kept_from_save_to_save() -> None:
-    model = nn.BatchNorm1d(9)
-    moments = {"exp_avg": torch.ones(9), "step": torch.tensor(3.0), "none": torch.empty(0, 4)}
-    stage, tensors = Stage(torch.device("cpu")), {"model": model.state_dict(), "optimizer": moments}
-    copies, copied = stage.copy_tensors(tensors)
+def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> None:
+    model = nn.BatchNorm1d(SMALL)
+    moments = {"exp_avg": torch.ones(SMALL), "step": torch.tensor(3.0), "none": torch.empty(0, 4)}
+    stage = Stage(torch.device("cpu"))
+    staged = stage.begin_copies({"model": model.state_dict(), "optimizer": moments}, model)
     model.weight.data.fill_(5), moments["exp_avg"].fill_(5)  # type: ignore[union-attr]
-    assert copied is None and copies["model"]["weight"].tolist() == copies["optimizer"]["exp_avg"].tolist() == [1] * 9
-    assert copies["optimizer"]["step"] == 3 and copies["optimizer"]["none"].shape == (0, 4)
-    first = copies["model"]["weight"].data_ptr()
-    again, _ = stage.copy_tensors(tensors)
-    assert again["model"]["weight"].tolist() == [5] * 9 and again["model"]["weight"].data_ptr() == first
-    assert stage.bytes_to_take(tensors) == 0
+    model.running_mean.fill_(5), moments["step"].fill_(5)  # type: ignore[union-attr]
+    staged.finish()
+    model.weight.data.fill_(6)
+    copies = staged.tensors
+    assert copies["model"]["weight"].unique().tolist() == copies["optimizer"]["exp_avg"].unique().tolist() == [5]
+    assert copies["model"]["running_mean"].unique().tolist() == [0] and copies["optimizer"]["step"] == 3
+    assert copies["optimizer"]["none"].shape == (0, 4)
+    taken, first = stage.bytes, copies["model"]["weight"].data_ptr()
+    again = stage.begin_copies({"model": model.state_dict(), "optimizer": moments}, model).tensors
+    assert (stage.bytes, again["model"]["weight"].data_ptr()) == (taken, first), "memory is kept from save to save"
 
 
 def tensors_of(path: Path, world: World) -> list[Tensor]:
@@ -57,7 +61,7 @@ def tensors_of(path: Path, world: World) -> list[Tensor]:
 
 def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
     said = list[str]()
-    write = storage.write_chunks
+    finish = StagedTensors.finish
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optimizer = opened(world)
         saver = CheckpointSaver(root / "background", world, keep=2, log=said.append)
@@ -70,9 +74,9 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
         for step in range(1, 5):
             if step == 4:
                 save_checkpoint(root / "waiting", model, optimizer, world, step=step, state={"note": step})
-            storage.write_chunks = slow(0.2, write) if step == 2 else write
+            StagedTensors.finish = slow(0.2, finish) if step == 2 else finish  # type: ignore[method-assign]
             saver.save(model, optimizer, step=step, state={"note": step})
-            update(model, optimizer)  # at once: the copies are taken
+            update(model, optimizer)  # at once: it waits for the copies
         path = root / "background" / "step-000004"
         while not path.exists():  # published by the threads: the ranks do not meet here
             assert not saver.has_failed
@@ -99,7 +103,9 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
 
 
 def optimizers_rank(root: Path, world: World) -> None:
-    """The copies are those before the update, whatever optimizer makes it and wherever its moments are."""
+    """An update waits for the copies, whatever optimizer makes it and wherever its moments are."""
+    finish = StagedTensors.finish
+    StagedTensors.finish = slow(0.2, finish)  # type: ignore[method-assign]
     for name in ("sgd", "offloaded", "rounding"):
         model, optimizer = opened(world, "sgd" if name == "sgd" else "adamw")
         if name == "offloaded":
@@ -116,6 +122,7 @@ def optimizers_rank(root: Path, world: World) -> None:
         assert not all(map(torch.equal, before, contents(model, optimizer)))
         load_checkpoint(root / name / "step-000001", model, optimizer, world)
         assert all(map(torch.equal, before, contents(model, optimizer))), name
+    StagedTensors.finish = finish  # type: ignore[method-assign]
 
 
 def figures_rank(rank: int, root: Path, world: World) -> None:

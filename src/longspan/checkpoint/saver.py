@@ -1,6 +1,6 @@
 """Checkpoints that are written while training goes on: `CheckpointSaver`.
 
-A save copies what it holds to the host, on a GPU before what is computed next, and a thread writes the files: a
+A save copies what it holds to the host, during the next forward and backward passes, and a thread writes the files: a
 process would import the caller's `__main__` again. The threads of all ranks agree over a gloo group that nothing else
 uses: a collective of theirs on the group of the steps' agreements would meet another one there.
 """
@@ -9,8 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
+from socket import gethostname
 from typing import Any, NamedTuple
 
 import torch
@@ -36,54 +39,100 @@ from longspan.checkpoint.files import (
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
-from longspan.errors import CheckpointError, LongspanError, ModelError
+from longspan.errors import CheckpointError, LongspanError
+from longspan.host_memory import free_host_bytes
 from longspan.layout.layout import excerpt
-from longspan.model.activations.host_offload import ALIGNMENT, HostArena, check_host_room
+from longspan.model.activations.host_offload import ALIGNMENT, HostArena
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text
 from longspan.train.optim.offload_states import make_sharded_tensor
 
+SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
 Tensors = Mapping[str, Mapping[str, Tensor]]
-Copies = tuple[dict[str, dict[str, Tensor]], torch.cuda.Event | None]  # and the event after which they are whole
+
+
+@dataclass(frozen=True)
+class StagedTensors:
+    """Copies that are being taken: `tensors` is complete once `finish` has returned, in any one thread.
+
+    `to_copy` are pairs (target, source) of tensors on the host, which `finish` copies. `copied` is the event after the
+    copies from the GPU (None without any), whose `sources` are kept until then.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+    to_copy: list[tuple[Tensor, Tensor]]
+    copied: torch.cuda.Event | None
+    sources: list[Tensor]
+
+    def finish(self) -> None:
+        with torch.no_grad():
+            for target, source in self.to_copy:
+                target.copy_(source)
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.to_copy.clear()
+        self.sources.clear()
 
 
 class Stage:
     """The memory for copies of a model's and an optimizer's local tensors on the host, kept from save to save.
 
-    >>> copies, copied = Stage(world.device).copy_tensors(tensors)   # of contents_to_save
+    >>> stage = Stage(world.device)
+    >>> staged = stage.begin_copies(tensors, model)   # of contents_to_save
+    >>> staged.finish()
 
-    The copies must have been written before the next call.
+    What `begin_copies` returned must have been written before the next `begin_copies`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._arena = device, HostArena(device)
         self._places = dict[str, tuple[Any, Tensor, Any]]()  # by name: its signature, memory and range
 
+    @property
+    def bytes(self) -> int:
+        return self._arena.bytes
+
     def bytes_to_take(self, tensors: Tensors) -> int:
         """Return the bytes of the host that the tensors have no memory for here yet."""
-        return sum(-(-local.nbytes // ALIGNMENT) * ALIGNMENT for _, local in self._tensors_to_place(tensors))
+        return sum(_aligned_bytes(local) for _, local in self._tensors_to_place(tensors))
 
     @torch.no_grad()
-    def copy_tensors(self, tensors: Tensors) -> Copies:
-        """Copy tensors as they are now. A GPU copies before it computes what comes later, and records the event behind.
+    def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
+        """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
-        Raises ModelError if the host lacks memory for those that have none here yet.
+        Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
+        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`. Raises ModelError if
+        the host lacks memory for those that have none here yet.
         """
         if not self._places:  # of exact size, so that CUDA registers it once
             self._arena = HostArena(self._device, self.bytes_to_take(tensors))
         for name, local in self._tensors_to_place(tensors):
             host_range = self._arena.take(local.nbytes)
             self._places[name] = _signature(local), host_range.view_like(local), host_range
-        copies: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
+        # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
+        steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
+        staged: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
+        on_host, on_gpu = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
             source = local_tensor(value.detach())
+            changes = group == "model" and source.data_ptr() not in steady
             target = self._places[f"{group}.{name}"][1] if source.nbytes else torch.empty_like(source, device="cpu")
-            copies[group][name] = make_sharded_tensor(value, target.copy_(source, non_blocking=True))
-        copied = None
-        if self._device.type == "cuda":
+            if source.device.type == "cuda":
+                on_gpu.append((target, source.clone() if changes else source))
+            elif changes or source.nbytes <= SMALL:
+                target.copy_(source)
+            else:
+                on_host.append((target, source))
+            staged[group][name] = make_sharded_tensor(value, target)
+        copied, stream = None, self._arena.copies
+        if stream is not None and on_gpu:  # after what the GPU computes now
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                for target, source in on_gpu:
+                    target.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record()
-        return copies, copied
+            copied.record(stream)
+        return StagedTensors(staged, on_host, copied, [source for _, source in on_gpu])
 
     def close(self) -> None:
         self._places.clear()
@@ -96,16 +145,28 @@ class Stage:
         return [(name, x) for name, x in local if x.nbytes and placed.get(name) != _signature(x)]
 
 
+def _aligned_bytes(x: Tensor) -> int:
+    return -(-x.nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def _signature(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.dtype, x.stride()
 
 
 class RunningSave:
-    """A save in progress. Its thread sets what the main thread reads: `phase`, `failure` and `ended`."""
+    """A save in progress. Its thread sets what the main thread reads: `phase`, `failure`, `staged` and `ended`."""
 
-    def __init__(self, path: Path, state: dict[str, Any], values: OptimizerValues, copies: Copies) -> None:
-        self.path, self.state, self.values, self.copies = path, state, values, copies
-        self.started: float = time.monotonic()
+    def __init__(
+        self,
+        path: Path,
+        state: dict[str, Any],
+        values: OptimizerValues,
+        keep: int,
+        staging: StagedTensors,
+        started: float,
+    ) -> None:
+        self.path, self.state, self.values, self.keep = path, state, values, keep
+        self.staging, self.started = staging, started  # of time.monotonic
         self.phase: str = "copying to the host"
         self.failure: BaseException | None = None
         self.shown: float = 0.0  # seconds that training paused for it
@@ -113,7 +174,7 @@ class RunningSave:
         self.bytes: int = 0  # of all ranks' files
         self.given_up: bool = False  # nobody waits for it any more, and it is not published
         self.noted: bool = False  # its figures are in the metrics, or about to be
-        self.ended = threading.Event()
+        self.staged, self.ended = threading.Event(), threading.Event()
 
     @property
     def failure_text(self) -> str:
@@ -122,28 +183,25 @@ class RunningSave:
         known = isinstance(self.failure, (CheckpointException, LongspanError))
         return first_failure_text(self.failure) if known else f"{type(self.failure).__name__}: {self.failure}"
 
-    def run(
-        self, device: torch.device, group: ProcessGroup, planner: DefaultSavePlanner, remove_old: Callable[[], None]
-    ) -> None:
+    def run(self, group: ProcessGroup, planner: DefaultSavePlanner, *, best: Callable[[], int]) -> None:
         """Copy, write and publish the checkpoint, and remove older ones, in the threads of all ranks of a group.
 
-        An error is noted in `failure`.
+        `best` is called last, for training may have changed it. An error is noted in `failure`.
         """
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         collectives = _DistWrapper(group, True, 0)  # torch's, of objects; rank 0 of the group coordinates
         folder = partial_path(self.path)
         try:
             self._write_on_all_ranks(folder, collectives, group, planner)
             if collectives.is_coordinator:
                 self.phase = "removing older checkpoints"
-                remove_old()
+                remove_old_checkpoints(self.path.parent, self.keep, best=best())
         except BaseException as error:  # raised where the ranks meet next
             self.failure = error
             if collectives.is_coordinator:
                 remove_folder(folder)  # what it takes may be what the disk lacks
         finally:
             self.seconds = time.monotonic() - self.started
+            self.staged.set()
             self.ended.set()
 
     def _write_on_all_ranks(
@@ -151,11 +209,9 @@ class RunningSave:
     ) -> None:
         """A failure of any rank in a step is raised on all, so that nothing is published that is not whole."""
 
-        tensors, copied = self.copies
-
         def finish_copies() -> None:
-            if copied is not None:
-                copied.synchronize()
+            self.staging.finish()
+            self.staged.set()
             self.phase = "waiting for the other ranks' copies"
 
         @contextmanager
@@ -173,7 +229,7 @@ class RunningSave:
         collectives.all_reduce("copy", finish_copies, lambda _: create_partial(folder))
         self.phase = "planning"
         writer = SafetensorsWriter(folder, writing())
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        dcp.save(self.staging.tensors, storage_writer=writer, planner=planner, process_group=group)
         self.bytes = collectives.all_reduce("publish", lambda: (writer.digests, self.values), publish)
 
 
@@ -222,7 +278,8 @@ class CheckpointSaver:
     copies of its ranks, or without `background`, `save` returns when the checkpoint is there. `log` gets a line on the
     first rank where training waits. Leaving the world waits for the save in progress.
 
-    What goes wrong is raised where the ranks meet next: by `raise_failure`, `wait` or `save`.
+    What goes wrong is raised where the ranks meet next: by `raise_failure`, `wait` or `save`. Between `save` and the
+    optimizer's next step, which waits for the copies, nothing but that step may change parameters and moments.
     """
 
     def __init__(
@@ -268,7 +325,7 @@ class CheckpointSaver:
         self.wait()
         started = time.monotonic()
         tensors, values = contents_to_save(model, optimizer, self._world)
-        if not self._background or not self._has_room(self._stage.bytes_to_take(tensors)):
+        if not self._background or not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             path = save_checkpoint(
                 self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
             )
@@ -276,16 +333,18 @@ class CheckpointSaver:
             size = sum(file.stat().st_size for file in path.iterdir()) if is_first_rank(self._world) else 0
             self.figures = SaveFigures(step, seconds, seconds, size)
             return
-        copies = self._stage.copy_tensors(tensors)
+        staging = self._stage.begin_copies(tensors, model)
         path, state = checkpoint_path(self.root, step), {"step": step, **(state or {})}
-        save = self._running = RunningSave(path, state, values, copies)
-        keep, save.started = self.keep, started
+        save = self._running = RunningSave(path, state, values, self.keep, staging, started)
 
-        def remove_old() -> None:
-            remove_old_checkpoints(self.root, keep, best=self.best)  # the best as it is then
+        def wait_before_update(*_: Any) -> None:
+            handle.remove()  # for this update only: the later ones find the copies taken
+            began = time.monotonic()
+            save.staged.wait()
+            save.shown += time.monotonic() - began
 
-        arguments = self._world.device, self._group, self._planner, remove_old
-        threading.Thread(target=save.run, args=arguments, name="longspan save", daemon=True).start()
+        handle = optimizer.register_step_pre_hook(wait_before_update)
+        self._start_thread(partial(save.run, self._group, self._planner, best=lambda: self.best))
         save.shown = time.monotonic() - started
 
     @property
@@ -374,14 +433,32 @@ class CheckpointSaver:
         self._planner = make_planner()  # which holds no copies
         self._stage.close()
 
-    def _has_room(self, size: int) -> bool:
+    def _check_room_on_hosts(self, size: int) -> bool:
         """`size` bytes are for this rank. Without room training waits for this and all later saves."""
-        try:
-            check_host_room(int(SPARE * size), self._world, "copies of weights and moments take")
-        except ModelError as error:
-            self._background = False
-            self._log(f"training waits while checkpoints are written: {error}")
-        return self._background
+        reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
+        for host in dict.fromkeys(name for name, _, _ in reports):
+            total = sum(needed for name, needed, _ in reports if name == host)
+            rooms = [free for name, _, free in reports if name == host and free is not None]
+            if total and rooms and SPARE * total > min(rooms):
+                self._background = False
+                self._log(
+                    f"training waits while checkpoints are written: host {host} has {min(rooms) / 1e9:.1f} GB free, "
+                    f"and copies of its ranks' weights and moments take {total / 1e9:.1f} GB"
+                )
+                return False
+        return True
+
+    def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
+        device = self._world.device
+
+        def run() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            work()
+
+        thread = threading.Thread(target=run, name="longspan save", daemon=True)
+        thread.start()
+        return thread
 
     def _is_over(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout

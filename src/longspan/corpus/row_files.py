@@ -91,7 +91,7 @@ def _oversize(size: int, most_bytes: int, kind: str) -> str:
         return ""
     return (
         f"{kind} of {size:,} bytes, and data.max_text_bytes is {most_bytes:,}; cut it into several, leave it out, or "
-        "raise the key (0: any; a text takes some 150 times its bytes while it is tokenized)"
+        "raise the key (0: any; a text takes some 10 to 200 times its bytes while it is tokenized)"
     )
 
 

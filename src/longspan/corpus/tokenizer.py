@@ -1,7 +1,7 @@
 """Text to token ids, by a folder's tokenizer or a byte-level byte-pair tokenizer that is trained on the corpus.
 
 The ids are those of transformers' tokenizer, and the end-of-text token, if there is one. The names of special tokens
-in a text are plain text unless they are to be parsed.
+in a text are plain text unless they are to be parsed. Long texts are encoded in `long_texts.py`.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
 from longspan.errors import DataError, short_text
 from longspan.files import read_json
 from longspan.layout import Integers
@@ -161,9 +162,15 @@ class TextTokenizer:
         return [] if self.end is None or self.end in self.surrounding_ids[1] else [self.end]
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text, with the tokens around it."""
-        encodings = self.engine.encode_batch_fast(texts, add_special_tokens=False)
-        return [self.surround(encoding.ids) for encoding in encodings]
+        """Encode each text, with the tokens around it; long ones in pieces if possible, to bound memory."""
+        in_pieces = can_encode_in_pieces(self.engine)
+        are_long = [in_pieces and len(text) > PIECE for text in texts]
+        whole_texts = [text for text, is_long in zip(texts, are_long, strict=True) if not is_long]
+        encodings = iter(self.engine.encode_batch_fast(whole_texts, add_special_tokens=False))
+        return [
+            self.surround(encode_in_pieces(self.engine, text) if is_long else next(encodings).ids)
+            for text, is_long in zip(texts, are_long, strict=True)
+        ]
 
     def surround(self, ids: Sequence[int] | Integers) -> Integers:
         """Return the ids of a text with those around it: no beginning that it has, and no end behind an end.
@@ -183,9 +190,9 @@ class TextTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
         """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
-        encoding = self.engine.encode(text, add_special_tokens=False)
-        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, dtype=np.int64), spans
+        whole_length = max(len(text), 1)  # all in one piece: not every kind of tokenizer can encode in pieces
+        piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
+        return encode_with_spans(self.engine, text, piece=piece)
 
     def set_parsing(self, parse: bool) -> "TextTokenizer":
         """Set, until the next call, whether names of special tokens in a text are read as these tokens; return self."""

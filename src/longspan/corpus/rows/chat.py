@@ -124,8 +124,8 @@ class ChatEncoding:
 
     def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
         """Return ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""
-        ids, spans_of_tokens = self.tokenizer.set_parsing(True).encode_with_spans(text)
-        begins, ends = spans_of_tokens.T
+        ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text)
+        begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
         is_target = np.zeros(len(begins), dtype=bool)
         for start, stop in spans:  # a token is one if it has a character in a span
             is_target |= (begins < stop) & (ends > start)

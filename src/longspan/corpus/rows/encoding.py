@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from longspan.corpus.long_texts import PIECE, LongTextError
 from longspan.corpus.rows.messages import check_messages, read_chat
 from longspan.corpus.rows.sample import (
     CHATS,
@@ -45,16 +46,21 @@ if TYPE_CHECKING:  # of conversations and images, which texts do without
 
 
 def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample | BadRow]:
-    """Encode texts together, each with the tokens around it."""
-    texts, bad = list[str](), dict[int, BadRow]()
-    for i, row in enumerate(rows):
+    """Encode texts together, each with the tokens around it; a long one by itself, as it may turn out a bad row."""
+    texts, results = list[str](), list[BadRow | npt.NDArray[np.int64] | None]()
+    for row in rows:
         try:
             check_keys(row.values, "text")
-            texts.append(require_string(require_key(row.values, "text"), "text"))
-        except RowError as error:
-            bad[i] = BadRow(row.where, str(error))
+            text = require_string(require_key(row.values, "text"), "text")
+            results.append(tokenizer.encode([text])[0] if len(text) > PIECE else None)  # None: encoded below
+        except (RowError, LongTextError) as error:
+            results.append(BadRow(row.where, str(error)))
+        else:
+            if results[-1] is None:
+                texts.append(text)
     encodings = iter(tokenizer.encode(texts))
-    return [bad[i] if i in bad else Sample(next(encodings), row=i) for i in range(len(rows))]
+    ids = [next(encodings) if result is None else result for result in results]
+    return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
 
 
 def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
@@ -203,6 +209,8 @@ class RowEncoding:
             samples = [sample._replace(row=i) for sample in self._encode_by_kind(row)]
         except RowError as error:
             return [BadRow(row.where, str(error), error.masked)]
+        except LongTextError as error:
+            return [BadRow(row.where, str(error))]
         masked = BadRow(row.where, "none of its tokens is a target", masked=True)
         return [
             masked if sample.labels is not None and (sample.labels[1:] == NO_TARGET).all() else sample

@@ -1,0 +1,144 @@
+"""Encodes long texts in bounded memory: in overlapping pieces, which are joined where both have the same tokens.
+
+The tokenizers library takes some 150 bytes for each character of a text. Two pieces are joined inside their overlap,
+away from its ends, if both have the same tokens at the same characters around the place, and if before and after it
+runs of letters, spaces and other characters end inside the overlap.
+
+By the second condition both pieces contain everything that a pre-tokenizer's pattern looks ahead at. By the first,
+every two neighbouring tokens are neighbours in a piece, and byte-pair encoding gives only one sequence with this
+property. So the ids are those of the whole text. Other models than byte-pair encoding are not encoded in pieces.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer, models
+
+from longspan.errors import DataError
+from longspan.layout import Integers
+
+PIECE, OVERLAP, LARGEST = 1 << 18, 1 << 13, 1 << 23  # characters
+_RUNS = 3  # of characters of a kind; the first and the last may continue outside
+
+
+class LongTextError(DataError):
+    """What is wrong with a text that cannot be encoded in bounded memory, in one line without its place."""
+
+
+class _Piece(NamedTuple):
+    """The tokens of text[begin:end], and the characters of the text that each one covers."""
+
+    begin: int
+    end: int
+    ids: Integers  # (n,)
+    spans: Integers  # (n, 2)
+
+
+class _Run(NamedTuple):
+    """The tokens of a piece, from `first` to before `stop`, that are taken for the whole text."""
+
+    piece: _Piece
+    first: int
+    stop: int
+
+
+def can_encode_in_pieces(engine: Tokenizer) -> bool:
+    """Return whether texts can be encoded in pieces: the model is byte-pair encoding without dropout."""
+    return isinstance(engine.model, models.BPE) and not engine.model.dropout
+
+
+def encode_in_pieces(engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP) -> Integers:
+    """Encode a text in pieces of `piece` characters, without the tokens that a tokenizer puts around it.
+
+    Where two pieces cannot be joined, their overlap is doubled, up to the first piece; then the first piece is. Raises
+    LongTextError for a piece of more than `LARGEST` characters.
+    """
+    return encode_with_spans(engine, text, piece=piece, overlap=overlap)[0]
+
+
+def encode_with_spans(
+    engine: Tokenizer, text: str, *, piece: int = PIECE, overlap: int = OVERLAP
+) -> tuple[Integers, Integers]:
+    """Encode as `encode_in_pieces` does; return the ids (n,), and the characters (n, 2) that each token covers.
+
+    `first` is the first token of `left_piece` that is not yet in `joined`; a seam is the index of a token in the left
+    piece and that of the same token in the right one.
+    """
+    joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
+    while left_piece.end < len(text):
+        for right_piece in _next_pieces(engine, text, left_piece, piece, overlap):
+            if seam := _find_seam(text, left_piece, right_piece, first):
+                joined.append(_Run(left_piece, first, seam[0]))
+                left_piece, first = right_piece, seam[1]
+                break
+        else:
+            left_piece, first = _lengthen_piece(engine, text, left_piece, joined)
+    runs = [*joined, _Run(left_piece, first, len(left_piece.ids))]
+    ids, spans = ([getattr(run.piece, name)[run.first : run.stop] for run in runs] for name in ("ids", "spans"))
+    return np.concatenate(ids), np.concatenate(spans)
+
+
+def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Run]) -> tuple[_Piece, int]:
+    """Return a piece twice as long as `left`, and its first token behind the `joined` runs.
+
+    A longer piece may have other tokens, so the last of the joined runs is joined to it anew; if the two have no seam,
+    they become one piece. Raises LongTextError for a piece that is too long.
+    """
+    begin, size = left.begin, 2 * (left.end - left.begin)
+    while True:
+        if min(size, len(text) - begin) > LARGEST:
+            raise LongTextError(
+                f"its text has a stretch of more than {size // 2:,} characters, from character {begin + 1:,} on, that "
+                "cannot be cut for tokenizing, as one word cannot; it would take 150 bytes of memory for each "
+                f"character, and {LARGEST:,} characters are the most; put blanks or line ends into it, or leave it out"
+            )
+        piece = _encode_piece(engine, text, begin, begin + size)
+        if not joined:
+            return piece, 0
+        last = joined.pop()
+        if seam := _find_seam(text, last.piece, piece, last.first):
+            joined.append(_Run(last.piece, last.first, seam[0]))
+            return piece, seam[1]
+        begin, size = last.piece.begin, piece.end - last.piece.begin  # no seam: both as one piece
+
+
+def _next_pieces(engine: Tokenizer, text: str, left: _Piece, piece: int, overlap: int) -> Iterator[_Piece]:
+    """Yield pieces that begin `overlap` characters before the end of `left`, then twice as many, up to its begin."""
+    while overlap < left.end - left.begin:
+        yield _encode_piece(engine, text, left.end - overlap, left.end + piece)
+        overlap *= 2
+
+
+def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
+    """Encode text[begin:end], where `end` may lie behind the text's end; spans count characters of the whole text."""
+    encoding = engine.encode(text[begin:end], add_special_tokens=False)
+    spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2) + begin
+    return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)
+
+
+def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
+    """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
+
+    Both indices are of the same token. Of the overlap's four quarters, both pieces must agree on the middle two, which
+    hold enough runs of characters that what is beyond has no influence; the seam is in the middle of the overlap,
+    behind the left piece's token `first`. None: the pieces do not agree, or the overlap is too short.
+    """
+    quarter = (left.end - right.begin) // 4
+    begin, middle, end = (right.begin + n * quarter for n in (1, 2, 3))
+    left_begin, left_seam, left_end = np.searchsorted(left.spans[:, 0], (begin, middle, end))
+    right_begin, right_end = np.searchsorted(right.spans[:, 0], (begin, end))
+    if not (
+        first < left_begin < left_seam < left_end
+        and min(_count_runs(text[begin:middle]), _count_runs(text[middle:end])) >= _RUNS
+    ):
+        return None
+    is_equal = np.array_equal(left.ids[left_begin:left_end], right.ids[right_begin:right_end]) and np.array_equal(
+        left.spans[left_begin:left_end], right.spans[right_begin:right_end]
+    )
+    return (int(left_seam), int(right_begin + left_seam - left_begin)) if is_equal else None
+
+
+def _count_runs(text: str) -> int:
+    return sum(1 for _ in groupby(text, lambda c: "space" if c.isspace() else "word" if c.isalnum() else "other"))
