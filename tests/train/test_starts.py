@@ -1,12 +1,37 @@
-"""The seconds of a start by part, and the thread that imports meanwhile."""
+"""The seconds of a start by part; attention's kernels compiled ahead: by whom, when not, and where they are noted."""
 
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from longspan.train import starts
+from longspan.config.sections import ModelConfig, RunConfig
+from longspan.train import kernels_ahead, starts
+from longspan.train.kernels_ahead import CACHE, HOPPER, compile_ahead
 from longspan.train.starts import Starts
+
+CONFIG = RunConfig(model=ModelConfig(preset="qwen3-0.6b"))
+
+
+@pytest.fixture
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[mock.Mock]]:
+    started = list[mock.Mock]()
+
+    def start(*_: Any, environment: dict[str, str], own_session: bool) -> mock.Mock:
+        started.append(mock.Mock(environment=environment))
+        return started[-1]
+
+    monkeypatch.setenv(CACHE, str(tmp_path))
+    monkeypatch.setattr(kernels_ahead, "Worker", start)
+    monkeypatch.setattr(kernels_ahead, "version", lambda package: "1")
+    yield started
+    for worker in started:
+        assert [name for name, _, _ in worker.mock_calls] == ["connection.send", "end", "connection.close"]
 
 
 def test_parts_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +59,26 @@ def test_threads_take_short_turns_while_one_of_them_imports_what_is_there(monkey
     thread.join()
     assert turns == [pytest.approx(starts.TURN)] * (1 + len(starts.GPU_MODULES))
     assert sys.getswitchinterval() == usual > starts.TURN
+
+
+@pytest.mark.parametrize(("slots", "kinds"), [(1, ["1-1-1", "0-1-1"]), (2, ["1-1-1", "1-0-1", "0-1-1", "0-0-1"])])
+def test_each_kind_has_a_worker_without_a_gpu(
+    slots: int, kinds: list[str], workers: list[mock.Mock], tmp_path: Path
+) -> None:
+    with compile_ahead(CONFIG, slots, HOPPER, 132, backward=True):
+        requests = [worker.connection.send.call_args.args[0] for worker in workers]
+        assert [kind.name for _, kind, _ in requests] == kinds
+        assert all(worker.environment["CUDA_VISIBLE_DEVICES"] == "" and not worker.end.called for worker in workers)
+    requests[0][2].touch()  # in the cache now
+    with compile_ahead(CONFIG, slots, HOPPER, 132, backward=True):
+        assert len(workers) == len(kinds) + len(kinds) - 1
+    assert requests[0][2].parent == tmp_path
+
+
+def test_nothing_is_compiled_ahead_elsewhere(workers: list[mock.Mock], monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn = replace(CONFIG, context=replace(CONFIG.context, attention_kernel="cudnn"))
+    for config, capability, cache in ((CONFIG, (10, 0), True), (cudnn, HOPPER, True), (CONFIG, HOPPER, False)):
+        if not cache:
+            monkeypatch.delenv(CACHE)
+        with compile_ahead(config, 2, capability, 132, backward=True):
+            assert not workers

@@ -13,6 +13,7 @@ from longspan.cli.flags import Groups, Repeated, Word, check_least, parse_flags,
 from longspan.cli.processes import (
     Device,
     choose_processes,
+    compile_attention_ahead,
     count_host_ranks,
     has_torchrun,
     is_reporting,
@@ -249,7 +250,9 @@ def main(argv: Sequence[str]) -> int:
     print_note(processes.note, sys.stderr)
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
-    results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks)
+    config = request.subjects[0].config  # kernels that only a second subject calls are compiled when it is evaluated
+    with compile_attention_ahead(config, processes, backward=False):
+        results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks)
     if is_reporting():
         record = results_record(results, processes.ranks)
         if flags.out:

@@ -18,8 +18,8 @@ from typing import Any
 from longspan.errors import ConfigError
 from longspan.launch.launch import usable_cores
 
-# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-_ATTRIBUTES = (75, 76)
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR, and _MULTIPROCESSOR_COUNT
+_ATTRIBUTES = (75, 76, 16)
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class LocalGpus:
 
     count: int
     capability: tuple[int, int]
+    multiprocessors: int = 0
 
 
 NO_GPUS = LocalGpus(0, (0, 0))
@@ -53,13 +54,13 @@ def _driver_gpus() -> LocalGpus:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:  # no driver is installed
         return NO_GPUS
-    count, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    count, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int(), ctypes.c_int())
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
         return NO_GPUS
     for number, attribute in zip(numbers, _ATTRIBUTES, strict=True):
         driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, 0)  # the first device is number 0
-    major, minor = (number.value for number in numbers)
-    return LocalGpus(count.value, (major, minor))
+    major, minor, multiprocessors = (number.value for number in numbers)
+    return LocalGpus(count.value, (major, minor), multiprocessors)
 
 
 def find_first_gpu() -> tuple[str, int] | None:

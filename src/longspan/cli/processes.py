@@ -8,9 +8,11 @@ from typing import Any, Literal, TextIO
 
 from longspan.cli.machine import find_gpus, set_gpu_environment
 from longspan.comm import run_local
+from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.launch.launch import usable_cores
 from longspan.launch.orphans import stop_without_torchrun
+from longspan.train.plans import home_of
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -127,3 +129,19 @@ def run_on_ranks(
         stop_without_torchrun()
         return fn(int(os.environ["RANK"]), *args)
     return run_local(fn, ranks, args, timeout=timeout, ignored=ignored)[0]
+
+
+@contextmanager
+def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward: bool) -> Iterator[None]:
+    """Compile attention's kernels on GPUs while this context is open, those of backward passes too if `backward`: in
+    the first process of a host, for all processes there.
+    """
+    if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    from longspan.train.kernels_ahead import compile_ahead
+
+    set_gpu_environment()
+    gpus, slots = find_gpus(), home_of(config.parallel, processes.ranks).slots
+    with compile_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):
+        yield

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from longspan.cli.flags import check_least, parse_train
 from longspan.cli.processes import (
     choose_processes,
+    compile_attention_ahead,
     count_host_ranks,
     count_ranks,
     has_torchrun,
@@ -61,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     starts.end_part("command")
     args = (config, ranks, processes.backend, flags.json, starts)
     try:
-        result: TrainResult = run_on_ranks(train_rank, args, ranks, ignored=save_on)
+        with compile_attention_ahead(config, processes, backward=True):
+            result: TrainResult = run_on_ranks(train_rank, args, ranks, ignored=save_on)
     except Interrupted as interrupted:  # by a signal before the run heeds signals, or by a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
