@@ -113,9 +113,8 @@ MODEL = {"lora.rank": 8, "model.path": "x"}
 
 
 def test_keys_that_do_not_fit() -> None:
-    with pytest.raises(
-        ConfigError, match=r"lora\.dropout is 0\.1 and parallel.tp is 2: tensor-parallel ranks would drop"
-    ):
+    dropped = r"lora\.dropout is 0\.1 and parallel.tp is 2: tensor-parallel ranks would drop"
+    with pytest.raises(ConfigError, match=dropped):
         check_lora(load_config(None, MODEL | {"lora.dropout": 0.1, "parallel.tp": 2}))
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
         check_image_keys(load_config(None, MODEL | {"encoder.tp": 2}), 0)
