@@ -10,10 +10,10 @@ from pathlib import Path
 def lazy_exports(
     package: str, unlisted: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package, for its imports under `if TYPE_CHECKING:`.
+    """Return `__getattr__`, `__dir__` and `__all__` of a package. Its block `if TYPE_CHECKING:` lists what it exports.
 
-    The imports are found in the package's text: each is one line `from home import name as name`. The `unlisted` names
-    can be imported as well, but no list shows them.
+    The block is read here, from the package's text: each is one line `from home import name as name`. The `unlisted`
+    names can be imported as well, but no list shows them.
     """
     module = sys.modules[package]
     text = Path(str(module.__file__)).read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from longspan.corpus.row_files import Chunk
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
-from longspan.data.manifest import Manifest, SourceLines
+from longspan.data.manifest import Manifest, SourceFiles
 from longspan.errors import ConfigError, DataError
 from longspan.run.checks import check_data, check_files
 
@@ -59,7 +59,7 @@ def test_ten_million_documents_are_opened_in_little_memory(tmp_path: Path) -> No
         del column
     with (tmp_path / "tokens.bin").open("wb") as tokens:
         tokens.truncate(2 * length * documents)
-    SourceLines.write(tmp_path, [SourceFile("rows.jsonl", 1, 1, "")])
+    SourceFiles.write(tmp_path, [SourceFile("rows.jsonl", 1, 1, "")])
     (tmp_path / "corpus.json").write_text(Manifest("", 1, "<u2", 0, tokens=length * documents).to_json())
     tracemalloc.start()
     try:

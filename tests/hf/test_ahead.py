@@ -36,14 +36,14 @@ def counted(until: int, error: bool = False) -> Iterator[str]:
 def test_what_is_made_ahead_comes_in_its_place_and_an_error_too() -> None:
     batches = BatchesAhead(counted(6))
     assert [next(batches), next(batches)] == ["batch 0", "batch 1"]  # accelerate has one more than the Trainer
-    assert batches.make_batches(2) == ["batch 1", "batch 2"]
-    assert batches.make_batches(2) == ["batch 1", "batch 2"]  # once
+    assert batches.make_next_batches(2) == ["batch 1", "batch 2"]
+    assert batches.make_next_batches(2) == ["batch 1", "batch 2"]  # once
     assert [next(batches), next(batches)] == ["batch 2", "batch 3"]
-    assert batches.make_batches(3) == ["batch 3", "batch 4", "batch 5"]
+    assert batches.make_next_batches(3) == ["batch 3", "batch 4", "batch 5"]
     assert list(batches) == ["batch 4", "batch 5"]
     batches = BatchesAhead(counted(2, error=True))
     assert next(batches) == "batch 0"
-    assert batches.make_batches(4) == ["batch 0", "batch 1"]
+    assert batches.make_next_batches(4) == ["batch 0", "batch 1"]
     assert next(batches) == "batch 1"
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
@@ -204,7 +204,7 @@ def below(folder: str) -> tuple[int, list[Any]]:
     trainer = make(Below, folder)
     trainer.train()
     trainer.end()
-    return len(seen), trainer._host_batches.make_batches(1)
+    return len(seen), trainer._host_batches.make_next_batches(1)
 
 
 def each(rank: int, folder: str) -> Any:

@@ -1,6 +1,6 @@
 """The ranks of a home, opened for talking: what a `World` has, how it is opened, and how it is left.
 
-The only module below `cli/` that reads the environment (torchrun's variables). What is decided per micro-batch is in
+Ranks and addresses are read from torchrun's variables here. What is decided per micro-batch is in
 plans; how ranks talk is in what a world has: `control_group`, `channel` and `process_groups`.
 """
 

@@ -26,7 +26,7 @@ from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
 from longspan.data.images import ImageWriter
-from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceLines
+from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors
 from longspan.launch.launch import usable_cores
@@ -161,7 +161,7 @@ class Recipe:
         return digest.hexdigest()
 
     @property
-    def images(self) -> bool:
+    def has_images(self) -> bool:
         return any(encoding.images is not None for encoding in self.encodings)
 
     @property
@@ -205,7 +205,7 @@ def build_documents(recipe: Recipe, folder: Path, log: LogLine) -> Manifest:
     _check_unchanged(recipe)
     if not manifest.documents:
         raise DataError(_no_documents_text(recipe, manifest))
-    SourceLines.write(folder, recipe.sources)
+    SourceFiles.write(folder, recipe.sources)
     (folder / "corpus.json").write_text(manifest.to_json(), encoding="utf-8")
     return manifest
 
@@ -224,7 +224,7 @@ class _Writer:
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb")
         self._codes, self._has_codes = GrowingCodes(folder / "codes.bin"), False
-        self._images = ImageWriter(folder) if recipe.images else None
+        self._images = ImageWriter(folder) if recipe.has_images else None
         self._notes = Notes()
         self.tokens = self._targets = self._texts = 0  # written so far
 

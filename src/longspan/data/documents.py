@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from longspan.data.document import NO_TARGET
 from longspan.data.images import ImageTable
-from longspan.data.manifest import FILE, Manifest, SourceLines, map_array, read_record
+from longspan.data.manifest import FILE, Manifest, SourceFiles, map_array, read_record
 from longspan.errors import DataError
 from longspan.layout import Integers
 
@@ -56,7 +56,7 @@ class Corpus:
     def _open_arrays(self, folder: Path) -> None:
         """Without `source_of.npy` all documents are of source 0."""
         self.manifest: Manifest = Manifest.from_json((folder / FILE).read_text(encoding="utf-8"))
-        self.sources: SourceLines = SourceLines(folder)
+        self.sources: SourceFiles = SourceFiles(folder)
         self._origins = map_array(folder / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(folder / "lengths.npy")
         paths = (folder / name for name in ("source_of.npy", "targets.npy", "texts.npy"))

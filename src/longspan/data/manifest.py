@@ -212,7 +212,7 @@ class SourceFile:
     path: str = ""
 
 
-class SourceLines:
+class SourceFiles:
     """The source files of a corpus; each is read from `sources.jsonl` when it is used.
 
     The file is mapped, so an open corpus can be read after its folder was removed.
@@ -264,10 +264,10 @@ class Record:
     tokenizer_size: int
     around: tuple[str, ...]
 
-    def sources(self, folder: Path) -> SourceLines | None:
+    def sources(self, folder: Path) -> SourceFiles | None:
         """Return the files that the documents were made from; None if the documents are gone or damaged."""
         try:
-            return SourceLines(folder / self.documents)
+            return SourceFiles(folder / self.documents)
         except (OSError, ValueError):
             return None
 

@@ -77,7 +77,7 @@ class BatchesAhead:
         self._newest = batch
         return batch
 
-    def make_batches(self, count: int) -> list[Any]:
+    def make_next_batches(self, count: int) -> list[Any]:
         """Make what the next step of `count` batches will ask for; return the step's batches, as many as there are.
 
         Accelerate's loader holds back the newest batch, the step's first: the step asks for the others and for the one
@@ -93,7 +93,7 @@ class BatchesAhead:
 
 
 class HostBatches:
-    """The batches of a Trainer's loader, which it leaves on the host; `make_batches` has some of them made ahead."""
+    """The batches of a Trainer's loader, left on the host; `make_next_batches` has some of them made ahead."""
 
     def __init__(self) -> None:
         self._batches: BatchesAhead | None = None
@@ -115,9 +115,9 @@ class HostBatches:
 
         base.__iter__ = begin_batches  # Accelerate calls it by this name, not by iter()
 
-    def make_batches(self, count: int) -> list[Any]:
+    def make_next_batches(self, count: int) -> list[Any]:
         """Make the batches of the next step ahead; [] where they are not known."""
-        return [] if self._batches is None else self._batches.make_batches(count)
+        return [] if self._batches is None else self._batches.make_next_batches(count)
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
@@ -399,8 +399,8 @@ class StepsPart(StockTrainer):
         if self._next_step is not None or self.state.global_step + 1 >= self.state.max_steps:
             return
         with suppress(Exception):
-            batches = self._host_batches.make_batches(self._batch_count)
-            # At an epoch's end no new batch is held back: `make_batches` then begins with this step's last one.
+            batches = self._host_batches.make_next_batches(self._batch_count)
+            # At an epoch's end no new batch is held back: `make_next_batches` then begins with this step's last one.
             is_new = all(batch is not old for batch in batches for old, _ in self._moved)
             if batches and is_new and self._runs_ahead:
                 items = self._get_num_items_in_batch(batches, torch.device("cpu"))

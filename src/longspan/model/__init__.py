@@ -1,4 +1,4 @@
-"""Hugging Face models under a home: `prepare`, presets, loading and saving. The only room that imports transformers.
+"""Hugging Face models under a home: `prepare`, presets, loading and saving.
 
 Names are imported on first use (PEP 562): the presets' names need neither torch nor transformers.
 """

@@ -132,7 +132,7 @@ class _Reader:
     ) -> None:
         self._documents, self._vocabulary, self._items = documents, vocabulary, items
         self._names = names
-        self._at_depth = [_Arrays(rows) for _ in range(depths + 1)]
+        self._at_depth = [_LocalRows(rows) for _ in range(depths + 1)]
 
     def batch(self, shard: SequenceShard) -> LocalBatch:
         first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
@@ -200,7 +200,7 @@ class _Reader:
             )
 
 
-class _Arrays:
+class _LocalRows:
     def __init__(self, rows: int) -> None:
         self.ids = np.zeros(rows, dtype=np.int64)
         self.labels = np.full(rows, NO_TARGET, dtype=np.int64)

@@ -17,7 +17,7 @@ from longspan.errors import CommError, ModelError, PlanError
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.pipeline import PipelineModel, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
-from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_model, refuse_inexact
+from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_model, refuse_inexact_stages
 from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
@@ -108,7 +108,7 @@ def _logits_without_shard(model: Any, arguments: dict[str, Any]) -> torch.Tensor
 
 def _stages(model: PreTrainedModel, count: int, index: int) -> tuple[Stage, ...]:
     parts = find_parts(model)
-    refuse_inexact(model, parts)
+    refuse_inexact_stages(model, parts)
     stages = cut_model(model, parts, stage_layers(4, count), count, index)
     numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
@@ -155,9 +155,9 @@ def test_parts_that_stages_do_not_reproduce_are_refused(case: str) -> None:
     model, (forward, says) = deep("llama", torch.float32), PARTS[case]
     model.model.__class__ = type("Base", (_Base,), {"first": forward})
     with pytest.raises(ModelError, match=f"LlamaForCausalLM {says}"):
-        refuse_inexact(model, find_parts(model))
+        refuse_inexact_stages(model, find_parts(model))
     model.model.__class__ = type("Base", (_Base,), {"first": lambda base, x: base.norm(base.run(x, 0, 1, 2, 3))})
-    refuse_inexact(model, find_parts(model))
+    refuse_inexact_stages(model, find_parts(model))
 
 
 # Parameters by their first names, and stages of one layer.

@@ -22,7 +22,7 @@ from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.errors import ModelError
 from longspan.model import add_mtp
 from longspan.model.parts import find_parts
-from longspan.model.pipeline.stages import refuse_inexact
+from longspan.model.pipeline.stages import refuse_inexact_stages
 from longspan.model.presets import preset_config
 from longspan.model.seams.norms import fuse_norms
 from longspan.testing import backend, run_ranks
@@ -255,9 +255,9 @@ def test_stages_and_depths_refuse_forwards_that_they_would_not_call_or_would_sha
     inner = model.model.forward
     model.model.forward = lambda *args, **kwargs: inner(*args, use_cache=False, **kwargs)
     with pytest.raises(ModelError, match=r"model \(LlamaModel\) has a forward set on the instance .*stages"):
-        refuse_inexact(model, find_parts(model))
+        refuse_inexact_stages(model, find_parts(model))
     del model.model.forward
-    refuse_inexact(model, find_parts(model))
+    refuse_inexact_stages(model, find_parts(model))
     _set(model.model.layers[1].mlp)
     with pytest.raises(ModelError, match=r"LlamaDecoderLayer mlp \(LlamaMLP\) has a forward set on the instance"):
         add_mtp(model)

@@ -26,7 +26,7 @@ from longspan.model.pipeline.stages import (
     StageInput,
     cut_model,
     refuse_dependent_layers,
-    refuse_inexact,
+    refuse_inexact_stages,
 )
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import reshard
@@ -226,7 +226,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     """
     parts = find_parts(model)
     layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
-    refuse_inexact(model, parts)
+    refuse_inexact_stages(model, parts)
     refuse_dependent_layers(model, parts, layers)
     return cut_model(model, parts, layers, pipeline_settings.pp, world.coordinates.pp)
 

@@ -253,7 +253,7 @@ class Stage(nn.Module):
         return torch.cat([hidden, rows], dim=1)
 
 
-def refuse_inexact(model: PreTrainedModel, parts: ModelParts) -> None:
+def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     """Raise ModelError where stages, one after another, would not compute what the base model does.
 
     By stand-ins: each part is called once, in order, on what the part before returned, or the embedding too, unchanged;

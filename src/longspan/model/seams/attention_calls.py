@@ -1,7 +1,7 @@
 """What a prepared model and its attention are called with, checked on the host; attention by transformers' interface.
 
 The shard owns masking. Hooks note a layer's arguments for attention that does not get them, and so does recomputation.
- Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
+Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """The plan of a step or of an evaluation, from the configuration and the lengths of its documents.
 
-Planning itself is `longspan.plan`'s business. Nothing here needs torch or a process group.
+Planning itself is `longspan.plan`'s business.
 """
 
 from longspan.train.plans.choice import (
