@@ -124,9 +124,7 @@ PAGES: dict[str, Callable[[str], Any]] = {
     "tour": same_losses,
     "evaluation": same_losses,
     "doctor": lambda printed: "float64, cp 2, p2p, full recomputation exact" in printed,
-    "hybrid": lambda printed: (
-        printed == (ROOT / "docs/hybrid.md").read_text().split("```\n\n```\n")[1].partition("```")[0]
-    ),
+    "hybrid": lambda printed: printed == "",  # its assertions hold
     "planning": lambda printed: "x the lower bound" in printed,
     "figures": figures_are_those_of_the_page,
     "fine-tuning": lambda printed: "targets: Light.<|endoftext|>" in printed,

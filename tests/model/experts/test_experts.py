@@ -259,7 +259,9 @@ def test_homes_and_calls_that_do_not_suit_the_experts() -> None:
     for sizes, copies, dense in run_ranks(_refused, 3):
         assert "ep 3 does not divide the 8 experts of model.layers.0.mlp.experts; over 3 slots use ep 1" in sizes
         assert "ep 3, which needs sharded parameters" in copies and "Qwen3ForCausalLM has no experts" in dense
-    with pytest.raises(PlanError, match="the home has ep 2: slots that share experts wait for each other"):
+    with pytest.raises(
+        PlanError, match="the home has ep 2: slots that share experts or a pipeline wait for each other"
+    ):
         plan_fixed(LENGTHS, Layout(ranks=4, ep=2), cp=2, mode="free")
     model = moe_model("qwen3-moe", torch.float32)
     model.set_experts_implementation(IMPLEMENTATION)
