@@ -54,7 +54,6 @@ def measure(ranks: int, tensors: int) -> dict[str, Any]:
     again, _ = planner.create_global_plan([SavePlan([], usable=False)] * ranks)
     cached = time.process_time() - started
     assert not any(plan.usable for plan in again)
-    planner.forget()
     return {
         "ranks": ranks,
         "items": sum(len(plan.items) for plan in plans),
