@@ -156,7 +156,7 @@ class Recipe:
         digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
             digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
-            if self.images:  # relative paths of images begin in the file's folder
+            if self.has_images:  # relative paths of images begin in the file's folder
                 digest.update(f"{file.path.absolute().parent}\n".encode())
         return digest.hexdigest()
 
