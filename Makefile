@@ -1,6 +1,6 @@
 # Two commands are enough on a fresh machine with Python 3.11+, git and make:
 #   make train    install, train a small model on real text with four local processes, write its report
-#   make test     install what tests need, run them (WORKERS=4: on more cores)
+#   make test     install what tests need, run them (WORKERS=6: on more cores)
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +10,8 @@ NEWEST := .venv-newest
 DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
-WORKERS ?= 2
+# Tests wait for processes and sockets a third of their time: three on two cores.
+WORKERS ?= 3
 # The range in which pip finds a build without CUDA on the machines that have one; TORCH=torch takes the newest.
 TORCH  ?= torch>=2.11,<2.14
 VLM    ?= runs/vlm
