@@ -47,6 +47,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plain_text import bytes_text
 from longspan.train.optim.offload_states import make_sharded_tensor
 
+PIECE = 1 << 28  # bytes of the host's memory that are taken at a time
 SMALL = 1 << 16  # bytes up to which a tensor of the host is copied at once
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -93,22 +94,35 @@ class Stage:
         return self._arena.bytes
 
     def bytes_to_take(self, tensors: Tensors) -> int:
-        """Return the bytes of the host that the tensors have no memory for here yet."""
         return sum(_aligned_bytes(local) for _, local in self._tensors_to_place(tensors))
+
+    def take_memory(self, tensors: Tensors) -> None:
+        """Take memory for the tensors that have none here yet. Raises ModelError where the host lacks it.
+
+        It is taken in pieces of at most `PIECE` bytes: CUDA registers one at a time, and kernels start in between.
+        """
+        items = self._tensors_to_place(tensors)
+        while items:
+            count, size = 1, _aligned_bytes(items[0][1])  # a tensor larger than PIECE has a range of its own
+            while count < len(items) and size + _aligned_bytes(items[count][1]) <= PIECE:
+                size += _aligned_bytes(items[count][1])
+                count += 1
+            host_range, first = self._arena.take(size), 0
+            for name, local in items[:count]:
+                memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
+                memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())
+                self._places[name] = _signature(local), memory, host_range
+                first += _aligned_bytes(local)
+            items = items[count:]
 
     @torch.no_grad()
     def begin_copies(self, tensors: Tensors, model: nn.Module) -> StagedTensors:
         """Begin to copy; the optimizer must not update before `finish` of what is returned has ended.
 
         Tensors on a GPU are copied by a stream of their own, and from a clone where they change before the next update,
-        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`. Raises ModelError if
-        the host lacks memory for those that have none here yet.
+        as buffers may. On a CPU, such tensors and small ones are copied now, others by `finish`.
         """
-        if not self._places:  # of exact size, so that CUDA registers it once
-            self._arena = HostArena(self._device, self.bytes_to_take(tensors))
-        for name, local in self._tensors_to_place(tensors):
-            host_range = self._arena.take(local.nbytes)
-            self._places[name] = _signature(local), host_range.view_like(local), host_range
+        self.take_memory(tensors)
         # Addresses of what only an update writes. Buffers, which forward may write, are not among them.
         steady = {local_tensor(p.detach()).data_ptr() for p in model.parameters()}
         staged: dict[str, dict[str, Tensor]] = {group: {} for group in tensors}
@@ -244,6 +258,7 @@ def make_planner() -> DefaultSavePlanner:
 
 
 SPARE = 1.1  # times the bytes of all copies of a host that must be free there
+_LOGGED = 0.1  # seconds of waiting from which a line says so
 _POLL = 0.2  # seconds between two looks at a save that is waited for
 _ENDS = 1.0  # seconds in which the threads of a save that failed end, once one of them has
 
@@ -301,6 +316,7 @@ class CheckpointSaver:
         self._background = background
         self._running: RunningSave | None = None
         self._stage, self._planner = Stage(world.device), make_planner()
+        self._preparing: threading.Thread | None = None
         if background:
             groups = world.process_groups
             group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
@@ -315,6 +331,18 @@ class CheckpointSaver:
             world.watch.background = self.activity
             world.on_leaving(self.close)
 
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Begin to take the host's memory for the copies, after the optimizer's first step, which makes the moments.
+
+        On GPUs memory is registered at a few gigabytes a second, while training goes on; without this call the first
+        `save` waits for it. All ranks agree here whether every host has room.
+        """
+        if not self._background or self._preparing is not None:
+            return
+        tensors, _ = contents_to_save(model, optimizer, self._world)
+        if self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
+            self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
+
     def save(
         self, model: nn.Module, optimizer: Optimizer, *, step: int, state: Mapping[str, Any] | None = None
     ) -> None:
@@ -322,8 +350,17 @@ class CheckpointSaver:
 
         Waits for the last save. Raises CheckpointError, on every rank, where that failed.
         """
-        self.wait()
         started = time.monotonic()
+        last = self._running
+        self.wait()
+        if last is not None and (waited := time.monotonic() - started) > _LOGGED:
+            self._log(
+                f"step {step} waited {waited:.1f} s for checkpoint {last.path.name} to be written, which took "
+                f"{last.seconds:.1f} s; save less often, or on faster storage"
+            )
+        started = time.monotonic()
+        if self._preparing is not None:
+            self._preparing.join()
         tensors, values = contents_to_save(model, optimizer, self._world)
         if not self._background or not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
             path = save_checkpoint(
@@ -428,6 +465,8 @@ class CheckpointSaver:
     def close(self) -> None:
         """Wait for the save in progress and give the memory back; at the latest when the world is left."""
         self.wait()
+        if self._preparing is not None:
+            self._preparing.join()
         self._background = False
         self._world.watch.background = str
         self._planner = make_planner()  # which holds no copies

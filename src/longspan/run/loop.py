@@ -334,6 +334,7 @@ class _Loop:
                 if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.answer_save()  # also what other ranks received meanwhile
+                saves.reserve_memory()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:

@@ -75,6 +75,15 @@ class Saves:
         settings = self._run.config.train
         return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
 
+    def reserve_memory(self) -> None:
+        """After a session's first step, begin to take the memory into which saves copy weights.
+
+        The call does nothing after other steps, nor where a checkpoint of the first step has just begun, which takes
+        the memory itself.
+        """
+        if self.done == self._run.done + 1 and self.done > self._saved:
+            self.saver.prepare(self._run.model, self._run.optimizer)
+
     def save(self, *, keep_all: bool = False) -> None:
         """Begin a checkpoint of the weights as they are; all ranks call it. With `keep_all` no old one is removed."""
         run = self._run
