@@ -1,11 +1,9 @@
-"""The configuration that `longspan doctor --model` names, and the kernels of GPUs for a call of attention."""
+"""The configuration that `longspan doctor --model` names."""
 
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
@@ -15,8 +13,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from longspan.attention import KERNELS, AttendCall
-from longspan.attention.kernels import Kernel
 from longspan.errors import ConfigError, import_object
 from longspan.hub import find_local
 from longspan.model.weights.hf_folder import read_configuration
@@ -82,15 +78,3 @@ def _suggest_names(name: str) -> str:
     matches = get_close_matches(name.rpartition(".")[2].lower(), list(by_word), n=4, cutoff=0.5)
     names = f"did you mean {', '.join(by_word[word] for word in matches)}? " if matches else ""
     return f"{names}Give a folder with a config.json, a class such as Qwen3ForCausalLM, or a model_type such as qwen3"
-
-
-GPU = torch.device("cuda")
-
-
-def list_gpu_kernels(call: AttendCall) -> list[Kernel]:
-    """List the kernels that can do a call of these sizes on a GPU, in bfloat16 and for several documents at once. The
-    table alone decides: this machine need not have a GPU.
-    """
-    on_gpu = replace(call, device=GPU, dtype=torch.bfloat16)
-    known = [kernel for kernel in KERNELS if not kernel.one_document_only]
-    return [kernel for kernel in known if not replace(kernel, device_lack=lambda device: "").lack_for(on_gpu)]

@@ -40,7 +40,6 @@ ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash",
 # By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
 _BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
-_EXPERT_PRESETS = "qwen3-moe-tiny or gpt-oss-tiny (8 experts)"
 
 
 def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Layout:

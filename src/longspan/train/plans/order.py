@@ -42,9 +42,8 @@ def largest_step(config: RunConfig, order: StepOrder) -> int:
 
 def _few_steps_line(config: RunConfig, order: StepOrder) -> str:
     tokens = int(config.train.epochs * order.stream.tokens)  # of all epochs
-    advised_tokens = max(
-        tokens // FEW_STEPS, int(order.lengths.max())
-    )  # of a step: FEW_STEPS of them, or as many as may be
+    # of a step: FEW_STEPS of them, or as many as may be
+    advised_tokens = max(tokens // FEW_STEPS, int(order.lengths.max()))
     size = largest_step(config, order)
     steps = plural(config.train.steps, "optimizer update")
     line = f"only {steps}, of up to {size:,} tokens each: the model will hardly change; "
