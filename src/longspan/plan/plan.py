@@ -288,7 +288,8 @@ def _degrees_text(batch: MicroBatch) -> str:
 
 def _read_group(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
     fields: dict[str, Any] = {name: _list_as_tuple(value) for name, value in values.items()}
-    return Group(**{"lengths": tuple(lengths[d] for d in fields["documents"])} | fields)
+    fields.setdefault("lengths", tuple(lengths[d] for d in fields["documents"]))
+    return Group(**fields)
 
 
 _NUMBERS = ("slots", "targets", "mode", "max_tokens_per_slot", "node_size", "row_multiple", "planner")
