@@ -86,6 +86,7 @@ WRONG = [
     ("train --steps=5", "longspan train has no flag --steps: did you mean '--train.steps'?"),
     ("plan --formt json", "longspan plan has no flag --formt: longspan plan --help-all lists those"),
     ("plan x.toml --gpu h100", "longspan plan reads no configuration; longspan train x.toml --dry-run"),
+    ("train --data.pack_to 512", "longspan train has no flag --data.pack_to: it is gone; docs/upgrade.md says"),
     ("plan --slts 4", "longspan plan has no flag --slts: did you mean '--slots'?"),
     (
         "plan --slots 0 --distribution expo",

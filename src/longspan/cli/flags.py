@@ -17,7 +17,16 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 from longspan.cli.processes import Device, count_ranks
 from longspan.config.defaults import find_folders, resolve_defaults
 from longspan.config.file import kind_text, nearest_hint, read_file, read_words
-from longspan.config.keys import NOT_GIVEN, class_texts, key_value, section_keys, section_texts, set_key_values
+from longspan.config.keys import (
+    GONE,
+    GONE_VALUES,
+    NOT_GIVEN,
+    class_texts,
+    key_value,
+    section_keys,
+    section_texts,
+    set_key_values,
+)
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
@@ -253,7 +262,9 @@ def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -
             continue
         in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
         hint = nearest_hint(shown_flag(flag), map(shown_flag, types), prefix="--")
-        if in_sections:
+        if flag[2:] in GONE_VALUES:
+            hint = GONE
+        elif in_sections:
             hint = f"did you mean {in_sections[0]!r}?"
         elif hint.startswith("known: ") and len(types) > _FEW:
             hint = f"{prog} --help-all lists those that it has"

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import GONE_VALUES, section_keys, set_key_values
+from longspan.config.keys import GONE, GONE_VALUES, section_keys, set_key_values
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -157,7 +157,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
     """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
     if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
-        return "it is gone; docs/upgrade.md says what to write instead"
+        return GONE
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

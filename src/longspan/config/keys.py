@@ -17,6 +17,7 @@ from longspan.errors import ConfigError
 Section = TypeVar("Section", bound=Any)
 AUTO = "auto"  # a value that the run chooses
 NOT_GIVEN = -1  # of a number whose default depends on other keys; of a word it is ""
+GONE = "it is gone; docs/upgrade.md says what to write instead"
 # Values of keys that are gone, which every run of version 0.2 has in its config.toml; they are read over.
 GONE_VALUES: dict[str, tuple[object, ...]] = {
     "context.mixer_kernels": ([],),
