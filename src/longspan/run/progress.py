@@ -57,6 +57,7 @@ class ProgressDisplay:
             self.log("  ".join(filter(None, (text, *_step_figures(row), self._remaining_time(step)))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
+        self._begin_work("after an evaluation")
         name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(

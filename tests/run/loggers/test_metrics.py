@@ -129,6 +129,8 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
         wait_for("after step   7/300")
         display.show_eval_progress("books", 3, 40)
         wait_for("evaluation of books, 3 of 40 micro-batches done")
+        display.show_evaluation({"step": 7, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
+        wait_for("after an evaluation")  # the seconds of the next one are its own
     lines = out.getvalue()
     time.sleep(0.1)
     assert out.getvalue() == lines, "nothing is written after the end"
