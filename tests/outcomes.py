@@ -11,6 +11,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ class Resumed:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])
         items[:] = sorted((item for item in items if item.nodeid not in self.done), key=part_of)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.cpu_before = _cpu_seconds()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.when == "call":
+            item.user_properties.append(("cpu_seconds", round(_cpu_seconds() - self.cpu_before, 3)))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One line for each test: its call, or what kept it from being called; of a failure, the last lines too.
 
@@ -49,6 +59,7 @@ class Resumed:
             "test": report.nodeid,
             "outcome": report.outcome,
             "seconds": round(report.duration, 3),
+            **dict(report.user_properties),
             "sources": self.sources,
         }
         if report.outcome != "passed":
@@ -57,6 +68,16 @@ class Resumed:
             row["text"] = report.longreprtext[-LONGEST_TEXT:]
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def _cpu_seconds() -> float:
+    """Of this process, of those that it waited for, and of the ranks that its fork server started."""
+    own = sum(os.times()[:4])
+    server: Any = forkserver._forkserver
+    if not (server._forkserver_pid and Path("/proc").is_dir()):
+        return own
+    fields = Path(f"/proc/{server._forkserver_pid}/stat").read_text().rpartition(")")[2].split()
+    return own + sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # user and system, its own and its children's
 
 
 def _reason(report: pytest.TestReport) -> str:
