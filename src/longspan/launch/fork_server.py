@@ -17,6 +17,7 @@ from longspan.launch.stop_signals import block_signals
 
 # Imported once, by the fork server; a module that cannot be imported is left out.
 PRELOAD: tuple[str, ...] = (
+    "longspan.launch.import_quickly",
     "__main__",
     "torch",
     "torch.distributed.device_mesh",
