@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished
-from longspan.bench.timing import time_run
+from longspan.bench.calibrate import time_run
 from longspan.cli.flags import check_least, parse_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import print_note, run_on_ranks

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from longspan.attention import attend
 from longspan.bench.benches import BenchFlags, change_layer_count
-from longspan.bench.timing import time_run
 from longspan.cli.flags import parse_flags, write_text
 from longspan.cli.machine import machine_facts, machine_text
 from longspan.cli.processes import is_reporting, run_on_ranks
@@ -39,9 +38,21 @@ from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
 from longspan.plan.cost.machine import LAYER_BYTES, find_device
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.shape.model_shape import ModelShape
+from longspan.run.profile import wait_for_gpu
 from longspan.train import run_step
 from longspan.train.plans.resolve import device_name
 from longspan.versions import versions
+
+
+def time_run(run: Callable[[], object], world: World) -> float:
+    """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
+    wait_for_gpu(world)
+    world.control.barrier("start of a timed run")
+    started = time.perf_counter()
+    run()
+    wait_for_gpu(world)
+    return time.perf_counter() - started
+
 
 Floats = NDArray[np.float64]
 Part = Literal["attention", "memory", "step", "host", "link"]

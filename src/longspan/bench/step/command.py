@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 
 from longspan.bench.benches import origin_text, show_record, write_unfinished
 from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, parse_step
-from longspan.bench.timing import time_in_turn
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
@@ -26,6 +25,7 @@ from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
+from longspan.run.profile import wait_for_gpu
 from longspan.run.records import mixers_text
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.resolve import set_node_size, use_machine
@@ -147,9 +147,15 @@ def measure_steps(settings: StepSettings, step: Callable[[], None], world: World
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     retries_before = allocator_retries(world.device)
-    times = time_in_turn(step, settings.flags.repeats, world)
-    untimed_steps = 1  # of `time_in_turn`
-    retries_of_step = (allocator_retries(world.device) - retries_before) / (untimed_steps + settings.flags.repeats)
+    wait_for_gpu(world)
+    world.control.barrier("start of timed steps")
+    ends = list[float]()  # a step's seconds are those from the end before to its own: the first is not timed
+    for _ in range(1 + settings.flags.repeats):
+        step()
+        ends.append(time.perf_counter())
+    wait_for_gpu(world)
+    times = [end - end_before for end_before, end in pairwise(ends)]
+    retries_of_step = (allocator_retries(world.device) - retries_before) / len(ends)
     peak = torch.cuda.max_memory_allocated() if cuda else 0
     figures_of_ranks = world.control.gather_objects(
         (statistics.median(times), peak, peak_reserved_bytes(world.device), retries_of_step)
