@@ -72,13 +72,14 @@ def _round_trip(rank: int, home: Layout, folder: Path) -> list[dict[str, Tensor]
         save_model(model, folder / "model", world)
         save_checkpoint(folder / "checkpoint", model, optimizer, world, step=1)
         weights = [weights_of(model)]
-    for there, sharded in ((Layout(ranks=2), False), (home, True)):
+    for there, sharded in ((home, True), (Layout(ranks=2), False)):
         with World(there) as world:
             model = add_mtp(load_model(folder / "model", sharded=sharded), 2, weights=folder / "model")
-            other = prepare_untried(made(), world)
-            optimizer = build_optimizer(other, "adamw", lr=1e-2)
-            load_checkpoint(folder / "checkpoint" / "step-000001", other, optimizer, world)
-            weights += [weights_of(prepare_untried(model, world)), weights_of(other)]
+            weights.append(weights_of(prepare_untried(model, world)))
+    with World(there) as world:
+        model = prepare_untried(made(), world)
+        load_checkpoint(folder / "checkpoint" / "step-000001", model, build_optimizer(model, "adamw", lr=1e-2), world)
+        weights.append(weights_of(model))
     return weights
 
 

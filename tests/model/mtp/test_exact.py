@@ -86,7 +86,7 @@ IN_CI: dict[str, tuple[Layout, list[Case]]] = {
     "rows and experts split over tp 2": (Layout(2, tp=2), [replace(ROWS[1], plans=("all_gather",), tried=False)]),
     "2 stages": (Layout(2, pp=2), [replace(STAGES[2], plans=("padded",))]),
 }
-TABLE: dict[str, tuple[Layout, list[Case]]] = IN_CI | {
+TABLE: dict[str, tuple[Layout, list[Case]]] = {
     "2 slots": (Layout(2), OF_SLOTS),
     "hybrids on 3 slots": (Layout(3), HYBRID),
     "2 replicas": (Layout(2, dp_replicate=2), OF_SLOTS[1:2]),
@@ -141,12 +141,19 @@ def _wanted(case: Case) -> Answer:
         return dense(_model(case).train(), texts(LENGTHS), _masks(case), _weights(case))
 
 
-def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
+Rows = list[tuple[Layout, list[Case]]]
+
+
+def _errors(rank: int, rows: Rows, wanted: dict[Case, Answer]) -> list[dict[str, float]]:
+    return [_errors_in(home, cases, wanted) for home, cases in rows]
+
+
+def _errors_in(home: Layout, cases: list[Case], wanted: dict[Case, Answer]) -> dict[str, float]:
     """The largest relative error of each case and plan."""
     errors, mtp = dict[str, float](), MtpLoss(weight=WEIGHT)
     with World(home) as world, whole_float64():
         for case in cases:
-            exact, masks, documents = _wanted(case), _masks(case), list[Any](texts(LENGTHS))
+            exact, masks, documents = wanted[case], _masks(case), list[Any](texts(LENGTHS))
             if case.labelled:
                 labels = zip(documents, masks, _weights(case), strict=True)
                 documents = [Document(ids, loss_mask=mask, weights=weight) for ids, mask, weight in labels]
@@ -173,11 +180,17 @@ def _errors(rank: int, home: Layout, cases: list[Case]) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n not in IN_CI)) for n in TABLE])
-def test_every_plan_gives_the_losses_and_gradients_of_one_process(name: str) -> None:
-    home, cases = TABLE[name]
-    for errors in run_ranks(_errors, len(home.ranks), home, cases, timeout=280):
-        assert errors and all(error <= EXACT for error in errors.values()), errors
+TABLES = {"few": [*IN_CI.values()]} | {name: [row] for name, row in TABLE.items()}
+
+
+@pytest.mark.parametrize(
+    "rows", [pytest.param(r, id=n, marks=[pytest.mark.whole] * (n != "few")) for n, r in TABLES.items()]
+)
+def test_every_plan_gives_the_losses_and_gradients_of_one_process(rows: Rows) -> None:
+    wanted = {case: _wanted(case) for _, cases in rows for case in cases}
+    for of_rank in run_ranks(_errors, len(rows[0][0].ranks), rows, wanted, timeout=280):
+        for errors in of_rank:
+            assert errors and all(error <= EXACT for error in errors.values()), errors
 
 
 def _own_losses_and_types(rank: int, exact: Answer) -> tuple[dict[str, float], list[float]]:
