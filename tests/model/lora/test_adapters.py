@@ -135,7 +135,8 @@ def test_a_trained_adapter_is_not_drawn_again(tmp_path: Path) -> None:
 def _prepared(rank: int, folder: Path) -> tuple[dict[str, float], list[str], list[str]]:
     """The largest entry of each of a new adapter's matrices; what is said of saving, and of other calls."""
     with World(CP, backend=backend(), timeout=60) as world:
-        model = prepare(add_lora(load_model(config=tiny("llama").config, sharded=True), NewAdapter(rank=2)), world)
+        new = add_lora(load_model(config=tiny("llama").config, sharded=True), NewAdapter(rank=2))
+        model = prepare_untried(new, world)
         for parameter in model.parameters():
             parameter.grad = parameter.detach()
         largest = {name: float(x.abs().max()) for name, x in gradients_of(model).items()}
@@ -143,7 +144,7 @@ def _prepared(rank: int, folder: Path) -> tuple[dict[str, float], list[str], lis
         refused = [said_by(lambda: prepare(lora(), world))]
         peft_model = adapted("llama", "every linear")
         saving = [said_by(lambda: save_model(peft_model, folder / "too early", world))]
-        model, plan = prepare(peft_model, world), plan_fixed([8, 9], CP, cp=2)
+        model, plan = prepare_untried(peft_model, world), plan_fixed([8, 9], CP, cp=2)
         save_model(peft_model, folder / "cp", world)
         with without_adapter(model):
             refused.append(said_by(lambda: run_step(model, plan, texts((8, 9)), world)))

@@ -22,7 +22,7 @@ from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests.model.deep import answer, deep
-from tests.model.stock import SIZES, error, gradients_of, prepare_untried, texts, weights_of, worst
+from tests.model.stock import SIZES, Answer, error, gradients_of, prepare_untried, texts, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18)
 
@@ -206,13 +206,11 @@ def test_modules_that_stages_share_in_part_and_two_copies_of_a_rank_are_refused(
 PIPELINES = [("1f1b", 1, "qwen3"), ("zero_bubble", 2, "llama")]
 
 
-def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, Any]]:
+def _pipelines(rank: int, folder: str, exact: dict[str, Answer]) -> dict[tuple[str, int, str], dict[str, Any]]:
     results = {}
     documents = texts(LENGTHS)
     with World(Layout(ranks=4, pp=2), backend=backend()) as world:
         for schedule, vpp, family in PIPELINES:
-            stock = deep(family, torch.float64, layers=2 * vpp)
-            exact = answer(stock, documents, world.device)
             schedules: Any = {"virtual_stages": vpp, "pipeline_schedule": schedule}
             model = prepare_untried(deep(family, torch.float64, layers=2 * vpp), world, **schedules)
             assert isinstance(model, PipelineModel)
@@ -225,30 +223,34 @@ def _pipelines(rank: int, folder: str) -> dict[tuple[str, int, str], dict[str, A
                 arguments = {"position_ids": shard.position_ids[None], "shard": shard}
                 logits = model(input_ids=shard.scatter(ids)[None], **arguments).logits[0]
                 packed = shard.gather(logits).cpu().split(list(micro_batch.lengths))
-                errors = [error(x, exact.logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
+                errors = [error(x, exact[family].logits[d]) for x, d in zip(packed, micro_batch.documents, strict=True)]
                 worst_logits = max(worst_logits, *errors)
             run_step(model, plan, documents, world, optimizer, max_grad_norm=0.5)
             weights, named = weights_of(model), cast(Any, model.named_parameters(remove_duplicate=False))
             where = Path(folder) / f"{schedule}-{family}"
             save_model(model, where, world)
-            loaded = weights_of(AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64))
             results[schedule, vpp, family] = {
                 "logits": worst_logits,
-                "names": (set(weights), set(loaded), set(model.state_dict()), set(stock.state_dict())),
-                "saved": worst(weights, {name: loaded[name] for name in weights}),
+                "weights": weights,
+                "state": set(model.state_dict()),
                 "tied": [x.detach().to_local().cpu() for name, x in named if name == "lm_head.weight"],
             }
     return results
 
 
 def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    answers = run_ranks(_pipelines, 4, str(tmp_path))
+    stock = {family: deep(family, torch.float64, layers=2 * vpp) for _, vpp, family in PIPELINES}
+    exact = {family: answer(model, texts(LENGTHS), "cpu") for family, model in stock.items()}
+    answers = run_ranks(_pipelines, 4, str(tmp_path), exact)
     for key in answers[0]:
         results = [result[key] for result in answers]
-        assert all(result["logits"] < 1e-12 and result["saved"] == 0 for result in results), key
-        names = set[str]().union(*(result["names"][0] for result in results))
-        states = set[str]().union(*(result["names"][2] for result in results))
-        assert names == results[0]["names"][1] and states == results[0]["names"][3], key
+        folder = tmp_path / f"{key[0]}-{key[2]}"
+        loaded = weights_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
+        weights = [result["weights"] for result in results]
+        assert all(worst(some, {name: loaded[name] for name in some}) == 0 for some in weights), key
+        assert all(result["logits"] < 1e-12 for result in results), key
+        assert set[str]().union(*weights) == {*loaded}, key
+        assert set[str]().union(*(result["state"] for result in results)) == {*stock[key[2]].state_dict()}, key
         # the shards of slot 0 and of slot 1, on the first and on the last stage, bit by bit after a step of AdamW
         copies = [result["tied"] for result in results]
         assert key[2] == "llama" or all(torch.equal(copies[slot][0], copies[2 + slot][0]) for slot in (0, 1))

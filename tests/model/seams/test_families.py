@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from longspan import Layout, World, bind, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import whole_float64
@@ -46,8 +48,8 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
             *_over_slots(IN_CI[::2], "p2p", FULL),
             *_over_slots(IN_CI[1::2], "all_gather", SELECTIVE),
             *_over_slots(WRAPPERS, "p2p", COPIES),
-            *((family, TP, "p2p", {}) for family in here(["gemma4", "gemma4 without sharing"])),
-            *((family, PP, "p2p", FULL) for family in here(["stablelm", "gemma4 without sharing"])),
+            *((family, TP, "p2p", {}) for family in here(["gemma4"])),
+            *((family, PP, "p2p", FULL) for family in here(["gemma4 without sharing"])),
         ],
     ),
     "3 ranks": (
@@ -59,16 +61,26 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
 }
 
 
-def _errors(rank: int, ranks: int, rows: list[Row]) -> dict[str, tuple[float, set[str], set[str]]]:
+def _model_and_texts(family: str) -> tuple[PreTrainedModel, list[np.ndarray]]:
+    if family.startswith(TEXT):
+        return wrappers.tiny(family[len(TEXT) :]), wrappers.plain_texts()
+    return tiny(family), texts(LENGTHS)
+
+
+def _exact(family: str) -> tuple[float, dict[str, Tensor]]:
+    with whole_float64():
+        return dense_answer(*_model_and_texts(family))
+
+
+def _errors(
+    rank: int, ranks: int, rows: list[Row], stock: dict[str, tuple[float, dict[str, Tensor]]]
+) -> dict[str, tuple[float, set[str], set[str]]]:
     """The largest error of each row, the gradients that are here, and those of the stock model."""
     errors: dict[str, tuple[float, set[str], set[str]]] = {}
     for family, axes, kind, options in rows:
-        of_text = family.startswith(TEXT)
         with World(Layout(ranks=ranks, **axes), backend=backend()) as world, whole_float64():
-            stock, ours = (wrappers.tiny(family[len(TEXT) :]) if of_text else tiny(family) for _ in range(2))
-            documents = wrappers.plain_texts() if of_text else texts(LENGTHS)
-            loss, exact = dense_answer(stock, documents)
-            model = prepare(ours, world, **options)
+            (ours, documents), (loss, exact) = _model_and_texts(family), stock[family]
+            model = (prepare_untried if axes else prepare)(ours, world, **options)
             vars(model)["modes_of_row_trial"] = {False, True}  # trials of rows take as long as two steps
             tokens = 40 if world.home.pp > 1 else None
             plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, cp_comm_type=kind, max_tokens_per_slot=tokens)
@@ -83,7 +95,8 @@ def _errors(rank: int, ranks: int, rows: list[Row]) -> dict[str, tuple[float, se
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n != "2 ranks")) for n in TABLES])
 def test_equals_the_stock_model(name: str) -> None:
     ranks, rows = TABLES[name]
-    answers = run_ranks(_errors, ranks, ranks, rows, timeout=240)
+    stock = {family: _exact(family) for family in {family for family, *_ in rows}}
+    answers = run_ranks(_errors, ranks, ranks, rows, stock, timeout=240)
     assert len(answers[0]) == len(rows)
     for row in answers[0]:
         assert max(answer[row][0] for answer in answers) < 1e-12, (row, [answer[row][0] for answer in answers])
@@ -138,7 +151,7 @@ def _trained(rank: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
         plan = plan_fixed(LENGTHS, world.home, cp=2)
         run_step(model, plan, wrappers.plain_texts(), world, optimizer=build_optimizer(model, lr=0.1))
         save_model(model, folder / "saved", world)
-        again = prepare(load_model(folder / "saved", dtype="float32", sharded=True), world)
+        again = prepare_untried(load_model(folder / "saved", dtype="float32", sharded=True), world)
         shard = bind(plan.micro_batches[0], world).with_padding()
         inputs = {"input_ids": torch.ones(1, shard.local_rows, dtype=torch.long), "shard": shard}
         with pytest.raises(ModelError) as refused:

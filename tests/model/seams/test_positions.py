@@ -36,7 +36,7 @@ def _dense(parameters: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
     return dense_answer(model, texts(LENGTHS))
 
 
-CASES: list[tuple[str, dict[str, int]]] = [("yarn", {}), ("linear", {}), ("yarn", {"pp": 2})]  # a scaling, a home
+CASES: list[tuple[str, dict[str, int]]] = [("yarn", {}), ("linear", {"pp": 2})]  # a scaling, a home
 
 
 def _sharded(rank: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
