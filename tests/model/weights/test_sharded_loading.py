@@ -35,7 +35,7 @@ HOMES: list[tuple[dict[str, int], dict[str, Any]]] = [
 Row = tuple[dict[str, int], dict[str, Any], tuple[str, ...]]
 TABLES: dict[str, list[Row]] = {str(home): [(*home, tuple(FAMILIES))] for home in HOMES}
 # In CI each family in a home or two: shards that ranks do not divide, tied weights on two stages, experts of both axes.
-TABLES["few"] = [(*HOMES[0], ("untied", "6 experts")), (*HOMES[4], ("tied",)), (*HOMES[6], ("fused",))]
+TABLES["few"] = [(*HOMES[0], ("6 experts",)), (*HOMES[4], ("tied",)), (*HOMES[6], ("fused",))]
 
 
 def _config(name: str) -> PreTrainedConfig:
@@ -92,7 +92,7 @@ def _compare(rank: int, folders: str, rows: list[Row]) -> dict[str, Any]:
 @pytest.mark.parametrize("table", [pytest.param(t, marks=[pytest.mark.whole] * (t != "few")) for t in TABLES])
 def test_every_home_holds_the_folders_weights(folders: Path, table: str) -> None:
     for compared in run_ranks(_compare, 4, str(folders), TABLES[table], timeout=240):
-        assert len(compared) == (4 if table == "few" else 3 if "'ep'" in table else len(FAMILIES))
+        assert len(compared) == (3 if table == "few" else 3 if "'ep'" in table else len(FAMILIES))
         assert compared == dict.fromkeys(compared, ([], True))
 
 
@@ -114,7 +114,7 @@ def _draw(rank: int, homes: list[dict[str, int]], name: str) -> list[dict[str, t
     drawn = list[dict[str, torch.Tensor]]()
     for home in homes:
         with World(Layout(**home)) as world:
-            model: Any = prepare(load_model(config=_config(name), seed=3, sharded=True), world)
+            model: Any = prepare_untried(load_model(config=_config(name), seed=3, sharded=True), world)
             drawn.append({n: getattr(x, "full_tensor", lambda x=x: x)().detach() for n, x in model.named_parameters()})
     return drawn
 
@@ -125,7 +125,7 @@ def test_random_weights_are_the_same_under_every_home() -> None:
     projection = "model.layers.{}.self_attn.q_proj.weight"
     assert 0.15 < alone[projection.format(1)].std() < 0.25  # initializer_range is 0.2
     assert not torch.equal(alone[projection.format(0)], alone[projection.format(1)])
-    for of_rank in run_ranks(_draw, 4, [{"ranks": 4, "tp": 2, "dp_replicate": 2}], name):
+    for of_rank in run_ranks(_draw, 2, [{"ranks": 2, "tp": 2}, {"ranks": 2, "dp_replicate": 2}], name):
         for drawn in of_rank:
             assert drawn.keys() == alone.keys()
             assert not [n for n, x in drawn.items() if not torch.equal(x, alone[n])]
@@ -144,7 +144,7 @@ def test_every_seed_draws_other_weights() -> None:
 def test_weights_that_an_architecture_scales_by_depth_are_scaled() -> None:
     config = GPT2Config(n_embd=64, n_layer=8, n_head=4, n_positions=64, vocab_size=50)
     with World(Layout(ranks=1)) as world:
-        model = prepare(load_model(config=config, seed=0, sharded=True), world)
+        model = prepare_untried(load_model(config=config, seed=0, sharded=True), world)
         spreads = {n: float(x.detach().std()) for n, x in model.named_parameters() if "weight" in n and "ln" not in n}
     for name, spread in spreads.items():
         wanted = 0.02 / 4 if "c_proj" in name else 0.02  # GPT-2: by the root of twice the layers
@@ -211,14 +211,14 @@ def _stages_and_experts(rank: int, buffers: str, damaged: str) -> tuple[list[lis
     differences, largest, left = list[list[str]](), 0.0, list[Any]()
     for axes in ({"ep": 2}, {"pp": 2}):
         with World(Layout(ranks=2, **axes)) as world:
-            wanted = prepare(load_model(buffers), world)
-            model = prepare(load_model(buffers, sharded=True), world)
+            wanted = prepare_untried(load_model(buffers), world)
+            model = prepare_untried(load_model(buffers, sharded=True), world)
             bias = [x for name, x in model.named_buffers() if name.endswith("e_score_correction_bias")]
             differences.append(_differences(model, wanted))
             largest = max(largest, sum(float(x.abs().sum()) for x in bias))
             model = load_model(config=_config("4 experts"), sharded=True)
             defer_to_checkpoint(model)
-            prepared = prepare(model, world)
+            prepared = prepare_untried(model, world)
             weights = [local_tensor(x.detach()) for x in prepared.parameters()]
             left.append(all(bool(x.isnan().all()) for x in weights))
             left.append(not any(bool(x.isnan().any()) for x in prepared.buffers()))
