@@ -1,6 +1,5 @@
 """One item over several slots of an encoder: attention of its own that calls `attend` is exact at any degree."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ def _encoder() -> nn.Module:
     return module.double()
 
 
-@cache
 def _dense(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """(patches, cotangents, rows, gradients) of one process, on the CPU."""
     module, generator = _encoder(), torch.Generator().manual_seed(6)
@@ -67,11 +65,11 @@ CASES = [
 ]
 
 
-def _errors(rank: int) -> list[dict[str, float]]:
+def _errors(rank: int, dense: dict[tuple[int, ...], Any]) -> list[dict[str, float]]:
     errors = list[dict[str, float]]()
     for home, lengths, dynamic, sharded, recomputed in CASES:
         with World(home, backend=backend()) as world:
-            patches, cotangents, rows, gradients = (_on(x, world.device) for x in _dense(lengths))
+            patches, cotangents, rows, gradients = (_on(x, world.device) for x in dense[lengths])
             module = prepare_encoder(_encoder(), world, shard_parameters=sharded, activation_checkpointing=recomputed)
             room = {"max_tokens_per_slot": 96 // home.slots}
             plan = plan_dynamic(lengths, home, **room) if dynamic else plan_fixed(lengths, home, cp=home.slots)
@@ -102,7 +100,7 @@ def _on(x: Any, device: torch.device) -> Any:
 
 
 def test_an_item_over_several_slots_equals_one_dense_process() -> None:
-    for errors in run_ranks(_errors, 4):
+    for errors in run_ranks(_errors, 4, {lengths: _dense(lengths) for lengths in (LENGTHS, SEVERAL)}):
         for case, by_name in zip(CASES, errors, strict=True):
             wrong = {name: error for name, error in by_name.items() if not error <= 1e-12}
             assert not wrong, (case, wrong)
