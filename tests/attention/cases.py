@@ -32,6 +32,7 @@ NOISE = 1e-6  # of float32 sums, where half precision alone has no error: rows t
 RAGGED = (13, 1, 40, 2, 7)
 MANY = tuple(range(19, 49, 3))  # under a window of about their length every one is limited elsewhere
 DEGREES = (1, 2, 3, 4, 6, 8)
+DRAWN_DEGREES = (1,) * 12 + (2,) * 12 + (3,) * 6 + (4, 6)  # pairs on as few ranks as can be, for each takes its time
 HEADS = ("mha", "gqa", "mqa", "mla", "GQA, 48/8")
 
 
@@ -69,7 +70,6 @@ def layouts(slots: int, **options: Any) -> dict[str, MicroBatch]:
     kinds = itertools.cycle(("a2a", "p2p", "all_gather", "a2a+p2p"))
     groups: dict[str, list[tuple[Any, ...]]] = {
         "ragged": [(everyone, RAGGED)],
-        "even": [(everyone, (4 * slots, 2 * slots))],
         "fewer rows than members": [(everyone, (1, 2, 1))],
         "many documents": [(everyone, MANY)],
         "long": [(everyone, (90, 30))],
@@ -153,7 +153,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
     "full, spans": {"causal": False, "spans": 4},
     "narrow window": {"window": 2, "scale": -0.4},
-    "window": {"window": 5},
     "window wider than a share": {"window": 19, "softcap": 1.5},
     "window, sinks, spans": {"window": 5, "sinks": True, "spans": 7},
     "chunk": {"chunk": 8},
@@ -163,7 +162,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "full, softcap, dropout, sinks": {"causal": False, "softcap": 2.0, "dropout": 0.1, "sinks": True},
 }
 AXES: dict[str, Sequence[Any]] = {
-    "slots": DEGREES,
+    "slots": DRAWN_DEGREES,
     "feature": tuple(FEATURES),
     "layout": tuple(layouts(1)),
     "heads": HEADS,
@@ -192,7 +191,13 @@ def pairs(seed: int) -> dict[int, list[Case]]:
     of_slices = cases_of([Question("ragged", "mqa", sinks=True)], [Way("a2a+p2p", large="in four slices")])
     of_windows = cases_of([Question("many documents", "gqa", window=19)], WAYS)
     narrow = [replace(way, partition="contiguous") for way in WAYS]
-    return cases | {4: cases[4] + of_slices + of_windows + cases_of([Question("long", "mla", window=5)], narrow)}
+    cases[4] += of_slices + of_windows + cases_of([Question("long", "mla", window=5)], narrow)
+    mixed = [
+        Question("local, node, cross-node", "gqa", sinks=True),
+        Question("several groups a slot", "mha", "float32"),
+    ]
+    ways = [Way(None), *(Way("a2a+p2p", levels) for levels in ("two inside", "two outside"))]
+    return cases | {8: cases_of(mixed, ways)}
 
 
 def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:
@@ -346,7 +351,7 @@ def _errors_alone(question: Question, batch: MicroBatch, slots: int, world: Worl
 def run_cases(rank: int, slots: int, cases: list[Case]) -> list[float]:
     torch.set_num_threads(1)  # these are small tensors
     errors = dict[Case, float]()
-    for communicators in (False, True):
+    for communicators in sorted({way.communicators for _, way in cases}):
         home, of_world = Layout(ranks=slots), [case for case in cases if case[1].communicators == communicators]
         with World(home, backend=backend(), timeout=60, max_groups=8 if communicators else 0) as world:
             for cp in (slots, slots // 2) if communicators and slots % 2 == 0 else ():

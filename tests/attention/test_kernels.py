@@ -449,6 +449,7 @@ def made(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def by_degree(rank: int, slots: int) -> dict[tuple[str, str], list[float]]:
     relative: dict[tuple[str, str], list[float]] = {}
+    exact = {dtype: dense(made(dtype), DOCUMENTS) for dtype in (torch.bfloat16, torch.float32) if rank == 0}
     ways = {"one process": (1, "p2p"), SLICED: (slots, "a2a")} | {kind: (slots, kind) for kind in TYPES}
     with World(Layout(ranks=slots), backend=backend()) as world:
         for dtype, (name, (degree, kind)) in itertools.product((torch.bfloat16, torch.float32), ways.items()):
@@ -460,16 +461,16 @@ def by_degree(rank: int, slots: int) -> dict[tuple[str, str], list[float]]:
                 out.backward(shard.scatter(dout.to(shard.device)))
             gathered = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
             if rank == 0:
-                pairs = zip(gathered, dense((*qkv, dout), DOCUMENTS), strict=True)
+                pairs = zip(gathered, exact[dtype], strict=True)
                 relative[str(dtype), name] = [relative_error(a, b) for a, b in pairs]
     return relative
 
 
-def test_errors_do_not_grow_from_degree_1_to_8() -> None:
+def test_errors_do_not_grow_from_degree_1_to_4() -> None:
     """Kernels of GPUs sum heads in another order where a member has fewer of them: dk of one process, of 4 heads and of
     2 differs from float64 by 4.9e-7, 3.2e-7 and 4.0e-7 on an H200. So one process is what the others compare with."""
-    needs(8)
-    relative = run_ranks(by_degree, 8, 8)[0]
+    needs(4)
+    relative = run_ranks(by_degree, 4, 4)[0]
     assert len(relative) == 2 * (len(TYPES) + 2)
     for (dtype, kind), many in relative.items():
         for name, error, one in zip(("out", "dq", "dk", "dv"), many, relative[dtype, "one process"], strict=True):
