@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import World, prepare
+from longspan.model.exactness import check_model
 from longspan.model.seams import row_loss
 from longspan.testing import backend
 
@@ -170,8 +171,9 @@ def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tup
 
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
-    """A prepared model whose rows and loss are not tried before its steps: trials take as long as two of them."""
-    with patch.object(row_loss, "_try_row_loss"):
+    """A prepared model whose class, rows and loss are not tried before its steps: trials take as long as two steps."""
+    untried = patch.object(check_model, "try_class", lambda model: check_model.ClassTrial())
+    with patch.object(row_loss, "_try_row_loss"), untried:
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared

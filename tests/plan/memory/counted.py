@@ -23,12 +23,12 @@ from transformers import (
 
 from longspan import MtpLoss, add_mtp
 from longspan.comm import World
-from longspan.model import prepare
 from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
 from longspan.plan import Plan, plan_fixed
 from longspan.train import run_step
+from tests.model.stock import prepare_untried
 
 _DENSE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8}
 _DENSE |= {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 768, "max_position_embeddings": 8192}
@@ -163,7 +163,8 @@ def prepared_model(
         model = added.to(torch.bfloat16)
     options: dict[str, Any] = {"shard_parameters": False, "fused_norms": "on"} | how
     generator, vocabulary = np.random.default_rng(0), config.get_text_config().vocab_size
-    return prepare(model, world, **options), [generator.integers(0, vocabulary, size=length) for length in plan.lengths]
+    documents = [generator.integers(0, vocabulary, size=length) for length in plan.lengths]
+    return prepare_untried(model, world, **options), documents
 
 
 def count_step(
