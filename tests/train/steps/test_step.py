@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm import World
 from longspan.errors import CommError, DataError, LongspanError, ModelError, PlanError
 from longspan.layout import Layout
-from longspan.model import prepare
 from longspan.model.sharding import fsdp_modules
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import backend, run_ranks
@@ -200,7 +199,7 @@ def _modes() -> None:
     assert model.modes == [(True, False, True), (False, False, False), (True, True, True)]
     assert (model.training, model.frozen.training) == (False, False)
     with World(Layout(ranks=2, pp=2), backend=backend()) as world:
-        stages, seen = prepare(tiny("llama").eval(), world, shard_parameters=False), list[bool]()
+        stages, seen = prepare_untried(tiny("llama").eval(), world, shard_parameters=False), list[bool]()
         layer = stages.get_submodule(f"model.layers.{world.coordinates.pp}")
         layer.register_forward_pre_hook(lambda module, _: seen.append(module.training))
         run_step(stages, plan_fixed(LENGTHS, world.home, cp=1), texts(LENGTHS), world)
@@ -254,7 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[LongspanError], str]] = {
 
 def _refusals(world: World) -> None:
     """Every rank refuses each bad input, and stays in step with the others, as no collective was entered."""
-    model = prepare(tiny("qwen3"), world)
+    model = prepare_untried(tiny("qwen3"), world)
     for change, kind, says in REFUSED.values():
         degree = change.get("degrees", (4,) * 4)[world.rank]
         plan = change.get("plan", lambda p: p)(plan_fixed(LENGTHS, HOME, cp=degree))
