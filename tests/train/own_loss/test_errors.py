@@ -17,7 +17,6 @@ from longspan import (
     LongspanError,
     World,
     plan_fixed,
-    prepare,
     run_step,
     token_log_probs,
 )
@@ -27,7 +26,7 @@ from longspan.train import build_optimizer
 from longspan.train.terms.token_loss import DISTRIBUTION_VALUES, distribution_values
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import SIZES, VOCABULARY, texts, tiny, weights_of
+from tests.model.stock import SIZES, VOCABULARY, prepare_untried, texts, tiny, weights_of
 from tests.train.own_loss.dense import LENGTHS, documents_of, pair_loss, policy_loss, targets_of
 
 TEXTS = [Document(ids, loss_mask=np.arange(len(ids)) % 3 > 0) for ids in texts((17, 5, 9))]
@@ -117,22 +116,22 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
 def _refuse_mistakes(rank: int, home: Layout) -> None:
     documents = documents_of()
     with World(home, backend=backend(), timeout=60) as world:
-        model = prepare(deep("qwen3", torch.float64, 2), world)
+        model = prepare_untried(deep("qwen3", torch.float64, 2), world)
         optimizer, before = build_optimizer(model, "sgd", lr=0.1), weights_of(model)
         degree = min(2, home.slots)
         plan = plan_fixed(LENGTHS, home, cp=degree, max_tokens_per_slot=48 // degree, targets=targets_of(documents))
+        wanted = run_step(model, plan, documents, world)
         assert run_step(model, plan, documents, world, divisor=[3, 3.0][rank]).divisor == 3
         run_step(model, plan, documents, world, temperature=[2, 2.0][rank])  # equal numbers are one temperature
         assert run_step(model, plan, documents, world, divisor=torch.tensor([3.0])).divisor == 3  # type: ignore[arg-type]
         for name, (make, kind, says) in REFUSED.items():
-            if name.endswith("inside a micro-batch") and home.pp > 1:
+            if home.pp > 1 and (name.endswith("inside a micro-batch") or name.startswith("the loss gave")):
                 continue  # the last stage is one rank
             with pytest.raises(kind, match=says) as error:
                 run_step(model, plan, documents, world, optimizer, **make(rank))
             assert error.type is kind, name
         after = weights_of(model)
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
-        wanted = run_step(prepare(deep("qwen3", torch.float64, 2), world), plan, documents, world)
         norm = run_step(model, plan, documents, world, optimizer).grad_norm
         assert norm == pytest.approx(wanted.grad_norm, rel=1e-12)
 
@@ -146,7 +145,7 @@ def _refuse_dropout(home: Layout) -> None:
     with World(home, backend=backend(), timeout=60) as world:
         targets = targets_of(documents)
         if home.pp == 1:
-            model = prepare(deep("qwen3", torch.float64, 2, attention_dropout=0.25), world).train()
+            model = prepare_untried(deep("qwen3", torch.float64, 2, attention_dropout=0.25), world).train()
             plan = plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=16, targets=targets)
             run_step(model, plan, documents, world, loss=policy_loss)
             inside = plan.micro_batches[0].groups[0].documents
@@ -156,13 +155,14 @@ def _refuse_dropout(home: Layout) -> None:
                 run_step(model, plan, documents, world, loss=sets)
             assert "set attention_dropout (0.25) to 0.0" in str(error.value)
         plan = plan_fixed(LENGTHS, home, cp=1, max_tokens_per_slot=100, targets=targets)
-        model = prepare(adapted("llama", "embedding and head", lora_dropout=0.1), world).train()
+        model = prepare_untried(adapted("llama", "embedding and head", lora_dropout=0.1), world).train()
         run_step(model, plan, documents, world, loss=sets, backward=False)
         said = r"set lora_dropout \(0.1\) to 0.0, or leave the head out of the adapter"
         with pytest.raises(ModelError, match=said):
             run_step(model, plan, documents, world, loss=sets)
-        model = prepare(adapted("llama", "attention", lora_dropout=0.1), world).train()
-        assert run_step(model, plan, documents, world, loss=sets).forward_twice == 0
+        if home.pp == 1:
+            model = prepare_untried(adapted("llama", "attention", lora_dropout=0.1), world).train()
+            assert run_step(model, plan, documents, world, loss=sets).forward_twice == 0
 
 
 def _refuse_numbers(rank: int) -> None:
@@ -174,7 +174,7 @@ def _refuse_numbers(rank: int) -> None:
         return -log_probs
 
     with World(Layout(2), backend=backend()) as world:
-        model = prepare(deep("qwen3", torch.float64, 1), world)
+        model = prepare_untried(deep("qwen3", torch.float64, 1), world)
         plan = plan_fixed(TEXT_LENGTHS, world.home, cp=2, targets=TARGETS)
         for names, said in (
             (["entropy"] if rank else [], "different lists also= for step"),
@@ -244,7 +244,7 @@ def test_what_a_loss_is_given() -> None:
         return torch.ones_like(log_probs)
 
     with World(Layout(1), backend="gloo") as world:
-        model = prepare(tiny("qwen3", torch.bfloat16), world, shard_parameters=False)
+        model = prepare_untried(tiny("qwen3", torch.bfloat16), world, shard_parameters=False)
         plan = plan_fixed(LENGTHS, world.home, cp=1, max_tokens_per_slot=40, targets=targets_of(documents))
         result = run_step(model, plan, documents, world, loss=loss, loss_chunk_rows=3, divisor=2.0)
         assert result.loss == targets_of(documents) / 2 and result.divisor == 2.0 and result.grad_norm == 0
@@ -282,7 +282,7 @@ def test_as_trl_defines_them() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.get_output_embeddings().weight.data *= 30  # else a cap changes nothing
     with World(Layout(1), backend="gloo") as world:
-        prepared = prepare(deepcopy(model), world)
+        prepared = prepare_untried(deepcopy(model), world)
         plan = plan_fixed(TEXT_LENGTHS, world.home, cp=1, targets=TARGETS)
         values = token_log_probs(prepared, plan, TEXTS, world, also=DISTRIBUTION_VALUES)
     names = ("log_probs", "entropy", "is_top1", "mean_logits", "log_sum_sq_probs")

@@ -19,6 +19,7 @@ from tests.model.stock import error, gradients_of, prepare_untried
 from tests.train.own_loss.dense import (
     LENGTHS,
     Answer,
+    Rows,
     answer,
     documents_of,
     of_sets,
@@ -64,20 +65,18 @@ SPLIT_BACKWARD = (("pipeline_schedule", "zero_bubble"), ("virtual_stages", 2))
 CASES = [
     Case("cp 2, one micro-batch", Layout(2), fixed(2, 50), temperature=0.7),
     Case("cp 2, chunks of two rows", Layout(2), fixed(2, 16), chunk=2, whole=True),
-    Case("dynamic, recomputed", Layout(2), dynamic(24), options=(("activation_checkpointing", True),)),
     Case("free", Layout(2), dynamic(24, "free"), whole=True),
     Case("free, copies", Layout(2), dynamic(24, "free"), options=(("shard_parameters", False),)),
-    Case("tp 2", Layout(2, tp=2), fixed(1, 40), chunk=3, temperature=0.7),
     Case("tp 2, parts of rows", Layout(2, tp=2), fixed(1, 40, row_multiple=2), options=SPLIT_ROWS, whole=True),
     Case("pp 2", Layout(2, pp=2), fixed(1, 40), temperature=0.7),
     Case("experts", Layout(2), fixed(2, 24), "qwen3-moe", whole=True),
-    Case("an adapter", Layout(2), dynamic(24), "adapter"),
+    Case("an adapter, recomputed", Layout(2), dynamic(24), "adapter", options=(("activation_checkpointing", True),)),
     Case("an adapter, tp 2", Layout(2, tp=2), fixed(1, 40), "adapter", whole=True),
     Case("an adapter, pp 2", Layout(2, pp=2), fixed(1, 40), "adapter", whole=True),
     Case("cp 2, pp 2", Layout(4, pp=2), fixed(2, 24), chunk=3, whole=True),
     Case("dynamic, split backward", Layout(4, pp=2), dynamic(24), options=SPLIT_BACKWARD, whole=True),
     Case("dynamic, replicas", Layout(4, dp_replicate=2), dynamic(16), whole=True),
-    Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe"),
+    Case("experts, ep 2, tp 2", Layout(4, tp=2, ep=2), dynamic(24), "qwen3-moe", chunk=3, temperature=0.7),
 ]  # fmt: skip
 LOSSES: dict[str, Any] = {
     "weights": (weighted, None, TARGETS, None),
@@ -100,18 +99,27 @@ def model_of(family: str, layers: int) -> Any:
 ALSO = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 
 
+Dense = tuple[str, int, torch.device, float]  # a family, layers, a device and a temperature
+
+
 @cache
-def dense(
-    family: str, layers: int, device: torch.device, temperature: float
-) -> tuple[dict[str, Answer], list[np.ndarray]]:
-    """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
+def dense(way: Dense) -> tuple[Any, list[Rows], list[np.ndarray]]:
+    """A model of one process with its rows, and of each document's tokens the log-probabilities and ALSO (5, n)."""
+    family, layers, device, temperature = way
     model, documents = model_of(family, layers).to(device), documents_of()
     rows, model = rows_of(model, documents, temperature), unwrap_model(model)
     tokens = [np.zeros((5, len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])
         values[:, row.at.position.cpu().numpy() + 1] = numbers.cpu().numpy()
-    return {name: answer(model, rows, loss, by) for name, (loss, _, by, _) in LOSSES.items()}, tokens
+    return model, rows, tokens
+
+
+@cache
+def dense_answer(name: str, way: Dense) -> Answer:
+    model, rows, _ = dense(way)
+    loss, _, by, _ = LOSSES[name]
+    return answer(model, rows, loss, by)
 
 
 def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
@@ -124,14 +132,15 @@ def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
 
 
 def _errors(case: Case, world: World) -> dict[str, float]:
-    answers, tokens = dense(case.family, case.layers, world.device, case.temperature)
+    way: Dense = (case.family, case.layers, world.device, case.temperature)
+    tokens = dense(way)[-1]
     model = prepare_untried(model_of(case.family, case.layers), world, **dict(case.options))
     names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
     plan = case.plan(case.home)
     found = dict[str, float]()
     for name in LOSSES if case.whole or case == CASES[0] else ("tokens", "groups"):
         _, loss, _, divisor = LOSSES[name]
-        wanted, step = answers[name], {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
+        wanted, step = dense_answer(name, way), {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
         step["temperature"] = case.temperature
         result = run_step(model, plan, documents, world, **step)
         gradients = gradients_of(model)

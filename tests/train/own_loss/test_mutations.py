@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from longspan import DocumentLoss, Group, Layout, MicroBatch, Plan, World, prepare, run_step
+from longspan import DocumentLoss, Group, Layout, MicroBatch, Plan, World, run_step
 from longspan.errors import LongspanError
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
-from tests.model.stock import error, gradients_of
+from tests.model.stock import error, gradients_of, prepare_untried
 from tests.mutation import mutated
 from tests.train.own_loss.dense import (
     LENGTHS,
@@ -90,7 +90,7 @@ def notice(rank: int) -> dict[str, set[str]]:
     losses = {"weights": None, "tokens": policy_loss}
     losses |= {"sets": DocumentLoss(pair_loss, SETS), "all": DocumentLoss(pair_loss)}
     with World(Layout(2), backend=backend(), timeout=60) as world:
-        model, exact = prepare(deep("qwen3", torch.float64, 1), world), wanted(world.device)
+        model, exact = prepare_untried(deep("qwen3", torch.float64, 1), world), wanted(world.device)
         plan = Plan(2, LENGTHS, BATCHES, targets=targets_of(documents)).check()
         for name, (change, how) in MUTATIONS.items():
             noticed[name] = set()
