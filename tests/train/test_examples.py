@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, logsigmoid
 
-from longspan import Document, Layout, World, load_model, prepare, run_step
+from longspan import Document, Layout, World, run_step
 from longspan.testing import backend, run_ranks
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 from tests.model.stock import error, gradients_of, prepare_untried, tiny, weights_of, worst
@@ -81,9 +81,7 @@ def test_the_loop_equals_a_dense_model_and_goes_on_under_another_home(tmp_path: 
 
 
 def stock_of(module: Any, device: torch.device) -> Any:
-    stock = load_model(preset="qwen3-tiny", vocab_size=module.VOCABULARY, dtype="float64")
-    assert isinstance(stock, nn.Module)
-    return stock.to(device)
+    return nn.Module.to(tiny("qwen3", torch.float64, vocabulary=module.VOCABULARY), device)
 
 
 def dpo(module: Any, stock: Any) -> tuple[list[Document], Any, Tensor]:
@@ -112,10 +110,11 @@ def compare(rank: int) -> dict[str, float]:
     with World(Layout(2), backend=backend(), timeout=60) as world:
         for name, formula in {"dpo": dpo, "grpo": grpo}.items():
             module = example(name)
+            vars(module).update(PAIRS=4, GROUP=2)  # fewer documents
             stock = stock_of(module, world.device)
             documents, loss, wanted = formula(module, stock)
             wanted.backward()
-            model = prepare(stock_of(module, torch.device("cpu")), world)
+            model = prepare_untried(stock_of(module, torch.device("cpu")), world)
             result = run_step(model, module.plan_of(documents, world.home), documents, world, loss=loss)
             exact, gradients = gradients_of(stock), gradients_of(model)
             assert exact.keys() == gradients.keys()

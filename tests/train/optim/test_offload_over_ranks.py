@@ -18,7 +18,7 @@ from longspan.comm import World
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.layout import Layout
-from longspan.model import load_model, prepare
+from longspan.model import load_model
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.run import set_up
@@ -27,6 +27,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import offload_states
 from longspan.train.optim.offload_states import OffloadedStates
 from longspan.train.training import make_optimizer
+from tests.model.stock import prepare_untried
 from tests.train.small import small_config, train_rank, without_times
 
 BUCKET = 64 << 10  # bytes: a layer's matrices come apart
@@ -36,7 +37,7 @@ BUCKET = 64 << 10  # bytes: a layer's matrices come apart
 class Case:
     """A home, a model, keys of [train], the rank of an adapter (0: the model's own weights are trained).
 
-    `resumed`: its checkpoints are loaded too.
+    `resumed`: where an optimizer goes on from the checkpoint of the other, if it does.
     """
 
     home: Layout
@@ -44,16 +45,16 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict[str, Any])
     dtype: str = "float32"
     lora: int = 0
-    resumed: bool = False
+    resumed: tuple[str, ...] = ()
 
 
 BY_CHANCE = {"train.stochastic_rounding": True}
 MOMENTUM = {"train.optimizer": "sgd", "train.optimizer_arguments": ("momentum=0.9", "nesterov=true")}
 NADAM = {"train.optimizer": "torch.optim.NAdam"}
 CASES = {
-    "replicas, by chance": Case(Layout(2, dp_replicate=2), keys=BY_CHANCE, dtype="bfloat16", resumed=True),
+    "replicas, by chance": Case(Layout(2, dp_replicate=2), keys=BY_CHANCE, dtype="bfloat16", resumed=("device",)),
     "tp": Case(Layout(2, tp=2), keys=NADAM),
-    "tied ends of a pipeline": Case(Layout(2, pp=2), keys=BY_CHANCE, dtype="bfloat16", resumed=True),
+    "tied ends of a pipeline": Case(Layout(2, pp=2), keys=BY_CHANCE, dtype="bfloat16", resumed=("host",)),
     "experts": Case(Layout(2, ep=2), "qwen3-moe-tiny", keys=MOMENTUM),
     "an adapter": Case(Layout(2), lora=2),
 }
@@ -62,7 +63,7 @@ FEW = ("replicas, by chance", "tied ends of a pipeline", "experts")
 
 def _open(case: Case, world: World, *, on_host: bool) -> tuple[Any, Any]:
     model: Any = load_model(None, case.preset, dtype=case.dtype, vocab_size=64, seed=1)
-    model = prepare(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world)
+    model = prepare_untried(add_lora(model, NewAdapter(rank=case.lora)) if case.lora else model, world)
     world.seed = 7
     optimizer = make_optimizer(load_config(None, {"train.lr": 1e-2} | case.keys), world, model)
     return model, offload_states(optimizer, world, bucket_bytes=BUCKET) if on_host else optimizer
@@ -107,7 +108,8 @@ def _over_ranks(rank: int, root: Path, names: Sequence[str]) -> None:
             manifests = [root / name / place / "step-000002" / "manifest.json" for place in pairs]
             device, host = (json.loads(manifest.read_text())["files"] for manifest in manifests)
             assert device == host and len(device) == 2 + 2, name
-            for place, other in (("device", "host"), ("host", "device")) if case.resumed else ():
+            for place in case.resumed:
+                other = "host" if place == "device" else "device"
                 pairs[f"{place}, resumed"] = _open(case, world, on_host=place == "host")
                 load_checkpoint(root / name / other / "step-000002", *pairs[f"{place}, resumed"], world)
             for pair in pairs.values():
