@@ -24,6 +24,12 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "tests.train.small",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.integrations.mistral",
+    "transformers.convert_slow_tokenizer",
+    "tokenizers.trainers",
+    "numpy.ma",
+    "tests.preload",
 )
 
 
