@@ -30,7 +30,7 @@ from longspan.errors import CheckpointError, CommError
 from longspan.testing import backend, run_ranks
 from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
-from longspan.train.optim.optimizer import OptimizerChoice
+from longspan.train.optim.optimizer import OptimizerChoice, build_optimizer
 from tests.checkpoint.test_checkpoint import contents, opened, slow, update
 
 
@@ -50,13 +50,6 @@ def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> No
     taken, first = stage.bytes, copies["model"]["weight"].data_ptr()
     again = stage.begin_copies({"model": model.state_dict(), "optimizer": moments}, model).tensors
     assert (stage.bytes, again["model"]["weight"].data_ptr()) == (taken, first), "memory is kept from save to save"
-
-
-def tensors_of(path: Path, world: World) -> list[Tensor]:
-    """What a checkpoint holds, loaded into a model and an optimizer of another seed."""
-    model, optimizer = opened(world, seed=9)
-    load_checkpoint(path, model, optimizer, world)
-    return contents(model, optimizer)
 
 
 def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
@@ -90,25 +83,30 @@ def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
         sizes = {name: size for name, (size, _) in check_sizes(path).items() if name.startswith("shard-")}
         assert figures.bytes == sum(sizes.values()), (figures, sizes)
         check_checkpoint(path, world)
-        saved, waited = tensors_of(path, world), tensors_of(root / "waiting" / path.name, world)
-        assert len(saved) == len(waited) > 40 and all(map(torch.equal, saved, waited))
+        found, trained = list[list[Tensor]](), contents(model, optimizer)
+        for folder in (path, root / "waiting" / path.name):
+            update(model, optimizer)
+            load_checkpoint(folder, model, optimizer, world)
+            found.append(contents(model, optimizer))
+        assert len(found[0]) == len(found[1]) > 4 * 11 and all(map(torch.equal, *found))
+        assert not all(map(torch.equal, trained, found[0])), "an update was made after it"
         DefaultSavePlanner._create_global_plan = plan
         assert planned.count(True) == (rank == 0)  # once in four saves, on the first rank
         kinds = [record.kind for record in world.process_groups.made]
         assert kinds.count("saves") == 1
-        optimizers_rank(root / "optimizers", world)
-        figures_rank(rank, root / "figures", world)
-        said += failures_rank(rank, root / "failures", world)
+        figures_rank(rank, root / "figures", model, world)
+        said += failures_rank(rank, root / "failures", model, world)
+        optimizers_rank(root / "optimizers", model, world)
     assert not [thread for thread in threading.enumerate() if thread.name == "longspan save"]
     return said
 
 
-def optimizers_rank(root: Path, world: World) -> None:
+def optimizers_rank(root: Path, model: nn.Module, world: World) -> None:
     """An update waits for the copies, whatever optimizer makes it and wherever its moments are."""
     finish = StagedTensors.finish
     StagedTensors.finish = slow(0.2, finish)  # type: ignore[method-assign]
     for name in ("sgd", "offloaded", "rounding"):
-        model, optimizer = opened(world, "sgd" if name == "sgd" else "adamw")
+        optimizer = build_optimizer(model, "sgd" if name == "sgd" else "adamw", 1e-2)
         if name == "offloaded":
             optimizer = offload_states(optimizer, world)
         if name == "rounding":
@@ -126,9 +124,9 @@ def optimizers_rank(root: Path, world: World) -> None:
     StagedTensors.finish = finish  # type: ignore[method-assign]
 
 
-def figures_rank(rank: int, root: Path, world: World) -> None:
+def figures_rank(rank: int, root: Path, model: nn.Module, world: World) -> None:
     """Ranks that see at different times that a save has ended."""
-    model, optimizer = opened(world)
+    optimizer = build_optimizer(model, lr=1e-2)
     saver, steps = CheckpointSaver(root, world, log=[].append), list[int]()
     for step in (1, 2):
         update(model, optimizer)
@@ -141,10 +139,10 @@ def figures_rank(rank: int, root: Path, world: World) -> None:
     assert {step_of(path) for path in complete_checkpoints(root)} == {1, 2}
 
 
-def failures_rank(rank: int, root: Path, world: World) -> list[str]:
+def failures_rank(rank: int, root: Path, model: nn.Module, world: World) -> list[str]:
     """What goes wrong on one rank is raised on both, and the next save works."""
     texts, module._ENDS = list[str](), 0.1
-    model, optimizer = opened(world)
+    optimizer = build_optimizer(model, lr=1e-2)
     update(model, optimizer)
     saver = CheckpointSaver(root, world, log=texts.append)
     saver.save(model, optimizer, step=1)
