@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan import Layout, World, evaluate, prepare
+from longspan import Layout, World, evaluate
 from longspan.comm.watch import Watch
 from longspan.errors import EvaluationError
 from longspan.evaluation.metrics import Mean, bucket_edges
@@ -35,7 +35,10 @@ class Dense(NamedTuple):
 
 def dense(family: str = "qwen3") -> Dense:
     """On the device of the ranks: transformers makes rotary factors in float32, whose last bit a GPU may round else."""
-    model, device = deep(family, torch.float64, vocabulary=VOCABULARY).eval(), "cuda" if backend() == "nccl" else "cpu"
+    model, device = (
+        deep(family, torch.float64, 2, vocabulary=VOCABULARY).eval(),
+        "cuda" if backend() == "nccl" else "cpu",
+    )
     torch.nn.Module.to(model, device)
     losses, hits, logits = list[Tensor](), list[Tensor](), list[Tensor]()
     for document in DOCUMENTS:
@@ -93,7 +96,7 @@ def _evaluations(rank: int) -> list[tuple[str, Evaluation]]:
     found = list[tuple[str, Evaluation]]()
     for case in CASES:
         with World(Layout(**case.home), backend=backend(), timeout=60) as world:
-            model = deep(case.family, torch.float64, vocabulary=VOCABULARY)
+            model = deep(case.family, torch.float64, 2, vocabulary=VOCABULARY)
             model = prepare_untried(model, world, sequence_parallel=case.sequence_parallel)
             found += [(case.family, evaluate(model, DOCUMENTS, choice, world, OPTIONS)) for choice in case.choices]
     return found
@@ -157,16 +160,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 def test_metrics_that_are_refused() -> None:
     with World(Layout(ranks=1), backend="gloo", device="cpu") as world:
-        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        model = prepare_untried(deep("qwen3", torch.float64, 2, vocabulary=VOCABULARY), world)
         for metrics, message in REFUSED:
             with pytest.raises(EvaluationError, match=message):
                 evaluate(model, DOCUMENTS, PlanChoice.fixed(1), world, EvaluationOptions(metrics=metrics))
 
 
 def test_a_set_is_planned_once() -> None:
-    choice = PlanChoice.dynamic(max_tokens_per_slot=300, cp_comm_type=["p2p"] * 4)
+    choice = PlanChoice.dynamic(max_tokens_per_slot=300, cp_comm_type=["p2p"] * 2)
     with World(Layout(1), backend="gloo", device="cpu") as world:
-        model = prepare(deep("qwen3", torch.float64, vocabulary=VOCABULARY), world)
+        model = prepare_untried(deep("qwen3", torch.float64, 2, vocabulary=VOCABULARY), world)
         first, again = (evaluate(model, DOCUMENTS, choice, world) for _ in range(2))
         fewer = evaluate(model, DOCUMENTS[:3], choice, world)
         smallest = evaluate(model, DOCUMENTS[:3], PlanChoice.fixed(0, max_tokens_per_slot=300), world)
