@@ -53,8 +53,8 @@ def train_with_fault(rank: int, config: RunConfig, folder: Path, fault: Fault | 
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., list[int]]:
-    """Train four steps, with a fault before the third."""
-    keys = {"train__steps": 4, "train__save_every": 2, "train__eval_every": 0}
+    """Train three steps, with a fault before the third."""
+    keys = {"train__steps": 3, "train__save_every": 2, "train__eval_every": 0, "data__eval_documents": 0}
     config = small_config(tmp_path, data__cache=str(tmp_path / "cache"), train__save_async="off", **keys)
     return lambda fault=None: run_ranks(train_with_fault, 2, config, tmp_path, fault)
 
@@ -62,7 +62,7 @@ def train(tmp_path: Path) -> Callable[..., list[int]]:
 def test_a_cut_file_of_tokens_ends_the_run_and_is_made_again(train: Callable[..., list[int]], tmp_path: Path) -> None:
     with pytest.raises(RankLostError, match=r"was killed by signal 7 \(SIGBUS\), as Linux does where a mapped file"):
         train(cut_tokens)
-    assert saved_steps(tmp_path) == [2] and train() == [4, 4]
+    assert saved_steps(tmp_path) == [2] and train() == [3, 3]
 
 
 def test_a_run_whose_folder_is_removed_saves_and_ends(train: Callable[..., list[int]], tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_a_run_whose_folder_is_removed_saves_and_ends(train: Callable[..., list[
 def test_a_run_ends_well_without_files_that_the_next_one_asks_for(
     train: Callable[..., list[int]], tmp_path: Path
 ) -> None:
-    assert train(remove_all_but_the_run) == [4, 4] and saved_steps(tmp_path) == [4]
+    assert train(remove_all_but_the_run) == [3, 3] and saved_steps(tmp_path) == [3]
     with pytest.raises(LongspanError, match=r"data.path '.*texts' does not exist"):
         train()
     write_texts(tmp_path / "texts")
     with pytest.raises(LongspanError, match="run has checkpoints but no corpus: restore"):
         train()
     shutil.move(tmp_path / "corpus", tmp_path / "run/corpus")
-    assert train() == [4, 4] and saved_steps(tmp_path) == [4]
+    assert train() == [3, 3] and saved_steps(tmp_path) == [3]

@@ -35,7 +35,7 @@ Straight = tuple[RunConfig, str, TrainResult]
 
 def said(rank: int, config: RunConfig, ranks: int) -> tuple[str, TrainResult]:
     stream = io.StringIO() if rank == 0 else None
-    with World(check_config(config, ranks), backend=backend()) as world, ProgressDisplay(6, stream) as display:
+    with World(check_config(config, ranks), backend=backend()) as world, ProgressDisplay(4, stream) as display:
         result = train(config, world, display)
     return "" if stream is None else stream.getvalue(), result
 
@@ -61,6 +61,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
         {"name": "books", "every": 3, "metrics": [f"{HERE}.top_five"], "max_document_tokens": 0}
         | {"planner": "dynamic", "max_tokens_per_slot": 128},
         {"name": "some", "documents": 3, "context_parallel_size": 1},
+        train__steps=4,
     )
     return config, *run(config)
 
@@ -85,13 +86,13 @@ def test_the_row_of_a_set_is_of_its_documents(straight: Straight) -> None:
 
 def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: Straight) -> None:
     config, text, _ = straight
-    assert [(row["step"], row["cp"]) for row in rows_of(config)] == [(2, 2), (4, 2), (6, 1), (6, 2)]
+    assert [(row["step"], row["cp"]) for row in rows_of(config)] == [(2, 2), (4, 1), (4, 2)]
     books = [(row["step"], row["cp"], row["planner"]) for row in rows_of(config, "books")]
-    assert books == [(3, 2, "dynamic"), (6, 2, "dynamic")]
-    assert [(row["step"], row["cp"]) for row in rows_of(config, "some")] == [(2, 1), (4, 1), (6, 1)]
+    assert books == [(3, 2, "dynamic"), (4, 2, "dynamic")]
+    assert [(row["step"], row["cp"]) for row in rows_of(config, "some")] == [(2, 1), (4, 1)]
     assert "evaluation set books: 7 documents of 655 tokens, longest 147; evaluated every 3 steps and after the" in text
     assert "evaluation set some: 3 documents of 180 tokens" in text
-    assert "step 3/6  evaluation of books: loss " in text and "step 2/6  evaluation loss " in text
+    assert "step 3/4  evaluation of books: loss " in text and "step 2/4  evaluation loss " in text
 
 
 def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: Straight, tmp_path: Path) -> None:
@@ -104,8 +105,8 @@ def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: 
     assert (result.stopped, result.done) == ("SIGTERM", 3) and not rows_of(stopped, "books")
     assert (tmp_path / "run" / "checkpoints" / "step-000003").is_dir()
     text, result = run(replace(stopped, eval=config.eval[:1]))  # other sets are no other run
-    assert (result.stopped, result.done) == ("", 6) and "books: the corpus changed (eval.books.path was" in text
-    assert [(row["step"], row["cp"]) for row in rows_of(stopped, "books")] == [(3, 2), (6, 2)]
+    assert (result.stopped, result.done) == ("", 4) and "books: the corpus changed (eval.books.path was" in text
+    assert [(row["step"], row["cp"]) for row in rows_of(stopped, "books")] == [(3, 2), (4, 2)]
     losses, same = ([row["eval_loss"] for row in rows_of(c, "books")] for c in (config, stopped))
     assert losses == same
 

@@ -33,7 +33,8 @@ HOMES: dict[str, tuple[int, Mapping[str, object]]] = {
 MARKS = dict.fromkeys(("stages", "tensor and experts"), pytest.mark.whole)
 
 
-def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
+def _train(rank: int, cold: RunConfig, warm: RunConfig, ranks: int) -> list[str]:
+    train_rank(rank, cold, ranks)
     lines: list[str] = []
     before, said = warm_up_module.needs_warm_up, warm_up_module.warm_up
 
@@ -42,7 +43,7 @@ def _train(rank: int, config: RunConfig, ranks: int) -> list[str]:
 
     warm_up_module.needs_warm_up, warm_up_module.warm_up = lambda world: True, noted  # type: ignore[assignment]
     try:
-        train_rank(rank, config, ranks)
+        train_rank(rank, warm, ranks)
     finally:
         warm_up_module.needs_warm_up, warm_up_module.warm_up = before, said
     return lines
@@ -60,16 +61,13 @@ def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
     if changes is MASKED:
         tokenizer = write_base(tmp_path / "base")
         changes = {"data__path": _write_masked_rows(tmp_path / "rows.jsonl"), "data__tokenizer": str(tokenizer)}
-    rows: list[list[dict[str, object]]] = []
-    for name, train in (("cold", train_rank), ("warm", _train)):
-        config = small_config(tmp_path, run__dir=str(tmp_path / name), train__steps=3, **changes)
-        results = run_ranks(train, ranks, config, ranks)
-        rows.append([without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")])
-        if train is _train:
-            begin, end = results[0]
-            assert begin.startswith("compiling kernels and finding memory: ") and "coming steps and evaluation" in begin
-            assert end.startswith("kernels compiled and memory found in ")
-    assert rows[0] == rows[1] and len(rows[0]) > 4
+    names = ("cold", "warm")
+    configs = [small_config(tmp_path, run__dir=str(tmp_path / name), train__steps=2, **changes) for name in names]
+    (begin, end), *_ = run_ranks(_train, ranks, *configs, ranks)
+    assert begin.startswith("compiling kernels and finding memory: ") and "coming steps and evaluation" in begin
+    assert end.startswith("kernels compiled and memory found in ")
+    cold, warm = ([without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in names)
+    assert cold == warm and len(cold) == 4
 
 
 def test_kinds_of_groups() -> None:
