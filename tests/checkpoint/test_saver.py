@@ -53,7 +53,7 @@ def test_what_only_an_update_writes_is_copied_later_and_the_rest_at_once() -> No
 
 
 def background_rank(rank: int, ranks: int, root: Path) -> list[str]:
-    said = list[str]()
+    said, module.SMALL = list[str](), 256  # bytes: of these models the matrices are copied later
     finish = StagedTensors.finish
     with World(Layout(ranks), backend=backend(), timeout=60) as world:
         model, optimizer = opened(world)
