@@ -29,6 +29,7 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "transformers.convert_slow_tokenizer",
     "tokenizers.trainers",
     "numpy.ma",
+    "peft",
     "tests.preload",
 )
 
