@@ -87,14 +87,14 @@ def test_a_signal_on_one_rank_saves_on_all(tmp_path: Path) -> None:
 
 
 def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
-    """What is logged of a run in which the second slot's losses take longer, and four steps count instead of 20."""
+    """What is logged of a run in which the second slot's losses take longer, and three steps count instead of 20."""
 
     def sums(term: Any) -> list[float]:
         term._seconds = 1e-3 * term._rows * (1.25 if rank == 1 else 1.0)
         return [term._seconds, float(term._rows)]
 
     with (
-        mock.patch.object(loop, "STEPS", 4),
+        mock.patch.object(loop, "STEPS", 3),
         mock.patch.object(Training, "times_slots", True),
         mock.patch.object(step_module, "LEAST_LOGITS", 1),
         mock.patch.object(step_module.SlotPaceTerm, "sums", sums),
@@ -103,11 +103,10 @@ def train_with_a_slow_slot(rank: int, config: RunConfig) -> str:
 
 
 def test_a_slow_slot_is_named_once_with_its_host(tmp_path: Path) -> None:
-    keys = {"context__planner": "dynamic", "train__steps": 7, "train__tokens_per_step": 256, "train__eval_every": 0}
-    config = small_config(tmp_path, **keys, data__eval_documents=0)
+    config = small_config(tmp_path, train__steps=5, train__eval_every=0, data__eval_documents=0)
     log = run_ranks(train_with_a_slow_slot, 2, config, timeout=120)[0]
     assert log.count("slower than its plan") == 1
-    assert "slot 1 (rank 1, host " in log and "has been 25 % slower than its plan for 4 steps" in log
+    assert "slot 1 (rank 1, host " in log and "has been 25 % slower than its plan for 3 steps" in log
 
 
 def test_a_slot_is_slow_by_the_median_of_its_steps() -> None:
@@ -150,7 +149,7 @@ def test_the_next_step_is_prepared_before_the_sums_of_a_step_are_read(
     monkeypatch.setattr(PlanAhead, "_plan_inline", note_plan)
     monkeypatch.setattr(StepOrder, "select", note_documents)
     monkeypatch.setattr(StepEnd, "_make_sums", note_sums)
-    lines_of(0, small_config(tmp_path, train__steps=4, train__eval_every=0, **ALONE), 1)
+    lines_of(0, small_config(tmp_path, train__steps=4, data__eval_documents=0, train__eval_every=0, **ALONE), 1)
     events = events[events.index("documents 0") :]
     assert events[: events.index("sums") + 1][-3:] == ["plan 1", "documents 1", "sums"]
     assert [event for event in events if event != "plan 0"] == [
@@ -187,7 +186,7 @@ def sizes_of(text: str) -> dict[str, list[str]]:
 
 
 def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path) -> None:
-    keys = {"train__eval_every": 0, **ALONE}
+    keys = {"train__eval_every": 0, **ALONE, "context__max_tokens_per_slot": 64}
     configs = [small_config(tmp_path / "planned", train__memory_bytes=1 << 32, **keys), small_config(tmp_path, **keys)]
     ((planned, unplanned),) = run_ranks(run_short, 1, configs)
     for note in (planned, unplanned):

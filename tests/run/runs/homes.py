@@ -17,7 +17,12 @@ from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
 from tests.train.small import train_rank
 
-ALONE: dict[str, Any] = {"context__context_parallel_size": 1, "context__eval_context_parallel_size": 1}
+ALONE: dict[str, Any] = {  # on one slot, that holds a step or an evaluation in one micro-batch
+    "context__context_parallel_size": 1,
+    "context__eval_context_parallel_size": 1,
+    "context__max_tokens_per_slot": 256,
+    "context__eval_max_tokens_per_slot": 256,
+}
 
 
 def lines_of(rank: int, config: RunConfig, ranks: int) -> str:

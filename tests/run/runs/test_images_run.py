@@ -48,7 +48,7 @@ def _with_model(folder: Path, config: PreTrainedConfig) -> Path:
 
 def rows_with_images(folder: Path) -> Path:
     draw, names = random.Random(0), write_images(folder, SIZES)
-    rows = [_row(draw.choices(names, k=draw.choice((0, 1, 2, 3))), draw.randint(1, 8), i) for i in range(40)]
+    rows = [_row(draw.choices(names, k=draw.choice((0, 1, 2, 3))), draw.randint(1, 8), i) for i in range(20)]
     return write_rows(folder / "rows.jsonl", rows)
 
 
@@ -62,7 +62,7 @@ def _row(images: list[str], words: int, number: int) -> dict[str, Any]:
 def settings(folder: Path, rows: Path, model: Path, **changes: Any) -> RunConfig:
     """Four steps in float64; keys with "__" for the dot."""
     given = {"model.path": str(model), "model.dtype": "float64", "run.dir": str(folder), "train.steps": 4}
-    given |= {"data.path": str(rows), "data.eval_documents": 4, "data.cache": str(folder / "tokens")}
+    given |= {"data.path": str(rows), "data.eval_documents": 2, "data.cache": str(folder / "tokens")}
     given |= {"train.tokens_per_step": 600, "train.lr": 1e-3, "train.save_every": 2, "train.eval_every": 4}
     given |= {"encoder.lr": 2e-3, "encoder.max_rows": 64, "encoder.recompute": True}
     return load_config(None, given | {key.replace("__", "."): value for key, value in changes.items()})

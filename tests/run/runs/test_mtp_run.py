@@ -23,7 +23,7 @@ from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, tr
 from tests.train.small import small_config
 
 KEYS = {"mtp__depths": 2, "mtp__loss_weight": 0.5, "model__dtype": "float64"}
-STEPS = {"train__steps": 4, "train__save_every": 2, "train__eval_every": 4}
+STEPS = {"train__steps": 3, "train__save_every": 2, "train__eval_every": 3}
 COLUMNS = ("loss", "mtp_loss_1", "mtp_loss_2", "grad_norm", "eval_loss")
 
 Losses = dict[str, list[float]]
@@ -56,7 +56,7 @@ def alone(config: RunConfig, folder: Path) -> RunConfig:
 def test_losses_of_depths_are_those_of_one_rank(trained: Trained, tmp_path: Path) -> None:
     config, losses = trained
     assert close(run(alone(config, tmp_path / "run"), 1), losses)
-    assert all(len(losses[key]) == 4 and losses[key][-1] < losses[key][0] for key in COLUMNS[:3])
+    assert all(len(losses[key]) == 3 and losses[key][-1] < losses[key][0] for key in COLUMNS[:3])
 
 
 def test_what_a_run_says_of_its_depths(trained: Trained) -> None:
@@ -81,7 +81,7 @@ def test_a_run_goes_on_at_another_home(trained: Trained, home: str, tmp_path: Pa
 
 def test_depths_are_fixed_where_a_run_goes_on(trained: Trained) -> None:
     config, _ = trained
-    other = replace(config, mtp=replace(config.mtp, depths=1), train=replace(config.train, steps=5))
+    other = replace(config, mtp=replace(config.mtp, depths=1), train=replace(config.train, steps=4))
     with pytest.raises(ConfigError, match=r"mtp.depths was 2 when .* and is 1 now"):
         run(alone(other, Path(config.run.dir)), 1)
 

@@ -21,7 +21,7 @@ LONG = {"data__max_document_tokens": 0, "context__max_tokens_per_slot": 0, "cont
 
 def _architecture(folder: Path) -> Path:
     """A folder with a configuration and nothing else: experts that two ranks share, 32 positions, 300 rows."""
-    config = deep_config("qwen3-moe", layers=4, vocabulary=300)
+    config = deep_config("qwen3-moe", layers=2, vocabulary=300)
     config.update({"max_position_embeddings": 32, "dtype": "bfloat16"})
     config.save_pretrained(folder)
     return folder
@@ -30,7 +30,7 @@ def _architecture(folder: Path) -> Path:
 def test_a_configuration_is_drawn_scaled_trained_and_saved(tmp_path: Path) -> None:
     model = {"model__config": str(_architecture(tmp_path / "model")), "model__rope_scaling": "yarn"}
     keys = {**model, **LONG, "train__steps": 2, "train__eval_every": 0, "data__eval_documents": 0}
-    alone = small_config(tmp_path / "alone", **keys, **ALONE)
+    alone = small_config(tmp_path / "alone", **ALONE | keys)
     wanted = [row["loss"] for row in train_rows(alone, 1)]
     home = small_config(tmp_path / "home", **keys, parallel__pp=2, parallel__ep=2)
     assert [row["loss"] for row in train_rows(home, 4)] == pytest.approx(wanted, rel=1e-5)
@@ -40,7 +40,7 @@ def test_a_configuration_is_drawn_scaled_trained_and_saved(tmp_path: Path) -> No
 
 
 def _folder(path: Path, rows: int = 300) -> Path:
-    model = AutoModelForCausalLM.from_config(deep_config("qwen3", layers=4, vocabulary=rows), dtype="bfloat16")
+    model = AutoModelForCausalLM.from_config(deep_config("qwen3", layers=2, vocabulary=rows), dtype="bfloat16")
     model.save_pretrained(path)
     return path
 
