@@ -90,10 +90,12 @@ def test_the_demo_evaluates_as_it_does() -> None:
     assert load_config(None, {"context.eval_context_parallel_size": 0}).context.evaluation.context_parallel_size == 2
 
 
-@pytest.mark.parametrize(
-    ("slots", "degrees"), [(1, (1, 1)), (2, (2, 2)), (3, (1, 1)), (4, (2, 4)), (6, (2, 2)), (8, (2, 4))]
-)
-@pytest.mark.parametrize("planner", ["fixed", "padded", "dynamic"])
+DEGREES = [(1, (1, 1)), (2, (2, 2)), (3, (1, 1)), (4, (2, 4)), (6, (2, 2)), (8, (2, 4))]
+DEMOS = [(*suited, "fixed") for suited in DEGREES]
+DEMOS += [(*DEGREES[i], planner) for i in (2, 3) for planner in ("padded", "dynamic")]  # 3 and 4 slots
+
+
+@pytest.mark.parametrize(("slots", "degrees", "planner"), DEMOS)
 def test_the_demo_suits_the_slots_there_are(slots: int, degrees: tuple[int, int], planner: str) -> None:
     config = RunConfig(context=ContextConfig(planner=planner))
     for parallel in (ParallelConfig(), ParallelConfig(tp=2, pp=2)):
@@ -102,6 +104,9 @@ def test_the_demo_suits_the_slots_there_are(slots: int, degrees: tuple[int, int]
         context = resolved.context
         assert (context.context_parallel_size, context.evaluation.context_parallel_size) == degrees
         assert check_config(resolved, ranks).slots == slots
+
+
+def test_a_degree_of_one_is_kept() -> None:
     given = resolve_defaults(RunConfig(context=ContextConfig(context_parallel_size=1)), 4)
     assert check_config(given, 4) and given.context.context_parallel_size == 1
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux cluste
 def submit(folder: Path, longspan: str, *words: str, restarted: int = 0, **variables: str) -> subprocess.Popen[str]:
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    slurm = f'exec "{sys.executable}" "{ROOT / "tests/launch/fake_slurm.py"}"'
+    slurm = f'exec "{sys.executable}" -IS "{ROOT / "tests/launch/fake_slurm.py"}"'
     for name, text in (("srun", f'{slurm} srun "$@"'), ("scontrol", f'{slurm} scontrol "$@"'), ("longspan", longspan)):
         (programs / name).write_text(f"#!/bin/bash\n{text}\n")
         (programs / name).chmod(0o755)

@@ -129,7 +129,7 @@ def test_a_plan_is_an_svg_document_of_its_own() -> None:
     assert (width, height) > (1100, 300) and "a&lt;b&gt;" in document and "in another colour" in document
 
 
-@pytest.mark.parametrize("slots", [4, 1024])
+@pytest.mark.parametrize("slots", [4, 256])
 def test_png_draws_documents_on_their_slots_and_names_them(
     slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

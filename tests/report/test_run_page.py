@@ -46,10 +46,10 @@ def test_curves_are_the_metrics_of_the_run(tmp_path: Path) -> None:
 
 
 def test_long_runs_stay_small_and_spikes_survive(tmp_path: Path) -> None:
-    rows = [train_row(step, loss=99.0 if step == 7_777 else 4.0) for step in range(1, 20_001)]
+    rows = [train_row(step, loss=99.0 if step == 3_777 else 4.0) for step in range(1, 5_001)]
     run = write_run(tmp_path, rows=rows, plans=False)
     series = charts_of(report_of(run))["Training and evaluation"]["series"][0]
-    assert dict(zip(series["x"], series["y"], strict=True))[7_777] == 99.0 and len(series["x"]) < 1000
+    assert dict(zip(series["x"], series["y"], strict=True))[3_777] == 99.0 and len(series["x"]) < 1000
     assert (run / "report.html").stat().st_size < 500_000
 
 
