@@ -122,7 +122,7 @@ masks = st.builds(Mask, st.just(True), st.none() | st.integers(1, 40), st.none()
 @given(lengths=documents_lengths, degree=st.integers(1, 6), mask=masks | st.just(Mask(False)), kind=kinds)
 @example(lengths=(2,) * 9, degree=5, mask=Mask(True, 1), kind="zigzag")
 @example(lengths=(3, 1, 2), degree=3, mask=Mask(True, 100), kind="contiguous")
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_tiles_cover_what_is_visible_once(lengths, degree, mask, kind):
     check_tiles(lengths, degree, mask, kind)
 
@@ -143,7 +143,7 @@ def test_each_way_to_group_tiles_under_a_window_covers_the_same(window):
     size=st.sampled_from((1, 3, 16)),
     of_keys=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_blocks_hold_every_row_once_the_costliest_first(lengths, degree, window, size, of_keys):
     shares = Partition.zigzag(lengths, degree)
     for tiling in tiles_between(shares.segments(0), shares.segments(degree - 1), causal=True, window=window):
@@ -239,7 +239,7 @@ def spans_of_documents(draw):
 
 
 @given(documents=spans_of_documents(), degree=st.integers(1, 5), kind=kinds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_tiles_cover_later_rows_of_spans_once(documents, degree, kind):
     lengths, runs = documents
     spans = Spans.of(runs, range(len(lengths)), lengths)
@@ -287,7 +287,7 @@ def check_members(lengths, degree, inner, mask, padding=0, runs=None, partition=
     padding=st.integers(0, 5),
     kind=kinds,
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_members_send_the_rows_that_others_see(documents, degree, inner, mask, padding, kind):
     lengths, runs = documents
     check_members(lengths, degree, inner, mask, padding, runs if mask.chunk is None and not padding else None, kind)

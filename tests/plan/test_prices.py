@@ -44,7 +44,7 @@ costs = st.sampled_from(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=12)
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(document_lengths, homes, costs, st.sampled_from([0, 700]), st.booleans(), st.sampled_from(get_args(Mode)))
 def test_a_plan_has_one_price_and_the_dynamic_one_is_not_slower_than_others(
     lengths: list[int], shape: tuple[int, int], cost: Cost, room: int, evaluation: bool, mode: Mode
