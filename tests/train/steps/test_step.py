@@ -74,7 +74,6 @@ def plans(lengths: Sequence[int], home: Layout) -> dict[str, Plan]:
         fixed = plan_fixed(lengths, home, cp=1, max_tokens_per_slot=32)
         return of_any_home | {"free, cp 1": replace(fixed, mode="free")}
     return of_any_home | {
-        "cp 1": plan_fixed(lengths, home, cp=1),
         "even rows": plan_fixed(lengths, home, cp=4, row_multiple=2, cp_comm_type="all_gather"),
         "by hand": by_hand(),
     }
@@ -95,11 +94,11 @@ def _errors(
     rank: int, home: Layout, given: dict[str, Plan], turned: dict[str, Plan]
 ) -> tuple[Errors, dict[str, float]]:
     """Of loss, gradients and gradient norm, by type, way and plan; and this rank's rows of each plan."""
-    found, rows, single = Errors(), dict[str, float](), ("fixed", "dynamic")
+    found, rows = Errors(), dict[str, float]()
     ways: list[tuple[torch.dtype, str, Sequence[str]]] = [
-        (torch.float32, "sharded", single),
+        (torch.float32, "sharded", ("fixed",)),
         (torch.float64, "sharded", ()),
-        (torch.float64, "in another order", single),
+        (torch.float64, "in another order", ("dynamic",)),
         (torch.float64, "copies", ("by hand", "alone") if home.dp_replicate > 1 else ()),
     ]
     if home == HOME:
