@@ -55,8 +55,6 @@ def take_step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[s
 
 
 Case = tuple[str, Any, int, int]  # a model, what its layers keep, the layers of a segment, and rows of a tile
-
-
 Row = tuple[Layout, Sequence[Case], dict[str, Any]]
 
 
@@ -102,13 +100,10 @@ WHOLE: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        pytest.param(FEW, id="few"),
-        *(pytest.param([row], marks=pytest.mark.whole, id=name) for name, row in WHOLE.items()),
-    ],
-)
+OF_WHOLE = [pytest.param([row], marks=pytest.mark.whole, id=name) for name, row in WHOLE.items()]
+
+
+@pytest.mark.parametrize("rows", [pytest.param(FEW, id="few"), *OF_WHOLE])
 def test_tiles_and_segments_are_the_plain_step(rows: list[Row]) -> None:
     for of_rank in run_ranks(_errors, len(rows[0][0].ranks), rows):
         for errors in of_rank:

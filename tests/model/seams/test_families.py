@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from longspan import Layout, World, bind, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import whole_float64
@@ -61,19 +59,13 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
 }
 
 
-def _model_and_texts(family: str) -> tuple[PreTrainedModel, list[np.ndarray]]:
-    if family.startswith(TEXT):
-        return wrappers.tiny(family[len(TEXT) :]), wrappers.plain_texts()
-    return tiny(family), texts(LENGTHS)
-
-
-def _exact(family: str) -> tuple[float, dict[str, Tensor]]:
-    with whole_float64():
-        return dense_answer(*_model_and_texts(family))
+def _model_and_texts(family: str) -> tuple[Any, Any]:
+    of_text = family.startswith(TEXT)
+    return (wrappers.tiny(family[len(TEXT) :]), wrappers.plain_texts()) if of_text else (tiny(family), texts(LENGTHS))
 
 
 def _errors(
-    rank: int, ranks: int, rows: list[Row], stock: dict[str, tuple[float, dict[str, Tensor]]]
+    rank: int, ranks: int, rows: list[Row], stock: dict[str, Any]
 ) -> dict[str, tuple[float, set[str], set[str]]]:
     """The largest error of each row, the gradients that are here, and those of the stock model."""
     errors: dict[str, tuple[float, set[str], set[str]]] = {}
@@ -95,7 +87,8 @@ def _errors(
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n != "2 ranks")) for n in TABLES])
 def test_equals_the_stock_model(name: str) -> None:
     ranks, rows = TABLES[name]
-    stock = {family: _exact(family) for family in {family for family, *_ in rows}}
+    with whole_float64():
+        stock = {family: dense_answer(*_model_and_texts(family)) for family in {family for family, *_ in rows}}
     answers = run_ranks(_errors, ranks, ranks, rows, stock, timeout=240)
     assert len(answers[0]) == len(rows)
     for row in answers[0]:
