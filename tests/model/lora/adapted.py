@@ -116,10 +116,10 @@ def dense(peft_model: Any, *, disabled: bool = False) -> float:
 
 @cache
 def dense_answer(
-    family: str, adapter: str, device: torch.device, dtype: torch.dtype = torch.float64
+    family: str, adapter: str, dtype: torch.dtype = torch.float64
 ) -> tuple[float, float, dict[str, Tensor]]:
     """The loss, that of the base model alone, and every gradient, by the names of the model inside."""
-    peft_model = adapted(family, adapter, dtype).to(device)
+    peft_model = adapted(family, adapter, dtype)
     loss = dense(peft_model)
     gradients = gradients_of(peft_model.get_base_model())
     with torch.no_grad(), peft_model.disable_adapter():

@@ -82,30 +82,22 @@ def _wanted(family: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Ten
     return stock.loss, stock.gradients
 
 
-def _plans_of(home: Layout, case: Case) -> tuple[str, ...]:
-    family, dtype, _ = case
-    if case in IN_CI.get(home, {}):
-        return IN_CI[home][case]
-    if family == "qwen3" and home.tp > 1:
-        return ("fixed", "idle slots", "free")
-    return ("dynamic", "idle slots") if dtype == torch.float64 else ("idle slots",)
-
-
 Wanted = dict[tuple[str, torch.dtype], tuple[float, dict[str, torch.Tensor]]]
+Cases = dict[Case, tuple[str, ...]]  # and their plans
 
 
-def _compare(home: Layout, cases: list[Case], wanted: Wanted) -> Found:
+def _compare(home: Layout, cases: Cases, wanted: Wanted) -> Found:
     """Errors of the loss, of the gradients' norm, and the worst of all gradients, by case and plan."""
     results: Found = {}
     tried = set[str]()
     with World(home, backend=backend()) as world:
-        for family, dtype, kind in cases:
+        for (family, dtype, kind), plans in cases.items():
             loss, gradients = wanted[family, dtype]
             norm = torch.stack([g.double().norm() for g in gradients.values()]).norm().item()
             model = _prepared(family, dtype, kind, world, try_rows=len(home.ranks) == 2 and not tried)
             tried.add(family)
             router = ROUTER if family in ("qwen3-moe", "gpt-oss") else None
-            for name in _plans_of(home, (family, dtype, kind)):
+            for name in plans:
                 plan = PLANS[name](home, home.tp if "sequence" in kind else 1)
                 result = run_step(model, plan, texts(LENGTHS), world, router=router, loss_chunk_rows=7)
                 assert result.grad_norm is not None
@@ -120,37 +112,38 @@ def _compare(home: Layout, cases: list[Case], wanted: Wanted) -> Found:
 
 
 WIDE, SINGLE = torch.float64, torch.float32
-IN_CI: dict[Layout, dict[Case, tuple[str, ...]]] = {  # the others run with make test-all
+TWO = ("dynamic", "idle slots")
+IN_CI: dict[Layout, Cases] = {  # the others run with make test-all
     Layout(ranks=4, tp=2): {
         ("qwen3", WIDE, "sharded"): ("padded", "free"),
         ("llama", WIDE, RECOMPUTED): ("idle slots",),
     },
     Layout(ranks=2, tp=2): {("qwen3-moe", WIDE, "copies"): ("dynamic",), ("apertus", WIDE, "sharded"): ("fixed",)},
 }
-OTHERS: dict[Layout, list[Case]] = {
-    Layout(ranks=4, tp=2): [
-        ("qwen3", WIDE, COPIES),
-        ("qwen3-moe", WIDE, RECOMPUTED),
-        ("gpt-oss", WIDE, COPIES),
-        ("apertus", WIDE, COPIES),
-        ("mistral", SINGLE, "sharded"),
-        ("gemma2", SINGLE, RECOMPUTED),
-    ],
-    Layout(ranks=4, dp_replicate=2): [("qwen3", WIDE, "sharded")],
-    Layout(ranks=4, tp=2, dp_replicate=2): [("llama", WIDE, RECOMPUTED)],
-    Layout(ranks=4, pp=2, tp=2): [("llama", WIDE, RECOMPUTED)],
-    Layout(ranks=8, tp=2, ep=2, dp_replicate=2): [("qwen3-moe", WIDE, "sharded, sequence parallel")],
+OTHERS: dict[Layout, Cases] = {
+    Layout(ranks=4, tp=2): {
+        ("qwen3", WIDE, COPIES): ("fixed", "idle slots", "free"),
+        ("qwen3-moe", WIDE, RECOMPUTED): TWO,
+        ("gpt-oss", WIDE, COPIES): TWO,
+        ("apertus", WIDE, COPIES): TWO,
+        ("mistral", SINGLE, "sharded"): TWO[1:],
+        ("gemma2", SINGLE, RECOMPUTED): TWO[1:],
+    },
+    Layout(ranks=4, dp_replicate=2): {("qwen3", WIDE, "sharded"): TWO},
+    Layout(ranks=4, tp=2, dp_replicate=2): {("llama", WIDE, RECOMPUTED): TWO},
+    Layout(ranks=4, pp=2, tp=2): {("llama", WIDE, RECOMPUTED): TWO},
+    Layout(ranks=8, tp=2, ep=2, dp_replicate=2): {("qwen3-moe", WIDE, "sharded, sequence parallel"): TWO},
 }
 
 
-def _compare_homes(rank: int, homes: dict[Layout, list[Case]], wanted: Wanted) -> dict[Layout, Found]:
+def _compare_homes(rank: int, homes: dict[Layout, Cases], wanted: Wanted) -> dict[Layout, Found]:
     """One crew of ranks goes through all its homes."""
     return {home: _compare(home, cases, wanted) for home, cases in homes.items()}
 
 
 @cache
 def _results(ranks: int, in_ci: bool) -> list[dict[Layout, Found]]:
-    homes = {home: [*cases] for home, cases in (IN_CI if in_ci else OTHERS).items() if len(home.ranks) == ranks}
+    homes = {home: cases for home, cases in (IN_CI if in_ci else OTHERS).items() if len(home.ranks) == ranks}
     wanted = {case[:2]: _wanted(*case[:2]) for cases in homes.values() for case in cases}
     return run_ranks(_compare_homes, ranks, homes, wanted, timeout=240)
 
@@ -168,7 +161,7 @@ def test_equals_the_stock_model(home: Layout, case: Case, in_ci: bool) -> None:
     """Heads and widths over tp, with replicas, stages and dealt experts too."""
     for answers in _results(len(home.ranks), in_ci):
         of_case = {key: errors for key, errors in answers[home].items() if key[:3] == case}
-        assert len(of_case) == len(_plans_of(home, case))
+        assert len(of_case) == len((IN_CI if in_ci else OTHERS)[home][case])
         for key, (loss, norm, gradients) in of_case.items():
             assert gradients < TOLERANCE[case[1]] and norm < TOLERANCE[case[1]], (key, of_case[key])
             assert loss < (1e-12 if case[1] == torch.float64 else 1e-6), (key, of_case[key])
