@@ -11,7 +11,7 @@ from longspan.doctor.stock import whole_float64
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import backend
-from tests.model.stock import gradients_of
+from tests.model.stock import gradients_of, prepare_untried
 from tests.model.vision.documents import Answer, documents_of
 from tests.model.vision.models import config_of, tiny
 
@@ -68,7 +68,8 @@ class _Errors:
 def step(case: Case, answer: Answer, *, trial: bool = True) -> dict[str, float]:
     """The errors of one step; with a trial of rows before it, or not."""
     with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
-        model = prepare(tiny(case.name), world, encoder=case.encoder, **dict(case.options))
+        make = prepare if trial else prepare_untried
+        model = make(tiny(case.name), world, encoder=case.encoder, **dict(case.options))
         if not trial:
             vars(model.language_model)["modes_of_row_trial"] = {False, True}
         documents = documents_of(image_tokens(config_of(case.name)), case.documents)
