@@ -58,7 +58,7 @@ def test_one_line_differs_from_the_stock_script(name: str) -> None:
 LEARNING = [pytest.param(*case, marks=pytest.mark.whole) for case in zip(EXAMPLES, (12, 30, 10), strict=True)]
 
 
-@pytest.mark.parametrize(("name", "steps"), [("sft_trl.py", 2), *LEARNING])
+@pytest.mark.parametrize(("name", "steps"), [("sft_trl.py", 1), *LEARNING])
 def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, capfd: Any) -> None:
     script = tmp_path / name
     script.write_text((ROOT / "examples" / name).read_text())
@@ -69,7 +69,7 @@ def test_an_example_trains_on_two_ranks(name: str, steps: int, tmp_path: Path, c
         return
     state = json.loads((tmp_path / f"out/checkpoint-{steps}/trainer_state.json").read_text())
     losses = [row["loss"] for row in state["log_history"] if "loss" in row]
-    assert steps == 2 or losses[-1] < losses[0] - 0.5
+    assert steps == 1 or losses[-1] < losses[0] - 0.5
     assert (tmp_path / "out/model.safetensors").is_file()
 
 
@@ -83,7 +83,7 @@ def run_page(rank: int, page: str, folder: str) -> dict[str, float]:
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     names = {"model": model_of(), "chats": conversations(24), "tokenizer": tokenizer(), "SFTTrainer": SFTTrainer}
     names |= {"GRPOTrainer": GRPOTrainer, "TrainingArguments": TrainingArguments, "__name__": "page"}
-    names["args"] = SFTConfig("out", max_steps=2, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True)
+    names["args"] = SFTConfig("out", max_steps=1, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True)
     exec(compile("\n\n".join(blocks), "docs/trainer.md", "exec"), names)
     parts = {"args": names["args"], "train_dataset": names["chats"], "processing_class": tokenizer()}
     focused = names["Focused"](model=model_of(), **parts)
