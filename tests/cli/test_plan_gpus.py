@@ -11,8 +11,9 @@ import pytest
 
 from longspan.cli import machine, processes
 from longspan.cli.main import main
+from longspan.cli.plans import answer as plans_answer
 from longspan.cli.plans import question
-from longspan.cli.plans.fit import UNIT, RunOnGpus, can_scale, position_limit
+from longspan.cli.plans.fit import UNIT, RunOnGpus, can_scale, find_fits, position_limit
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
@@ -40,6 +41,19 @@ DRAWN = ["--distribution", "uniform", "--tokens", "30000", "--longest-document",
 def model(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return str(tmp_path)
+
+
+@pytest.fixture
+def one_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that is asked again, to be printed in another form, is answered by the ways that were found."""
+    known = dict[str, Any]()
+
+    def find(*question: Any) -> Any:
+        text = repr(question)
+        known[text] = known.get(text) or find_fits(*question)
+        return known[text]
+
+    monkeypatch.setattr(plans_answer, "find_fits", find)
 
 
 def ask(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -70,7 +84,7 @@ def test_the_longest_document_is_the_longest_that_fits(model: str, capsys: pytes
     check_keys(answer, model, 4)
     assert answer["keys"]["model.rope_scaling"] == "yarn" and answer["longest"] > 16384
     for tokens, fits in ((answer["longest"], True), (answer["longest"] + 4 * UNIT, False)):
-        assert ask(["--model", model, *GPUS, "--same", f"1x{tokens}"], capsys)["fits"] is fits
+        assert ask(["--model", model, *GPUS, "--cp", "4", "--same", f"1x{tokens}"], capsys)["fits"] is fits
 
 
 def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +98,7 @@ def test_what_does_not_fit_says_how_many_bytes_are_missing(model: str, capsys: p
 
 
 def test_keys_by_hand_win(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", model, *GPUS, "--same", "1x65536"]
+    words = ["--model", model, *GPUS, "--same", "1x65536", "--cp", "4"]
     host = ask([*words, "--train.offload_states", "--train.activation_checkpointing", "full"], capsys)
     assert {word.partition("+")[0] for word in host["measures"]} == {"full"}
     assert host["host"]["states"] > 0 == host["device"]["states"] and host["keys"]["train.offload_states"] is True
@@ -121,19 +135,19 @@ def test_training_takes_the_keys(
 def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = [400 * (1 + i % 7) for i in range(60)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
-    words = ["--model", model, *TWO, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "4000"]
+    words = ["--model", model, *TWO, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "8000"]
     words += ["--cp-comm-type", "p2p"]
-    answer = ask([*words, "--epochs", "3"], capsys)
-    config = load_config(None, {"model.path": model, "train.tokens_per_step": 4000, "train.epochs": 3})
+    answer = ask([*words, "--epochs", "0.3"], capsys)
+    config = load_config(None, {"model.path": model, "train.tokens_per_step": 8000, "train.epochs": 0.3})
     assert answer["steps"] == order_lengths(config, sizes).count_steps()
     assert answer["hours"] == pytest.approx(answer["steps"] * answer["step_seconds"] / 3600)
     assert answer["gpu_hours"] == pytest.approx(2 * answer["hours"])
     assert sum(degree["share"] for degree in answer["degrees"]) == pytest.approx(1.0)
-    assert answer["keys"]["train.epochs"] == 3 and answer["keys"]["train.tokens_per_step"] == 4000
+    assert answer["keys"]["train.epochs"] == 0.3 and answer["keys"]["train.tokens_per_step"] == 8000
     check_keys(answer, model, 2)
     ways = answer["alternatives"]  # of the same steps: fewer seconds are more tokens/s, and the answer is the first
     tokens = {round(way["seconds"] * way["tokens_per_second_per_gpu"] * 2, 6) for way in ways}
-    assert len(ways) == 3 and len(tokens) == 1 and next(iter(tokens)) < 4000
+    assert len(ways) == 3 and len(tokens) == 1 and next(iter(tokens)) < 8000
     speeds = [way["tokens_per_second_per_gpu"] for way in ways]
     assert speeds == sorted(speeds, reverse=True) and answer["tokens_per_second_per_gpu"] == speeds[0]
     assert answer["longest"] > max(sizes)
@@ -147,6 +161,7 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
 
 
+@pytest.mark.usefixtures("one_search")
 def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
@@ -330,6 +345,7 @@ def config(tmp_path: Path) -> str:
     return str(tmp_path / "run.toml")
 
 
+@pytest.mark.usefixtures("one_search")
 def test_it_tells_what_a_run_would_take(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", config, "--dry-run", "--world", "4", "--run.machine", "h100"]
     assert main([*words, "--json"]) == 0

@@ -28,6 +28,7 @@ STEEPNESS = (0.0, 0.4, 0.7, 1.0)
 SLACK = (1.005, 1.03)
 SLACK_OF_FEW = (*SLACK, 1.07, 1.15, 1.3, 1.6)
 Limits = tuple[tuple[float, float], ...]
+Known = set[tuple[bytes, bytes, float]]  # what was placed: durations, which items are long, reach
 LIMITS, LIMITS_OF_FEW = ((0.15, 0.8), (0.5, 0.4)), ((0.0, 0.0), (0.15, 0.4))  # share and reach: see `Settings`
 # What random changes choose from.
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.25, 0.5, 0.8)
@@ -116,17 +117,17 @@ def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
     """Try first settings, then change the best ones `steps` times; steps are counted so that all hosts agree."""
-    table, random = DegreeTable.of(problem), Random(0)
-    best, settings = _best_first(problem, table)
+    table, random, known = DegreeTable.of(problem), Random(0), Known()
+    best, settings = _best_first(problem, table, known)
     for _ in range(steps):
         changed = _change_settings(best, settings, random)
-        candidate = place_items(problem, table, changed)
-        if candidate.seconds < best.seconds:
+        candidate = place_items(problem, table, changed, known)
+        if candidate is not None and candidate.seconds < best.seconds:
             best, settings = candidate, changed
     return best
 
 
-def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Settings]:
+def _best_first(problem: Problem, table: "DegreeTable", known: Known) -> tuple[Candidate, Settings]:
     """The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem
     is tried with two steepnesses of every number and slack, then with the others of the best number and slack, then
     with other limits.
@@ -142,7 +143,8 @@ def _best_first(problem: Problem, table: "DegreeTable") -> tuple[Candidate, Sett
             durations = _first_durations(problem, table, count, steepness)
             for slack, limit in product(slacks, limits):
                 settings = Settings(slack * durations, *limit)
-                tried.append((place_items(problem, table, settings), settings, (count, steepness, slack)))
+                if (candidate := place_items(problem, table, settings, known)) is not None:
+                    tried.append((candidate, settings, (count, steepness, slack)))
         tried.sort(key=lambda of: of[0].seconds)  # stable: of equal ones the first stays the first
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
@@ -251,6 +253,16 @@ class DegreeTable:
         seconds[:, may_be_long] = problem.request.cost.group_seconds(tokens, tokens * tokens, self.degrees, inside)
         return seconds
 
+    @cached_property
+    def short_latency(self) -> Floats:
+        """Latency of a group of short documents beside a document of each degree (degrees,)."""
+        return self.problem.request.cost.latency_seconds(np.minimum(self.degrees, self.problem.widest_block))
+
+    @cached_property
+    def work(self) -> Floats:
+        """Of each class (classes,)."""
+        return self.problem.request.cost.work_seconds(self.longest, self.longest**2)
+
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
         """Choose the best degree for each class in each micro-batch; returns degrees and the slot seconds they waste.
 
@@ -260,13 +272,11 @@ class DegreeTable:
         and others none. They take of these seconds what their rows under the cap allow, and `GAP_LOST` of that counts
         as lost. Without the long document the slots idle once the cap is full: `reach` of that is taken off its waste.
         """
-        problem, cost = self.problem, self.problem.request.cost
+        problem = self.problem
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
-        latency = cost.latency_seconds(np.minimum(self.degrees, problem.widest_block))
-        gap = np.maximum(room - 0.5 * latency, 0.0)
+        gap = np.maximum(room - 0.5 * self.short_latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
-        work = cost.work_seconds(self.longest, self.longest**2)[:, None, None]
-        waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - work
+        waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
         idle_of_short = np.maximum(durations - problem.light_density * problem.cap, 0.0)
         waste = waste - reach * self.degrees * idle_of_short[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
@@ -300,12 +310,18 @@ def _longest_by_class(lengths: Ints) -> Ints:
     return lengths[np.append((np.diff(leading) != 0) | (np.diff(dropped_bits) != 0), True)]
 
 
-def place_items(problem: Problem, table: DegreeTable, settings: Settings) -> Candidate:
-    """Place all items in micro-batches of about these durations, and in further ones where they do not fit."""
+def place_items(problem: Problem, table: DegreeTable, settings: Settings, known: Known) -> Candidate | None:
+    """Place all items in micro-batches of about these durations, and in further ones where they do not fit. None if
+    they were placed so before, which is no faster: settings often differ in a share that makes the same items long.
+    """
     durations = settings.durations * problem.mean_seconds
     least = settings.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
     long = (problem.work >= least) | (problem.tokens > problem.widest_run * problem.cap)
     long &= table.item_class >= 0
+    key = durations.tobytes(), long.tobytes(), settings.reach if long.any() else 0.0
+    if key in known:
+        return None
+    known.add(key)
     placing = _Placing(problem, table, durations)
     placing.place_long(np.flatnonzero(long).tolist(), settings.reach)
     placing.place_short(sorted(placing.unplaced + np.flatnonzero(~long).tolist()))
@@ -397,7 +413,7 @@ class _Placing:
     def candidate(self) -> Candidate:
         """The slots of a bin also wait for messages of the documents that they share, which its seconds lack so far."""
         bins = self.bins
-        latency = self.problem.request.cost.latency_seconds(np.arange(1, self.problem.widest_block + 1)).tolist()
+        latency = self.problem.latencies
         ends = [0.0] * len(self.durations)
         for m, seconds, width, short in zip(bins.micro_batch, bins.seconds, bins.width, bins.short, strict=True):
             ends[m] = max(ends[m], seconds + (latency[width - 1] if short else 0.0))

@@ -101,7 +101,8 @@ class ModelShape:
         mixer = _read_mixer(read)
         kinds = layer_kinds(read) + depth_kinds(read) * depths
         hidden, window, chunk = read.count("hidden_size"), sliding_window(read), read.count("attention_chunk_size")
-        layers = [_layer_weights(read, kind, mixer) for kind in kinds]
+        weights_of_kinds = {kind: _layer_weights(read, kind, mixer) for kind in dict.fromkeys(kinds)}
+        layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = attention_widths(read) if attention else (0, 0)
         vocabulary = read.count("vocab_size")
