@@ -225,6 +225,8 @@ class DegreeTable:
     rows: Ints  # (classes, degrees) a slot
     fits: NDArray[np.bool_]  # (classes, degrees) within the cap
     short_density: float  # seconds a row of the documents that fill gaps
+    work: Floats  # (classes,)
+    latency: Floats  # of groups of 1, 2, … slots of the widest block, however few rows they have
 
     @classmethod
     def of(cls, problem: Problem) -> "DegreeTable":
@@ -239,7 +241,9 @@ class DegreeTable:
         rows = -(-column // degrees)
         short = len(problem.tokens) * 3 // 4
         density = float(problem.work[short] / problem.tokens[short])
-        return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density)
+        work = problem.request.cost.work_seconds(longest, longest**2)
+        latency = problem.request.cost.latency_seconds(np.arange(1, problem.widest_block + 1))
+        return cls(problem, item_class, longest, degrees, seconds, rows, rows <= problem.cap, density, work, latency)
 
     @cached_property
     def item_seconds(self) -> Floats:
@@ -253,16 +257,6 @@ class DegreeTable:
         seconds[:, may_be_long] = problem.request.cost.group_seconds(tokens, tokens * tokens, self.degrees, inside)
         return seconds
 
-    @cached_property
-    def short_latency(self) -> Floats:
-        """Latency of a group of short documents beside a document of each degree (degrees,)."""
-        return self.problem.request.cost.latency_seconds(np.minimum(self.degrees, self.problem.widest_block))
-
-    @cached_property
-    def work(self) -> Floats:
-        """Of each class (classes,)."""
-        return self.problem.request.cost.work_seconds(self.longest, self.longest**2)
-
     def choose_degrees(self, durations: Floats, reach: float) -> tuple[Ints, Floats]:
         """Choose the best degree for each class in each micro-batch; returns degrees and the slot seconds they waste.
 
@@ -274,7 +268,8 @@ class DegreeTable:
         """
         problem = self.problem
         room = durations[None, :, None] - self.seconds[:, None, :]  # (classes, micro-batches, degrees)
-        gap = np.maximum(room - 0.5 * self.short_latency, 0.0)
+        latency = self.latency[np.minimum(self.degrees, problem.widest_block) - 1]
+        gap = np.maximum(room - 0.5 * latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
         idle_of_short = np.maximum(durations - problem.light_density * problem.cap, 0.0)
@@ -413,7 +408,7 @@ class _Placing:
     def candidate(self) -> Candidate:
         """The slots of a bin also wait for messages of the documents that they share, which its seconds lack so far."""
         bins = self.bins
-        latency = self.problem.latencies
+        latency = self.table.latency.tolist()
         ends = [0.0] * len(self.durations)
         for m, seconds, width, short in zip(bins.micro_batch, bins.seconds, bins.width, bins.short, strict=True):
             ends[m] = max(ends[m], seconds + (latency[width - 1] if short else 0.0))

@@ -127,11 +127,6 @@ class Problem:
         return max(size for _, size in self.blocks)
 
     @cached_property
-    def latencies(self) -> list[float]:
-        """Seconds that groups of 1, 2, … slots of the widest block wait for messages of few rows."""
-        return self.request.cost.latency_seconds(np.arange(1, self.widest_block + 1)).tolist()
-
-    @cached_property
     def widest_run(self) -> int:
         """Slots of the widest run into which a block without long documents is divided."""
         return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))

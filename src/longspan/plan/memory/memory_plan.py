@@ -174,7 +174,7 @@ class MemoryNeeds:
         if (count := len(layer_words)) != self.layers:
             raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
         words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
-        moments = (place.fullest_moment(self.loads, words) for place in self.places)
+        moments = (moment for place in self.places for moment in place.moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
             device=max(moments, key=lambda moment: moment.total),

@@ -339,12 +339,6 @@ class StageBytes:
         return layers
 
     @cached_property
-    def sums_of_layers(self) -> list[tuple[float, float]]:
-        """`summing_bytes` and `gradient_bytes` of each layer of this stage."""
-        numbers = [self.numbers.layers[i] for i in self.stage.layers]
-        return [(self.summing_bytes(layer), self.gradient_bytes(layer)) for layer in numbers]
-
-    @cached_property
     def image_bytes(self) -> tuple[float, float, float]:
         """Bytes of images kept while the language model runs, and while encoders run backward; and work of a block.
         Kept are the encoded rows, and what a tower's blocks that are trained keep of the patches (if recomputed, only
@@ -364,21 +358,13 @@ class StageBytes:
 
     def moments(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
-        return (replace(self.resident_bytes, **sizes) for sizes in self._sizes_of_moments(loads, measures))
-
-    def fullest_moment(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Bytes:
-        """Return the first of these moments that holds most."""
-        sizes = max(self._sizes_of_moments(loads, measures), key=lambda sizes: sum(sizes.values()))
-        return replace(self.resident_bytes, **sizes)
-
-    def _sizes_of_moments(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[dict[str, int]]:
-        resident, settings = {"states": self.resident_bytes.states}, self.settings
+        base, settings = vars(self.resident_bytes), self.settings
         # An update of states that wait on the host has two buckets of them.
         states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_states else self.state_bytes
-        yield {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states}
+        yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
         for load in loads:
             for moment in self._micro_batch_moments(load, measures):
-                yield {name: int(size) for name, size in moment.items()} | resident
+                yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
     def _micro_batch_moments(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:
         settings, layers, stage = self.settings, self.numbers.layers, self.stage
@@ -421,9 +407,9 @@ class StageBytes:
             moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": running[i].backward}
             yield moment | {"kept": here + running[i].kept + running[i].host}
             if not self.stays_whole:  # the layer's gradients are summed over slots, and then sent
-                yield moment | {"gathered": others + self.sums_of_layers[i][0], "kept": here, "work": row}
+                yield moment | {"gathered": others + self.summing_bytes(numbers), "kept": here, "work": row}
                 sent = numbers.trained * settings.reduce_bytes * sharded
-                gradients += self.sums_of_layers[i][1] * (not load.later)
+                gradients += self.gradient_bytes(numbers) * (not load.later)
         # After all layers whole gradients are summed, or those of the root; encoders run last.
         sums = self.summing_bytes(root)
         if self.stays_whole:
