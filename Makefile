@@ -60,7 +60,7 @@ vlm: $(VENV)/.vlm
 	PYTHONPATH=examples/vlm $(BIN)/longspan train examples/vlm.toml --world 4 --device cpu --run.dir $(VLM)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"

@@ -33,6 +33,21 @@ PRELOAD = (  # what most test files import, beside what runs of users do
     "tests.preload",
 )
 
+# The longest first: a worker that begins one last is waited for. The others come in the order of their folders.
+LONGEST = (
+    "test_docs.py",
+    "hf/test_trainer.py",
+    "cli/test_plan_gpus.py",
+    "plan/memory/test_counted.py",
+    "run/test_run.py",
+    "model/experts/test_experts.py",
+    "run/runs/test_rows_run.py",
+    "hf/test_grpo.py",
+    "doctor/test_prove.py",
+    "attention/test_attend.py",
+    "doctor/test_census.py",
+)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -84,6 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     mark(items, whole_suite=config.args == config.getini("testpaths"))
+    places = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
