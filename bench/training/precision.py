@@ -85,7 +85,7 @@ def curve(config: RunConfig, corpus: Corpus, world: World, *, trains: bool = Tru
     losses = []
     for step in range(config.train.steps):
         documents = corpus.select(order.documents_of_step(step))
-        plan = training.choice.plan([len(documents[i]) for i in range(len(documents))], world.home)
+        plan = training.training_choice.plan([len(documents[i]) for i in range(len(documents))], world.home)
         if trains:
             losses.append(training.take_step(plan, documents, step).loss)
         else:

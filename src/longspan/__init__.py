@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
     # These stand in longspan.layout, .bridge, .multimodal, .mtp and .train; here they only stay importable.
     from longspan.bridge import Bridge as Bridge
-    from longspan.bridge import ItemDocuments as ItemDocuments
     from longspan.comm import SequenceShard as SequenceShard
     from longspan.comm import World as World
     from longspan.comm import bind as bind
+    from longspan.data.item_documents import ItemDocuments as ItemDocuments
     from longspan.errors import LongspanError as LongspanError
     from longspan.layout import Exchange as Exchange
     from longspan.layout import Layout as Layout

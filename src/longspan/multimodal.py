@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from longspan.bridge import ItemDocuments as ItemDocuments
-    from longspan.bridge import items_at_placeholders as items_at_placeholders
+    from longspan.data.item_documents import ItemDocuments as ItemDocuments
+    from longspan.data.item_documents import items_at_placeholders as items_at_placeholders
     from longspan.model import Encoder as Encoder
     from longspan.model import EncoderHome as EncoderHome
     from longspan.model import ImageInput as ImageInput

@@ -6,8 +6,6 @@ from longspan.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from longspan.bridge.bridge import Bridge as Bridge
-    from longspan.bridge.item_documents import ItemDocuments as ItemDocuments
-    from longspan.bridge.item_documents import items_at_placeholders as items_at_placeholders
     from longspan.plan.items import Item as Item
 
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from longspan.bridge import items_at_placeholders
-from longspan.bridge.item_documents import ItemDocuments
 from longspan.data.document import Document
+from longspan.data.item_documents import ItemDocuments, items_at_placeholders
 from longspan.doctor.cases import IMAGES, LENGTHS, Case
 from longspan.errors import LongspanError, ModelError
 from longspan.model.exactness.image_trial import (

@@ -191,7 +191,7 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
     """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
-    plan, targets = inputs.plan, inputs.documents.targets
+    plan, targets = inputs.plan, inputs.documents.targets_by_document
     loss = math.fsum(totals.documents.tolist())
     metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
     if options.token_bytes is not None:
@@ -237,7 +237,7 @@ def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> 
 def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
-    targets = sum(documents.targets)
+    targets = sum(documents.targets_by_document)
     return replace(
         choice, options=replace(options, cost=options.cost.forward_only(), row_multiple=rows, targets=targets)
     )

@@ -1,6 +1,8 @@
-"""The base model and its decoder layers: finding them, and what stands in for those elsewhere."""
+"""The base model and its decoder layers: finding them, what stands in for those elsewhere, and their modes."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -153,3 +155,15 @@ def innermost_decoder(model: PreTrainedModel) -> PreTrainedModel:
     layer = next(iter(decoder_layers(model)))
     models = [m for name, m in model.named_modules() if isinstance(m, PreTrainedModel) and layer.startswith(name)]
     return models[-1]  # a module is listed before those inside it
+
+
+@contextmanager
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            if module.training != training:
+                vars(module)["training"] = training  # nn.Module's own assignment checks types many times

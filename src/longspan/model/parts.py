@@ -4,8 +4,8 @@ Found by running a copy of the model whose parts are stand-ins, made as pipeline
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -209,15 +209,3 @@ def is_tied(model: PreTrainedModel) -> bool:
     """Return whether the embedding and the head are one parameter."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight
-
-
-@contextmanager
-def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restore at the end of the `with` block the mode, training or evaluation, that every module had before."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            if module.training != training:
-                vars(module)["training"] = training  # nn.Module's own assignment checks types many times

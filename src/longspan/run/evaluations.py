@@ -51,7 +51,7 @@ class Evaluations:
         for entry in self.run.sets:
             if not is_due(done, entry.config.every) or (unless_recorded and self._is_recorded(entry, done)):
                 continue
-            evaluation = self._evaluate_set(entry, self.run.choice_of(entry.config), done)
+            evaluation = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)
             if evaluation is not None:
                 self._record_evaluations(entry, [evaluation])
             elif signal := received_signal(self.run.world, self.stop.received):
@@ -74,7 +74,7 @@ class Evaluations:
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
     def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
-        choice = self.run.choice_of(entry.config)
+        choice = self.run.evaluation_choice(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
         other_choices = () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)

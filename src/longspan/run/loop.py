@@ -283,7 +283,7 @@ class _Loop:
 
     def train(self, stop: StopSignal) -> TrainResult:
         run = self.run
-        with plan_steps(run.choice, run.order, run.world.home) as plans:
+        with plan_steps(run.training_choice, run.order, run.world.home) as plans:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")

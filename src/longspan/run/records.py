@@ -86,7 +86,7 @@ def _fact_lines(
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
     yield "home", ", ".join([slots, *words, *["sequence-parallel"] * config.parallel.sequence_parallel])
     kernels = "; ".join(execution.kernels) or "chosen in the first pass"
-    yield "attention", f"{'/'.join(dict.fromkeys(run.choice.comm_types))}; kernel {kernels}"
+    yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
     depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
     optional = {
         "products": execution.float8,
@@ -97,11 +97,11 @@ def _fact_lines(
         "rows": run.why_partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
-    cap, free = run.choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
+    cap, free = run.training_choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {run.choice_of().text}" if run.held_out else ""
+    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
-    yield "plans", f"{run.choice.text}{free}, {rows}{evaluated}{priced}"
+    yield "plans", f"{run.training_choice.text}{free}, {rows}{evaluated}{priced}"
     for reason in run.why_degrees:
         yield "evaluation", reason.removeprefix("evaluation ")
     held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""

@@ -186,10 +186,10 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
 def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     if not needs_warm_up(run.world) or run.done == run.config.train.steps:
         return
-    planner = StepPlanner(run.choice, run.order, run.world.home)
-    count = COMING if run.choice.has_one_degree else COMING_DYNAMIC
+    planner = StepPlanner(run.training_choice, run.order, run.world.home)
+    count = COMING if run.training_choice.has_one_degree else COMING_DYNAMIC
     plans = [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
-    evaluation = run.choice_of().plan(run.held_out.lengths, run.world.home) if run.held_out else None
+    evaluation = run.evaluation_choice().plan(run.held_out.lengths, run.world.home) if run.held_out else None
     starts.end_part("coming plans")
     warm_up(run, plans, evaluation, log)
 

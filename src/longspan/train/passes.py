@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
 from longspan.model.float8.products import quantise_once
-from longspan.model.parts import preserve_modes
+from longspan.model.layers import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared

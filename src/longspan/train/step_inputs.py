@@ -52,7 +52,7 @@ class StepDocuments:
         items = None if callable(items) else items  # a dict of documents has a method of this name
         self.items: ItemTable | None = None
         if isinstance(model, MultimodalModel):
-            from longspan.bridge.item_documents import find_item_table
+            from longspan.data.item_documents import find_item_table
 
             self.items = find_item_table(documents, lengths)
             if self.items is None:
@@ -70,17 +70,17 @@ class StepDocuments:
         return self.documents[document]
 
     @cached_property
-    def targets(self) -> tuple[int, ...]:
+    def targets_by_document(self) -> tuple[int, ...]:
         """Tokens that each document predicts. Raises PlanError for one that is missing or of another length."""
         counts = tuple(self._count_targets(document, length) for document, length in enumerate(self.lengths))
         if self.items is None:
             return counts
-        from longspan.bridge.item_documents import count_text_targets
+        from longspan.data.item_documents import count_text_targets
 
         return count_text_targets(self.documents, self.items)
 
     def check_targets(self, plan: Plan) -> None:
-        if plan.targets == (targets := sum(self.targets)):
+        if plan.targets == (targets := sum(self.targets_by_document)):
             return
         clause = "" if self.items is None else f" that are not placeholders of {len(self.items)} items"
         raise PlanError(

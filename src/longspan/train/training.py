@@ -288,7 +288,8 @@ class Training:
     memory: "MemoryPlan | None" = field(default=None, kw_only=True)
 
     @property
-    def choice(self) -> PlanChoice:
+    def training_choice(self) -> PlanChoice:
+        """How steps are planned."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters())  # unsharded: DTensors count all
         return PlanChoice.training(
             self.config,
@@ -298,7 +299,7 @@ class Training:
             weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
         )
 
-    def choice_of(self, entry: EvalConfig | None = None) -> PlanChoice:
+    def evaluation_choice(self, entry: EvalConfig | None = None) -> PlanChoice:
         """How evaluations are planned: of a set, or (None) of the documents that the run holds out."""
         return PlanChoice.evaluation(self.config, entry, cost=self.cost, heads=query_heads(self.model.config))
 

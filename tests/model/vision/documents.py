@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Document, ItemDocuments
-from longspan.bridge import items_at_placeholders
+from longspan.data.item_documents import items_at_placeholders
 from longspan.doctor.stock import whole_float64
 from longspan.model.seams.call_rules import has_prefix
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens

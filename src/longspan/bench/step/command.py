@@ -113,7 +113,7 @@ def _make_training(settings: StepSettings, world: World) -> Training:
 def _measure_planner(settings: StepSettings, planner: str, training: Training) -> dict[str, Any]:
     context = replace(training.config.context, planner=planner)
     training, started = replace(training, config=replace(training.config, context=context)), time.perf_counter()
-    plan = training.choice.plan(settings.lengths, settings.home)
+    plan = training.training_choice.plan(settings.lengths, settings.home)
     planning_seconds = time.perf_counter() - started
     documents = synthetic_documents(settings.lengths, vocabulary_size(training.model) or 2)
     losses: list[float] = []

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.corpus.long_texts import PIECE, LongTextError
-from longspan.corpus.rows.messages import check_messages, read_chat
+from longspan.corpus.rows.messages import check_messages, convert_to_messages
 from longspan.corpus.rows.sample import (
     CHATS,
     MASKS,
@@ -220,7 +220,7 @@ class RowEncoding:
     def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Prompt and completion as messages are one conversation; as strings they have no place for images."""
         check_keys(row.values, self.kind)
-        values, media = self._extract_media(row._replace(values=read_chat(row.values, self.kind)))
+        values, media = self._extract_media(row._replace(values=convert_to_messages(row.values, self.kind)))
         check_objects(values)
         if self.kind in CHATS:
             return self._chat.with_variables(values).samples(values, media=media)

@@ -183,8 +183,10 @@ _ROLES = {  # of ShareGPT's turns
 }
 
 
-def read_chat(values: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
-    """Return a row of a kind of chats as one with messages. Raises RowError for turns that are not of its format."""
+def convert_to_messages(values: Mapping[str, Any], kind: Kind) -> Mapping[str, Any]:
+    """Return a row of ShareGPT's or Alpaca's kind as one with messages, and any other as it is. Raises RowError for
+    turns that are not of their format.
+    """
     if kind == "conversations":
         turns = values["conversations"]
         if not isinstance(turns, list) or not turns:

@@ -21,9 +21,8 @@ from longspan.errors import ModelError
 from longspan.layout.segments import Integers
 from longspan.model.compiled_layers import is_compiled
 from longspan.model.execution import model_execution
-from longspan.model.layers import decoder_layers, has_experts
+from longspan.model.layers import decoder_layers, has_experts, preserve_modes
 from longspan.model.mtp import model_depths
-from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import Stage, StageInput
 from longspan.model.seams.attention_calls import SeparateRows

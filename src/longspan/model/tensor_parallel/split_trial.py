@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from longspan.comm import World, world_of
 from longspan.comm.tp_collectives import tp_sum
 from longspan.errors import LongspanError, ModelError
-from longspan.model.parts import preserve_modes
+from longspan.model.layers import preserve_modes
 from longspan.model.tensor_parallel.plan import COLWISE, ROWWISE, StyledModule, split_block_names
 from longspan.model.weights.local_tensors import local_tensor
 

@@ -98,7 +98,8 @@ class ModelShape:
         Raises PlanError naming the attributes that are missing, are no counts, or show layers that are not priced.
         """
         read = ConfigReader.of(config)
-        mixer = _read_mixer(read)
+        mixer = read_mixer_shape(read)
+        _check_priced(read, mixer)
         kinds = layer_kinds(read) + depth_kinds(read) * depths
         hidden, window, chunk = read.count("hidden_size"), sliding_window(read), read.count("attention_chunk_size")
         weights_of_kinds = {kind: _layer_weights(read, kind, mixer) for kind in dict.fromkeys(kinds)}
@@ -144,12 +145,12 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
     return Weights(every, parts[-1].last, of_experts, unvisited)
 
 
-def _read_mixer(read: ConfigReader) -> MixerShape | None:
-    """None without a mixer; checks that all layers can be priced. Counts of attention and of MLPs are needed if some
+def _check_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
+    """Raises PlanError for layers that cannot be priced. Counts of attention and of MLPs are needed if some
     layer has such a part, or if the configuration names no layers. Latent attention is priced only in a model with a
     mixer, as Kimi's are, and with the size of a value head.
     """
-    mixer, types, kinds = read_mixer_shape(read), layer_types(read), layer_kinds(read)
+    types, kinds = layer_types(read), layer_kinds(read)
     unpriced: list[str] = []
     if has_latent_attention(read) and not (mixer and read.count("v_head_dim")):
         unpriced.append("latent attention")
@@ -164,7 +165,6 @@ def _read_mixer(read: ConfigReader) -> MixerShape | None:
     heads = ["num_attention_heads"] if not kinds or any(kind.attention for kind in kinds) else []
     widths = ("intermediate_size", "moe_intermediate_size") if not kinds or any(kind.feeds for kind in kinds) else ()
     read.check_counts("hidden_size", *layer_count, *heads, "vocab_size", one_of=widths)
-    return mixer
 
 
 def read_query_heads(config: Any) -> int | None:

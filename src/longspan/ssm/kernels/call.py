@@ -37,7 +37,7 @@ class LocalRuns:
         self.lengths: Integers = lengths
         self.device: torch.device = device
         self.shared: Flags = np.zeros(len(lengths), dtype=bool) if shared is None else shared
-        self.pieces: dict[int, Any] = {}  # by the number of heads; `pieces.cut_into_pieces` fills it
+        self.pieces: dict[int, Any] = {}  # by the number of heads; `delta.cut_into_pieces` fills it
         self.rows: int = int(lengths.sum())
         self._chunks = -(-lengths // CHUNK)
 

@@ -27,8 +27,8 @@ from longspan.comm.row_exchange import RowGradient
 from longspan.comm.shard import RowsAt
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers
+from longspan.model.layers import preserve_modes
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
-from longspan.model.parts import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from longspan import Document
-from longspan.bridge import Item, ItemDocuments, items_at_placeholders
-from longspan.bridge.item_documents import count_text_targets, find_item_table
+from longspan.bridge import Item
+from longspan.data.item_documents import ItemDocuments, count_text_targets, find_item_table, items_at_placeholders
 from longspan.errors import DataError
 from longspan.layout.partition import NO_TARGET
 

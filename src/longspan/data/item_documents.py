@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from longspan.data.document import Labelled
 from longspan.errors import DataError, plural
 from longspan.layout import Integers, Partition
 from longspan.layout.partition import NO_TARGET
@@ -108,9 +109,9 @@ def count_text_targets(documents: Any, items: ItemTable) -> tuple[int, ...]:
     targets = list(items.targets)
     for number in range(len(items.lengths)):
         document, placeholders = documents[number], items.placeholders(number)
-        if hasattr(document, "labels") and hasattr(document, "targets"):
+        if isinstance(document, Labelled):
             labels = np.asarray(document.labels(placeholders[placeholders > 0]))
-            targets[number] = int(document.targets) - int((labels != NO_TARGET).sum())
+            targets[number] = document.targets - int((labels != NO_TARGET).sum())
     return tuple(targets)
 
 
