@@ -96,7 +96,7 @@ def same_losses(printed: str) -> bool:
 def two_modules_learn(printed: str) -> bool:
     words = r"loss (\S+), after 8 steps (\S+); evaluated at degree 2 (\S+), at degree 1 (\S+)"
     first, last, wide, narrow = map(float, re.findall(words, printed)[0])
-    return last < first - 0.5 and abs(wide - narrow) <= 2e-6
+    return last < first - 0.2 and abs(wide - narrow) <= 2e-6
 
 
 def the_fastest_type_is_chosen(printed: str) -> bool:
@@ -145,7 +145,10 @@ CHANGES = {
         *((f'"{name}", Layout(ranks=4', f'"{name}", Layout(ranks=2') for name in ("tp 2", "pp 2")),
         ("(main, 4)", "(main, 2)"),
     ),
-    "evaluation": (("range(1, 4)", "range(1, 2)"),),  # steps of training
+    # steps of training, and ranks
+    "evaluation": (("range(1, 4)", "range(1, 2)"), ("fixed(4", "fixed(2"), ("(main, 4)", "(main, 2)")),
+    "bridge": (("range(8)", "range(3)"),),
+    "vision-models": (("range(4)", "range(2)"),),
 }
 ALONE = {"README", "memory", "own-loop", "gpu", "laptop"}  # below; tests/hf runs "trainer"
 
@@ -213,12 +216,12 @@ def test_the_planner_of_the_page_on_planning_trains(
     words = command.replace("\\\n", " ").replace("examples/", f"{ROOT}/examples/").replace("--world 4", "").split()
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/examples:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.syspath_prepend(ROOT / "examples")
-    small = ["--data.path", str(write_texts(tmp_path / "texts")), "--data.vocab_size", "300", "--train.steps", "2"]
-    small += ["--train.warmup_steps", "1", "--run.dir", str(tmp_path / "run"), "--train.tokens_per_step", "256"]
+    small = ["--data.path", str(write_texts(tmp_path / "texts")), "--data.vocab_size", "300", "--train.steps", "1"]
+    small += ["--train.warmup_steps", "0", "--run.dir", str(tmp_path / "run"), "--train.tokens_per_step", "256"]
     small += ["--data.max_document_tokens", "128", "--context.eval_context_parallel_size", "2", "--world", "2"]
     assert main([*words, *small]) == 0, capfd.readouterr()
     plans = [plan for _, plan in read_plans(tmp_path / "run" / "plans.jsonl")]
-    assert [plan.planner for plan in plans] == ["own_planner.two_degrees"] * 2
+    assert [plan.planner for plan in plans] == ["own_planner.two_degrees"]
 
 
 @pytest.mark.whole
@@ -300,9 +303,9 @@ def test_a_page_generates_with_stock_transformers(
 
 
 def test_the_example_of_an_adapter_trains_one_and_stock_peft_loads_it(run_here: RunProgram) -> None:
-    printed = run_here("example_lora", (ROOT / "examples/lora.py").read_text())
+    printed = run_here("example_lora", (ROOT / "examples/lora.py").read_text().replace("range(8)", "range(4)"))
     first, last, alone = map(float, re.findall(r"\d+\.\d+", printed))
-    assert first == alone and last < first - 0.3 and "stock peft loads it: 8 ranks in adapter/" in printed
+    assert first == alone and last < first - 0.15 and "stock peft loads it: 8 ranks in adapter/" in printed
 
 
 SHORTEST = ("first.toml",)
@@ -328,8 +331,8 @@ def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pyt
         "data.max_document_tokens": 128,
         "data.eval_documents": 3,
         "train.tokens_per_step": 256,
-        "train.steps": 2,
-        "train.warmup_steps": 1,
+        "train.steps": 1,
+        "train.warmup_steps": 0,
         "run.dir": tmp_path / "run",
     }
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -430,7 +433,7 @@ def test_the_commands_for_gpus_run(
     folder = cached / "snapshots/1"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
-    lengths = ["--chats", "12", "--shortest", "64", "--longest", "300", "--vocabulary", "400"]
+    lengths = ["--chats", "6", "--shortest", "64", "--longest", "300", "--vocabulary", "400"]
     run_script(monkeypatch, "bench/data/made_chats.py", ".", *lengths)
     tokenizer = AutoTokenizer.from_pretrained("tokenizer")
     tokenizer.save_pretrained(folder)
