@@ -32,7 +32,7 @@ NOISE = 1e-6  # of float32 sums, where half precision alone has no error: rows t
 RAGGED = (13, 1, 40, 2, 7)
 MANY = tuple(range(19, 49, 3))  # under a window of about their length every one is limited elsewhere
 DEGREES = (1, 2, 3, 4, 6, 8)
-DRAWN_DEGREES = (1,) * 12 + (2,) * 12 + (3,) * 6 + (4, 6)  # pairs on as few ranks as can be, for each takes its time
+DRAWN_DEGREES = (1,) * 20 + (2,) * 8 + (3, 4)  # pairs on as few ranks as can be, for each takes its time
 HEADS = ("mha", "gqa", "mqa", "mla", "GQA, 48/8")
 
 
@@ -196,8 +196,8 @@ def pairs(seed: int) -> dict[int, list[Case]]:
         Question("local, node, cross-node", "gqa", sinks=True),
         Question("several groups a slot", "mha", "float32"),
     ]
-    ways = [Way(None), *(Way("a2a+p2p", levels) for levels in ("two inside", "two outside"))]
-    return cases | {8: cases_of(mixed, ways)}
+    ways = [Way("a2a+p2p", levels) for levels in ("two inside", "two outside")]
+    return cases | {6: cases_of(mixed, ways[1:]), 8: cases_of(mixed, [Way(None)]) + cases_of(mixed[:1], ways)}
 
 
 def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:

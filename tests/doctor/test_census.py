@@ -11,7 +11,6 @@ from bench.census.page import COMMAND, page
 from bench.census.record import as_text, changes, failed
 from transformers import CONFIG_MAPPING
 
-from longspan.comm import run_local
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import Outcome, Ranks, run_proof
 from longspan.model.exactness.small_copies import shrink_configuration
@@ -58,45 +57,30 @@ CASES = (Case(cp=2, plan="several", recompute="full"), Case(cp=2, cp_comm_type="
 IMAGE_CASES = (Case(cp=2, plan="several", recompute="full", encoder=1),)
 
 
-def _prove_here(rank: int, models: list[str], cases: tuple[Case, ...]) -> dict[str, tuple[Outcome, ...]]:
-    """Every model in turn on the same ranks; the first rank has the outcomes."""
-    found = {}
-    for name in models:
-        ranks = Ranks(cases[0].cp, launch=lambda run, task, count, seconds: run(rank, task))
-        if images := name in WITH_IMAGES:
-            small = shrink_configuration(CONFIG_MAPPING[name](), images=True)
-        else:
-            small = shrink_configuration(default_config(name))
-        found[name] = run_proof(small, IMAGE_CASES if images else cases, ranks).outcomes
-    return found
-
-
 @cache
 def _there() -> set[str]:
     return {*names(), *image_names()}
 
 
-@cache
-def outcomes_of(whole: bool) -> dict[str, tuple[Outcome, ...]]:
-    models = [name for name in (*EXACT, *WITH_IMAGES) if name in _there() and (name in WHOLE) == whole]
-    return run_local(_prove_here, 2, (models, CASES if whole else CASES[:1]), timeout=280)[0]
+def _prove(name: str, cases: tuple[Case, ...], ranks: Ranks) -> tuple[Outcome, ...]:
+    if name not in _there():
+        pytest.skip("this transformers has no such class")
+    if name in WITH_IMAGES:
+        return run_proof(shrink_configuration(CONFIG_MAPPING[name](), images=True), IMAGE_CASES, ranks).outcomes
+    return run_proof(shrink_configuration(default_config(name)), cases, ranks).outcomes
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.whole] * (name in WHOLE)) for name in (*EXACT, *WITH_IMAGES)]
 )
 def test_a_family_is_exact(name: str) -> None:
-    outcomes = outcomes_of(name in WHOLE)
-    if name not in outcomes:
-        pytest.skip("this transformers has no such class")
-    assert {outcome.status for outcome in outcomes[name]} == {"exact"}, [outcome.row() for outcome in outcomes[name]]
+    outcomes = _prove(name, CASES if name in WHOLE else CASES[:1], Ranks(2))
+    assert {outcome.status for outcome in outcomes} == {"exact"}, [outcome.row() for outcome in outcomes]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_is_refused_with_its_reason(name: str) -> None:
-    if name not in _there():
-        pytest.skip("this transformers has no such class")
-    (outcome,) = _prove_here(0, [name], (Case(),))[name]
+    (outcome,) = _prove(name, (Case(),), Ranks(1, launch=lambda run, task, count, seconds: run(0, task)))
     assert outcome.status == "refused" and REFUSED[name] in outcome.message
 
 
