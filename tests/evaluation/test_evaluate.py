@@ -67,7 +67,7 @@ def nothing(rows: TargetRows) -> tuple[float, int]:
 OPTIONS = EvaluationOptions(
     step=3,
     name="small",
-    loss_chunk_rows=7,
+    loss_chunk_rows=37,
     metrics={"entropy": entropy, "confident": confident, "nothing": nothing},
     token_bytes=TOKEN_BYTES,
 )

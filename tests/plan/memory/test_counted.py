@@ -15,7 +15,17 @@ from longspan.plan.head_split import count_exchange_slices
 from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
 from longspan.testing import backend, run_ranks
-from tests.plan.memory.counted import DENSE, EXPERTS, HYBRIDS, Counted, config_of, count_step, use_kernel_norms
+from tests.plan.memory.counted import (
+    DENSE,
+    EXPERTS,
+    HYBRIDS,
+    Counted,
+    config_of,
+    count_prepared,
+    count_step,
+    prepared_model,
+    use_kernel_norms,
+)
 
 ROWS = 256
 CLOSE, PEAK = 0.02, 0.1
@@ -128,20 +138,28 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
         use_kernel_norms(monkeypatch)
         settings, config = MemorySettings(parameter_bytes=2, shard_parameters=False), config_of("qwen3")
         config.update({"hidden_size": 128, "head_dim": 16, "intermediate_size": 384})
-        cases = (("p2p", 2, "none"), ("all_gather", 2, "none"), ("a2a", 2, "none"), ("a2a", 1, "none"))
-        for kind, config.num_key_value_heads, word in (*cases, ("a2a", 1, "selective")):
-            plan = plan_fixed([ROWS], world.home, cp=2, cp_comm_type=kind)
-            counted = count_step(config, plan, world, activation_checkpointing=word)
-            needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
-            name = f"{kind} {config.num_key_value_heads} {word}"
-            kept[name] = _kept(needs, word, 2), float(sum(counted.kept))
+        plans = {kind: plan_fixed([ROWS], world.home, cp=2, cp_comm_type=kind) for kind in ("p2p", "all_gather", "a2a")}
+        for config.num_key_value_heads, word, kinds in (
+            (2, "none", plans),
+            (1, "none", ["a2a"]),
+            (1, "selective", ["a2a"]),
+        ):
+            model = prepared_model(config, plans["a2a"], world, None, 0, {"activation_checkpointing": word})
+            for kind in kinds:
+                counted = count_prepared(*model, plans[kind], world)
+                needs = MemoryNeeds.of(config.to_dict(), world.home, plans[kind], settings)
+                name = f"{kind} {config.num_key_value_heads} {word}"
+                kept[name] = _kept(needs, word, 2), float(sum(counted.kept))
         monkeypatch.setattr(all_to_all, "SLICE_BYTES", 0)  # tensors are taken for large
         monkeypatch.setattr(layer_table, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
         settings = replace(settings, mlp_tile_rows=128)
         plan, word = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"), "full"
+        how, models = {"activation_checkpointing": word, "mlp_tile_rows": 128}, dict[int, Any]()
         for config.num_key_value_heads, order in ((8, "at once"), (8, "one by one"), (2, "at once")):
+            if config.num_key_value_heads not in models:
+                models[config.num_key_value_heads] = prepared_model(config, plan, world, None, 0, how)
             monkeypatch.setattr(head_split, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
-            counted = count_step(config, plan, world, activation_checkpointing=word, mlp_tile_rows=128)
+            counted = count_prepared(*models[config.num_key_value_heads], plan, world)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
             layer = place.layer_bytes(1, load, word)

@@ -151,18 +151,18 @@ def test_the_folder_of_an_adapter_is_no_model(
 def test_evaluation_with_and_without_the_adapter(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     config, losses = trained
 
-    def record(ranks: int, *words: str) -> dict[str, Any]:
+    def record(*words: str) -> dict[str, Any]:
         flags = ["--context.eval_context_parallel_size", "1", "--model.dtype", "float64", "--json"]
-        assert eval_main([config.run.dir, *words, "--world", str(ranks), *flags]) == 0
+        assert eval_main([config.run.dir, *words, "--world", "1", *flags]) == 0
         return json.loads(capsys.readouterr().out)
 
     def compared(of: dict[str, Any]) -> float:
         return of["compare"]["evaluations"][0]["eval_loss"]
 
-    adapted = record(2, "--compare", "base")
+    adapted = record("--compare", "base")
     assert adapted["eval_loss"] == pytest.approx(losses[-1], rel=1e-12)
     assert adapted["compare"]["target"].endswith("run without adapter")
-    base = compared(record(1, "--compare", config.model.path))
+    base = compared(record("--compare", config.model.path))
     assert base == pytest.approx(compared(adapted), rel=1e-14) and base > losses[-1]
 
 
