@@ -164,7 +164,7 @@ def make(kind: Any, folder: str, accumulate: int = 1, **more: Any) -> Any:
     os.environ["CI"] = "1"
     run = Run(folder, longspan={})
     args = SFTConfig(**run.arguments(steps=3, logging_steps=100, gradient_accumulation_steps=accumulate))
-    parts = {"model": model_of(), "train_dataset": completions(64), "processing_class": tokenizer()}
+    parts = {"model": model_of(num_hidden_layers=1), "train_dataset": completions(24), "processing_class": tokenizer()}
     return run.trainer(kind, args=args, **parts, **more)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,16 @@ def run_page(rank: int, page: str, folder: str) -> dict[str, float]:
     os.environ["CI"] = "1"
     disable_progress_bars()
     os.chdir(folder)
+    small = partial(model_of, num_hidden_layers=1)
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    names = {"model": model_of(), "chats": conversations(24), "tokenizer": tokenizer(), "SFTTrainer": SFTTrainer}
+    names = {"model": small(), "chats": conversations(12), "tokenizer": tokenizer(), "SFTTrainer": SFTTrainer}
     names |= {"GRPOTrainer": GRPOTrainer, "TrainingArguments": TrainingArguments, "__name__": "page"}
-    names["args"] = SFTConfig("out", max_steps=1, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True)
+    short = {"max_steps": 1, "per_device_train_batch_size": 2}
+    names["args"] = SFTConfig("out", **short, bf16=False, use_cpu=True, report_to=[], disable_tqdm=True)
     exec(compile("\n\n".join(blocks), "docs/trainer.md", "exec"), names)
     parts = {"args": names["args"], "train_dataset": names["chats"], "processing_class": tokenizer()}
-    focused = names["Focused"](model=model_of(), **parts)
-    by_function = with_longspan(SFTTrainer)(model=model_of(), **parts, compute_loss_func=names["focused_loss"])
+    focused = names["Focused"](model=small(), **parts)
+    by_function = with_longspan(SFTTrainer)(model=small(), **parts, compute_loss_func=names["focused_loss"])
     for trainer in (focused, by_function):
         trainer.train()
         trainer.end()

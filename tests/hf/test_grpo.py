@@ -81,7 +81,7 @@ def grpo(
     """A trainer that ran; `parts` are arguments of its own, `settings` those of its configuration."""
     args = config(**run.arguments(rows=rows, steps=steps), **GENERATIONS | settings)
     keywords: dict[str, Any] = {
-        "model": AutoModelForCausalLM.from_pretrained(path, dtype=torch.get_default_dtype()) if path else model_of(),
+        "model": saved_model(path) if path else model_of(num_hidden_layers=1),
         "reward_funcs": [luck, some],
         "train_dataset": prompts(even=even, chat=chat),
         "eval_dataset": prompts(questions) if args.eval_strategy != "no" else None,
@@ -97,6 +97,10 @@ def grpo(
 
 def rloo(run: Run, **settings: Any) -> Any:
     return grpo(run, **{"config": RLOOConfig, "kind": RuledRLOO} | settings)
+
+
+def saved_model(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.get_default_dtype())
 
 
 def judging_model() -> Qwen3ForSequenceClassification:
@@ -131,7 +135,7 @@ def counted_plans(run: Run) -> None:
 
 def referred(saved: str) -> Any:
     """grpo, old log-probabilities, clipping, the divergence from a reference, an evaluation; dynamic plans."""
-    return partial(grpo, path=saved, loss_type="grpo", beta=0.1, **TWICE, **EVALUATION)
+    return partial(grpo, path=saved, loss_type="grpo", beta=0.1, num_iterations=2, questions=2, **EVALUATION)
 
 
 def test_answers_and_rewards_that_differ_by_rank_and_a_reference(saved: str) -> None:
