@@ -154,6 +154,8 @@ def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: 
     small = Sizes("qwen3-tiny", "float32", (32, 64, 96, 128), 16, (16, 32, 64, 128))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(calibrate.SIZES, "cpu", small)
+        patch.setattr(calibrate, "LAYERS", 1)
+        patch.setattr(calibrate, "TURNS", {})
         patch.setattr(_fsdp_param_group, "foreach_reduce", sum_gradients)
         return calibrate_ranks(rank, flags, ranks, backend)
 

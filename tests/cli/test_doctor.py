@@ -36,12 +36,12 @@ def test_ranks() -> None:
 
 
 def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All cases are listed, and every third one runs: each dtype, degrees 1 and 2."""
+    """All cases are listed, and every fourth one runs: each dtype, degrees 1 and 2."""
     prove, listed = doctor_model._prove_cases, list[Case]()
 
     def prove_some(config: Any, cases: list[Case], *of: Any) -> Proof:
         listed.extend(cases)
-        return prove(config, cases[::3], *of)
+        return prove(config, cases[::4], *of)
 
     monkeypatch.setattr(doctor_model, "_prove_cases", prove_some)
     assert main(["doctor", "--world", "2", "--backend", "gloo", "--json"]) == 0
@@ -53,7 +53,7 @@ def test_it_runs_and_is_good(capsys: pytest.CaptureFixture[str], monkeypatch: py
     kinds = ("cp 1, p2p", *(f"cp 2, {kind}" for kind in ("p2p", "all_gather", "a2a", "auto")))
     combinations = {f"{dtype}, {kind}" for dtype in ("float64", "float32") for kind in kinds}
     assert {case.name for case in listed} == combinations and len(listed) == 10
-    run = {case.name for case in listed[::3]}
+    run = {case.name for case in listed[::4]}
     assert {name for (area, name), good in names.items() if area == "parity" and good} == run
     assert [record["kind"] for record in result["ranks"]["groups"]][:2] == ["control", "parent"]
     assert any(name == "fa4" and good is None for (area, name), good in names.items() if area == "kernel")
@@ -77,7 +77,7 @@ def test_a_failure_is_a_cross_and_status_1(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_a_folder_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     choose = doctor_model._choose_cases
-    monkeypatch.setattr(doctor_model, "_choose_cases", lambda *of: choose(*of)[:2])
+    monkeypatch.setattr(doctor_model, "_choose_cases", lambda *of: choose(*of)[:1])
     values = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 36, "head_dim": 128}))
     command = ["doctor", "--model", str(tmp_path), "--cases", "basic", "--world", "1", "--backend", "gloo"]
@@ -86,7 +86,7 @@ def test_a_folder_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert err.startswith("comparing a small ") and "with the stock one: a minute or more" in err
     result = json.loads(out)
     assert result["good"] and {row["status"] for row in result["cases"]} == {"exact"}
-    assert [row["name"] for row in result["cases"]] == ["float64, cp 1, p2p", "float64, cp 1, all_gather"]
+    assert [row["name"] for row in result["cases"]] == ["float64, cp 1, p2p"]
 
 
 def test_a_refused_model_has_its_reason(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
