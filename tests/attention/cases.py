@@ -197,7 +197,7 @@ def pairs(seed: int) -> dict[int, list[Case]]:
         Question("several groups a slot", "mha", "float32"),
     ]
     ways = [Way("a2a+p2p", levels) for levels in ("two inside", "two outside")]
-    return cases | {6: cases_of(mixed, ways[1:]), 8: cases_of(mixed, [Way(None)]) + cases_of(mixed[:1], ways)}
+    return cases | {6: cases_of(mixed, ways[1:]), 8: cases_of(mixed[:1], [Way(None), *ways])}
 
 
 def cases_of(questions: Iterable[Question], ways: Iterable[Way]) -> list[Case]:

@@ -238,20 +238,23 @@ def check_going_on(layout: Layout, faults: list[Fault]) -> None:
 
 
 def check_stopping(layout: Layout, fault: Fault, folder: Path) -> None:
-    kind, began = KINDS[fault.kind], time.monotonic()
+    kind, began, ranks = KINDS[fault.kind], time.monotonic(), len(layout.ranks)
     with pytest.raises(kind, match=fault.text) as raised:
-        run_ranks(stop, RANKS, layout, fault, folder, timeout=TIMEOUT + 20)
+        run_ranks(stop, ranks, layout, fault, folder, timeout=TIMEOUT + 20)
     assert time.monotonic() - began < TIMEOUT
     notes = getattr(raised.value, "__notes__", [])
     said = [note for note in notes if f"rank {fault.rank} left with {kind.__name__}: {fault.text}" in note]
-    assert len(said) == RANKS - 1, (fault, notes)
-    changed = {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)}
-    assert changed == {rank: [] for rank in range(RANKS)}, fault
+    assert len(said) == ranks - 1, (fault, notes)
+    changed = {rank: json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)}
+    assert changed == {rank: [] for rank in range(ranks)}, fault
 
 
 ALL = [Fault(*values) for values in itertools.product(PLACES, KINDS, range(RANKS))]
 ALL += [Fault(place, "error", rank) for place in ENDS for rank in range(RANKS)]
-FEW = [Fault("forward pass of the last portion", "error", 3), Fault("reduction", "Ctrl-C", 0)]
+FEW = [
+    (LAYOUTS["FSDP2"], Fault("forward pass of the last portion", "error", 3)),
+    (PAIR, Fault("reduction", "Ctrl-C", 0)),
+]
 
 
 def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
@@ -263,9 +266,9 @@ def test_errors_that_all_ranks_learn_of_leave_the_model_as_it_was() -> None:
     check_going_on(PAIR, faults)
 
 
-@pytest.mark.parametrize("fault", FEW, ids=str)
-def test_other_faults_stop_all_ranks(fault: Fault, tmp_path: Path) -> None:
-    check_stopping(LAYOUTS["FSDP2"], fault, tmp_path)
+@pytest.mark.parametrize(("layout", "fault"), FEW, ids=["error", "Ctrl-C"])
+def test_other_faults_stop_all_ranks(layout: Layout, fault: Fault, tmp_path: Path) -> None:
+    check_stopping(layout, fault, tmp_path)
 
 
 @pytest.mark.whole
