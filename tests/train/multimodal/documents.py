@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from longspan import Document
-from longspan.bridge import Item, ItemDocuments
+from longspan.multimodal import Item, ItemDocuments
 from tests.train.multimodal.encoders import PATCH
 
 VOCABULARY = 66  # tp 2 and 3 divide it

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Document
-from longspan.bridge import ItemDocuments
 from longspan.model.experts.moe import router_modules
+from longspan.multimodal import ItemDocuments
 from tests.model.deep import deep_config
 from tests.model.experts.moe_models import router_losses
 from tests.model.stock import _norms_in_float64, gradients_of, random_model

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
 from longspan import Layout, World, evaluate, run_step, save_model
-from longspan.bridge import Item, ItemDocuments
 from longspan.errors import CommError, DataError, LongspanError, ModelError, NonFiniteError, PlanError
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.vision.image_tokens import ImageInput
+from longspan.multimodal import Item, ItemDocuments
 from longspan.testing import backend, run_ranks
 from longspan.train import clip_grad_norm, grad_norm
 from longspan.train.terms.encoders import find_tensors
