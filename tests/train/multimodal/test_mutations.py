@@ -74,7 +74,7 @@ MUTATIONS = {
         "train.read_rows", "isinstance(labelled, Labelled)", "False", LABELLED, "PlanError"
     ),
     "documents' labels in the places of items are counted": Mutation(
-        "bridge.item_documents", "int(document.targets) - int((labels != NO_TARGET).sum())", "int(document.targets)",
+        "data.item_documents", "document.targets - int((labels != NO_TARGET).sum())", "document.targets",
         LABELLED, "PlanError",
     ),
     "the norm leaves the encoders out": Mutation(
