@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from longspan.bench.benches import change_layer_count
 from longspan.checkpoint.storage import read_metadata
 from longspan.errors import CheckpointError, CommError, ConfigError
 from longspan.hf import LongspanArguments, with_longspan
-from longspan.model import load_model
+from longspan.model import load_model, preset_config
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
 from tests.hf.tiny import pad
@@ -53,7 +54,8 @@ class StepCounter(TrainerCallback, ExportableState):
 
 
 def make_model(dtype: str = "float64", lora: bool = False, seed: int = 0, dropout: float = 0.0) -> Any:
-    model = load_model(None, "qwen3-tiny", dtype=dtype, seed=0 if lora else seed, vocab_size=64)
+    config = change_layer_count(preset_config("qwen3-tiny", vocab_size=64), 1)
+    model = load_model(config=config, dtype=dtype, seed=0 if lora else seed)
     model.config.attention_dropout = dropout
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = dropout
