@@ -5,13 +5,13 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longspan.comm import World
 from longspan.data.document import Document
 from longspan.errors import ConfigError, EvaluationError
 from longspan.evaluation.evaluate import evaluate
-from longspan.evaluation.metrics import EvaluationOptions, TargetRows
+from longspan.evaluation.metrics import EvaluationOptions
 from longspan.train.plans import PlanChoice
 
 __all__ = ["LongspanLM"]
@@ -96,11 +96,10 @@ class LongspanLM(TemplateLM):
             Document(context + continuation, loss_mask=[False] * len(context) + [True] * len(continuation))
             for _, context, continuation in requests
         ]
-        options = EvaluationOptions(name="lm-eval", document_metrics={"likeliest": _count_likeliest})
+        options = EvaluationOptions(
+            name="lm-eval",
+            document_metrics={"likeliest": lambda x: (x.logits.argmax(-1) == x.targets, torch.ones_like(x.targets))},
+        )
         result = evaluate(self._model, documents, self._choice, self._world, options)
         pairs = zip(result.document_losses, result.document_metrics["likeliest"], strict=True)
         return [(-loss.sum, likeliest.sum == loss.count) for loss, likeliest in pairs]
-
-
-def _count_likeliest(rows: TargetRows) -> tuple[Tensor, Tensor]:
-    return rows.logits.argmax(-1) == rows.targets, torch.ones_like(rows.targets)

@@ -96,7 +96,9 @@ def write_chunks(path: Path, chunks: Iterable[Chunk], read: Callable[[Chunk], Te
     sha256, size = hashlib.sha256(), 0
     try:
         with name_file_in_errors(path), path.open("wb") as file:
-            for data in chain([len(text).to_bytes(8, "little") + text], (_bytes_of(read(chunk)) for chunk in ordered)):
+            tensors = (read(chunk).detach().cpu().contiguous().reshape(-1) for chunk in ordered)
+            parts = (tensor.view(torch.uint8).numpy().data for tensor in tensors)
+            for data in chain([len(text).to_bytes(8, "little") + text], parts):
                 file.write(data)
                 sha256.update(data)
                 size += len(data)
@@ -233,10 +235,6 @@ def _read_header(file: Path) -> list[StoredChunk]:
             f"checkpoint {file.parent}: {file.name} is damaged ({type(error).__name__}: {error}); {_AGAIN}"
         ) from error
     return places
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def not_data_text(file: Path, error: Exception) -> str:

@@ -319,7 +319,8 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
     if pairs:
         yield "\n".join(
             f"{of.name or HELD_OUT}: loss of {first.weights.title} {of.first:.6f}, of {other.weights.title} "
-            f"{of.other:.6f}, difference {of.difference:+.6f}{_spread_text(of.standard_error)}"
+            f"{of.other:.6f}, difference {of.difference:+.6f}"
+            f"{'' if of.standard_error is None else f' ± {of.standard_error:.6f}'}"
             for of, other in pairs
         )
     for result in results:
@@ -342,7 +343,3 @@ def _difference_table(difference: Difference, first: SubjectResult, other: Subje
         [(name, f"{a:.6f}", f"{b:.6f}", f"{b - a:+.6f}", f"{documents:,}") for name, a, b, documents in rows],
     )
     return f"{title}; {lower} have a lower value under {other.weights.title}\n{table}"
-
-
-def _spread_text(error: float | None) -> str:
-    return "" if error is None else f" ± {error:.6f}"

@@ -69,14 +69,12 @@ def reference_page() -> str:
     """Write the page, in Markdown: a table of the keys that most runs set, and one of the others of each section."""
     kinds = section_kinds()
     common_rows = [_key_row(name, kinds[name.partition(".")[0]], name.partition(".")[2]) for name in OFTEN]
-    sections = (_section_text(f"[{name}]", kind, _other_keys(name, kind)) for name, kind in kinds.items())
+    shown = (*OFTEN, TABLES)
+    others = {name: [x for x in section_keys(kind) if f"{name}.{x.name}" not in shown] for name, kind in kinds.items()}
+    sections = (_section_text(f"[{name}]", kind, others[name]) for name, kind in kinds.items())
     arrays = ((TABLES, SourceConfig), ("eval", EvalConfig))
     tables = (_section_text(f"[[{name}]]", kind, section_keys(kind)) for name, kind in arrays)
     return "\n".join([_HEAD, *_COLUMNS, *common_rows, "", _RARELY, *sections, *tables])
-
-
-def _other_keys(section: str, kind: type) -> Iterable[Key]:
-    return (key for key in section_keys(kind) if f"{section}.{key.name}" not in (*OFTEN, TABLES))
 
 
 def _section_text(title: str, kind: Any, keys: Iterable[Key]) -> str:

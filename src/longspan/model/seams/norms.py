@@ -165,7 +165,8 @@ def fuse_norms(model: nn.Module) -> int:
     before.
     """
     norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
-    weighted = [norm for norm in norms if _has_weight_and_eps(norm) and not has_instance_forward(norm)]
+    norms = [norm for norm in norms if getattr(getattr(norm, "weight", None), "ndim", 0) == 1]
+    weighted = [norm for norm in norms if _find_eps(norm) is not None and not has_instance_forward(norm)]
     first_norms = {_norm_kind(norm): norm for norm in reversed(weighted)}  # the first norm of each kind
     formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
@@ -207,11 +208,6 @@ def _find_eps(norm: nn.Module) -> float | None:
         if isinstance(eps := getattr(norm, name, None), float):
             return eps
     return None
-
-
-def _has_weight_and_eps(norm: nn.Module) -> bool:
-    weight = getattr(norm, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 1 and _find_eps(norm) is not None
 
 
 def count_groups(norm: nn.Module) -> int:
