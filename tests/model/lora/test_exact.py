@@ -143,6 +143,11 @@ MIXERS: Table = {
 OF_FOUR_MIXERS = {"tp 2, cp 2": (Home(TP_OF_4, SEQUENCE_PARALLEL | FULL, partition="contiguous"), (*CASES, *OTHERS))}
 
 
+def _answers(rank: int, table: Table, of_mixers: bool) -> dict[tuple[str, str], Exact]:
+    with whole_float64() if of_mixers else nullcontext():
+        return {case: dense_answer(*case) for _, cases in table.values() for case in cases}
+
+
 def _compare(
     rank: int, table: Table, of_mixers: bool, exact: dict[tuple[str, str], Exact]
 ) -> dict[str, dict[str, float]]:
@@ -171,8 +176,7 @@ def _compare(
     ],
 )
 def test_adapters_are_those_of_one_process(ranks: int, table: Table, of_mixers: bool) -> None:
-    with whole_float64() if of_mixers else nullcontext():
-        exact = {case: dense_answer(*case) for _, cases in table.values() for case in cases}
+    exact = run_ranks(_answers, 1, table, of_mixers)[0]
     for errors in run_ranks(_compare, ranks, table, of_mixers, exact, timeout=300):
         assert len(errors) == sum(len(cases) for _, cases in table.values())
         bound = 1e-11 if of_mixers else 1e-12
