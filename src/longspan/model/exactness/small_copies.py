@@ -137,7 +137,8 @@ class _Rules:
     def __init__(self, values: Mapping[str, Any], sizes: Sizes):
         self.values = values
         self.hidden, self.heads, self.head_size, self.experts = (
-            _first_count(values, names) for names in (_HIDDEN, _HEADS, _HEAD_SIZES, _EXPERTS)
+            next((x for name in names if type(x := values.get(name)) is int and x), None)
+            for names in (_HIDDEN, _HEADS, _HEAD_SIZES, _EXPERTS)
         )
         if sizes.true_heads and self.hidden and self.heads:
             sizes = replace(sizes, head_size=self.head_size or self.hidden // self.heads)
@@ -262,11 +263,6 @@ def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes)
             others = (pairs - max(1, pairs * value[0] // sum(value))) // (len(value) - 1)
             out[name] = [pairs - others * (len(value) - 1), *[others] * (len(value) - 1)]
     return out
-
-
-def _first_count(values: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
-    present = (values[name] for name in names if name in values)
-    return next((value for value in present if isinstance(value, int) and not isinstance(value, bool) and value), None)
 
 
 # ---- layers
