@@ -96,7 +96,7 @@ def same_losses(printed: str) -> bool:
 def two_modules_learn(printed: str) -> bool:
     words = r"loss (\S+), after 8 steps (\S+); evaluated at degree 2 (\S+), at degree 1 (\S+)"
     first, last, wide, narrow = map(float, re.findall(words, printed)[0])
-    return last < first - 0.2 and abs(wide - narrow) <= 2e-6
+    return last < first - 0.5 and abs(wide - narrow) <= 2e-6
 
 
 def the_fastest_type_is_chosen(printed: str) -> bool:
@@ -147,7 +147,6 @@ CHANGES = {
     ),
     # steps of training, and ranks
     "evaluation": (("range(1, 4)", "range(1, 2)"), ("fixed(4", "fixed(2"), ("(main, 4)", "(main, 2)")),
-    "bridge": (("range(8)", "range(3)"),),
     "vision-models": (("range(4)", "range(2)"),),
 }
 ALONE = {"README", "memory", "own-loop", "gpu", "laptop"}  # below; tests/hf runs "trainer"
@@ -303,9 +302,9 @@ def test_a_page_generates_with_stock_transformers(
 
 
 def test_the_example_of_an_adapter_trains_one_and_stock_peft_loads_it(run_here: RunProgram) -> None:
-    printed = run_here("example_lora", (ROOT / "examples/lora.py").read_text().replace("range(8)", "range(4)"))
+    printed = run_here("example_lora", (ROOT / "examples/lora.py").read_text())
     first, last, alone = map(float, re.findall(r"\d+\.\d+", printed))
-    assert first == alone and last < first - 0.15 and "stock peft loads it: 8 ranks in adapter/" in printed
+    assert first == alone and last < first - 0.3 and "stock peft loads it: 8 ranks in adapter/" in printed
 
 
 SHORTEST = ("first.toml",)
