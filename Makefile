@@ -10,7 +10,7 @@ NEWEST := .venv-newest
 DOCS   := .venv-docs
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
-# Tests wait for processes and sockets a third of their time: three on two cores.
+# Two workers leave two cores idle up to a third of the time, while ranks wait for each other.
 WORKERS ?= 3
 # The range in which pip finds a build without CUDA on the machines that have one; TORCH=torch takes the newest.
 TORCH  ?= torch>=2.11,<2.14

@@ -43,6 +43,9 @@ from longspan.train import run_step
 from longspan.train.plans.resolve import device_name
 from longspan.versions import versions
 
+Floats = NDArray[np.float64]
+Part = Literal["attention", "memory", "step", "host", "link"]
+
 
 def time_run(run: Callable[[], object], world: World) -> float:
     """Time one run, from a moment at which all ranks have come and their GPUs are idle."""
@@ -52,10 +55,6 @@ def time_run(run: Callable[[], object], world: World) -> float:
     run()
     wait_for_gpu(world)
     return time.perf_counter() - started
-
-
-Floats = NDArray[np.float64]
-Part = Literal["attention", "memory", "step", "host", "link"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,6 @@ def _compare(
 
 
 @pytest.mark.timeout(320)
-@pytest.mark.filterwarnings("ignore")  # peft's own, of tied weights
 @pytest.mark.parametrize(
     ("ranks", "table", "of_mixers"),
     [
