@@ -201,7 +201,7 @@ RUNS = (
     GpuRun(
         "evaluation",
         140,
-        "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --profile --out {out}",
+        "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --out {out}",
     ),
     GpuRun(
         "saves",
@@ -254,7 +254,7 @@ RUNS = (
     GpuRun(
         "evaluations",
         75,
-        "{python} bench/evaluation/evaluation_degrees.py --cases 8k-tp1,8k-pp2,16k-pp2 --profile --out {out}",
+        "{python} bench/evaluation/evaluation_degrees.py --cases 8k-tp1,8k-pp2,16k-pp2 --out {out}",
     ),
     GpuRun(
         "two-nodes-step",

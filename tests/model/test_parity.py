@@ -101,7 +101,7 @@ def _logits(model: torch.nn.Module, plan: Plan, documents: list[np.ndarray], wor
 @cache
 def _results(table: str) -> list[dict[tuple[Any, ...], tuple[float, float, float]]]:
     slots, rows = TABLES[table]
-    exact = {(family, dtype): stock_answer(family, dtype, texts(LENGTHS), "cpu") for family, dtype, _ in rows}
+    exact = {(family, dtype): stock_answer(family, dtype, texts(LENGTHS)) for family, dtype, _ in rows}
     return run_ranks(_compare, slots, slots, rows, exact, timeout=240)
 
 

@@ -75,7 +75,7 @@ def _compare(rank: int, exact: dict[str, Answer]) -> dict[object, tuple[float, f
 
 
 def test_gradients_and_messages() -> None:
-    exact = {family: stock_answer(family, dtype, texts(LENGTHS), "cpu") for family, dtype in TYPES.items()}
+    exact = {family: stock_answer(family, dtype, texts(LENGTHS)) for family, dtype in TYPES.items()}
     for errors in run_ranks(_compare, 2, exact):
         assert len(errors) == len(WAYS) * 3
         for (way, family, dtype, name), (loss, gradients, sent) in errors.items():

@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from longspan.model.exactness.small_copies import make_tiny_model, shrink_configuration
 from longspan.model.experts.moe import router_modules
 from longspan.model.experts.router import RouterCoefficients
-from tests.model.stock import SIZES, gradients_of, random_model
+from tests.model.stock import REFERENCE, SIZES, gradients_of, random_model
 
 EXPERTS = 8
 
@@ -72,7 +72,10 @@ class MoeStock:
 
 
 def moe_answer(
-    model: PreTrainedModel, documents: Sequence[np.ndarray], weights: RouterCoefficients, device: torch.device | str
+    model: PreTrainedModel,
+    documents: Sequence[np.ndarray],
+    weights: RouterCoefficients,
+    device: torch.device | str = REFERENCE,
 ) -> MoeStock:
     """The stock model sees documents one by one; its routers' losses are over all tokens and layers of them."""
     torch.nn.Module.to(model.eval(), device)

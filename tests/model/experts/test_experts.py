@@ -102,7 +102,7 @@ def errors_of(result: StepResult, gradients: dict[str, Tensor], stock: MoeStock)
 
 @cache
 def _wanted(family: str, dtype: torch.dtype) -> MoeStock:
-    return moe_answer(moe_model(family, dtype), texts(LENGTHS), _weights_of_family(family), "cpu")
+    return moe_answer(moe_model(family, dtype), texts(LENGTHS), _weights_of_family(family))
 
 
 def _weights_of_family(family: str) -> RouterCoefficients:

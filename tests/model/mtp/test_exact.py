@@ -45,7 +45,7 @@ OF_SLOTS = [
     Case(labelled=True),
     Case(settings=(("shard_parameters", False),)),
     Case(settings=(("activation_checkpointing", "selective"), ("offload_activations", True))),
-    Case(settings=(("reshard_after_forward", False))),
+    Case(settings=(("reshard_after_forward", False),)),
 ]
 HYBRID = [
     Case("qwen3-next, a scan last", plans=("one cp", "dynamic")),

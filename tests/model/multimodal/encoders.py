@@ -12,6 +12,8 @@ from transformers import CLIPVisionConfig, CLIPVisionModel
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from tests.model.stock import REFERENCE
+
 HIDDEN, HEADS, WIDTH, OUT = 32, 4, 48, 12
 SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (4, 4), (6, 4), (4, 6))  # patches of each item, in rows and columns
 
@@ -143,7 +145,7 @@ class Answer:
     gradients: dict[str, Tensor]
 
 
-def dense_answer(family: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Answer:
+def dense_answer(family: str, dtype: torch.dtype, device: torch.device | str = REFERENCE) -> Answer:
     """Every item by itself, in one process and float64, for weights and items that `dtype` holds.
 
     A parameter that is not used has no gradient.
@@ -153,5 +155,5 @@ def dense_answer(family: str, dtype: torch.dtype, device: torch.device | str = "
     rows = [module([item]) for item in items]
     cotangents = [torch.randn(x.shape, generator=generator).to(device, torch.float64) for x in rows]
     torch.stack([(x * c).sum() for x, c in zip(rows, cotangents, strict=True)]).sum().backward()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return Answer([x.detach() for x in rows], cotangents, gradients)
+    gradients = {name: p.grad.cpu() for name, p in module.named_parameters() if p.grad is not None}
+    return Answer([x.detach().cpu() for x in rows], [x.cpu() for x in cotangents], gradients)

@@ -69,7 +69,8 @@ def _errors(rank: int, dense: dict[tuple[int, ...], Any]) -> list[dict[str, floa
     errors = list[dict[str, float]]()
     for home, lengths, dynamic, sharded, recomputed in CASES:
         with World(home, backend=backend()) as world:
-            patches, cotangents, rows, gradients = (_on(x, world.device) for x in dense[lengths])
+            *sent, gradients = dense[lengths]
+            patches, cotangents, rows = (x.to(world.device) for x in sent)
             module = prepare_encoder(_encoder(), world, shard_parameters=sharded, activation_checkpointing=recomputed)
             room = {"max_tokens_per_slot": 96 // home.slots}
             plan = plan_dynamic(lengths, home, **room) if dynamic else plan_fixed(lengths, home, cp=home.slots)
@@ -93,10 +94,6 @@ def _packed_rows(shard: SequenceShard, lengths: tuple[int, ...]) -> Tensor:
     items = [item for group in shard.micro_batch.groups for item in group.documents]
     order = torch.cat([torch.arange(starts[item], starts[item] + lengths[item]) for item in items])
     return torch.where(shard.rows.cpu() >= 0, order[shard.rows.cpu().clamp(min=0)], -1)
-
-
-def _on(x: Any, device: torch.device) -> Any:
-    return {name: value.to(device) for name, value in x.items()} if isinstance(x, dict) else x.to(device)
 
 
 def test_an_item_over_several_slots_equals_one_dense_process() -> None:

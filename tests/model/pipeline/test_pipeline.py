@@ -240,7 +240,7 @@ def _pipelines(rank: int, folder: str, exact: dict[str, Answer]) -> dict[tuple[s
 
 def test_names_logits_and_saved_folders_are_those_of_the_whole_model(tmp_path: Path) -> None:
     stock = {family: deep(family, torch.float64, layers=2 * vpp) for _, vpp, family in PIPELINES}
-    exact = {family: answer(model, texts(LENGTHS), "cpu") for family, model in stock.items()}
+    exact = {family: answer(model, texts(LENGTHS)) for family, model in stock.items()}
     answers = run_ranks(_pipelines, 4, str(tmp_path), exact)
     for key in answers[0]:
         results = [result[key] for result in answers]

@@ -166,7 +166,7 @@ def compared(rank: int, stock: Answer) -> dict[Layout, tuple[float, float]]:
 
 
 def test_models_with_fused_norms_equal_the_stock_model_under_every_home() -> None:
-    stock = stock_answer("qwen3", torch.float32, texts(LENGTHS), "cpu", vocabulary=62)
+    stock = stock_answer("qwen3", torch.float32, texts(LENGTHS), vocabulary=62)
     for errors in run_ranks(compared, 2, stock):
         assert errors.keys() == HOMES.keys()
         assert all(loss <= 1e-6 and gradients <= 1e-5 for loss, gradients in errors.values()), errors

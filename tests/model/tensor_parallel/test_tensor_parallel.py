@@ -76,9 +76,9 @@ def _prepared(family: str, dtype: torch.dtype, kind: str, world: World, *, try_r
 def _wanted(family: str, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     documents = texts(LENGTHS)
     if family in ("qwen3-moe", "gpt-oss"):
-        moe = moe_answer(_model(family, dtype), documents, ROUTER, "cpu")
+        moe = moe_answer(_model(family, dtype), documents, ROUTER)
         return moe.loss, moe.gradients
-    stock = stock_answer(family, dtype, documents, "cpu", vocabulary=EVEN)
+    stock = stock_answer(family, dtype, documents, vocabulary=EVEN)
     return stock.loss, stock.gradients
 
 

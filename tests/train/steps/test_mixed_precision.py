@@ -102,7 +102,7 @@ def _of_case(case: Case, world: World) -> tuple[float, float]:
     ep = case.home.ep  # slots whose documents' rows meet in one product of an expert
     alone = [_gradients(case, model, world, documents[i : i + ep])[1] for i in range(0, case.documents, ep)]
     sums = {name: sum(part[name].double() for part in alone).div(len(alone)).float() for name in together}
-    dense = stock_answer("qwen3", torch.float32, documents, "cpu").loss if case.family == "qwen3" else loss
+    dense = stock_answer("qwen3", torch.float32, documents).loss if case.family == "qwen3" else loss
     return worst(together, sums), abs(loss / dense - 1)
 
 

@@ -93,7 +93,7 @@ class Case:
 @cache
 def wanted(layers: int = 8) -> Answer:
     with whole_float64():
-        return answer(zamba2(layers), texts(LENGTHS), "cpu")
+        return answer(zamba2(layers), texts(LENGTHS))
 
 
 IN_CI = Case("zero_bubble", 2, "recomputed", "dynamic", ranks=2, layers=4)
