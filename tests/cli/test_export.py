@@ -26,7 +26,7 @@ from longspan.train.plans.order import make_step_order
 from tests.model.deep import deep_config
 from tests.train.small import small_config, train_rank
 
-HOMES = {"pp": {"parallel__pp": 2}, "tp": {"parallel__tp": 2}, "ep": {"parallel__ep": 2}}
+HOMES = {"tp": {"parallel__tp": 2}, "ep": {"parallel__ep": 2}}
 
 
 def _source(folder: Path) -> Path:
@@ -115,7 +115,7 @@ def test_exports_have_a_runs_loss(runs: dict[str, RunConfig], tmp_path: Path, mo
 
 
 def test_full_folders_are_kept(runs: dict[str, RunConfig], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run, out = runs["pp"].run.dir, tmp_path / "out"
+    run, out = runs["ep"].run.dir, tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     assert main(["export", run, str(out)]) == 2
@@ -123,7 +123,7 @@ def test_full_folders_are_kept(runs: dict[str, RunConfig], tmp_path: Path, capfd
     assert full in capfd.readouterr().err
     assert main(["export", run, str(out), "--overwrite"]) == 2
     assert "holds no model (no config.json), so nothing in it is replaced" in capfd.readouterr().err
-    shutil.copytree(runs["pp"].model.path, out, dirs_exist_ok=True)
+    shutil.copytree(runs["ep"].model.path, out, dirs_exist_ok=True)
     (out / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier model")
     assert main(["export", run, str(out), "--overwrite"]) == 0
     wanted = {*_bytes(Path(run) / "model"), "notes.txt", "README.md"}

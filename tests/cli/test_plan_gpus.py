@@ -380,11 +380,12 @@ def test_bytes_of_a_gpu_here(config: str, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(processes, "usable_gpus", lambda: 2)
     monkeypatch.setattr(question, "find_first_gpu", lambda: ("NVIDIA A100-SXM4-40GB", 42_000_000_000))
     monkeypatch.setattr(question, "free_host_bytes", lambda: 100_000_000_000)
-    assert main(["train", config, "--dry-run", "--json"]) == 0
+    words = ["train", config, "--dry-run", "--json", "--context.max_tokens_per_slot", "3000"]
+    assert main([*words, "--train.activation_checkpointing", "full"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["gpus"], answer["gpu_bytes"], answer["gpu"]) == (2, 42_000_000_000, "NVIDIA A100-SXM4-40GB")
     assert answer["host_bytes"] == int(0.85 * 50_000_000_000)
-    assert main(["train", config, "--dry-run", "--json", "--device", "cpu", "--world", "2"]) == 0
+    assert main([*words, "--train.activation_checkpointing", "full", "--device", "cpu", "--world", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["gpu"] == "H200"
     here = machine.find_first_gpu()

@@ -32,13 +32,12 @@ WIDE, SINGLE = torch.float64, torch.float32
 Model = tuple[str, torch.dtype, str]
 Rows = dict[Model, Sequence[tuple[int, Any]]]  # degrees and types
 TABLES: dict[str, tuple[int, Rows]] = {
-    "3 slots": (3, {("qwen3", WIDE, "sharded"): [(3, "p2p")]}),
     "4 slots": (
         4,
         {
             ("qwen3", WIDE, "sharded"): [(4, "p2p")],
             ("qwen3", WIDE, "recomputed"): [(2, "all_gather")],
-            ("llama", WIDE, "copies"): [(1, "all_gather"), (2, "p2p")],
+            ("llama", WIDE, "copies"): [(2, "p2p")],
         },
     ),
     "attention": (
@@ -46,11 +45,10 @@ TABLES: dict[str, tuple[int, Rows]] = {
         {
             ("mistral", SINGLE, "recomputed copies"): [(4, "auto")],
             ("gemma2", SINGLE, "recomputed copies"): [(4, "a2a+p2p")],
-            ("gpt-oss", SINGLE, "recomputed copies"): [(4, "all_gather"), (4, ("a2a", "p2p"))],
-            ("qwen3-moe", SINGLE, "recomputed copies"): [(4, "a2a+p2p")],
+            ("gpt-oss", SINGLE, "recomputed copies"): [(4, ("a2a", "p2p"))],
             ("deepseek-v3", SINGLE, "recomputed copies"): [(4, "p2p")],
             # tables of rotary angles; before 5.24 they bypass transformers' interface of attention
-            **{(f, SINGLE, "sharded"): [(2, "p2p")] for f in ("gpt-j", "codegen") if not transformers_before("5.24")},
+            **{(f, SINGLE, "sharded"): [(2, "p2p")] for f in ("gpt-j",) if not transformers_before("5.24")},
         },
     ),
 }

@@ -168,7 +168,6 @@ def _save(rank: int, folder: Path) -> list[dict[str, torch.Tensor]]:
             optimizer, plan = build_optimizer(model, "sgd", lr=0.5), plan_fixed(LENGTHS, home, cp=home.slots)
             run_step(model, plan, texts(LENGTHS), world, optimizer)
             save_model(model, folder / str(number), world)
-            run_step(model, plan, texts(LENGTHS), world, backward=False)  # goes on after saving
             weights.append(weights_of(model))
     with World(Layout(ranks=2), backend=backend()) as world:
         model = prepare_untried(_zamba2(2, blocks=1), world)

@@ -29,11 +29,11 @@ SETTINGS: dict[str, Any] = {
     "context.max_tokens_per_slot": 96,
     "context.eval_context_parallel_size": 2,
     "context.eval_max_tokens_per_slot": 96,
-    "train.steps": 4,
+    "train.steps": 2,
     "train.tokens_per_step": 160,
     "train.lr": 3e-3,
     "train.warmup_steps": 1,
-    "train.eval_every": 2,
+    "train.eval_every": 1,
     "run.timeout_seconds": 60.0,
 }
 COLUMNS = ("loss", "grad_norm", "eval_loss")
@@ -123,9 +123,9 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
     corpus = Corpus(Path(config.run.dir) / "corpus")
     order, images = make_step_order(config, corpus), corpus.images
     assert images is not None and isinstance(order, StepOrder)
-    steps = sum(len(images.document_images(d)) for step in range(4) for d in order.documents_of_step(step))
+    steps = sum(len(images.document_images(d)) for step in range(2) for d in order.documents_of_step(step))
     held_out = sum(len(images.document_images(d)) for d in order.evaluation)
-    evaluations = 3  # after step 2, and after the last at two degrees
+    evaluations = 3  # after the first step, and after the last at two degrees
     once = steps + evaluations * held_out
     assert once <= first.given + second.given <= once + 4 + evaluations < 1.5 * once
     assert second.opened == second.given > 0 and first.opened == first.given
@@ -133,7 +133,7 @@ def test_a_rank_reads_its_images_alone_and_ahead(trained: tuple[RunConfig, list[
 
 
 def test_the_documents_of_a_step_are_selected_once(trained: tuple[RunConfig, list[Reads]]) -> None:
-    assert all(rank.ahead and rank.selected == [0, 1, 2, 3] for rank in trained[1])
+    assert all(rank.ahead and rank.selected == [0, 1] for rank in trained[1])
 
 
 def test_saved_folders_have_the_processor_and_are_evaluated(

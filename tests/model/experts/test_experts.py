@@ -55,16 +55,14 @@ PLANS: dict[str, Callable[[Layout], Plan]] = {
 Case = tuple[str, torch.dtype, str]  # family, dtype, and what becomes of parameters and activations
 IN_CI: dict[Layout, dict[Case, tuple[str, ...]]] = {  # DeepSeek-V3's router computes in float32 always
     Layout(ranks=2): {
-        ("qwen3-moe", torch.float64, "recomputed"): ("idle slots", "padded"),
+        ("qwen3-moe", torch.float64, "recomputed"): ("idle slots",),
         ("gpt-oss", torch.float64, "selective"): ("cp 2, a few rows at a time",),
-        ("qwen3-moe", torch.float64, "copies"): ("cp 1",),
     },
     Layout(ranks=2, ep=2): {
         ("gpt-oss", torch.float64, "sharded"): ("idle slots",),
         ("deepseek-v3", torch.float32, "recomputed"): ("dynamic",),
     },
     Layout(ranks=4, ep=2): {("qwen3-moe", torch.float64, "recomputed"): ("idle slots",)},
-    Layout(ranks=4, ep=4): {("qwen3-moe", torch.float32, "sharded"): ("dynamic",)},
     Layout(ranks=4, ep=2, tp=2): {("qwen3-moe", torch.float64, "sequence-parallel"): ("padded",)},
 }
 OTHERS: dict[Layout, dict[Case, tuple[str, ...]]] = {  # with make test-all
@@ -116,18 +114,17 @@ def _compare(
     rank: int, homes: Homes, wanted: dict[tuple[str, torch.dtype], MoeStock]
 ) -> dict[tuple[Layout, Case], dict[str, Errors]]:
     """Errors of one step of every case under each of its plans: one crew of ranks goes through all its homes."""
-    errors, tried = {}, set[str]()
+    errors = dict[tuple[Layout, Case], dict[str, Errors]]()
     for home, cases in homes.items():
         with World(home, backend=backend()) as world:
             for (family, dtype, kind), plans in cases.items():
-                model = (prepare_untried if family in tried or len(home.ranks) > 2 else prepare)(
+                model = (prepare_untried if errors or len(home.ranks) > 2 else prepare)(
                     moe_model(family, dtype),
                     world,
                     shard_parameters=kind != "copies",
                     activation_checkpointing="selective" if kind == "selective" else kind == "recomputed",
                     sequence_parallel=kind == "sequence-parallel",
                 )
-                tried.add(family)
                 of_plans = errors[home, (family, dtype, kind)] = {}
                 for name in plans:
                     plan = replace(PLANS[name](home), row_multiple=home.tp)

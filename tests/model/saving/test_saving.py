@@ -122,7 +122,6 @@ def test_nothing_is_lost_or_mixed_where_a_save_is_interrupted(
 LAYOUTS = [
     ("qwen3-tiny", {}, {"tp": 2}),  # tied embeddings
     ("qwen3-moe-tiny", {"ep": 2}, {}),  # experts that a folder has one by one
-    ("qwen3-tiny", {"pp": 2}, {}),
 ]
 
 
@@ -149,9 +148,8 @@ def reload_rank(rank: int, folder: Path) -> str:
             second = prepare_untried(model_of(preset, 1), world)
             load_weights(second, path, world)
             found = whole(second)
-            shared = expected.keys() & found.keys()
-            assert len(shared) > 5 and all(torch.equal(expected[n].cpu(), found[n].cpu()) for n in shared), number
-            assert "pp" in saved or "pp" in loaded or expected.keys() == found.keys()
+            assert len(found) > 5 and all(torch.equal(expected[n].cpu(), x.cpu()) for n, x in found.items()), number
+            assert expected.keys() == found.keys()
     with World(Layout(2), backend=backend(), timeout=60) as world:
         first = prepare_untried(model_of("qwen3-tiny", 0, lora=True), world)
         save_model(first, folder / "adapter", world)

@@ -101,9 +101,9 @@ ANY = ("p2p", "all_gather", "a2a", "padded")
 Row = tuple[str, dict[str, int], dict[str, Any], tuple[str, ...]]  # a family, its home, how it is prepared, its plans
 TABLES: dict[str, list[Row]] = {
     "few": [  # each kind of type, a module in each layer, chunks, experts
-        ("phi3 longrope", {}, {"activation_checkpointing": True}, ("all_gather", "padded")),
+        ("phi3 longrope", {}, {"activation_checkpointing": True}, ("padded",)),
         ("moshi dynamic", {}, {"activation_checkpointing": True}, ("a2a",)),
-        ("llama4 experts", {}, {"activation_checkpointing": "selective"}, ("p2p", "dynamic")),
+        ("llama4 experts", {}, {"activation_checkpointing": "selective"}, ("dynamic",)),
         ("llama longrope", {"tp": 2}, {}, ("p2p",)),
         ("llama dynamic", {"pp": 2}, {"activation_checkpointing": "selective"}, ("p2p",)),
         ("llama4", {"pp": 2}, {}, ("p2p",)),

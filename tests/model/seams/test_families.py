@@ -72,7 +72,7 @@ def _errors(
     for family, axes, kind, options in rows:
         with World(Layout(ranks=ranks, **axes), backend=backend()) as world, whole_float64():
             (ours, documents), (loss, exact) = _model_and_texts(family), stock[family]
-            model = (prepare_untried if axes else prepare)(ours, world, **options)
+            model = (prepare_untried if errors else prepare)(ours, world, **options)
             vars(model)["modes_of_row_trial"] = {False, True}  # trials of rows take as long as two steps
             tokens = 40 if world.home.pp > 1 else None
             plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, cp_comm_type=kind, max_tokens_per_slot=tokens)

@@ -31,7 +31,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Case]] = {
     "gates of low rank": ("kimi_linear", {}, TP),
     "a norm over all ranks, B and C for all heads": ("bamba", {}, OF_TWO),
     "groups that ranks share in part": ("falcon_h1", GROUPS, OF_TWO),
-    "a group on two ranks": ("mamba2", EIGHT_HEADS | {"n_groups": 1}, OF_TWO),
     "rows that tp does not divide": ("mamba2", EIGHT_HEADS | {"n_groups": 1, "state_size": 5}, Case(tp=4)),
     "whole groups": ("nemotron_h", {}, TP),
     "a norm before the gate": ("falcon_h1", GROUPS | {"mamba_norm_before_gate": True}, TP),

@@ -84,7 +84,7 @@ def _compare(rank: int, folders: str, rows: list[Row]) -> dict[str, Any]:
                 assert is_empty(model)
                 model = prepare_untried(model, world, **options)
                 differences = _differences(model, wanted)
-                trained = not options or _losses(model, world) == _losses(wanted, world)
+                trained = bool(axes or options) or _losses(model, world) == _losses(wanted, world)
                 compared[f"{name}, {axes}, {options}"] = differences, trained
     return compared
 

@@ -16,7 +16,6 @@ from longspan.plan.memory import layer_table
 from longspan.plan.memory.layer_table import LayerTable
 from longspan.testing import backend, run_ranks
 from tests.plan.memory.counted import (
-    DENSE,
     EXPERTS,
     HYBRIDS,
     Counted,
@@ -72,9 +71,7 @@ def _peak(needs: MemoryNeeds, word: str) -> int:
 FAMILIES = ("qwen3", "gemma3", *EXPERTS, *HYBRIDS)
 
 
-@pytest.mark.parametrize(
-    ("family", "word"), [*((f, "none") for f in FAMILIES), ("qwen3", "selective"), ("gpt-oss", "full")]
-)
+@pytest.mark.parametrize(("family", "word"), [*((f, "none") for f in FAMILIES), ("qwen3", "selective")])
 def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> None:
     needs, counted = _compare(world, family, word)
     once = _ONCE * (family in EXPERTS)
@@ -84,7 +81,7 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
     assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
 
 
-@pytest.mark.parametrize(("family", "word"), [("qwen3", "none"), ("qwen3", "full"), ("qwen3-moe", "selective")])
+@pytest.mark.parametrize(("family", "word"), [("qwen3", "full"), ("qwen3-moe", "selective")])
 def test_tiles_keep_what_is_planned(world: World, family: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernel_norms(monkeypatch)
     settings = MemorySettings(parameter_bytes=2, shard_parameters=False, mlp_tile_rows=64, gpu=family == "qwen3")
@@ -97,7 +94,7 @@ def test_tiles_keep_what_is_planned(world: World, family: str, word: str, monkey
     assert family in EXPERTS or counted.most < 0.9 * _peak(whole, word)
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_norms_of_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernel_norms(monkeypatch)
     needs, counted = _compare(world, family, "none", settings=MemorySettings(parameter_bytes=2, shard_parameters=False))
@@ -131,19 +128,15 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
     """Bytes of layers over two slots, as planned and as counted.
 
     Those that layers keep, by communication type, key/value heads and measure; then slices of heads and the peak of
-    backward, by key/value heads and order of slices.
+    backward, by the order of slices.
     """
     kept, peaks = dict[str, tuple[float, float]](), dict[str, tuple[int, float, float]]()
     with pytest.MonkeyPatch.context() as monkeypatch, World(Layout(2), backend=backend()) as world:
         use_kernel_norms(monkeypatch)
         settings, config = MemorySettings(parameter_bytes=2, shard_parameters=False), config_of("qwen3")
         config.update({"hidden_size": 128, "head_dim": 16, "intermediate_size": 384})
-        plans = {kind: plan_fixed([ROWS], world.home, cp=2, cp_comm_type=kind) for kind in ("p2p", "all_gather", "a2a")}
-        for config.num_key_value_heads, word, kinds in (
-            (2, "none", plans),
-            (1, "none", ["a2a"]),
-            (1, "selective", ["a2a"]),
-        ):
+        plans = {kind: plan_fixed([ROWS], world.home, cp=2, cp_comm_type=kind) for kind in ("p2p", "a2a")}
+        for config.num_key_value_heads, word, kinds in ((2, "none", plans), (1, "selective", ["a2a"])):
             model = prepared_model(config, plans["a2a"], world, None, 0, {"activation_checkpointing": word})
             for kind in kinds:
                 counted = count_prepared(*model, plans[kind], world)
@@ -154,19 +147,18 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
         monkeypatch.setattr(layer_table, "count_exchange_slices", partial(count_exchange_slices, slice_bytes=0))
         settings = replace(settings, mlp_tile_rows=128)
         plan, word = plan_fixed([4 * ROWS], world.home, cp=2, cp_comm_type="a2a"), "full"
-        how, models = {"activation_checkpointing": word, "mlp_tile_rows": 128}, dict[int, Any]()
-        for config.num_key_value_heads, order in ((8, "at once"), (8, "one by one"), (2, "at once")):
-            if config.num_key_value_heads not in models:
-                models[config.num_key_value_heads] = prepared_model(config, plan, world, None, 0, how)
+        how, config.num_key_value_heads = {"activation_checkpointing": word, "mlp_tile_rows": 128}, 8
+        model = prepared_model(config, plan, world, None, 0, how)
+        for order in ("at once", "one by one"):
             monkeypatch.setattr(head_split, "QUERY_GRADIENT_BYTES", 1 if order == "one by one" else 1 << 30)
-            counted = count_prepared(*models[config.num_key_value_heads], plan, world)
+            counted = count_prepared(*model, plan, world)
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
             layer = place.layer_bytes(1, load, word)
             slices, *_ = LayerTable(place.read, settings, load).exchange_slices()
             others = counted.alive[1] - place.row_bytes * load.rows + _head_bytes(needs)  # its input counts as kept
             planned = others + layer.kept + layer.backward
-            peaks[f"{config.num_key_value_heads} {order}"] = slices, planned, counted.backward[1]
+            peaks[order] = slices, planned, counted.backward[1]
     return kept, peaks
 
 
@@ -178,6 +170,6 @@ def test_exchanged_heads_are_counted_as_they_are_kept_and_travel() -> None:
             assert abs(planned - counted) <= CLOSE * counted + statistics, name
         assert kept["p2p 2 none"][0] < kept["a2a 2 none"][0]
         for name, (slices, planned, counted) in peaks.items():
-            assert slices == (4 if name == "8 one by one" else 2), name
+            assert slices == (4 if name == "one by one" else 2), name
             assert abs(planned - counted) <= PEAK * counted, (name, planned, counted)
-        assert peaks["8 one by one"][2] < peaks["8 at once"][2]
+        assert peaks["one by one"][2] < peaks["at once"][2]

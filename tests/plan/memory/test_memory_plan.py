@@ -232,8 +232,6 @@ ROOM, TIGHT, HOST = (4096, 129, 128), (20480, 75, 0), (65536, 60, 64)  # rows, G
         *(({}, sizes) for sizes in (ROOM, TIGHT, HOST)),
         ({"gathered_once": False}, TIGHT),
         ({"offload": False}, HOST),
-        ({"offload_states": False}, HOST),
-        ({"measure": "selective"}, HOST),
         ({"measure": "full"}, HOST),
         ({"mlp_tile_rows": 16384}, TIGHT),
         ({"segment_layers": 4}, TIGHT),
