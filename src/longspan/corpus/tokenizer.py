@@ -30,7 +30,6 @@ from longspan.model.weights.file_names import (
     TOKENIZER_FILES,
     vocabulary_files,
 )
-from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason
 
 GENERATION = "generation_config.json"
 
@@ -295,6 +294,8 @@ def _load_other_files(folder: Path) -> TextTokenizer:
 
 def _load_by_transformers(folder: Path) -> TextTokenizer:
     from transformers import AutoTokenizer
+
+    from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason  # torch, which processes do without
 
     try:
         stock = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
