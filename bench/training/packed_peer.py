@@ -172,12 +172,12 @@ def _register_attention(attend: Attend) -> None:
 class CompiledLayers:
     """Decoder layers that run compiled, of which the last `recomputed` run a second time in the backward pass."""
 
-    def __init__(self, model: Any, backend: str) -> None:
-        """Compile each layer's forward by this backend of torch.compile; no layer is recomputed yet."""
+    def __init__(self, model: Any, compile_forward: Callable[[Any], Any]) -> None:
+        """Give each layer the forward that is made of its own; no layer is recomputed yet."""
         layers = decoder_layers(model).values()
         self.count, self.recomputed = len(layers), 0
         for index, layer in enumerate(layers):
-            layer.forward = partial(self._run_layer, index, torch.compile(layer.forward, backend=backend))
+            layer.forward = partial(self._run_layer, index, compile_forward(layer.forward))
 
     def _run_layer(self, index: int, forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Run the compiled forward of a layer, under a checkpoint if it is among the last ones."""
@@ -233,13 +233,14 @@ def open_packed_step(
 
     attention, attend = choose_attention(world.device)
     _register_attention(attend)
-    backend = "inductor" if world.device.type == "cuda" else "eager"
+    # On a CPU nothing is compiled: tracing would take longer than all steps of a test.
+    compile_forward = torch.compile if world.device.type == "cuda" else lambda forward: forward
     model = draw_model(settings, world)
     model.set_attn_implementation(_ATTENTION)
-    layers = CompiledLayers(model, backend)
+    layers = CompiledLayers(model, compile_forward)
     shard_model(settings, model, init_device_mesh(world.device.type, (settings.ranks,)))
     optimizer = make_peer_optimizer(settings, model)
-    sum_losses: Any = torch.compile(_sum_losses, backend=backend)
+    sum_losses: Any = compile_forward(_sum_losses)
     losses: list[float] = []
 
     def step() -> None:
