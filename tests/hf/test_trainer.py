@@ -19,7 +19,7 @@ from transformers import DataCollatorWithFlattening, EvalPrediction, Trainer, Tr
 
 from longspan.errors import CommError, NonFiniteError
 from longspan.hf import steps
-from tests.hf.stock import AUTO, CP2, RECOMPUTES, Ran, Run, check, check_each, log_errors, ours, ours_each, stock_each
+from tests.hf.stock import AUTO, CP2, RECOMPUTES, Ran, Run, check, check_each, log_errors, ours_each, stock_each
 from tests.hf.tiny import VOCABULARY, model_of, pad
 from tests.mutation import Change, mutated
 
@@ -373,10 +373,6 @@ def test_equals_one_process() -> None:
     assert "step 1: the loss of LongspanNotANumber has derivatives that are not" in error.kept["error"]
     with pytest.raises(AssertionError):
         check(expected()["own_loss"], wrong, **EXACT)
-
-
-def test_dynamic_plans_on_four_ranks() -> None:
-    check_train(ours(train, DYNAMIC | {"eval_max_tokens_per_slot": "0"}, 4))
 
 
 EVALUATED_DYNAMICALLY = {"context_parallel_size": 2, "eval_planner": "dynamic", "eval_max_tokens_per_slot": "40"}

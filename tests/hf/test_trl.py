@@ -148,7 +148,6 @@ CASES = (
     (chats, DYNAMIC | {"context_parallel_size": 1, "eval_context_parallel_size": "2"}),
     partial(sft, data=texts, count=24, packing=True, max_length=64, rows=2, learning_rate=1e-3),
     partial(sft, data=conversations, peft_config=lora(), assistant_only_loss=True),
-    partial(sft, family="gpt-oss"),
     *(qwen3_next, dpo_with_reference, kto_with_reference),
     partial(dpo, model=trained_adapter, **TWICE, **EVALUATED),
 )
