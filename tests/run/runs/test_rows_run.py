@@ -83,12 +83,10 @@ def epoch_config(folder: Path, tokens: int, epochs: float, **keys: Any) -> RunCo
     return small_config(folder, train__tokens_per_step=tokens, train__epochs=epochs, **keys)
 
 
-PIPELINE = ALONE | {"parallel__pp": 2, "context__max_tokens_per_slot": 64}
 FREE = ALONE | {"context__mode": "free", "context__max_tokens_per_slot": 64}
 CASES: dict[str, tuple[int, int, float, dict[str, Any]]] = {  # ranks, tokens a step, epochs, further keys
     "a step is more than an epoch": (1, 10**6, 2, ALONE | {"context__max_tokens_per_slot": 512}),
     "a short last step": (1, 200, 1, ALONE),
-    "a pipeline": (2, 400, 1, PIPELINE),
     "free slots, and part of an epoch": (2, 300, 1.5, FREE),
 }
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from longspan import Layout, World
-from longspan.model import prepare
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
 from longspan.train import build_optimizer, evaluate, run_step
-from tests.model.stock import error, gradients_of
+from tests.model.stock import error, gradients_of, prepare_untried
 from tests.train.multimodal.cases import Case
 from tests.train.multimodal.documents import documents_of
 from tests.train.multimodal.encoders import encoder_of
@@ -51,7 +50,7 @@ def model_of(case: Case, world: World, encoder_world: World) -> MultimodalModel:
         encoders[modality] = Encoder(module=module, world=encoder_world, **case.encoder_options(modality))
     language_model = language_model_of(case.family, case.torch_dtype)
     freeze(language_model, "language model", case.frozen)
-    return MultimodalModel(encoders, prepare(language_model, world, **case.language_model_options()), world)
+    return MultimodalModel(encoders, prepare_untried(language_model, world, **case.language_model_options()), world)
 
 
 def in_worlds(cases: Sequence[Case], look: Callable[[Case, World, World], Any]) -> list[Any]:

@@ -163,12 +163,10 @@ def run(
     for number, combination in enumerate(combinations):
         homes.setdefault(combination.home, []).append(number)
     for home, chosen in homes.items():
-        tried = set[str]()
         with World(home, backend=backend(), timeout=60) as world:
             for number in chosen:
                 c, count = combinations[number], len(BATCHES) if steps is None else steps[number]
-                found[number] = _errors(c, wanted[c.key], world, count, c.family in tried)
-                tried.add(c.family)
+                found[number] = _errors(c, wanted[c.key], world, count, rows_tried=number > 0)
     return [found[number] for number in range(len(combinations))]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
+from longspan.model.sharding import gradients_summed_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -165,6 +166,17 @@ def _summed(sharding: str, plans: str) -> None:
         assert worst(gradients, {name: wanted.gradients[name] for name in gradients}) < 1e-12
 
 
+def _sum_copies(rank: int) -> None:
+    """Gradients in bfloat16 of copies that are not sharded are summed over four slots in more."""
+    with World(Layout(4), backend=backend(), timeout=60) as world:
+        module = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16, device=world.device)
+        parts = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+        with gradients_summed_over_slots(module, world):
+            module.weight.grad = parts[rank].to(world.device, copy=True)
+        assert module.weight.grad is not None
+        assert torch.equal(module.weight.grad.cpu(), torch.stack(parts).double().sum(0).bfloat16())
+
+
 class _CountedAllReduces:
     def __enter__(self) -> list[int]:
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
@@ -240,6 +252,7 @@ def _look(rank: int, ranks: int) -> None:
         _frozen(ranks, 0, True, torch.float32)
         for sharding, plans in (("reshard", "free"), ("keep", "fixed"), ("keep", "pipeline")):
             _summed(sharding, plans)
+        _sum_copies(rank)
         return
     _frozen(ranks, 1, False, torch.float64)
     _refused(Layout(ranks), "backward")
