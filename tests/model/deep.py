@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.model.experts.moe import router_modules
 from tests.model import stock
 from tests.model.experts.moe_models import router_losses
-from tests.model.stock import SIZES, VOCABULARY, Answer, random_model
+from tests.model.stock import REFERENCE, SIZES, VOCABULARY, Answer, random_model
 
 
 def deep_config(family: str, layers: int, vocabulary: int = VOCABULARY, **changes: Any) -> PreTrainedConfig:
@@ -49,7 +49,7 @@ def deep(
 def answer(
     model: PreTrainedModel,
     documents: Sequence[np.ndarray],
-    device: torch.device | str,
+    device: torch.device | str = REFERENCE,
     balance: float = 0.0,
     z: float = 0.0,
 ) -> Answer:

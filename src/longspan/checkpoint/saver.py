@@ -40,7 +40,7 @@ from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
 from longspan.comm.all_ranks import LogLine, is_first_rank
 from longspan.errors import CheckpointError, LongspanError
-from longspan.host_memory import free_host_bytes
+from longspan.host import free_host_bytes
 from longspan.layout.layout import excerpt
 from longspan.model.activations.host_offload import ALIGNMENT, HostArena
 from longspan.model.weights.local_tensors import local_tensor

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.launch.launch import usable_cores
+from longspan.host import usable_cores
 
 # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR, and _MULTIPROCESSOR_COUNT
 _ATTRIBUTES = (75, 76, 16)

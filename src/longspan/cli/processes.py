@@ -10,7 +10,7 @@ from longspan.cli.machine import find_gpus, set_gpu_environment
 from longspan.comm import run_local
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, plural
-from longspan.launch.launch import usable_cores
+from longspan.host import usable_cores
 from longspan.launch.orphans import stop_without_torchrun
 from longspan.train.plans import home_of
 

@@ -29,7 +29,7 @@ from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors
-from longspan.launch.launch import usable_cores
+from longspan.host import usable_cores
 
 if TYPE_CHECKING:
     from longspan.corpus.rows.encoding import RowEncoding

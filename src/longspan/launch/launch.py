@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longspan.errors import CommError, RankLostError
+from longspan.host import usable_cores
 from longspan.launch.fork_server import kill_fork_server, start_fork_server
 from longspan.launch.rank_process import (
     DEAD_KEY,
@@ -312,7 +313,3 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
             f"{fn!r} and its arguments cannot be sent to other processes ({error}); give a function at the top of a "
             f"module and arguments that pickle"
         ) from error
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

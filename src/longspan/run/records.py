@@ -22,7 +22,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, run_on_every_rank, run_on_first_rank
 from longspan.errors import ConfigError, RunFolderError, plural
 from longspan.files import as_json, name_file_in_errors, read_json, write_atomically
-from longspan.launch.launch import usable_cores
+from longspan.host import usable_cores
 from longspan.model.execution import Execution, model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.weights.local_tensors import local_tensor

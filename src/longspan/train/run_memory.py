@@ -26,7 +26,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig, check_measures, chooses_measures
 from longspan.errors import CommError, ConfigError, PlanError, plural
 from longspan.files import read_json, write_atomically
-from longspan.host_memory import free_host_bytes
+from longspan.host import free_host_bytes
 from longspan.layout import Layout
 from longspan.plain_text import bytes_text
 from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.host_memory import free_host_bytes
+from longspan.host import free_host_bytes
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations import host_offload

@@ -24,7 +24,7 @@ from longspan.cli.processes import count_host_ranks, has_torchrun
 from longspan.config.defaults import find_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
-from longspan.host_memory import free_host_bytes
+from longspan.host import free_host_bytes
 from longspan.plan import Machine
 from longspan.plan.cost.machine import find_device, read_machine
 from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint, gib_text

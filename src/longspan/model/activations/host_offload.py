@@ -22,7 +22,7 @@ from torch import Tensor
 
 from longspan.comm import World, on_all_ranks
 from longspan.errors import ModelError, plural
-from longspan.host_memory import free_host_bytes
+from longspan.host import free_host_bytes
 
 ALIGNMENT = 256  # bytes: what CUDA's own allocations begin at a multiple of
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context of the process

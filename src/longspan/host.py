@@ -1,11 +1,16 @@
-"""The memory that is free on a host, for this process: what arenas, models and plans of memory may take of it.
+"""What this process may use of its host: cores, and free memory that arenas, models and plans of memory may take.
 
 A container's control group may leave less than Linux has. How the ranks of a host share it is not decided here.
 """
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None:
