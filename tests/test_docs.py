@@ -320,12 +320,12 @@ CONFIGURATIONS = [
 def test_configurations_of_examples_train(path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     made = path.with_suffix(".py")  # what makes its texts and their tokenizer
     if made.is_file():
-        subprocess.run([sys.executable, str(made), str(tmp_path)], check=True, timeout=60)
+        subprocess.run([sys.executable, str(made)], check=True, timeout=60, cwd=tmp_path)
     else:
         write_texts(tmp_path / "texts")
     settings = {
-        "data.path": tmp_path / "texts",
-        "data.tokenizer": tmp_path if made.is_file() else "",
+        "data.path": tmp_path / ("runs/passkey-text/texts" if made.is_file() else "texts"),
+        "data.tokenizer": tmp_path / "runs/passkey-text" if made.is_file() else "",
         "data.vocab_size": 300,
         "data.max_document_tokens": 128,
         "data.eval_documents": 3,

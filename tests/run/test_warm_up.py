@@ -67,7 +67,7 @@ def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
     assert begin.startswith("compiling kernels and finding memory: ") and "coming steps and evaluation" in begin
     assert end.startswith("kernels compiled and memory found in ")
     cold, warm = ([without_times(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in names)
-    assert cold == warm and len(cold) == 4
+    assert cold == warm and len(cold) == (3 if home == "stages" else 4)  # stages are evaluated at one degree
 
 
 def test_kinds_of_groups() -> None:

@@ -162,7 +162,7 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
 def _check_random_weights(run: RunConfig, configuration: PreTrainedConfig) -> None:
     """Raise CheckpointError for weights, of a base model or its depths, that another device would draw differently."""
     name = run.model.preset_name
-    drawn_depths = run.mtp.depths and find_depth_weights(run, configuration) is None
+    drawn_depths = run.mtp.depths and not run.mtp.train_whole and find_depth_weights(run, configuration) is None
     # Nothing was drawn, or a tiny preset was (without `rows`): its weights are drawn on the CPU on every machine.
     if (not run.model.path or drawn_depths) and not (name and not PRESETS[name].rows):
         raise CheckpointError(
