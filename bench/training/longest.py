@@ -35,8 +35,7 @@ from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.data.document import synthetic_documents
 from longspan.files import write_atomically
-from longspan.model.layers import decoder_layers
-from longspan.model.prepared import vocabulary_size
+from longspan.model.layers import decoder_layers, vocabulary_size
 from longspan.model.presets import preset_config
 from longspan.plan import Cost
 from longspan.train.plans import PlanChoice, home_of, query_heads

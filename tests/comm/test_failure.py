@@ -262,7 +262,7 @@ def hang(rank: int, where: str, folder: Path) -> str:
         with World(Layout(ranks=3), backend="gloo", timeout=600) as world:
             world.step, world.watch.notes = 7, ("slot 1 is 31 % slower than its plan",)
             x, group = torch.ones(4), world.meshes.fsdp.get_group()
-            world.control.sum_of_arrays(torch.ones(1 << 14).numpy(), "a first sum")  # which connects the ranks
+            world.control.sum_array_over_ranks(torch.ones(1 << 14).numpy(), "a first sum")  # which connects the ranks
             dist.all_reduce(x, group=group)
             set_timeout(world, 1)
             own = where == "torch's"  # as FSDP2's
@@ -270,7 +270,7 @@ def hang(rank: int, where: str, folder: Path) -> str:
                 if rank == 2:
                     time.sleep(60)
                 if where == "collective":
-                    world.control.sum_of_arrays(torch.ones(1 << 14).numpy(), "a large sum")
+                    world.control.sum_array_over_ranks(torch.ones(1 << 14).numpy(), "a large sum")
                 dist.all_reduce(x, group=group)
     except CommError as error:
         return str(error)

@@ -19,7 +19,7 @@ from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.run.checks import check_config, check_image_keys, check_longest
+from longspan.run.checks import check_config, check_longest, refuse_encoder_without_images
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 from longspan.train.run_memory import full_plan
 
@@ -262,8 +262,8 @@ def test_values_that_are_impossible_here(ranks: int, values: dict[str, object], 
 
 def test_sections_and_figures_of_what_a_run_has_not() -> None:
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
-        check_image_keys(load_config(None, {"encoder.tp": 2}), 0)
-    check_image_keys(RunConfig(), 0)
+        refuse_encoder_without_images(load_config(None, {"encoder.tp": 2}), 0)
+    refuse_encoder_without_images(RunConfig(), 0)
     with pytest.raises(ConfigError, match=r"held out \(data.eval_documents\), which the run has not"):
         BestFigure.of("eval_loss").check_sets([])
 

@@ -16,10 +16,11 @@ from longspan.corpus.build import ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.row_files import chunk_rows, row_file
 from longspan.corpus.rows.sample import Row
-from longspan.corpus.tokenizer import TextTokenizer, ends_of_generation, load_tokenizer, train_tokenizer
+from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from longspan.data.document import target_count
 from longspan.data.documents import Corpus
 from longspan.errors import DataError
+from longspan.model.weights.tokenizer_files import ends_of_generation
 from tests.corpus.rows.families import write_folder
 
 TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9, "plan " * 30, "one\ntwo", "a b c d e"]

@@ -69,7 +69,7 @@ def test_a_text_is_held_out_with_all_of_its_documents() -> None:
     for seed in range(5):
         found = StepOrder(lengths, tokens_per_step=99, seed=seed, eval_documents=7, texts=texts)
         held_out = {*texts[[*found.evaluation]].tolist()}
-        assert len(held_out) == 7 == found.held_out_texts and found.texts == 33
+        assert len(held_out) == 7 == found.held_out_texts and found.training_texts == 33
         assert found.evaluation == tuple(np.flatnonzero(np.isin(texts, [*held_out])).tolist())
         trained = {document for step in range(200) for document in found.documents_of_step(step)}
         assert trained == set(range(len(texts))) - {*found.evaluation}

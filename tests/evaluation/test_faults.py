@@ -131,7 +131,7 @@ def faulty(
         "agreement on the plan": (ControlGroup, "agree_on_flags"),
         "forward pass": (attention_calls, "attend"),
         "forward pass of the last portion": (attention_calls, "attend"),
-        "reduction": (ControlGroup, "sum_of_arrays"),
+        "reduction": (ControlGroup, "sum_array_over_ranks"),
     }
     options = EvaluationOptions(
         step=77,

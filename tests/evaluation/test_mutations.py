@@ -38,7 +38,7 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
                                 "document"),
     "losses counted by every tp rank": (
         (SUMS, "counts_here = world.coordinates.tp == 0", "counts_here = True"), "PlanError"),
-    "losses not reduced": ((SUMS, 'flat = world.control.sum_of_arrays(flat, "sums of an evaluation")', "pass"),
+    "losses not reduced": ((SUMS, 'flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")', "pass"),
                            "PlanError"),
     "modes not restored": (("model.layers", "vars(module)[\"training\"] = training", "pass"), "/modes"),
     "reshard skipped": (("evaluation.evaluate", "recurse=False)\n        free_groups(modules)", "recurse=False)"),

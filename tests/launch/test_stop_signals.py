@@ -19,7 +19,7 @@ import pytest
 from longspan.errors import CheckpointError
 from longspan.launch import stop_signals
 from longspan.launch.launch import run_local
-from longspan.launch.orphans import processes_of_torchrun
+from longspan.launch.launcher_watch import processes_of_torchrun
 from longspan.launch.stop_signals import (
     NOTICES,
     SIGNALS,

@@ -16,7 +16,13 @@ from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
 from longspan.run.loggers import read_metrics
-from longspan.run.warm_up import kind_of_group, repeat_on_all_slots, smallest_group_of_each_kind, warm_up, warm_up_plans
+from longspan.run.warm_up import (
+    kind_of_group,
+    plan_warm_up,
+    repeat_on_all_slots,
+    smallest_group_of_each_kind,
+    warm_up,
+)
 from longspan.testing import run_ranks
 from longspan.train.optim.optimizer import allocate_adam_states
 from tests.run.runs.test_lora_run import write_base
@@ -85,7 +91,7 @@ def test_kinds_of_groups() -> None:
 def test_every_slot_meets_every_kind(slots: int) -> None:
     plans = [plan_fixed(LENGTHS, Layout(slots), cp=slots, max_tokens_per_slot=1024)]
     plans.append(plan_dynamic(LENGTHS, Layout(slots), max_tokens_per_slot=400 if slots > 1 else 1024))
-    training, evaluation = warm_up_plans(plans, plans[1], in_flight=2)
+    training, evaluation = plan_warm_up(plans, plans[1], in_flight=2)
     kinds = {kind_of_group(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
     for slot in range(slots):
         groups = [group for batch in training.micro_batches for group in batch.groups]
@@ -104,7 +110,7 @@ def test_only_the_largest_micro_batch_is_run_whole() -> None:
     plan = Plan(slots=4, lengths=lengths, micro_batches=batches, targets=sum(lengths) - 5)
     evaluations = [MicroBatch((Group((0,), (0,), (rows,)),)) for rows in (60_000, 90_000)]
     shorter, longer = (
-        warm_up_plans([plan], Plan(4, batch.lengths, (batch,), targets=batch.lengths[0] - 1), in_flight=1)
+        plan_warm_up([plan], Plan(4, batch.lengths, (batch,), targets=batch.lengths[0] - 1), in_flight=1)
         for batch in evaluations
     )
     first, *others = shorter[0].micro_batches

@@ -21,7 +21,7 @@ from longspan.checkpoint.export import _read_tensors, _weights_in
 from longspan.checkpoint.files import check_sizes, create_partial, publish_checkpoint, read_state
 from longspan.checkpoint.storage import Chunk, read_metadata, shard_name, write_chunks
 from longspan.errors import CheckpointError
-from longspan.hf.files import FilesPart, read_plain_file
+from longspan.hf.files import FilesPart, load_without_code
 
 WEIGHT = "model.weight"
 
@@ -130,7 +130,7 @@ def test_hostile_files_of_a_trainer_run_nothing(tmp_path: Path) -> None:
     expected = random.random(), numpy.random.rand(), torch.rand(1).item()
     load_random_states(tmp_path)
     assert (random.random(), numpy.random.rand(), torch.rand(1).item()) == expected
-    reads: list[Callable[[], object]] = [lambda: read_plain_file(file), lambda: load_random_states(tmp_path)]
+    reads: list[Callable[[], object]] = [lambda: load_without_code(file), lambda: load_random_states(tmp_path)]
     for value in (Hostile(trap), states | {"python": Hostile(trap)}, {"schedule": [Hostile(trap, "system")]}):
         torch.save(value, file)
         for read in reads:

@@ -430,24 +430,24 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
     """Return the tiles of runs of q and k where position p sees p − window + 1 … p.
 
     A pair of runs gives one tile: the rows that see any of the keys, and the keys that any of these sees. Its last row
-    is aligned to its last key; where the row's position is `ahead` positions behind that key's, every row sees `ahead`
-    keys to the right of the key that it is aligned to, and that many fewer than window − 1 to the left. `left` ≥ 0,
-    because a row more than window − 1 positions behind the last key sees none.
+    is aligned to its last key; where the row's position is `after_key` positions after that key's, every row sees so
+    many keys to the right of the key that it is aligned to, and that many fewer than window − 1 to the left. `left` ≥
+    0, because a row more than window − 1 positions after the last key sees none.
     """
     q_run, k_run, _ = pair_runs(q, k)
     (q_start, q_stop), (k_start, k_stop) = (q.start[q_run], q.stop[q_run]), (k.start[k_run], k.stop[k_run])
     first_position, end_position = np.maximum(q_start, k_start), np.minimum(q_stop, k_stop + window - 1)
     k_first, k_last = np.maximum(k_start, first_position - window + 1), np.minimum(k_stop, end_position)
     to_row, to_key = q.offset[q_run] - q_start, k.offset[k_run] - k_start
-    ahead = end_position - k_last  # from the last key's position to the last row's: 0 … window − 1
+    after_key = end_position - k_last  # from the last key's position to the last row's: 0 … window − 1
     tiles = TileArrays(
         q.document[q_run],
         first_position + to_row,
         end_position + to_row,
         k_first + to_key,
         k_last + to_key,
-        left=window - 1 - ahead,
-        right=ahead,
+        left=window - 1 - after_key,
+        right=after_key,
     )
     return tiles.where((first_position < end_position) & (k_first < k_last))
 
@@ -455,8 +455,8 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
     """Tiles whose last row and last key are at one position stay as they are, so that all of them keep one mask."""
     left, right = _find_hiding_limits(tiles)
-    ahead = tiles.right > 0
-    return tiles._replace(left=np.where(ahead & ~left, -1, tiles.left), right=np.where(ahead & ~right, -1, tiles.right))
+    after = tiles.right > 0
+    return tiles._replace(left=np.where(after & ~left, -1, tiles.left), right=np.where(after & ~right, -1, tiles.right))
 
 
 def split_left_limits(tiles: TileArrays) -> TileArrays:

@@ -47,9 +47,7 @@ class BenchFlags:
             )
 
     def processes(self, without_gpus: int) -> tuple[int, str]:
-        """Return how many processes there are (without --world, torchrun and GPUs `without_gpus`), and their
-        backend.
-        """
+        """Return the number of processes (without --world, torchrun and GPUs `without_gpus`), and their backend."""
         processes = choose_processes(self.world, self.device, on_cpus=without_gpus)
         print_note(processes.note, sys.stderr)
         return processes.ranks, processes.backend

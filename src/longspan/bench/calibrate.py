@@ -261,18 +261,19 @@ class _Bench:
     def _step_trials(self) -> Iterator[Trial]:
         """Rising numbers of tokens and of micro-batches, of short documents."""
         tokens, length, shape = self.sizes.tokens, self.sizes.document, self.shape
-        for some, count in [*((n, 1) for n in tokens), (tokens[0], 2), (tokens[0], 4)]:
-            per_slot, rows = some // length, some * count
+        for tokens_of_slot, count in [*((n, 1) for n in tokens), (tokens[0], 2), (tokens[0], 4)]:
+            per_slot, rows = tokens_of_slot // length, tokens_of_slot * count
             attention = shape.layers * self._flops(rows * length)
             sample = Sample(
                 part="step",
-                name=f"step: {count} x {some:,} tokens a slot, documents of {length:,}",
+                name=f"step: {count} x {tokens_of_slot:,} tokens a slot, documents of {length:,}",
                 counts={
                     "steps": 1,
                     "micro-batches": count,
                     "flops": 6.0 * shape.weights * rows,
                     "attention flops": attention,
-                    "attention flops a row": attention / length,
+                    "attention flops a row": attention / length,  # by which seconds grow with rows alone
+                    # Numbers that norms, gates and sums read and write, LAYER_BYTES for each; half of them are MLPs'.
                     "passes": rows * (shape.layers + shape.dense_layers) / 2 * shape.hidden,
                 },
             )
@@ -365,27 +366,27 @@ class _Bench:
             world.prepare(plan_fixed([degree] * (slots // degree), world.home, degree))
         find = world.channels.find_channel
         if size > 1:
-            neighbours = find(host)
-            yield from self._sizes("inside", "exchange", lambda n: self._exchange(neighbours, n // (size - 1), {*host}))
-            yield from self._sizes("inside", "gather", lambda n: self._gather(neighbours, n // (size - 1)))
-            yield from self._sizes("inside", "point", lambda n: self._shift(neighbours, n))
+            peers = find(host)
+            yield from self._trials("inside", "exchange", lambda n: self._exchange(peers, n // (size - 1), {*host}))
+            yield from self._trials("inside", "gather", lambda n: self._gather(peers, n // (size - 1)))
+            yield from self._trials("inside", "point", lambda n: self._shift(peers, n))
         if len(hosts) > 1:
             everyone, others = find(range(slots)), {*range(slots)} - {*host}
             in_place = [h[place] for h in hosts if len(h) > place]
             ring = find(in_place) if len(in_place) > 1 else None
             far = slots - smallest
-            yield from self._sizes("across", "exchange", lambda n: self._exchange(everyone, n // far, others))
-            yield from self._sizes("across", "gather", lambda n: self._gather(everyone, n * smallest // (slots - 1)))
-            yield from self._sizes("across", "point", lambda n: self._shift(ring, n))
+            yield from self._trials("across", "exchange", lambda n: self._exchange(everyone, n // far, others))
+            yield from self._trials("across", "gather", lambda n: self._gather(everyone, n * smallest // (slots - 1)))
+            yield from self._trials("across", "point", lambda n: self._shift(ring, n))
 
-    def _sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+    def _trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name, counts = f"{kind} {level}: {size:,} bytes", {"messages": 1, "bytes": float(size)}
             yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
     def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Sends `block` bytes to each partner but this slot; other members send none."""
+        """Of a call that sends `block` bytes to each partner but this slot; other members send none."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._bytes(sum(rows))

@@ -31,7 +31,6 @@ from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, r
 from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
@@ -42,10 +41,10 @@ from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.saving import stock_configuration, write_configuration
-from longspan.model.weights.file_names import PROCESSOR_FILES
 from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import LocalPart
+from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles
 from longspan.model.weights.write import (
     FILE_BYTES,
     OF_MODEL,

@@ -79,10 +79,8 @@ def prove_model(
 
 
 def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
-    """Compare a Qwen3 of two layers at every degree and communication type in two dtypes. Raises CommError where the
-    ranks did not end well.
-    """
-    processes = next(_list_proof_processes(world, backend))  # with one GPU, which has no degrees, on the CPU
+    """Compare a Qwen3 of two layers at every degree and type, in two dtypes. CommError where ranks did not end well."""
+    processes = next(_list_proof_processes(world, backend))
     config = preset_config("qwen3-tiny", vocab_size=VOCABULARY)
     cases = [case for cp in DEGREES if processes.ranks % cp == 0 for case in list_type_cases(cp)]
     dtypes = (_EXACT[processes.backend], _ROUNDED[processes.backend])
@@ -93,6 +91,7 @@ def compare_preset(world: int, backend: Backend, timeout: float) -> Proof:
 
 
 def _list_proof_processes(world: int, backend: Backend) -> Iterator[Processes]:
+    """CPUs are first if there is no GPU, or one, which has no degrees to compare; GPUs follow if they are wanted."""
     gpus = usable_gpus()
     cpus_too = gpus == 1 and backend == "auto" and not world and not has_torchrun()
     if gpus == 0 or cpus_too or backend == "gloo":

@@ -21,7 +21,7 @@ VERBS = {
     "eval": "evaluate a checkpoint at any context-parallel degree",
     "export": "write a checkpoint as a Hugging Face folder",
     "plan": "what a step of these documents would do, or (--compare) what planners and degrees would cost",
-    "bench": "measure communication patterns on this machine",
+    "bench": "calibrate this machine for predictions, or time a step of training",
     "report": "write the HTML report of a run or a plan, or show a run while it trains (--follow)",
     "examples": "list the examples that come with longspan, or copy them",
     "doctor": "check versions, kernels, process groups and exactness on this machine",
@@ -71,7 +71,7 @@ def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
 def _print_error(error: LongspanError, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
-    print(error_line(error), file=sys.stderr, flush=True)
+    print(error_lines(error), file=sys.stderr, flush=True)
     return EXIT_RANK_LOST if isinstance(error, RankLostError) else EXIT_ERROR
 
 
@@ -83,7 +83,7 @@ def _find_rank_loss(error: BaseException) -> RankLostError | None:
     return earlier_error
 
 
-def error_line(error: LongspanError) -> str:
+def error_lines(error: LongspanError) -> str:
     """One line for the error, and one for each note that does not repeat it; under torchrun it begins with the rank."""
     rank = os.environ.get("RANK")
     label = "error:" if rank is None else f"error (rank {rank}):"

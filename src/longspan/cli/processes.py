@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TextIO
 
 from longspan.cli.machine import find_gpus, set_gpu_environment
-from longspan.comm import run_local
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.host import usable_cores
-from longspan.launch.orphans import stop_without_torchrun
+from longspan.launch.launch import run_local
+from longspan.launch.launcher_watch import stop_without_torchrun
 from longspan.train.plans import home_of
 
 Device = Literal["auto", "cpu", "cuda"]

@@ -191,8 +191,6 @@ class StopSignal:
 
 
 def received_signal(world: World, name: str) -> str:
-    """Return the signal of this `name` that any rank received, such as `stop.received`; "" for none; entered by all
-    ranks.
-    """
+    """Return the signal of this `name` (as `stop.received`) that any rank received, else ""; entered by all ranks."""
     first = world.control.first_object(name or None, "gather of host values")
     return "" if first is None else first[1]

@@ -229,8 +229,8 @@ class ControlGroup:
         is_counted = self.home.coordinates(self._watch.rank).tp == 0  # a slot's tensor-parallel ranks hold the same
         return self.sum_over_ranks(values if is_counted else [0.0] * len(values), what)
 
-    def sum_of_arrays(self, values: Floats, what: str = "sum of arrays") -> Floats:
-        """Return an array's elements summed over all ranks: the same bits on every rank.
+    def sum_array_over_ranks(self, values: Floats, what: str = "sum of arrays") -> Floats:
+        """Return the sum of all ranks' arrays, element by element: the same bits on every rank.
 
         Large arrays go around gloo's ring, which sends each byte twice; in rounds each would be sent in every round.
         """

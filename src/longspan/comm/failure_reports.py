@@ -17,7 +17,7 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from longspan.comm.rendezvous import new_connection
-from longspan.launch.orphans import has_ended, processes_of_torchrun
+from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.layout.layout import excerpt
 

@@ -242,8 +242,8 @@ class Meshes:
         return DeviceMesh.from_group(groups, self._device_type, mesh, mesh_dim_names=names)
 
     def _sort_for_groups(self, ranks: Integers, axes: Sequence[str]) -> Integers:
-        """Which slot holds which shard of a parameter is free, so only slots are sorted. With other axes next to them
-        the order is the home's, as it decides who holds which heads or experts: CommError is raised if it descends.
+        """Return the ranks with axes ascending, as torch orders a group's members. Slots alone are sorted: which holds
+        which shard is free. Beside tp or ep their order says who holds what: CommError if it descends. Replicas may.
         """
         if tuple(axes) == (REPLICATE, SLOTS, TP) and self._home.tp == 1:
             return np.sort(ranks, axis=2)

@@ -117,9 +117,7 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
 
 
 def _open_world(store: Store, place: Place, timeout: float) -> str:
-    """The first rank to add to `_DECIDED` decides: where another rank has left the world meanwhile, rank 0 begins
-    another.
-    """
+    """Begin worlds until one has all ranks, and none that left added to `_DECIDED` first; return its prefix."""
     prefix, world_store = "", store
     for _ in _iterate_pauses(place.size, timeout):
         if not prefix:
@@ -137,6 +135,7 @@ def _open_world(store: Store, place: Place, timeout: float) -> str:
 
 
 def _join_world(store: Store, place: Place, timeout: float) -> str:
+    """Register in rank 0's newest world until one opens, and return its prefix."""
     prefix, seen = "", {""}
     try:
         for _ in _iterate_pauses(place.size, timeout):

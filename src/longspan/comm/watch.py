@@ -18,15 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import (
-    ANSWER_SECONDS,
-    Activity,
-    FailureReport,
-    FailureReports,
-    last_collective,
-)
+from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports, last_collective
 from longspan.errors import CommError, LongspanError, RankLostError
-from longspan.launch.orphans import launcher_is_gone
+from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.layout.layout import excerpt
 
 

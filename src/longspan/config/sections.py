@@ -234,9 +234,7 @@ class BestFigure:
         )
 
     def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
-        """Return the figure in rows of evaluations, one a set; None without one. Raises ConfigError for an unknown
-        figure.
-        """
+        """Return the figure in rows of evaluations, one a set; None without one. ConfigError for an unknown figure."""
         for row in rows:
             if row.get("eval_name", "") != self.set:
                 continue

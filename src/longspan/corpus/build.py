@@ -33,7 +33,7 @@ from longspan.data.manifest import FILE, Record, read_record
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors, write_atomically
 from longspan.model import PRESETS
-from longspan.model.weights.file_names import tokenizer_folder
+from longspan.model.weights.tokenizer_files import tokenizer_folder
 
 AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
 

@@ -11,7 +11,7 @@ from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold
-from longspan.corpus.tokenizer import TextTokenizer, any_of_pattern
+from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.manifest import SHORTEST, LeftOut, Manifest
 from longspan.errors import plural
@@ -169,7 +169,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
         return None
     engine, ends = encoding.tokenizer.engine, frozenset(encoding.template.ends)
     text = engine.decode(sample.ids[sample.labels != NO_TARGET].tolist(), skip_special_tokens=False)
-    tokens = any_of_pattern(ends | encoding.tokenizer.special_names)
+    tokens = pattern_of_any(ends | encoding.tokenizer.special_names)
     if tokens is not None and tokens.search(text.partition(_WORDS[1])[2]):
         return None
     fault, advice = "writes no token behind", "; data.end_of_chat names a token to be put there"

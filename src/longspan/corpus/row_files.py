@@ -251,7 +251,7 @@ class RowFile(ABC):
         """Read the row at a position of a chunk; no limit holds, as the build has checked the row."""
 
     @contextmanager
-    def _name_errors(self) -> Iterator[None]:
+    def _name_file_in_errors(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
@@ -284,7 +284,7 @@ class LineFile(RowFile):
         meanwhile chunks without rows show progress.
         """
         folder, limit = self._folder, self._most_bytes + 1 if self._most_bytes else -1  # 1: a line end
-        with self.path.open("rb") as raw, self._name_errors(), self._open_lines(raw) as lines:
+        with self.path.open("rb") as raw, self._name_file_in_errors(), self._open_lines(raw) as lines:
             first, position = 0, 0
             while data := lines.read(CHUNK_BYTES):
                 data += lines.readline(limit)
@@ -303,7 +303,7 @@ class LineFile(RowFile):
 
     def row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
-        with self._name_errors():
+        with self._name_file_in_errors():
             if self._stream is None or (self._compressed and self._stream.tell() > position):
                 raw = self.path.open("rb")
                 self._close()
@@ -327,14 +327,14 @@ class TextFile(RowFile):
     """A .txt, .md or .py file: one row, at position 0."""
 
     def chunks(self) -> Iterator[Chunk]:
-        with self._name_errors(), self.path.open("rb") as file:
+        with self._name_file_in_errors(), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self._most_bytes and size > self._most_bytes else 0
             data = file.read(SHOWN_BYTES if too_long else -1)
         yield Chunk("text", self.name, 0, 0, data, size, self._folder, self._most_bytes, too_long)
 
     def row_at(self, position: int) -> Row | BadRow:
-        with self._name_errors():
+        with self._name_file_in_errors():
             text = self.path.read_bytes().decode("utf-8-sig")
         return Row(self.name, {"text": text}, self._folder)
 
@@ -347,7 +347,7 @@ class TableFile(RowFile):
         import_reader("pyarrow", self.name)
         import pyarrow
 
-        with self._name_errors():
+        with self._name_file_in_errors():
             first, size, (rows, batches) = 0, self.path.stat().st_size, self._open_batches()
             for batch in batches:
                 sink = pyarrow.BufferOutputStream()
@@ -358,7 +358,7 @@ class TableFile(RowFile):
                 first += len(batch)
 
     def row_at(self, position: int) -> Row:
-        with self._name_errors():
+        with self._name_file_in_errors():
             table = self._open_row(position)
             (record,) = table.to_pylist()
             return Row(f"{self.name}, row {position + 1}", record_decoder(table.schema)(record), self._folder)

@@ -20,82 +20,16 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.long_texts import PIECE, can_encode_in_pieces, encode_in_pieces, encode_with_spans
-from longspan.errors import DataError, short_text
+from longspan.errors import DataError
 from longspan.files import read_json
 from longspan.layout import Integers
-from longspan.model.weights.file_names import (
+from longspan.model.weights.tokenizer_files import (
     FAST_TOKENIZER,
-    PROCESSOR_FILES,
     TEMPLATE_FILES,
-    TOKENIZER_FILES,
+    copy_tokenizer_files,
+    replace_with_copy,
     vocabulary_files,
 )
-
-GENERATION = "generation_config.json"
-
-
-def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copy the files of tokenizer, chat templates and image processor; those that the source lacks are removed."""
-    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
-        _replace_with_copy(source / name, target / name)
-
-
-def any_of_pattern(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
-    """Return a pattern for any of these names, the longest first; None if there are none."""
-    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
-
-
-class RunFolderFiles:
-    """The files of a run's folder that its models' folders get: tokenizer, image processor, generation settings."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Copy these files into a model's folder, which is made if it is not there."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        copy_tokenizer_files(self._folder, folder)
-        if (self._folder / GENERATION).is_file():
-            _replace_with_copy(self._folder / GENERATION, folder / GENERATION)
-
-
-def copy_generation_settings(source: Path | None, folder: Path) -> None:
-    """Copy the generation settings of a source folder into a run's folder; if there are none, remove the run's."""
-    if source is None:
-        (folder / GENERATION).unlink(missing_ok=True)
-    else:
-        _replace_with_copy(source / GENERATION, folder / GENERATION)
-
-
-def ends_of_generation(folder: Path) -> set[int]:
-    """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
-    file = folder / GENERATION
-    if not file.is_file():
-        return set()
-    try:
-        value = read_json(file).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{file} is no JSON object: {error}") from error
-    ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
-    # Tokenizers count ids in 32 bits.
-    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
-        raise DataError(f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them")
-    return {*ids}
-
-
-def _replace_with_copy(source: Path, target: Path) -> None:
-    """Put a copy of a file or folder in place of the target; remove the target if there is no source."""
-    if source.exists() and target.exists() and source.samefile(target):
-        return  # to remove the target would remove the source
-    if target.is_dir():
-        shutil.rmtree(target)
-    target.unlink(missing_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, target)
-    elif source.is_file():
-        shutil.copyfile(source, target)
-
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _SPACE = "\u2581"  # what sentencepiece writes for a space
@@ -105,6 +39,11 @@ _OWN_CODE_ADVICE = (
     "where its tokenizer.json alone makes the tokenizer, take auto_map and tokenizer_class out of "
     "tokenizer_config.json, or name the folder of a tokenizer in transformers' own format"
 )
+
+
+def pattern_of_any(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
+    """Return a pattern for any of these names, the longest first; None if there are none."""
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True)))) if names else None
 
 
 @dataclass(frozen=True)
@@ -212,7 +151,7 @@ class TextTokenizer:
             copy_tokenizer_files(self.folder, folder)
             if template is not None:
                 for name in TEMPLATE_FILES:
-                    _replace_with_copy(folder / "no template", folder / name)
+                    replace_with_copy(folder / "no template", folder / name)
                 (folder / TEMPLATE_FILES[0]).write_bytes(template)
             return
         self.engine.save(str(folder / "tokenizer.json"))

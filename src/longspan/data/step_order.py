@@ -104,11 +104,12 @@ class StepOrder:
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
             held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
-        self.texts, self.held_out_texts = all_texts - eval_documents, eval_documents
+        self.training_texts, self.held_out_texts = all_texts - eval_documents, eval_documents
         self.stream: DocumentStream = DocumentStream(
             self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
         )
-        self._budget, self.epoch = tokens_per_step, self.stream.documents
+        self._budget = tokens_per_step
+        self.epoch_documents: int = self.stream.documents
         self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
         self.ends: EpochEnds = ENDLESS
         if epochs:
@@ -180,7 +181,7 @@ class StepOrder:
 
     def _end_without_repeats(self, start: int, end: int) -> int:
         """Before the first document of the next epoch that the step has already."""
-        rest = self.epoch - start % self.epoch  # of the epoch
+        rest = self.epoch_documents - start % self.epoch_documents
         if self.may_repeat or end - start <= rest:
             return end
         ids = self._ids_between(start, end)

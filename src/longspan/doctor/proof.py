@@ -211,9 +211,7 @@ class CaseRun:
             self.refusal = str(error).partition(DOCTOR)[0]  # without its advice to run this command
 
     def run_case(self, case: Case) -> Outcome:
-        """An error of the step is raised, as other ranks may wait in it. The first case's seconds contain the
-        preparation.
-        """
+        """An error of the step is raised: other ranks may wait in it. The first case's seconds include preparation."""
         began, self._began = self._began, time.perf_counter()  # the next case begins here if this one is refused
         expected = self.task.expected[case.answer]
         try:

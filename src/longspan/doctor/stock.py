@@ -226,9 +226,7 @@ def make_stock_model(
 
 
 def choose_every_expert(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy a configuration so that every row gets every expert, of every group; one without experts is returned
-    itself.
-    """
+    """Copy a configuration so that every row gets all experts of all groups; one without experts is returned itself."""
     experts = read_experts(config.get_text_config()).of_layer
     copied_config = copy.deepcopy(config)
     text = copied_config.get_text_config()

@@ -46,8 +46,8 @@ from longspan.evaluation.request import (
 from longspan.model import load_model
 from longspan.model.load import check_folder
 from longspan.model.multimodal.multimodal_model import are_multimodal
-from longspan.model.weights.file_names import vocabulary_files
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.plan import Cost
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
 from longspan.train.plans.order import make_step_order
@@ -83,7 +83,7 @@ def evaluate_saved(
     checked = [check_saved_weights(subject, request.tokenizer, world, log) for subject in request.subjects]
     _check_same_tokens(checked)
     if request.paths:
-        sets = _read_texts(request, checked[0].tokenizer, world, log)
+        sets = _build_sets(request, checked[0].tokenizer, world, log)
     else:
         sets = run_on_every_rank(world, lambda: {"": _open_held_out(first)}, DataError)
     fit = partial(_fit_subject, request, sets=sets, world=world, log=log)
@@ -160,8 +160,8 @@ def _open_held_out(subject: Subject) -> CorpusDocuments:
     return held_out
 
 
-def _read_texts(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
-    """The first rank tokenizes; texts become documents as in the first subject's run, but for flags."""
+def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, log: LogLine) -> Sets:
+    """The first rank builds corpora, as the first subject's run but for flags; all map them, then their folder goes."""
     run_data, longest = request.subjects[0].config.data, request.max_document_tokens
     data = DataConfig(
         max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,

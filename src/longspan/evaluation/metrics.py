@@ -260,7 +260,7 @@ class RowSums:
         metrics, document_metrics = self._metrics.cpu().numpy(), self._document_metrics
         parts = [self._losses, self._positions.ravel(), metrics.ravel(), document_metrics.ravel(), np.array(numbers)]
         flat = np.concatenate([*(part * counts_here for part in parts), [float(self.error is not None)]])
-        flat = world.control.sum_of_arrays(flat, "sums of an evaluation")
+        flat = world.control.sum_array_over_ranks(flat, "sums of an evaluation")
         documents, positions, metrics, document_metrics, numbers, failures = np.split(
             flat, np.cumsum([part.size for part in parts])
         )

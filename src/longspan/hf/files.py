@@ -79,10 +79,10 @@ ORDER, ARGUMENTS = "order.pt", "training_args.bin"
 _log = logging.get_logger(__name__)
 
 
-def read_plain_file(file: Path) -> Any:
+def load_without_code(file: Path) -> Any:
     """Return the tensors and plain values in a file of `torch.save`.
 
-    >>> read_plain_file(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
+    >>> load_without_code(Path("checkpoint-8/scheduler.pt"))["last_epoch"]
     8
 
     Raises CheckpointError for a file that is damaged or holds anything else, which is not run.
@@ -221,7 +221,7 @@ class FilesPart(StockTrainer):
         load_weights(prepared, root, self.world)
         with _drop_empty_groups(optimizer):
             state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
-        schedule = run_on_every_rank(self.world, lambda: read_plain_file(root / SCHEDULER), CheckpointError)
+        schedule = run_on_every_rank(self.world, lambda: load_without_code(root / SCHEDULER), CheckpointError)
         self.lr_scheduler.load_state_dict(schedule)
         _restore_settings(root, optimizer, state["groups"])
         self.world.seed = state["seed"]
@@ -231,7 +231,7 @@ class FilesPart(StockTrainer):
         *_, checkpoint, _ = args
         self._order = None
         if checkpoint is not None and (path := Path(checkpoint) / ORDER).exists():
-            self._order = order = run_on_every_rank(self.world, lambda: read_plain_file(path), CheckpointError)
+            self._order = order = run_on_every_rank(self.world, lambda: load_without_code(path), CheckpointError)
             if steps_per_epoch == max_steps > self.state.global_step and not self.args.ignore_data_skip:
                 return order["epoch"], order["steps"] * self.args.gradient_accumulation_steps
         return place

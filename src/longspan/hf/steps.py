@@ -215,7 +215,7 @@ class CollectedTokens:
             sums = gather_and_add(table.flatten(), world).view_as(table).cpu().numpy()
         else:
             flat = table.flatten().cpu().numpy()
-            sums = world.control.sum_of_arrays(flat, "values of tokens").reshape(table.shape)
+            sums = world.control.sum_array_over_ranks(flat, "values of tokens").reshape(table.shape)
         also = dict(zip(self._names, sums[1:], strict=True))
         no_sums = np.zeros(len(self._lengths))  # sums by document, which nothing here reads
         return TokenLogProbs(self._lengths, sums[0], no_sums, also)

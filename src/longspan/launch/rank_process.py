@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from longspan.errors import CommError
-from longspan.launch.orphans import stop_without_launcher
+from longspan.launch.launcher_watch import stop_without_launcher
 from longspan.launch.stop_signals import disregard_signals, unblock_signals
 from longspan.launch.worker import pickle_error
 

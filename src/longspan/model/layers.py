@@ -140,6 +140,12 @@ def final_norm(model: PreTrainedModel) -> nn.Module | None:
     return None
 
 
+def vocabulary_size(model: nn.Module) -> int | None:
+    """Return how many token ids a model's input embedding has, or a PipelineModel knows of; None without one."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    return getattr(embedding, "num_embeddings", getattr(model, "vocabulary_size", None))
+
+
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that hold experts, by qualified name; they have attributes of transformers' interface."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")}

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
+from longspan.model.layers import vocabulary_size
 from longspan.model.mtp import names_of_depths
-from longspan.model.prepared import vocabulary_size
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.seams.call_rules import items_text
 from longspan.model.weights.fill import RandomWeights, empty_model, fill_when_prepared, find_images_class, images_class

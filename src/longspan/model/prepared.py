@@ -318,11 +318,3 @@ def refuse_unprepared_model(model: nn.Module) -> None:
         raise ModelError(
             f"{type(model).__name__} was not prepared; call model = longspan.prepare(model, world) before it runs"
         )
-
-
-def vocabulary_size(model: nn.Module) -> int | None:
-    """Return how many token ids the model's input embedding has; None without one."""
-    if isinstance(model, PipelineModel):
-        return model.vocabulary_size
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    return getattr(embedding, "num_embeddings", None)

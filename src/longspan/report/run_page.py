@@ -199,7 +199,7 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
         return
     window, charts = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1, list[Part]()
     shown = {name for name, values in run.train.items() if len(finite(values))}
-    shown -= {"tflops"} if "mfu" in shown else set()
+    shown -= {"tflops"} if "mfu" in shown else set()  # mfu is tflops over the GPU's peak
     norm, events = finite(run.train["grad_norm"]), [(step, "") for step, _ in resume_events(run)]
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     for title, name, unit, color, options in _STEP_CHARTS:
@@ -213,11 +213,11 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
     shares = {"encoder_share": "measured"} if "encoder_share" in shown else {}
     shares |= {"predicted_encoder_share": "predicted"} if shares and "predicted_seconds" in shown else {}
     depths = {name: f"depth {name.removeprefix(MTP_LOSS)}" for name in run.train if name.startswith(MTP_LOSS)}
-    wholes = ("Encoder", "share of the step", shares, "percent"), ("Multi-token prediction", NATS, depths, "loss")
-    for title, unit, names, written in wholes:
-        values = ((words, smooth(run.train[name], window)) for name, words in names.items())
-        curves = [curve(words, run.step, y, color) for color, (words, y) in enumerate(values)]
-        charts += [chart(title, unit, *curves, events=events, format=written)] if curves else []
+    joint_charts = ("Encoder", "share of the step", shares, "percent"), ("Multi-token prediction", NATS, depths, "loss")
+    for title, unit, labels, number_format in joint_charts:  # several figures in each, as averages alone
+        averages = ((label, smooth(run.train[name], window)) for name, label in labels.items())
+        curves = [curve(label, run.step, y, color) for color, (label, y) in enumerate(averages)]
+        charts += [chart(title, unit, *curves, events=events, format=number_format)] if curves else []
     yield section("Steps", {"charts": charts})
 
 

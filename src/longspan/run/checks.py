@@ -16,14 +16,7 @@ from longspan.config.defaults import encoder_default
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import (
-    RANDOM,
-    BestFigure,
-    EncoderSection,
-    RunConfig,
-    check_measures,
-    section_kinds,
-)
+from longspan.config.sections import RANDOM, BestFigure, EncoderSection, RunConfig, check_measures, section_kinds
 from longspan.corpus.files import STDLIB, find_files
 from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
@@ -231,8 +224,8 @@ def check_encoder_keys(config: RunConfig, home: Layout) -> None:
         raise ConfigError(f'encoder.lr is {encoder.lr:g} and encoder.train is "none"; leave out one of them')
 
 
-def check_image_keys(config: RunConfig, images: int) -> None:
-    # before and after encoder.train is resolved
+def refuse_encoder_without_images(config: RunConfig, images: int) -> None:
+    # An [encoder] that is not given equals the first of these, or the second once encoder.train is resolved.
     if not images and config.encoder not in (EncoderSection(), EncoderSection(train=encoder_default(config))):
         raise ConfigError(
             "[encoder] is given, and no row of the data has images; leave it out, or give rows with images "

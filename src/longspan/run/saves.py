@@ -22,7 +22,6 @@ from longspan.checkpoint.saver import CheckpointSaver
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, is_first_rank, on_all_ranks, run_on_every_rank, run_on_first_rank
 from longspan.config.sections import BestFigure
-from longspan.corpus.tokenizer import RunFolderFiles
 from longspan.data.stream import ORDER
 from longspan.errors import (
     CheckpointError,
@@ -37,6 +36,7 @@ from longspan.errors import (
 from longspan.files import write_atomically
 from longspan.model import save_model
 from longspan.model.weights.hf_folder import read_configuration
+from longspan.model.weights.tokenizer_files import RunFolderFiles
 from longspan.run.run_data import TrainingRun
 
 BEST_FILE = "best.json"

@@ -20,7 +20,6 @@ from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, check_measures
 from longspan.corpus.build import check_largest_id
-from longspan.corpus.tokenizer import copy_generation_settings
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
@@ -29,8 +28,9 @@ from longspan.model.load import check_folder, torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
+from longspan.model.weights.tokenizer_files import copy_generation_settings
 from longspan.plan import Cost
-from longspan.run.checks import check_image_keys
+from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.order import set_epoch_steps, source_lines
@@ -88,7 +88,7 @@ def set_up_model(
     if config.mtp.depths and not resumed:
         log(run_on_every_rank(world, lambda: depths_line(config, configuration), ModelError))
     images = data.images > 0
-    check_image_keys(config, data.images)
+    refuse_encoder_without_images(config, data.images)
 
     def load() -> Any:
         if resumed and not config.lora.rank:

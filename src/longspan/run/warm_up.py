@@ -20,8 +20,8 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
 from longspan.errors import plural
 from longspan.model.compiled_layers import graphs_text
+from longspan.model.layers import vocabulary_size
 from longspan.model.multimodal.multimodal_model import find_language_model
-from longspan.model.prepared import vocabulary_size
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.step_times import slot_rows
 from longspan.run.run_data import TrainingRun
@@ -83,7 +83,7 @@ def repeat_on_all_slots(group: Group, slots: int) -> list[MicroBatch]:
     return batches
 
 
-def make_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
+def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
     lengths, numbered = list[int](), list[MicroBatch]()
     for batch in batches:
         groups = list[Group]()
@@ -93,15 +93,15 @@ def make_plan(batches: Sequence[MicroBatch], like: Plan) -> Plan:
             lengths += group.lengths
         numbered.append(MicroBatch(tuple(groups)))
     return Plan(
-        slots=like.slots,
+        slots=plan.slots,
         lengths=tuple(lengths),
         micro_batches=tuple(numbered),
         targets=sum(lengths) - len(lengths),
-        mode=like.mode,
-        node_size=like.node_size,
-        row_multiple=like.row_multiple,
+        mode=plan.mode,
+        node_size=plan.node_size,
+        row_multiple=plan.row_multiple,
         planner="warm-up",
-        cost=like.cost,
+        cost=plan.cost,
     ).check()
 
 
@@ -109,7 +109,7 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans."""
     started, world = time.perf_counter(), training.world
     coming = [*plans, *([evaluation] if evaluation else [])]
-    work = warm_up_plans(plans, evaluation, in_flight=world.home.pp * training.config.parallel.vpp)
+    work = plan_warm_up(plans, evaluation, in_flight=world.home.pp * training.config.parallel.vpp)
     kinds, steps = plural(len(smallest_group_of_each_kind(coming)), "kind"), plural(len(plans), "coming step")
     log(f"compiling kernels and finding memory: {kinds} of groups in {steps}{' and evaluation' if evaluation else ''}")
     try:
@@ -138,8 +138,8 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
     log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {peak} on the first rank")
 
 
-def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> list[Plan]:
-    """Return the warm-up of plans of training, and of evaluation if there is one: the largest micro-batch, then kinds.
+def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: int) -> list[Plan]:
+    """Plan the warm-up of plans of training, and of evaluation if there is one: the largest micro-batch, then kinds.
 
     Training runs as many copies as a pipeline holds at once (`in_flight`), so that the peak is reached. Evaluation's is
     cut short if no slot has more rows than in training; of its kinds only new ones follow.
@@ -148,17 +148,17 @@ def warm_up_plans(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: 
     batches = [largest_micro_batch(plans)] * in_flight
     for group in kinds.values():
         batches += repeat_on_all_slots(shorten_group(group), slots)
-    training = make_plan(_fill_up_batches(batches, in_flight), plans[0])
+    training = make_plan_like(plans[0], _fill_up_batches(batches, in_flight))
     if evaluation is None:
         return [training]
     largest = largest_micro_batch([evaluation])
-    if make_plan([largest], evaluation).most_rows <= training.most_rows:
+    if make_plan_like(evaluation, [largest]).most_rows <= training.most_rows:
         largest = MicroBatch(tuple(map(shorten_group, largest.groups)))
     batches = [largest]
     for kind, group in smallest_group_of_each_kind([evaluation]).items():
         if kind not in kinds:
             batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
-    return [training, make_plan(_fill_up_batches(batches, in_flight), evaluation)]
+    return [training, make_plan_like(evaluation, _fill_up_batches(batches, in_flight))]
 
 
 def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:

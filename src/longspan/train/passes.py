@@ -175,10 +175,10 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         for term in passes.terms:
             stack.enter_context(term.passes_context(batches))
         loss_ahead = sum(term.prepare_passes(passes, batches) for term in passes.terms)
-        return loss_ahead + _run_batches(passes, batches)
+        return loss_ahead + _run_in_modes(passes, batches)
 
 
-def _run_batches(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_stages if isinstance(model, PipelineModel) else _run_model
     naming = world.watch.naming("forward and backward passes", world.home.ranks)

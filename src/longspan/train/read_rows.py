@@ -18,8 +18,8 @@ from longspan.comm import SequenceShard, World, bind, raise_first_error
 from longspan.data.document import NO_TARGET, Labelled, Valued
 from longspan.errors import DataError
 from longspan.layout import Integers
+from longspan.model.layers import vocabulary_size
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.prepared import vocabulary_size
 from longspan.model.seams.attention_calls import PARTS_OF_POSITIONS
 from longspan.model.seams.call_rules import CallRules, call_rules
 from longspan.plan import MicroBatch, Plan

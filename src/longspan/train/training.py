@@ -34,12 +34,7 @@ from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
 from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
-from longspan.train.optim.optimizer import (
-    OPTIMIZERS,
-    OptimizerChoice,
-    check_sharded_update,
-    parameter_groups,
-)
+from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, query_heads
 from longspan.train.run_memory import check_model_fits
@@ -187,7 +182,7 @@ def prepare_run_model(
     What `memory` chose takes the place of the keys of memory. With [lora] only a new adapter is trained of the language
     model. Raises ConfigError, on every rank, where a GPU has no room, ModelError for adapters that it cannot have.
     """
-    _check_layers(config, model)
+    _check_comm_types_fit_layers(config, model)
     computed_dtype = compute_dtype(config.model, world.device.type)
     with first_rank_warns(world):  # about the adapter
         adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
@@ -345,7 +340,7 @@ class Training:
         )
 
 
-def _check_layers(config: RunConfig, model: PreTrainedModel) -> None:
+def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:
     layers = model.config.get_text_config().num_hidden_layers
     sets = (PlanChoice.evaluation(config, entry) for entry in (None, *config.eval))  # None: held-out documents
     for choice in (PlanChoice.training(config), *sets):

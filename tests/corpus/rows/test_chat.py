@@ -16,7 +16,7 @@ from trl.data_utils import apply_chat_template
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample
-from longspan.corpus.tokenizer import GENERATION
+from longspan.model.weights.tokenizer_files import GENERATION
 from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, chats, text_parts
 from tests.corpus.rows.families import (
     FAMILIES,

@@ -14,10 +14,10 @@ from longspan.corpus.build import configured_tokenizer, ensure_corpus
 from longspan.corpus.corpus_settings import CorpusSettings, missing_end_line, rows_line, unseen_line
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, rename_columns, row_kind
-from longspan.corpus.tokenizer import RunFolderFiles, load_tokenizer
+from longspan.corpus.tokenizer import load_tokenizer
 from longspan.data.manifest import LeftOut
 from longspan.errors import ConfigError, DataError
-from longspan.model.weights.file_names import TEMPLATE_FILES
+from longspan.model.weights.tokenizer_files import TEMPLATE_FILES, RunFolderFiles
 from longspan.run.checks import check_data
 from tests.corpus.rows.families import encode_one, encoding_of, marked_template, write_folder
 from tests.corpus.rows.test_bad_rows import TURNS, turns

@@ -106,7 +106,7 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
     assert total == epochs * epoch if epochs != 1.5 else epoch < total < 2 * epoch
     assert epoch in np.cumsum([row["tokens"] for row in rows]) and max(row["tokens"] for row in rows) <= tokens
     assert len(rows) == order.count_steps() and rows[-1]["lr"] == pytest.approx(6e-4)  # the last of the schedule
-    texts = "" if order.texts == len(training) else f" of {order.texts} texts"
+    texts = "" if order.training_texts == len(training) else f" of {order.training_texts} texts"
     read = (
         f"{len(training)} documents{texts} to train on, of {epoch:,} tokens, which {len(rows)} steps? read {epochs:g}"
     )

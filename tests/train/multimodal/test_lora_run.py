@@ -17,7 +17,7 @@ from longspan.data.stream import ORDER
 from longspan.errors import ConfigError, ModelError
 from longspan.model import add_mtp, load_model
 from longspan.model.lora import NewAdapter, add_lora
-from longspan.run.checks import check_image_keys, check_lora
+from longspan.run.checks import check_lora, refuse_encoder_without_images
 from longspan.run.set_up import _check_same_run
 from tests.model.vision.models import tiny
 from tests.run.runs.homes import farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
@@ -117,7 +117,7 @@ def test_keys_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match=dropped):
         check_lora(load_config(None, MODEL | {"lora.dropout": 0.1, "parallel.tp": 2}))
     with pytest.raises(ConfigError, match=r"\[encoder\] is given, and no row of the data has images"):
-        check_image_keys(load_config(None, MODEL | {"encoder.tp": 2}), 0)
+        refuse_encoder_without_images(load_config(None, MODEL | {"encoder.tp": 2}), 0)
 
 
 def test_towers_are_frozen_beside_adapters_by_default_and_a_run_keeps_what_it_trains() -> None:

@@ -20,7 +20,7 @@ from longspan.comm import World
 from longspan.data.document import synthetic_documents
 from longspan.errors import ConfigError
 from longspan.model.execution import model_execution
-from longspan.model.prepared import vocabulary_size
+from longspan.model.layers import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan.memory.memory_plan import measures_text
@@ -83,9 +83,7 @@ def rows_note(batch: StepSettings, settings: StepSettings) -> str:
 
 
 def _make_training(settings: StepSettings, world: World) -> Training:
-    """By the functions that set up a run. What layers keep, and the rows of a slot where they are "auto", are chosen
-    before the model is made.
-    """
+    """As a run does: what layers keep, and the rows of a slot if "auto", are chosen before the model is made."""
 
     def log(line: str) -> None:
         if world.rank == 0:

@@ -18,17 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.cli.flags import write_text
-from longspan.cli.plans.fit import (
-    UNIT,
-    Choices,
-    Documents,
-    Fit,
-    RunOnGpus,
-    find_fits,
-    find_longest,
-    fit_run,
-    rank_fit,
-)
+from longspan.cli.plans.fit import UNIT, Choices, Documents, Fit, RunOnGpus, find_fits, find_longest, fit_run, rank_fit
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_source, read_gpus
 from longspan.cli.processes import is_reporting
@@ -39,7 +29,7 @@ from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, PlanError, plural
-from longspan.model.weights.file_names import tokenizer_folder
+from longspan.model.weights.tokenizer_files import tokenizer_folder
 from longspan.plain_text import seconds_text, text_table
 from longspan.plan import Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import Bytes, gib_text

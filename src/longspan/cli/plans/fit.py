@@ -100,8 +100,8 @@ class RunOnGpus:
         return read_experts(self.model).of_layer
 
     @cached_property
-    def settings(self) -> MemorySettings:
-        """A step's rows of images are dealt to all slots; encoder.max_rows is the most that a slot encodes at once."""
+    def memory_settings(self) -> MemorySettings:
+        """What memory is planned for. A slot encodes its share of a step's image rows, encoder.max_rows at once."""
         rows, most_rows = int(self.image_rows / self.home.slots), self.config.encoder.max_rows
         rows = min(rows, most_rows) if most_rows else rows
         return run_memory_settings(self.config, encoder_rows=rows)
@@ -139,7 +139,7 @@ class RunOnGpus:
         budget = self.budget
         if self.config.train.memory == AUTO:
             arguments: dict[str, Any] = {"machine": self.gpus.machine, "fixed": self.fixed}
-            return choose_memory(self.model, self.home, list(plans), self.settings, budget, **arguments)
+            return choose_memory(self.model, self.home, list(plans), self.memory_settings, budget, **arguments)
         memory = self.leanest_memory(plans)
         if not memory.fits(budget):
             device, host = memory.device.total, memory.host.total
@@ -155,7 +155,7 @@ class RunOnGpus:
         return next(leanest_plans(self.memory_needs(plans), self.fixed))
 
     def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
-        return MemoryNeeds.of(self.model, self.home, list(plans), self.settings, machine=self.gpus.machine)
+        return MemoryNeeds.of(self.model, self.home, list(plans), self.memory_settings, machine=self.gpus.machine)
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         cost = self.cost(memory).shared_by(self.home.tp)

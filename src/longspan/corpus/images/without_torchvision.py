@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from longspan.corpus.images.image_file import Size
 from longspan.errors import DataError
 from longspan.files import read_json
-from longspan.model.weights.file_names import PROCESSOR_FILES
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
+from longspan.model.weights.tokenizer_files import PROCESSOR_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor

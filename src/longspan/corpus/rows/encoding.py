@@ -37,7 +37,7 @@ from longspan.corpus.rows.sample import (
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
-from longspan.model.weights.file_names import has_processor
+from longspan.model.weights.tokenizer_files import has_processor
 
 if TYPE_CHECKING:  # of conversations and images, which texts do without
     from longspan.corpus.rows.chat import ChatEncoding

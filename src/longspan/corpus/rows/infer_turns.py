@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from longspan.corpus.rows.messages import THOUGHTS, Field, replace_field, texts_of_messages
 from longspan.corpus.rows.sample import RowError, Unseen, map_strings, preview, strings
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
-from longspan.corpus.tokenizer import any_of_pattern
+from longspan.corpus.tokenizer import pattern_of_any
 
 _HARMLESS = "Z"
 _WORDS = ("Zq0user", "Zq1assistant", "Zq2user", "Zq3assistant")
@@ -48,7 +48,7 @@ class TurnTokens:
 
     @cached_property
     def any_token(self) -> re.Pattern[str] | None:
-        return any_of_pattern(self.ends | self.headers | self.special)
+        return pattern_of_any(self.ends | self.headers | self.special)
 
     @cached_property
     def _risky_characters(self) -> re.Pattern[str]:
@@ -65,7 +65,7 @@ class TurnTokens:
     @cached_property
     def _risky_or_plain(self) -> re.Pattern[str]:
         """Names of `plain` tokens come first, to be matched as a whole: templates look for these names."""
-        plain = any_of_pattern(self.plain - self.ends - self.headers)
+        plain = pattern_of_any(self.plain - self.ends - self.headers)
         return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
@@ -124,7 +124,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     special, ordinary = (
         frozenset(token.content for token in added if token.special == is_special) for is_special in (True, False)
     )
-    tokens = any_of_pattern(special | ordinary)
+    tokens = pattern_of_any(special | ordinary)
     roles = ("user", "assistant", "user", "assistant")
     turns = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=True)]
     text = template.render(turns, tools).text

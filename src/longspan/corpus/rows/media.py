@@ -34,7 +34,7 @@ from longspan.corpus.rows.sample import (
     type_name,
 )
 from longspan.corpus.rows.template import ChatTemplate
-from longspan.corpus.tokenizer import TextTokenizer, any_of_pattern
+from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
 from longspan.data.document import NO_TARGET
 from longspan.data.images import SampleImage, join_paths, join_stamps
 from longspan.errors import DataError, plural
@@ -466,7 +466,7 @@ class RowImages:
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
         text, pattern = require_string(values.get("text"), "text"), name_pattern(kinds_by_name(values))
-        special = any_of_pattern(self.tokenizer.special_names)
+        special = pattern_of_any(self.tokenizer.special_names)
         check_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed

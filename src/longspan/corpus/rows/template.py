@@ -20,10 +20,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.rows.messages import Field, read_json_value, replace_field
 from longspan.corpus.rows.sample import DATE, RowError, preview, rows_hold, type_name
-from longspan.corpus.tokenizer import TextTokenizer, ends_of_generation
+from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
-from longspan.model.weights.file_names import has_processor
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
+from longspan.model.weights.tokenizer_files import ends_of_generation, has_processor
 
 Message = Mapping[str, Any]
 SOME_TOOL = [

@@ -46,12 +46,7 @@ from longspan.model.layers import (
     reads_other_modalities,
     text_model,
 )
-from longspan.model.mtp import (
-    depth_reasons,
-    model_depths,
-    replace_copied_depths,
-    select_depth_weights,
-)
+from longspan.model.mtp import depth_reasons, model_depths, replace_copied_depths, select_depth_weights
 from longspan.model.parts import is_tied
 from longspan.model.seams.attention_calls import attend_separately, defer_temperature, has_temperature
 from longspan.model.seams.call_rules import (

@@ -361,9 +361,10 @@ class SeparateRows(SequenceShard):
 
 
 def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend each row to itself only: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
+    """Attention of each row to itself, for trials: query (1, N, T, H), key, value (1, K, T, H) -> (1, T, N, H).
 
-    Weights depend on directions and lengths, and are 0.5 to 2.5, so that rounding is not made larger.
+    Softmax would give the value alone. These weights depend on query and key, so that a change of either shows; they
+    are 0.5 to 2.5, so that rounding is not made larger.
     """
     groups, wide_dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
     key, value = (x.repeat_interleave(groups, 1) for x in (key, value))

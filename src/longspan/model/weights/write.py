@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from longspan.errors import ModelError
-from longspan.model.weights.file_names import TOKENIZER_FILES
 from longspan.model.weights.local_tensors import tied_names
+from longspan.model.weights.tokenizer_files import TOKENIZER_FILES
 
 # Names of files that a saved adapter or model replaces. A saved model replaces an adapter's files too: transformers
 # would load the adapter, with the model that it belongs to, instead of the weights beside it.

@@ -85,9 +85,7 @@ class _Lanes:
         self._make_gang(item, chosen)
 
     def place_large_item(self, item: int, goal: float) -> None:
-        """Give an item to the lane that ends earliest with it; if that is after the goal, to several that end
-        earlier.
-        """
+        """Give an item to the lane that ends earliest with it, or, past the goal, to several that end earlier."""
         fits = (self.width * self.problem.cap >= self.problem.tokens[item]) & self.usable
         ends = np.where(fits, self.end + self.work[item] / self.width, np.inf)
         lane = int(ends.argmin())

@@ -93,7 +93,7 @@ def order_lengths(
 def documents_line(config: RunConfig, order: StepOrder) -> str:
     train, stream, held_out = config.train, order.stream, len(order.evaluation)
     line = plural(stream.documents, "document")
-    line += f" of {plural(order.texts, 'text')}" * (stream.documents != order.texts)
+    line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
     if train.epochs:
         line += f"{plural(order.count_steps(), 'step')} read {train.epochs:g} times"

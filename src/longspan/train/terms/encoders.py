@@ -134,7 +134,7 @@ class ModalityPass:
                 wave.shard = bind(wave.micro_batch, self.encoder.world)
             wave.inputs = []
             for item in wave.items:
-                with _add_note(lambda item=item: f"reading {self.items.item_text(item)}"):
+                with _add_note_to_errors(lambda item=item: f"reading {self.items.item_text(item)}"):
                     wave.inputs.append(documents.read(self.items.numbers[item]))
 
     def nonfinite_inputs(self) -> list[str]:
@@ -186,7 +186,7 @@ class ModalityPass:
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
         """Only an encoder whose slots share items takes a shard."""
-        with _add_note(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}"):
+        with _add_note_to_errors(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
     def _item_names(self, wave: _LocalWave) -> str:
@@ -294,11 +294,11 @@ class ModalityPass:
 
 
 @contextmanager
-def _add_note(purpose: Callable[[], str]) -> Iterator[None]:
+def _add_note_to_errors(text: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(purpose())
+        error.add_note(text())
         raise
 
 

@@ -326,6 +326,6 @@ class CollectedLogProbs:
                 values[:, self._starts[targets.documents] + targets.positions + 1] = numbers  # of the token after a row
                 np.add.at(sums, targets.documents, numbers[0] * targets.weights)
         flat = np.concatenate([values.ravel(), sums])
-        flat = world.control.sum_of_arrays(flat, "log-probabilities of tokens")
+        flat = world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")
         values, sums = flat[: values.size].reshape(values.shape), flat[values.size :]
         return TokenLogProbs(self._lengths, values[0], sums, dict(zip(self._also, values[1:], strict=True)))

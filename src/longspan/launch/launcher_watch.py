@@ -1,5 +1,5 @@
-"""Ranks whose launcher is gone, killed or not: they stop as at SIGTERM, instead of training on where nobody sees them.
-And the other ranks of this host's torchrun, which tells no rank that another has died.
+"""What a rank knows of its launcher. Once that is gone, killed or not, the rank stops as at SIGTERM: nobody would see
+it train on. Torchrun tells no rank that another has died: the processes that it started on this host are found here.
 
 A run ends its step and saves first: its ranks talk over connections of their own. See `comm/all_ranks.py`.
 """

@@ -1,0 +1,111 @@
+"""The files of tokenizer, processor and generation settings in a Hugging Face folder: their names, and copies of them.
+
+No torch.
+"""
+
+import shutil
+from pathlib import Path
+
+from longspan.errors import DataError, short_text
+from longspan.files import read_json
+
+FAST_TOKENIZER = "tokenizer.json"
+VOCABULARIES = (  # of tokenizers of any kind
+    FAST_TOKENIZER,
+    "tokenizer.model",
+    "tokenizer.model.v3",
+    "tekken.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tiktoken.model",
+)
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+TOKENIZER_FILES = (
+    *VOCABULARIES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    *TEMPLATE_FILES,
+)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+GENERATION = "generation_config.json"
+
+
+def has_processor(folder: Path | None) -> bool:
+    """Whether a folder has an image processor."""
+    return folder is not None and any((folder / name).is_file() for name in PROCESSOR_FILES[:2])
+
+
+def vocabulary_files(folder: Path) -> list[str]:
+    """List the vocabulary files of a folder, of any kind of tokenizer; empty if it has no tokenizer."""
+    return [name for name in VOCABULARIES if (folder / name).is_file()]
+
+
+def tokenizer_folder(tokenizer: str, model: str) -> Path | None:
+    """Return the folder of a run's tokenizer: the one named, else that of the model ("": a preset), if it has one."""
+    if tokenizer:
+        return Path(tokenizer).expanduser()
+    source = Path(model).expanduser()
+    folder = source.parent if source.is_file() else source
+    return folder if model and vocabulary_files(folder) else None
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy the files of tokenizer, chat templates and image processor; those that the source lacks are removed."""
+    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
+        replace_with_copy(source / name, target / name)
+
+
+class RunFolderFiles:
+    """The files of a run's folder that its models' folders get: tokenizer, image processor, generation settings."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Copy these files into a model's folder, which is made if it is not there."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        copy_tokenizer_files(self._folder, folder)
+        if (self._folder / GENERATION).is_file():
+            replace_with_copy(self._folder / GENERATION, folder / GENERATION)
+
+
+def copy_generation_settings(source: Path | None, folder: Path) -> None:
+    """Copy the generation settings of a source folder into a run's folder; if there are none, remove the run's."""
+    if source is None:
+        (folder / GENERATION).unlink(missing_ok=True)
+    else:
+        replace_with_copy(source / GENERATION, folder / GENERATION)
+
+
+def ends_of_generation(folder: Path) -> set[int]:
+    """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
+    file = folder / GENERATION
+    if not file.is_file():
+        return set()
+    try:
+        value = read_json(file).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{file} is no JSON object: {error}") from error
+    ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
+    # Tokenizers count ids in 32 bits.
+    if wrong := [i for i in ids if type(i) is not int or not 0 <= i < 1 << 32]:
+        raise DataError(f"{file} has eos_token_id {short_text(wrong[0])}; give the id of a token, or a list of them")
+    return {*ids}
+
+
+def replace_with_copy(source: Path, target: Path) -> None:
+    """Put a copy of a file or folder in place of the target; remove the target if there is no source."""
+    if source.exists() and target.exists() and source.samefile(target):
+        return  # to remove the target would remove the source
+    if target.is_dir():
+        shutil.rmtree(target)
+    target.unlink(missing_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target)
+    elif source.is_file():
+        shutil.copyfile(source, target)
