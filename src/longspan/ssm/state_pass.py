@@ -22,7 +22,7 @@ from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
-from longspan.ssm.kernels.call import Forward, SavedScan, apply_maps, index_on_device, pick_rows, put_runs, state_dtype
+from longspan.ssm.kernels.call import Forward, SavedScan, apply_maps, index_on_device, pick_rows, put_rows, state_dtype
 from longspan.ssm.kernels.packages import fla_function, fla_lack
 
 
@@ -153,7 +153,7 @@ def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> No
     """`local_numbers` are the runs' numbers among this member's (−1: not here, left out)."""
     local = (local_numbers >= 0).nonzero()[0]
     if len(local):
-        put_runs(into, local_numbers[local], pick_rows(values, local))
+        put_rows(into, local_numbers[local], pick_rows(values, local))
 
 
 def unit_vectors(x: Tensor, epsilon: float) -> Tensor:

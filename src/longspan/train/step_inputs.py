@@ -182,12 +182,12 @@ def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, ba
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")
     for index, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        _refuse_mixture(index, group)
+        _refuse_mixed_parameters(index, group)
     if max_grad_norm is not None and optimizer is None:
         raise ModelError(f"max_grad_norm {max_grad_norm} without an optimizer clips nothing; pass both, or neither")
 
 
-def _refuse_mixture(index: int, group: dict[str, Any]) -> None:
+def _refuse_mixed_parameters(index: int, group: dict[str, Any]) -> None:
     parameters = group["params"]
     sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
     if not 0 < sharded < len(parameters):

@@ -119,7 +119,7 @@ def pick_rows(x: Tensor, rows: Integers) -> Tensor:
     return x.index_select(0, index_on_device(rows, x.device))
 
 
-def put_runs(into: Tensor, rows: Integers, values: Tensor) -> None:
+def put_rows(into: Tensor, rows: Integers, values: Tensor) -> None:
     """into[rows] ← values"""
     if _are_consecutive(rows):
         into[int(rows[0]) : int(rows[-1]) + 1].copy_(values)

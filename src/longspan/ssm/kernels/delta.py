@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, Recurrence, SavedScan, apply_maps, pick_rows, put_runs
+from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, Recurrence, SavedScan, apply_maps, pick_rows, put_rows
 from longspan.ssm.kernels.packages import (
     add_batch_dim,
     chunk_cumsum,
@@ -86,11 +86,11 @@ class Pieces:
         if not self.has_cuts:
             return of_runs
         result = of_runs.new_empty((len(self.runs.lengths), *of_runs.shape[1:]))
-        put_runs(result, self._starts, of_runs)
+        put_rows(result, self._starts, of_runs)
         for place in range(1, int(self._counts.max())):
             pieces_before = self._starts[self._counts > place] + place - 1
             maps = pieces_before - self.first
-            put_runs(
+            put_rows(
                 result,
                 pieces_before + 1,
                 apply_maps(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps)),
@@ -124,11 +124,11 @@ class Pieces:
             return leaving
         last_pieces = self._starts + self._counts - 1
         result = leaving.new_empty((len(self.runs.lengths), *leaving.shape[1:]))
-        put_runs(result, last_pieces, leaving)
+        put_rows(result, last_pieces, leaving)
         for place in range(1, int(self._counts.max())):
             pieces_after = last_pieces[self._counts > place] - place + 1
             maps = pieces_after - self.first
-            put_runs(
+            put_rows(
                 result,
                 pieces_after - 1,
                 apply_maps(
@@ -143,7 +143,7 @@ def _replace_rows(x: Tensor, rows: Integers, values: Tensor) -> Tensor:
     if len(rows) == len(x):
         return values
     x = x.clone()
-    put_runs(x, rows, values)
+    put_rows(x, rows, values)
     return x
 
 
