@@ -37,7 +37,8 @@ def forgotten() -> Iterator[None]:
     small_copies._results.clear()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
+# AFMoE gives attention its mask by name
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "afmoe"])
 def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
     model = on_meta(CONFIG_MAPPING[family]())
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()

@@ -404,7 +404,7 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 AttentionInterface.register(
-    _STAND_IN, lambda module, q, k, v, mask, **options: (attend_separately(q, k, v, options.get("scaling")), None)
+    _STAND_IN, lambda _, q, k, v, attention_mask, **more: (attend_separately(q, k, v, more.get("scaling")), None)
 )
 
 
