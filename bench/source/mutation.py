@@ -317,10 +317,8 @@ def wanted(flags: argparse.Namespace, every: dict[str, dict[str, Any]]) -> list[
             # the same change, although functions around it may have moved
             function = name.rsplit(":", 1)[0] + ":"
             same = [x for x in every if x.startswith(function) and every[x]["before"] == before["before"]]
-            same = sorted(
-                (x for x in same if every[x]["after"] == before["after"]),
-                key=lambda x: abs(every[x]["line"] - before["line"]),
-            )
+            same = [x for x in same if every[x]["after"] == before["after"]]
+            same.sort(key=lambda x: abs(every[x]["line"] - before["line"]))
             names += [name] if name in same else same[:1] or [f"{name} (gone)"]
     return names
 

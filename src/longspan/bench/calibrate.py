@@ -386,7 +386,7 @@ class _Bench:
             yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
     def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
-        """Of a call that sends `block` bytes to each partner but this slot; other members send none."""
+        """Return a call that sends `block` bytes to each partner but this slot; other members send none."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
         x = self._bytes(sum(rows))

@@ -106,14 +106,11 @@ class _Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].double()
-        if func is not Tensor.view:  # of the same bytes as another dtype, which is no cast
-            for arg in args:  # without a copy where there is none, as nearly always
-                if arg is torch.float32:
-                    args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-                    break
-            if kwargs:
-                kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return func(*args, **kwargs) if kwargs else func(*args)
+        if func is Tensor.view:  # of the same bytes as another dtype, which is no cast
+            return func(*args, **(kwargs or {}))
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
+        return func(*args, **kwargs)
 
 
 @contextmanager
