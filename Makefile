@@ -43,8 +43,7 @@ help:
 
 $(VENV)/.core: pyproject.toml
 	@echo "installing longspan and what it needs into $(VENV) (about a minute, 1.3 GB on a machine without GPUs)"
-	@rm -f $(BIN)/python*  # links to the Python that an older one was made with
-	@$(PYTHON) -m venv $(VENV)
+	@test -L $(VENV) || { rm -f $(BIN)/python*; $(PYTHON) -m venv $(VENV); }  # an older one may link to another Python
 	@$(PIP) '$(TORCH)' -e . 2>&1 | { grep -v "is ignored: it is neither a file nor a directory" || true; }
 	@$(BIN)/python -c "import longspan" && touch $@
 

@@ -24,7 +24,6 @@ from longspan.plan import (
     PlanOptions,
 )
 from longspan.plan.memory.settings import Bytes
-from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.ways import plan_evaluation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,11 +74,8 @@ class Measured:
         if "machine_cost" in self.by:
             cost = Cost.from_json(_values()["machine_costs"][self.by["machine_cost"]])
             return _plan(self.by, cost).predicted_seconds
-        config, settings = _config(self.by["config"]), CostSettings(**self.by["cost"])
-        cost = machine.cost(config, settings)
-        if settings.free:
-            cost = cost.with_closing(ModelShape.of(config).stored_weights, Layout(**self.by["layout"]))
-        plan = _plan(self.by, cost)
+        config = _config(self.by["config"])
+        plan = _plan(self.by, machine.cost(config, CostSettings(**self.by["cost"])))
         if "images" not in self.by:
             return plan.predicted_seconds
         images, cost = [n for document in self.by["images"] for n in document], EncoderShape.of(config).cost(again=1)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan import Layout
-from longspan.plan import Cost, CostSettings, Machine, ModelShape
+from longspan.plan import Cost, CostSettings, Machine
 from longspan.plan.distributions import sample_lengths
 from longspan.plan.shape.model_shape import QWEN3_8B
 
@@ -42,8 +41,8 @@ PUBLISHED = {
 
 # How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false; sharded inside hosts and
 # copied between them; in free mode; and with experts shared by 8 slots.
-WEIGHTS = ("FSDP2", "gathered once", "HSDP", "free", "not counted")
-WEIGHTS_OF_EXPERTS = ("FSDP2", "gathered once", "ep 8", "ep 8, gathered once", "HSDP", "free", "not counted")
+WEIGHTS = ("FSDP2", "gathered once", "summed once", "HSDP", "free", "not counted")
+WEIGHTS_OF_EXPERTS = ("FSDP2", "gathered once", "summed once", "ep 8", "ep 8, gathered once", "ep 8, summed once", "HSDP", "free", "not counted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +95,10 @@ def cost_of(heads: str, gbps: float, weights: str, slots: int, node_size: int = 
         dp_replicate=copies,
         ep=8 if "ep" in weights else 1,
         gathered_once="once" in weights,
+        summed_once="summed" in weights,
         free=weights == "free",
     )
-    cost = machine.cost(model, settings)
-    if weights != "free":
-        return cost
-    return cost.with_closing(ModelShape.of(model).stored_weights, Layout(slots), node_size=node_size)
+    return machine.cost(model, settings)
 
 
 def _draw_published(name: str, random: np.random.Generator, count: int) -> np.ndarray:

@@ -59,7 +59,7 @@ def run_of(config: RunConfig, *, gpus: int = 2, gpu: bool = True, layers: int = 
 
 
 def test_keys_by_hand_are_not_chosen() -> None:
-    off = dict.fromkeys(("offload", "gathered_once", "offload_states"), False)
+    off = dict.fromkeys(("offload", "gathered_once", "summed_once", "offload_states"), False)
     cases: list[tuple[dict[str, object], FixedMemory]] = [
         ({}, FixedMemory()),
         ({"train.activation_checkpointing": "selective"}, FixedMemory(measure="selective")),
@@ -134,7 +134,7 @@ def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
     run = run_of(config_of(**AUTO, context__planner="dynamic"), layers=8)
     few_rows, _ = run.choose_memory(MemoryBudget(device=40 * GIB, host=0))
     many_rows, much = run.choose_memory(MemoryBudget(device=200 * GIB, host=0))
-    assert set(much.measures) == {"none"} and many_rows >= few_rows >= much.rows // 2
+    assert set(much.measures) == {"none"} and many_rows > few_rows
     keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic"}
     by_hand = run_of(config_of(**AUTO, **keys), layers=4)  # all activations are kept: rows alone may give way
     with pytest.raises(PlanError, match="does not fit") as refusal:

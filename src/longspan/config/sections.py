@@ -83,8 +83,11 @@ class ParallelConfig:
     sequence_parallel: Annotated[bool, Needs("parallel.tp", AtLeast(2))] = False
     """Split the rows of norms and residuals over the tensor-parallel ranks; needs tp above 1."""
     reshard_after_forward: bool = True
-    """Free gathered weights after the forward pass: less memory, one more gather; never with pp above 1. true,
-    but train.memory may keep them gathered if memory allows."""
+    """Free gathered weights after each pass: less memory, two gathers a micro-batch in place of one a step; never with
+    pp above 1. true, but train.memory may keep them gathered if memory allows."""
+    sync_each_batch: Annotated[bool, Needs("parallel.reshard_after_forward", (False,))] = True
+    """Sum gradients over the slots in every micro-batch; false: once a step, until when they are whole on every rank.
+    true, but train.memory may sum them once if memory allows."""
 
 
 @dataclass(frozen=True)

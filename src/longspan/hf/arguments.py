@@ -14,7 +14,9 @@ from longspan.layout import Layout
 from longspan.run.checks import check_needs, check_numbers, check_parallel, check_plans
 
 _SECTIONS = {  # of the configuration; other keys are those of [context]
-    **dict.fromkeys(("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward"), "parallel"),
+    **dict.fromkeys(
+        ("tp", "pp", "ep", "dp_replicate", "sequence_parallel", "reshard_after_forward", "sync_each_batch"), "parallel"
+    ),
     **dict.fromkeys(("memory", "memory_bytes"), "train"),
     "machine": "run",
 }
@@ -61,7 +63,8 @@ class LongspanArguments:
     ep: int = _key(1, "expert-parallel degree")
     dp_replicate: int = _key(1, "copies of the sharded weights (HSDP)")
     sequence_parallel: bool = _key(False, "split rows of norms over tensor-parallel ranks")
-    reshard_after_forward: bool = _key(True, "free gathered weights after forward")
+    reshard_after_forward: bool = _key(True, "free gathered weights after each pass")
+    sync_each_batch: bool = _key(True, "sum gradients in every micro-batch; false: once a step")
     memory: str = _key("auto", "auto: what layers keep is chosen by memory; none: as the arguments have it")
     memory_bytes: int = _key(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
     machine: str = _key("", "the machine that prices plans (longspan bench calibrate)")

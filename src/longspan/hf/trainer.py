@@ -85,6 +85,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     computes_in = torch.bfloat16 if args.mixed_precision == "bf16" else None  # of `accelerate launch` too
     options = PrepareOptions(
         reshard_after_forward=config.parallel.reshard_after_forward,
+        sync_each_batch=config.parallel.sync_each_batch,
         sequence_parallel=config.parallel.sequence_parallel,
         attention_kernel=config.context.attention_kernel or None,
         compute_dtype=None if unwrap_model(model).dtype == computes_in else computes_in,

@@ -66,6 +66,7 @@ class PrepareOptions:
 
     shard_parameters: bool = True
     reshard_after_forward: bool = True
+    sync_each_batch: bool = True
     activation_checkpointing: bool | str = False
     offload_activations: bool = False
     measures: str | Sequence[str] | None = None
@@ -99,6 +100,7 @@ class PrepareOptions:
             Sharding(
                 parameters=self.shard_parameters,
                 reshard_after_forward=frees_parameters,
+                sync_each_batch=self.sync_each_batch,
                 compute_dtype=self.compute_dtype,
             ),
             replace(recomputation, segment_layers=self.segment_layers),
@@ -150,7 +152,10 @@ def prepare(
     All ranks call it together, with equal weights. Keywords are those of `PrepareOptions`, or `options=` as one value:
 
     shard_parameters: over the slots with FSDP2; False: every rank keeps a copy.
-    reshard_after_forward: free a layer's gathered parameters between forward and backward (not over stages).
+    reshard_after_forward: free a layer's gathered parameters after each pass (not over stages); False: they stay
+        gathered through all micro-batches of a step.
+    sync_each_batch: sum gradients over the slots in every micro-batch; False, with reshard_after_forward=False: once a
+        step, in its last one, until when they are whole on every rank.
     compute_dtype: of FSDP2's arithmetic, such as bfloat16; parameters and sums of gradients keep their type.
     activation_checkpointing: recompute decoder layers in backward: "full" (or True), or "selective": all but attention.
     offload_activations: keep what recomputation starts from in the host's memory.

@@ -33,6 +33,7 @@ from longspan.model.weights.fill import is_empty
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
+_SHARDINGS: "WeakKeyDictionary[FSDPModule, Sharding]" = WeakKeyDictionary()
 _FSDP_MODULES = "listed_fsdp_modules"  # an attribute of the model: a table by model would keep models alive
 _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat buffers of at most this many elements
 
@@ -41,16 +42,25 @@ _BUCKET_ELEMENTS = 1 << 24  # gradients of unsharded models are summed in flat b
 class Sharding:
     """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
 
-    `compute_dtype` is what FSDP2 computes in; ModelError for one of parameters that are not sharded.
+    Without `reshard_after_forward` they stay gathered through a step, and without `sync_each_batch` gradients are
+    summed once as well, by its last backward pass (ZeRO's stages 2 and 1, Rajbhandari et al. 2020; 3 is both).
+    `compute_dtype` is what FSDP2 computes in. ModelError for one of parameters that are not sharded, and for gradients
+    that are summed once beside weights that are freed.
     """
 
     parameters: bool = True
     reshard_after_forward: bool = True
+    sync_each_batch: bool = True
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.compute_dtype is not None and not self.parameters:
             raise ModelError("compute_dtype is FSDP2's mixed precision; it needs shard_parameters=True")
+        if self.reshard_after_forward and not self.sync_each_batch:
+            raise ModelError(
+                "sync_each_batch=False keeps whole gradients through a step, and weights beside them; give "
+                "reshard_after_forward=False too"
+            )
 
     def check_compute_dtype(self, dtype: torch.dtype) -> None:
         """Raise ModelError for a compute dtype that is wider than the parameters' own."""
@@ -97,6 +107,7 @@ def shard_over_slots(
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         _RESHARDS[module] = frees and module is not root  # as FSDP2 itself treats a root
+        _SHARDINGS[module] = sharding
         if world.device.type == "cuda" and _sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
 
@@ -153,17 +164,18 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @contextmanager
-def keep_parameters_whole(model: nn.Module) -> Iterator[None]:
+def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another; all ranks enter.
 
-    The next backward pass behind it, which all slots must run, sums these over the slots.
+    The next backward pass behind it, which all slots must run, sums these over the slots: the yielded function, which
+    stands for that of `finish_at_last`, does nothing.
     """
     modules = fsdp_modules(model)
     for module in modules:
         _keep_gathered(module, True, reshard_after_forward=False)
         module.unshard()
     try:
-        yield
+        yield lambda: None
     finally:
         for module in modules:  # as `shard_over_slots` had set each
             _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
@@ -197,27 +209,38 @@ def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: boo
 
 
 @contextmanager
-def sum_replicas_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Sum gradients over the slots of each replica only, until the yielded function is called: from then on over all.
+def finish_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
+    unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
 
     Call it before the last backward pass. After an error unsummed shards are dropped.
     """
     modules = fsdp_modules(model)
 
-    def sum_over_replicas(now: bool = True) -> None:
+    def set_last(last: bool = True) -> None:
         for module in modules:
-            module.set_requires_all_reduce(now, recurse=False)
+            sharding = _SHARDINGS.get(module, Sharding())  # the default: one that was sharded elsewhere
+            module.set_requires_all_reduce(last, recurse=False)
+            if not sharding.reshard_after_forward:
+                module.set_reshard_after_backward(last, recurse=False)
+            if not sharding.sync_each_batch:
+                module.set_requires_gradient_sync(last, recurse=False)
 
-    sum_over_replicas(False)
+    set_last(False)
     try:
-        yield sum_over_replicas
+        yield set_last
         assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
-            "sum_over_replicas was not called before the last backward pass"
+            "the last backward pass was not announced"
         )
     finally:
-        sum_over_replicas()
+        set_last()
         for group in reduction_groups(modules):
             group._partial_reduce_output = None
+
+
+def stays_gathered(model: nn.Module) -> bool:
+    """Return whether all passes of a step in lockstep find its parameters whole."""
+    return not any(_SHARDINGS.get(module, Sharding()).reshard_after_forward for module in fsdp_modules(model))
 
 
 def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:

@@ -100,7 +100,7 @@ class Plan:
             max_cp=max_cp,
             node_size=self.node_size,
         ).seconds
-        bound += cost.update_seconds + (cost.closing_seconds if self.mode == "free" else 0.0)
+        bound += cost.update_seconds + cost.closing_seconds
         return replace(plan, predicted_seconds=plan.timeline().step_seconds, lower_bound_seconds=bound)
 
     def digest(self) -> str:
@@ -271,7 +271,7 @@ def _header_lines(plan: Plan, cost: Cost, times: Timeline) -> list[str]:
         f"  predicted   {seconds_text(seconds):>14}   {ratio}",
         f"  priced for  {cost.source or NO_MACHINE}",
     ]
-    if plan.mode == "free" and cost.closing_seconds:  # in lockstep every micro-batch gathers and sums
+    if cost.closing_seconds:
         closing, share = seconds_text(cost.closing_seconds), cost.closing_seconds / seconds
         lines.append(f"  closing     {closing:>14}   {share:.1%} of it: parameters gathered, gradients summed")
     used = f"of slots x micro-batches x the fullest slot's {fullest:,} rows"

@@ -138,7 +138,7 @@ class Timeline:
 
     `rows` held, `busy` seconds of own work, `start` of that work, and `end`, at which the slot may go on. A slot that
     skips a micro-batch has `start == end` and no busy time. `step_seconds` is the end of the whole step, with the
-    update and in free mode the closing. On pipeline stages it is theirs; the other times are of the whole model.
+    update and the closing. On pipeline stages it is theirs; the other times are of the whole model.
     """
 
     rows: Integers
@@ -190,8 +190,8 @@ def timeline(
         active[table.micro_batch[table.group], table.slot] = True
         busy[active] += cost.micro_batch_seconds
         start, end, total = _free_times(busy, active, _label_joined_slots(table, count, slots))
-        total += cost.closing_seconds
-    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total + cost.update_seconds)
+    total += cost.closing_seconds + cost.update_seconds
+    return Timeline(-(-rows // row_multiple) * row_multiple, busy, start, end, total)
 
 
 def _free_times(busy: Floats, active: NDArray[np.bool_], component: Integers) -> tuple[Floats, Floats, float]:

@@ -219,7 +219,7 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
         yield "measured", seconds_text(seconds)
     unmeasured = f"{source}, not measured here: times only compare" if source else "no machine: times only compare"
     yield "priced for", source if source and measured else unmeasured
-    if plan.mode == "free" and plan.cost.closing_seconds and measured:
+    if plan.cost.closing_seconds and measured:
         yield "of these, closing", f"{seconds_text(plan.cost.closing_seconds)}: parameters gathered, gradients summed"
     if plan.lower_bound_seconds:
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"

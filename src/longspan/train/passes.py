@@ -26,11 +26,12 @@ from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
     drop_gradients_after_error,
+    finish_at_last,
     fsdp_modules,
     gradients_summed_over_slots,
     keep_parameters_whole,
     reshard,
-    sum_replicas_at_last,
+    stays_gathered,
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
@@ -183,7 +184,7 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     run = _run_stages if isinstance(model, PipelineModel) else _run_model
     naming = world.watch.naming("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
-    stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or not fsdp_modules(model)
+    stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or stays_gathered(model)
     quantised = quantise_once(model) if stay_whole and len(batches) > 1 else nullcontext()
     with naming, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
@@ -207,7 +208,7 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    with keep_parameters_whole(model) if free else nullcontext():
+    with keep_parameters_whole(model) if free else finish_at_last(model) as finish:
         if passes.counts_loads:
             with torch.no_grad():
                 for batch in batches[0 if free else 1 :]:
@@ -215,16 +216,15 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                     model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
             passes.fix_loads()
-        with sum_replicas_at_last(model) as sum_replicas:
-            for i, batch in enumerate(batches):
-                loss = _batch_loss(passes, batch)
-                if i == 0 and not free:
-                    passes.fix_loads()
-                if i == len(batches) - 1:
-                    sum_replicas()
-                if passes.backward:
-                    passes.mean(loss).backward()
-                total += loss.detach()
+        for i, batch in enumerate(batches):
+            loss = _batch_loss(passes, batch)
+            if i == 0 and not free:
+                passes.fix_loads()
+            if i == len(batches) - 1:
+                finish()
+            if passes.backward:
+                passes.mean(loss).backward()
+            total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it. Over whole ones it
         # gives a slot without micro-batches its gradients, which are zero.

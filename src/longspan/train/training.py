@@ -224,6 +224,7 @@ def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: 
             "measures": memory.measures,
             "host_bytes": memory.host.kept,
             "reshard_after_forward": not memory.gathered_once,
+            "sync_each_batch": not memory.summed_once,
             "mlp_tile_rows": memory.mlp_tile_rows,
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of recomputing ones
         }
@@ -232,6 +233,7 @@ def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: 
         "activation_checkpointing": checkpointing,
         "offload_activations": config.train.offload_activations and training and checkpointing != "none",
         "reshard_after_forward": config.parallel.reshard_after_forward,
+        "sync_each_batch": config.parallel.sync_each_batch,
         "mlp_tile_rows": config.train.mlp_tile_rows,
     }
 
@@ -285,14 +287,7 @@ class Training:
     @property
     def training_choice(self) -> PlanChoice:
         """How steps are planned."""
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())  # unsharded: DTensors count all
-        return PlanChoice.training(
-            self.config,
-            cost=self.cost,
-            heads=query_heads(self.model.config),
-            weights=parameters // self.world.home.tp,  # of a rank before they are sharded over slots
-            weight_bytes=compute_dtype(self.config.model, self.world.device.type).itemsize,
-        )
+        return PlanChoice.training(self.config, cost=self.cost, heads=query_heads(self.model.config))
 
     def evaluation_choice(self, entry: EvalConfig | None = None) -> PlanChoice:
         """How evaluations are planned: of a set, or (None) of the documents that the run holds out."""

@@ -95,14 +95,18 @@ def test_a_closing_gathers_within_replicas_and_sums_between_them(
     assert cost.closing_seconds == pytest.approx(10e-3 + wire, rel=1e-12)
 
 
-def test_a_free_step_updates_a_slots_shard_and_sums_copies_in_its_closing() -> None:
+def test_a_free_step_updates_a_slots_shard_and_gathers_and_sums_in_its_closing() -> None:
     lockstep, free = (Machine().cost(QWEN3_8B, CostSettings(shards=8, free=free)) for free in (False, True))
     copies = Machine().cost(QWEN3_8B, CostSettings(shards=4, dp_replicate=2, free=True))
     weights, machine = ModelShape.of(QWEN3_8B).stored_weights, Machine()
     end, weight = machine.micro_batch_seconds, UPDATE_BYTES / machine.memory_bytes_per_second
     assert free.update_seconds == lockstep.update_seconds == pytest.approx(end + weight * weights / 8)
-    assert copies.update_seconds == pytest.approx(end + weight * weights / 4)
+    ring = 4 * weights / 4 / machine.inside.gather.bytes_per_second  # each of two copies gets half, and then the other
+    assert copies.update_seconds == pytest.approx(end + weight * weights / 4 + ring)
     assert (free.sharding_seconds, free.micro_batch_seconds) == (0.0, Machine().micro_batch_seconds)
+    wire = (2 + 4) * 7 / 8 / machine.sharding_bytes_per_second  # nothing of it hides
+    assert free.closing_seconds == pytest.approx(end + weights * (2 * machine.weight_copy_seconds + wire))
+    assert lockstep.closing_seconds == 0 == free.forward_only().closing_seconds
 
 
 def test_sharded_parameters_bound_a_micro_batch_from_below() -> None:
@@ -133,8 +137,8 @@ def test_a_free_step_over_sharded_parameters_pays_for_its_closing() -> None:
         assert free.micro_batches == plain.micro_batches
         added = free.predicted_seconds - plain.predicted_seconds
         assert added == pytest.approx(cost.closing_seconds, rel=1e-9) and free.ratio >= 1
-        lockstep = planner(lengths, home, max_tokens_per_slot=512, cost=cost)
-        assert lockstep.predicted_seconds == planner(lengths, home, max_tokens_per_slot=512).predicted_seconds
+        lockstep, without = (planner(lengths, home, max_tokens_per_slot=512, cost=c) for c in (cost, Cost()))
+        assert lockstep.predicted_seconds == pytest.approx(without.predicted_seconds + cost.closing_seconds)
 
 
 @pytest.mark.parametrize("module", ["cost.cost", "cost.machine", "planners.fixed", "shape.model_shape", None])

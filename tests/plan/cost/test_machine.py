@@ -103,7 +103,9 @@ def test_the_cost_of_a_model_prices_groups_as_its_layers() -> None:
         assert seconds - cost.linear_seconds * rows / 8 == pytest.approx(36 * layers[kind].seconds, rel=1e-9)
 
 
-def test_sharded_weights_are_gathered_and_summed_for_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_weights_are_gathered_and_summed_in_every_micro_batch_or_once_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(machines, "SHARDING_SHARE", 1.0)
     machine, weights = H200, ModelShape.of(CONFIG).stored_weights
     assert weights == pytest.approx(8.19e9, rel=1e-3)
@@ -115,7 +117,12 @@ def test_sharded_weights_are_gathered_and_summed_for_every_micro_batch(monkeypat
     copies, wire = 3 * weights * machine.weight_copy_seconds, weights / machine.sharding_bytes_per_second
     assert added(shards=1) == pytest.approx(copies)
     assert added(shards=4) == pytest.approx(copies + 8 * 3 / 4 * wire)  # twice 2 bytes, and sums of 4
-    assert added(shards=4, gathered_once=True) == pytest.approx(copies * 2 / 3 + 6 * 3 / 4 * wire)
+    assert added(shards=4, gathered_once=True) == pytest.approx(copies / 3 + 4 * 3 / 4 * wire)
+    assert added(shards=4, gathered_once=True, summed_once=True) == 0
+    once = [machine.cost(CONFIG, CostSettings(shards=4, gathered_once=True, summed_once=x)) for x in (False, True)]
+    gathered, both = (cost.closing_seconds for cost in once)
+    assert gathered == pytest.approx(copies / 3 + 2 * 3 / 4 * wire) == pytest.approx(both / 2 - 3 / 4 * wire)
+    assert once[1].launch_seconds < once[0].launch_seconds and both > 0 == plain.closing_seconds
     assert added(shards=4, frozen=True) == pytest.approx(copies * 2 / 3 + 4 * 3 / 4 * wire)
     assert added(shards=4, tp=2) == pytest.approx(added(shards=4) / 2) == pytest.approx(added(shards=4, weight_ranks=2))
     assert added(shards=16) == pytest.approx(copies + 8 * 15 / 16 * wire)  # across 40 GB/s a slot, of 8 together

@@ -195,6 +195,34 @@ def test_loads_have_the_slices_that_attention_chooses() -> None:
 # ---- what is chosen: it fits, nothing that is faster fits, and keys given by hand win
 
 
+def test_many_micro_batches_have_a_price_for_each_way_of_sharding() -> None:
+    """Where all fits, weights and gradients are once a step; with less room gradients are summed in each micro-batch,
+    and with the least weights are gathered there too. Of one micro-batch the first two are one.
+    """
+    plan = plan_fixed([4096] * 16, HOME, cp=1, max_tokens_per_slot=4096)
+
+    def ways(gib: int, **fixed: Any) -> tuple[bool, bool]:
+        budget = MemoryBudget(device=gib * GIB)
+        memory = choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), budget, fixed=FixedMemory(**fixed))
+        return memory.gathered_once, memory.summed_once
+
+    assert [ways(gib) for gib in (180, 115, 95)] == [(True, True), (True, False), (False, False)]
+    assert ways(180, summed_once=False) == (True, False) and ways(180, gathered_once=False) == (False, False)
+    assert (
+        "gradients summed once"
+        in choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), MemoryBudget(device=180 * GIB)).summary_line()
+    )
+    assert not chosen(4096).summed_once
+    needs = {
+        once: MemoryNeeds.of(QWEN3_8B, HOME, plan, MemorySettings(gathered_once=True, summed_once=once))
+        for once in (False, True)
+    }
+    kept, summed = (needs[once].under("none").device for once in (False, True))
+    assert kept.gathered > 8.19e9 * 2 and summed.gathered > 8.19e9 * (2 + 4)
+    free = planned("none", home=HOME, rows=4096, free=True, plan=plan)
+    assert summed.gathered == free.device.gathered
+
+
 HOME = Layout(2)
 H200 = MemoryBudget(device=129 * GIB, host=128 * GIB)
 

@@ -126,14 +126,6 @@ def test_tensor_parallel_ranks_share_the_cost_of_a_slot() -> None:
         assert choice.plan((300, 200, 9), Layout(8, tp=2)).cost == expected
 
 
-def test_a_free_step_pays_for_the_closing_of_its_home() -> None:
-    free = PlanChoice.training(config_of(**DYNAMIC, context__mode="free"))
-    choices, home = (free, replace(free, weights=10**9, weight_bytes=8)), Layout(6, dp_replicate=3)
-    none, closing = (choice.plan((300, 200, 9), home).predicted_seconds for choice in choices)
-    # of 16e9 bytes a slot's half, and of its half of 8e9 bytes 4/3 between three replicas
-    assert closing - none == pytest.approx(10e-3 + (8e9 + 4e9 * 4 / 3) / 350e9, rel=1e-9)
-
-
 def _use(rank: int, files: Sequence[str]) -> None:
     device = "was measured on NVIDIA H200 with . ranks? on a host, and this run is on cpu with 2"
     hosts = "was measured on cpu with 4 ranks on a host, and this run is on cpu with 2"

@@ -39,10 +39,10 @@ PLANNERS = ("fixed", "dynamic")
 TP = ((1, False), (2, False), (2, True))  # tensor-parallel ranks, and whether norms and residuals hold parts of rows
 STAGES = ((1, 1), (2, 1), (2, 2))  # pp, vpp
 EP = (1, 2)
-RESHARD = (True, False)
+ZERO = (3, 2, 1)  # what is once a step: nothing, gathers of weights, sums of gradients too
 DTYPES = ("float64", "float32")
 RANKS = (4, 8)
-AXES = (FAMILIES, PLANNERS, TP, STAGES, EP, RESHARD, DTYPES, RANKS)
+AXES = (FAMILIES, PLANNERS, TP, STAGES, EP, ZERO, DTYPES, RANKS)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Combination:
     tp: tuple[int, bool]
     stages: tuple[int, int]
     ep: int
-    reshard: bool
+    zero: int
     dtype: str
     ranks: int
 
@@ -175,7 +175,8 @@ def _errors(combination: Combination, wanted: Wanted, world: World, steps: int, 
     model = prepare_model(
         combination.model(),
         world,
-        reshard_after_forward=combination.reshard,
+        reshard_after_forward=combination.zero == 3,
+        sync_each_batch=combination.zero > 1,
         virtual_stages=combination.stages[1],
         sequence_parallel=combination.tp[1],
     )

@@ -1,5 +1,6 @@
 """The norm of a step's gradients, clipping, what is not finite, and how often replicas of weights sum gradients."""
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -142,25 +143,30 @@ def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def _summed(sharding: str, plans: str) -> None:
-    """Two replicas sum gradients once a step, in which they are exact; "keep" comes after a step that failed midway."""
+    """Two replicas sum gradients once a step, in which they are exact, also after a step that failed midway."""
     documents, pp = texts(LENGTHS), 2 if plans == "pipeline" else 1
     home = Layout(ranks=4, pp=pp, dp_replicate=2)
     with World(home, backend=backend(), timeout=60) as world:
         wanted = stock_answer("qwen3", torch.float64, documents, world.device)
-        model = prepare_untried(tiny("qwen3", torch.float64), world, reshard_after_forward=sharding == "reshard")
+        options = {"reshard_after_forward": sharding == "reshard", "sync_each_batch": sharding != "once"}
+        model = prepare_untried(tiny("qwen3", torch.float64), world, **options)
         plan = plan_fixed(LENGTHS, home, cp=2, max_tokens_per_slot=16)
         if plans == "free":
             plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, mode="free")
         assert len(plan.micro_batches) > 1
-        if (sharding, plans) == ("keep", "fixed"):
+        if plans == "fixed":
             second_fails = Mock(side_effect=chain([None, ValueError("boom")], repeat(None)))
             model.get_submodule("model.layers.1").register_forward_pre_hook(second_fails)
             with pytest.raises(ValueError, match="boom"):
                 run_step(model, plan, documents, world)
             model.zero_grad()
-        with _CountedAllReduces() as count:
+        with _CountedMessages() as count:
             result = run_step(model, plan, documents, world)
-        assert len(count) == (2 if pp == 2 else 3)  # two layers and the rest; one layer and the rest
+        groups = 2 if pp == 2 else 3  # two layers and the rest; one layer and the rest
+        sums = groups * (len(plan.micro_batches) if (sharding, plans) == ("keep", "fixed") else 1)
+        assert count["all_reduce"] == groups
+        if pp == 1:  # in free mode layers are gathered again for the backward pass that closes a step
+            assert (count["reduce_scatter"], count["all_gather"]) == (sums, groups + 2 * (plans == "free"))
         assert result.grad_norm == pytest.approx(wanted.norm, rel=1e-12)
         gradients = gradients_of(model)
         assert worst(gradients, {name: wanted.gradients[name] for name in gradients}) < 1e-12
@@ -177,16 +183,15 @@ def _sum_copies(rank: int) -> None:
         assert torch.equal(module.weight.grad.cpu(), torch.stack(parts).double().sum(0).bfloat16())
 
 
-class _CountedAllReduces:
-    def __enter__(self) -> list[int]:
+class _CountedMessages:
+    def __enter__(self) -> Counter[str]:
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-        self._module, calls = _fsdp_collectives, list[int]()
+        self._module, calls = _fsdp_collectives, Counter[str]()
 
         class Counting:
             def __getattr__(self, name: str) -> Any:
-                if name == "all_reduce":
-                    calls.append(1)
+                calls[name.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")] += 1
                 return getattr(dist, name)
 
         self._module.dist = Counting()
@@ -250,7 +255,7 @@ def _local_gradients(model: nn.Module) -> list[Tensor]:
 def _look(rank: int, ranks: int) -> None:
     if ranks == 4:
         _frozen(ranks, 0, True, torch.float32)
-        for sharding, plans in (("reshard", "free"), ("keep", "fixed"), ("keep", "pipeline")):
+        for sharding, plans in (("reshard", "free"), ("keep", "fixed"), ("once", "fixed"), ("keep", "pipeline")):
             _summed(sharding, plans)
         _sum_copies(rank)
         return

@@ -84,6 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "copies": {"shard_parameters": False},
     "recomputed": {"activation_checkpointing": "selective"},
     "gathered once": {"reshard_after_forward": False},
+    "summed once": {"reshard_after_forward": False, "sync_each_batch": False},
 }
 Errors = dict[tuple[torch.dtype, str, str], tuple[float, ...]]
 

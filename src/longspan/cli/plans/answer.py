@@ -181,7 +181,7 @@ class Answer:
 
 def _largest_parts(way: Fit) -> dict[str, int]:
     memory, needs = way.memory, way.run.memory_needs(way.plans)
-    names = ("gathered_once", "offload_states", "mlp_tile_rows", "segment_layers")
+    names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
     places = (replace(place, settings=settings) for place in needs.places)
     moments = [m for place in places for m in place.moments(needs.loads, memory.measures)]

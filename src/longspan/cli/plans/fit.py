@@ -122,8 +122,7 @@ class RunOnGpus:
         if config.context.node_size == AUTO:
             node_size = max(1, self.gpus.machine.node_size // self.home.tp)
             config = replace(config, context=replace(config.context, node_size=node_size))
-        weights = int(self.shape.stored_weights / config.parallel.tp)  # of a rank, which free mode gathers
-        return PlanChoice.training(config, cost=self.cost(), heads=read_query_heads(self.model), weights=weights)
+        return PlanChoice.training(config, cost=self.cost(), heads=read_query_heads(self.model))
 
     @property
     def fixed(self) -> FixedMemory:

@@ -194,8 +194,8 @@ class Cost:
     the latency of a step; a ring takes `merge_seconds` a row to add a step to the output, `all_gather` `copy_seconds`
     to lay out a row. A micro-batch adds `micro_batch_seconds`, and takes no less than the `sharding_seconds` of FSDP2's
     messages behind its work and than the host's `launch_seconds`, with `group_launch_seconds` and
-    `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, in free
-    mode `closing_seconds` (`with_closing`).
+    `document_launch_seconds` more for each group of a slot and document in it. A step adds `update_seconds`, and
+    `closing_seconds` for what is gathered and summed once (free mode: `with_closing`).
 
     `source` names the constants' model and machine; "" means no machine: seconds only compare parts of plans. `passes`
     "forward" marks the cost of an evaluation, which `forward_only` makes, of `forward` if forward passes were measured.

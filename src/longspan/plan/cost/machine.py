@@ -188,11 +188,11 @@ class CostSettings:
     `recomputation` of `recomputed_layers` layers (0: all), `frozen` weights under adapters, `depths` of multi-token
     prediction, `bytes_per_number` of rows and weights, `tp` ranks of a slot, `ep` slots that share experts, and only
     `forward` passes. FSDP2 shards weights over `shards` slots (0: every slot has all of them, without FSDP2), in
-    `dp_replicate` copies, gathers them for every micro-batch's forward pass, again for its backward pass unless
-    `gathered_once`, and sums gradients. `weight_ranks` of a slot share its weights (0: those of tp). In `free` mode
-    they are gathered and summed once a step, also over copies: `Cost.with_closing` prices that. Only the `target_share`
-    of the rows predict a token: others have no logits. Layers multiply in `float8` but for gradients of weights, and
-    are `compiled` as in [train] on GPUs.
+    `dp_replicate` copies, gathers them for every micro-batch's forward pass and again for its backward pass, and sums
+    gradients; `gathered_once` and `summed_once` do that once a step. `weight_ranks` of a slot share its weights (0:
+    those of tp). In `free` mode both are once, and a micro-batch of padding more. Only the `target_share` of the rows
+    predict a token: others have no logits. Layers multiply in `float8` but for gradients of weights, and are `compiled`
+    as in [train] on GPUs.
     """
 
     recomputation: Recomputation = "none"
@@ -207,6 +207,7 @@ class CostSettings:
     weight_ranks: int = 0
     dp_replicate: int = 1
     gathered_once: bool = False
+    summed_once: bool = False
     target_share: float = 1.0
     float8: bool = False
     compiled: Compiled = "none"
@@ -394,27 +395,38 @@ class Machine:
 
     def _share_weights(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
         """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts. Each of w slots
-        gets (w − 1) / w of the weights in each gather (forward, and backward unless weights stay gathered), and of
-        their gradients in the sum, in float32 at least; a share of these always shows. In free mode they come once a
-        step, which `Cost.with_closing` prices. The optimizer updates a slot's shard, and a ring over c copies brings it
-        2 (c − 1) / c of its gradients. Rows go to the ep slots that have their experts, and come back: a layer
-        exchanges twice forward, twice again if it is recomputed, and twice backward, with nothing to hide it.
+        gets (w − 1) / w of the weights in each gather (forward and backward), and of their gradients in the sum, in
+        float32 at least; a share of these always shows. What comes once a step is its `closing_seconds`. The optimizer
+        updates a slot's shard, and a ring over c copies brings it 2 (c − 1) / c of its gradients. Rows go to the ep
+        slots that have their experts, and come back: a layer exchanges twice forward, twice again if it is recomputed,
+        and twice backward, with nothing to hide it.
         """
         forward, number, memory = cost.passes == "forward", settings.bytes_per_number, self.memory_bytes_per_second
         tp, ep, width = settings.weight_ranks or settings.tp, settings.ep, settings.shards
         dense, experts = (shape.stored_weights - shape.stored_experts) / tp, shape.stored_experts / ep
         expert_ranks = tp / ep  # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
-        launches, micro_batch, hidden = 1.0, cost.micro_batch_seconds, 0.0
-        if width and not settings.free:
-            gathers, sums = 2 - (forward or settings.gathered_once), 1 - (forward or settings.frozen)
+        launches, micro_batch, hidden, closing = 1.0, cost.micro_batch_seconds, 0.0, 0.0
+        if width:
             sent = dense * (width - 1) / width
             sent += experts * max(0.0, width * expert_ranks - 1) / (width * expert_ranks)
             speed = self.sharding_bytes_per_second
             if width > self.node_size:  # a ring of all slots crosses each boundary once, for the slots of a host
                 speed = min(speed, self.across.gather.bytes_per_second * self.node_size)
-            wire = sent * (gathers * number + sums * max(4, number)) / speed
-            micro_batch += self.weight_copy_seconds * (dense + experts) * (gathers + sums) + SHARDING_SHARE * wire
-            hidden, launches = (1 - SHARDING_SHARE) * wire, 1 + SHARDED_LAUNCHES * (sums * width > 1)
+
+            def shard(gathers: int, sums: int, shown: float = SHARDING_SHARE) -> tuple[float, float]:
+                """Seconds of gathers and sums that show, and those that may hide."""
+                wire = sent * (gathers * number + sums * max(4, number)) / speed
+                copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
+                return copies + shown * wire, (1 - shown) * wire
+
+            gathered, summed = settings.gathered_once or settings.free, settings.summed_once or settings.free
+            sums = 1 - (forward or settings.frozen)
+            shown, hidden = shard(1 if forward else 2 * (not gathered), sums * (not summed))
+            micro_batch += shown
+            launches += SHARDED_LAUNCHES * (sums * width > 1 and not summed)
+            if not forward:
+                closing, _ = shard(int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE)
+                closing += cost.micro_batch_seconds * settings.free  # nothing runs beside it: all of it shows
         rows = 0.0
         if ep > 1 and shape.expert_layers:
             exchanges, near = 2.0 if forward else 4.0 + 2.0 * recomputed, min(ep, self.node_size)
@@ -426,7 +438,7 @@ class Machine:
         update = self.micro_batch_seconds
         if not settings.frozen:
             weights = (dense + experts / expert_ranks) / max(1, width)
-            copies = 1 if settings.free else settings.dp_replicate
+            copies = settings.dp_replicate
             link = self.inside if copies * width <= self.node_size else self.across
             update += UPDATE_BYTES / memory * weights
             update += weights * 4 * 2 * (copies - 1) / copies / link.gather.bytes_per_second
@@ -440,6 +452,7 @@ class Machine:
             launch_seconds=host * self.layer_seconds * launches,
             group_launch_seconds=host * self.group_seconds,
             document_launch_seconds=host * self.document_seconds,
+            closing_seconds=closing,
             update_seconds=self.micro_batch_seconds if forward else update,
         )
 

@@ -52,6 +52,7 @@ class MemoryPlan:
     measures: tuple[Measure, ...]
     rows: int
     gathered_once: bool = False
+    summed_once: bool = False
     offload_states: bool = False
     mlp_tile_rows: int = 0
     segment_layers: int = 0
@@ -81,8 +82,13 @@ class MemoryPlan:
 
     def cost_settings(self, settings: CostSettings) -> CostSettings:
         """Return the settings of a cost under this plan, whose recomputed layers all keep what most of them keep."""
-        recomputed, once = len(self.measures) - self.measures.count("none"), self.gathered_once
-        return replace(settings, recomputed_layers=recomputed, gathered_once=once, recomputation=self.recomputation)
+        return replace(
+            settings,
+            recomputed_layers=len(self.measures) - self.measures.count("none"),
+            gathered_once=self.gathered_once,
+            summed_once=self.summed_once,
+            recomputation=self.recomputation,
+        )
 
     @property
     def recomputation(self) -> Recomputation:
@@ -93,7 +99,8 @@ class MemoryPlan:
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         limit = f" of {gib_text(budget.device)}" if budget else ""
-        extras = [", weights gathered once"] * self.gathered_once + [", states on the host"] * self.offload_states
+        once = ", weights gathered and gradients summed once" if self.summed_once else ", weights gathered once"
+        extras = [once] * self.gathered_once + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         layers = min(self.segment_layers, len(self.measures))
         extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
@@ -147,7 +154,10 @@ class MemoryNeeds:
         most_groups = min(max(counts.values(), default=0), MOST_GROUPS)
         waiting = (_count_waiting_micro_batches(home, settings, rank, micro_batches) for rank in range(home.pp))
         stages = zip(make_stages(numbers, home, settings), waiting, strict=True)
-        places = (StageBytes(read, home, settings, numbers, stage, count, most_groups) for stage, count in stages)
+        places = (
+            StageBytes(read, home, settings, numbers, stage, count, most_groups, micro_batches)
+            for stage, count in stages
+        )
         return cls(tuple(places), loads)
 
     @property
@@ -182,6 +192,7 @@ class MemoryNeeds:
             measures=words,
             rows=max(load.rows for load in self.loads),
             gathered_once=settings.gathered_once,
+            summed_once=settings.summed_once,
             offload_states=settings.offload_states,
             mlp_tile_rows=settings.mlp_tile_rows,
             segment_layers=settings.segment_layers,
@@ -253,7 +264,7 @@ class MemoryPrices:
             layers += layers_run_again * self._layer_seconds[False]["full"]
         states = memory.host.states if memory.offload_states else 0
         state_copies = 2 * states / (BOTH_WAYS * self.machine.host_copy_bytes_per_second)
-        return layers + self._gather_seconds * (not memory.gathered_once) + state_copies
+        return layers + self._sharding_seconds(memory) + state_copies
 
     def least_seconds(self, needs: MemoryNeeds, words: Sequence[Measure]) -> float:
         """Return the least seconds that a plan of these needs may add, if each layer keeps one of these measures."""
@@ -261,7 +272,7 @@ class MemoryPrices:
         prices = self._layer_seconds[bool(settings.mlp_tile_rows)]
         # the terms of `seconds` in the same order, or smaller ones: no plan is below it by rounding either
         layers = sum(min(prices[word] for word in words) for _ in range(needs.layers))
-        return layers + self._gather_seconds * (not settings.gathered_once)
+        return layers + self._sharding_seconds(settings)
 
     @cached_property
     def _layer_seconds(self) -> dict[bool, dict[str, float]]:
@@ -307,18 +318,21 @@ class MemoryPrices:
             tiled[word] = (selective if word == "none" else whole[word]) + TILED_SHARE * plain
         return {False: whole, True: tiled}
 
-    @cached_property
-    def _gather_seconds(self) -> float:
-        """Seconds of a micro-batch's second gather of weights, as far as they do not hide behind other work; 0 where
-        they are unsharded or stay whole.
+    def _sharding_seconds(self, kept: MemoryPlan | MemorySettings) -> float:
+        """Seconds of a micro-batch's gathers of weights and sum of gradients, as far as they do not hide behind other
+        work; what comes once a step counts in equal parts for its micro-batches. 0 where they are unsharded, or always
+        whole.
         """
-        place, machine = self.place, self.machine
-        if place.shards == 1 or place.stays_whole:
+        place, once = self.place, 1 / self.place.micro_batches
+        if place.shards == 1 or place.always_whole:
             return 0.0
-        numbers_of_layers = sum(numbers.whole for numbers in place.numbers.layers)
-        received_bytes = numbers_of_layers * place.settings.compute_bytes * (place.shards - 1) / place.shards
-        wire_seconds = received_bytes / machine.sharding_bytes_per_second
-        return machine.weight_copy_seconds * numbers_of_layers + SHARDING_SHARE * wire_seconds
+        gathers, sums = once if kept.gathered_once else 2.0, once if kept.summed_once else 1.0
+        layers, settings = place.numbers.layers, place.settings
+        gathered, summed = sum(numbers.whole for numbers in layers), sum(numbers.trained for numbers in layers)
+        sent = gathers * gathered * settings.compute_bytes + sums * summed * settings.reduce_bytes
+        wire_seconds = sent * (place.shards - 1) / place.shards / self.machine.sharding_bytes_per_second
+        copies = self.machine.weight_copy_seconds * (gathers * gathered + sums * summed)
+        return copies + SHARDING_SHARE * wire_seconds
 
 
 TILE_ROWS = 16384  # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
@@ -393,14 +407,18 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     place, settings = needs.places[0], needs.places[0].settings
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and not place.read.family.startswith(_UNTILED)
     can_offload = settings.gpu and settings.state_numbers > 0
-    gathers_again = place.shards > 1 and not place.stays_whole
+    sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
+    if place.shards > 1 and not place.always_whole:
+        sharding = [(True, True), (True, False), (False, False)][place.micro_batches == 1 :]
+    by_hand = fixed.gathered_once, fixed.summed_once
+    sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
     exchanges = any(load.exchanged_rows for load in needs.loads)
     words: list[Measure] = [word for word in fixed.measures if exchanges or word != "exchanged"]
-    for segments, tile_rows, offload_states, gathered_once in product(
+    for segments, tile_rows, offload_states, (gathered_once, summed_once) in product(
         _segment_choices(fixed),
         [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_rows is None else [fixed.mlp_tile_rows],
         [False, True][: 1 + can_offload] if fixed.offload_states is None else [fixed.offload_states],
-        [True, False][not gathers_again :] if fixed.gathered_once is None else [fixed.gathered_once],
+        dict.fromkeys(once for once in sharding if once[0] or not once[1]),  # sums once keep weights too
     ):
         choice = replace(
             settings,
@@ -408,6 +426,7 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
             mlp_tile_rows=tile_rows,
             offload_states=offload_states,
             gathered_once=gathered_once,
+            summed_once=summed_once,
         )
         changed = replace(needs, places=tuple(replace(place, settings=choice) for place in needs.places))
         for i, fast in enumerate(words):
@@ -418,7 +437,8 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
 def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[MemoryNeeds, Measure, Measure]]:
     # Any other choice needs more memory, but in a model of few layers, where another one may need about 1 % less.
     leanest = {fixed.measures[-1], *[word for word in fixed.measures if "+" not in word][-1:]}  # on the host, or not
-    choices = list(memory_choices(needs, replace(fixed, gathered_once=bool(fixed.gathered_once))))
+    once = {"gathered_once": bool(fixed.gathered_once), "summed_once": bool(fixed.summed_once)}
+    choices = list(memory_choices(needs, replace(fixed, **once)))
     tile_rows = max(choice.places[0].settings.mlp_tile_rows for choice, _, _ in choices)
     return [
         (choice, slow, fast)

@@ -73,11 +73,11 @@ class MemorySettings:
     A weight has `parameter_bytes`, and so have its gradient and each of its `state_numbers` in the optimizer; numbers
     of activations and gathered weights have `compute_bytes`. Adapters of `lora_rank` (0: none) on the linears
     `lora_targets` (none named: every linear of decoder layers) have `adapter_bytes` a number. There are `depths` of
-    multi-token prediction. `gathered_once` keeps a layer's weights between forward and backward. `segment_layers`
-    neighbouring layers that recompute keep one input together (0 or 1: each its own). `free` mode keeps all weights and
-    gradients whole. On a `gpu` there are a context and communicators; state-space layers scan by its `scan_kernels`,
-    else in float32. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`, in a wave (0: no
-    encoder). The others are as in `prepare`, [train] and [parallel].
+    multi-token prediction. `gathered_once` keeps weights whole through a step, and `summed_once`, which needs that,
+    gradients too, as `free` mode does. `segment_layers` neighbouring layers that recompute keep one input together (0
+    or 1: each its own). On a `gpu` there are a context and communicators; state-space layers scan by its
+    `scan_kernels`, else in float32. Of images a slot encodes `encoder_rows` rows in a step, or, `encoder_recomputed`,
+    in a wave (0: no encoder). The others are as in `prepare`, [train] and [parallel].
     """
 
     parameter_bytes: int = 4
@@ -89,6 +89,7 @@ class MemorySettings:
     depths: int = 0
     shard_parameters: bool = True
     gathered_once: bool = False
+    summed_once: bool = False
     offload_states: bool = False
     mlp_tile_rows: int = 0
     segment_layers: int = 0
@@ -144,6 +145,7 @@ class FixedMemory:
     measure: str | None = None
     offload: bool | None = None
     gathered_once: bool | None = None
+    summed_once: bool | None = None
     offload_states: bool | None = None
     mlp_tile_rows: int | None = None
     segment_layers: int | None = None

@@ -244,6 +244,7 @@ class StageBytes:
     stage: Stage
     in_flight: float = 1.0
     groups: int = 0
+    micro_batches: int = 1
     layers_so_far: dict[_Key, LayerBytes] = field(default_factory=dict[_Key, LayerBytes], compare=False, repr=False)
 
     @cached_property
@@ -252,9 +253,20 @@ class StageBytes:
         return self.home.slots // self.home.dp_replicate if self.settings.shard_parameters else 1
 
     @property
-    def stays_whole(self) -> bool:
-        """Whether FSDP2's weights and gradients are whole through all micro-batches of a step."""
+    def always_whole(self) -> bool:
+        """Whether FSDP2's weights and gradients are whole through all micro-batches of a step, whatever is chosen."""
         return self.settings.shard_parameters and (self.settings.free or self.home.pp > 1)
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether they are, by choice or always; of one micro-batch gradients are summed layer by layer."""
+        summed_once = self.settings.summed_once and self.settings.shard_parameters and self.micro_batches > 1
+        return self.always_whole or summed_once
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether FSDP2's weights, but not its gradients, are whole between micro-batches."""
+        return self.settings.gathered_once and self.micro_batches > 1 and not self.stays_whole
 
     @property
     def row_bytes(self) -> int:
@@ -372,7 +384,8 @@ class StageBytes:
         waiting, number = self.waiting_bytes(load, measures), settings.compute_bytes * sharded
         in_place = self.stays_whole or not sharded  # weights and gradients
         # float8 copies of layers (rows and columns) stay where the weights do
-        whole = [layers[i].whole * (number + 2.0 * (settings.float8 and in_place)) for i in stage.layers]
+        float8 = 2.0 * (settings.float8 and (in_place or self.stays_gathered))
+        whole = [layers[i].whole * (number + float8) for i in stage.layers]
         root = self.numbers.root_numbers(stage)
         gathered, row = root.whole * number, load.rows * self.row_bytes
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
@@ -403,7 +416,8 @@ class StageBytes:
             if in_place:
                 others = waits + sum(whole) - whole[i] + whole_gradients
             else:
-                others = waits + (sum(whole[:i]) if settings.gathered_once else arrives * whole[i - 1] * bool(i))
+                here_too = sum(whole[:i]) if settings.gathered_once else arrives * whole[i - 1] * bool(i)
+                others = waits + here_too + sum(whole[i + 1 :]) * self.stays_gathered
             moment = {"gradients": gradients, "gathered": others + whole[i] + sent, "work": running[i].backward}
             yield moment | {"kept": here + running[i].kept + running[i].host}
             if not self.stays_whole:  # the layer's gradients are summed over slots, and then sent
@@ -411,7 +425,7 @@ class StageBytes:
                 sent = numbers.trained * settings.reduce_bytes * sharded
                 gradients += self.gradient_bytes(numbers) * (not load.later)
         # After all layers whole gradients are summed, or those of the root; encoders run last.
-        sums = self.summing_bytes(root)
+        sums = self.summing_bytes(root) + sum(whole) * self.stays_gathered
         if self.stays_whole:
             largest = max((layers[i] for i in stage.layers), key=lambda one: one.trained)
             sums = gathered + sum(whole) + whole_gradients + largest.trained * settings.reduce_bytes

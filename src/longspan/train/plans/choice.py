@@ -61,8 +61,6 @@ class PlanChoice:
     max_degree: int  # of dynamic plans; 0: no limit
     options: PlanOptions  # its cost is that of one device
     prefix: str  # of its keys, for messages
-    weights: int = 0  # parameters of a slot's rank, sharded over slots, whose gathering a free step pays for
-    weight_bytes: int = 2  # of each; sums of gradients are in float32 at least
 
     @classmethod
     def fixed(cls, degree: int, **options: Unpack[PlanKeywords]) -> "PlanChoice":
@@ -79,19 +77,11 @@ class PlanChoice:
         return cls("dynamic", 1, min_degree, max_degree, _hashable_options(options), prefix="")
 
     @classmethod
-    def training(
-        cls,
-        config: RunConfig,
-        *,
-        cost: Cost | None = None,
-        heads: int | None = None,
-        weights: int = 0,
-        weight_bytes: int = 2,
-    ) -> "PlanChoice":
-        """Choose how training steps are planned; `weights` of `weight_bytes` are a slot's rank's before sharding."""
+    def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlanChoice":
+        """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or read_cost(config), heads)
         options = replace(options, mode=config.context.mode)
-        return cls._from_section(config.context, config, options, "context.", weights, weight_bytes)
+        return cls._from_section(config.context, config, options, "context.")
 
     @classmethod
     def evaluation(
@@ -105,20 +95,12 @@ class PlanChoice:
         return cls._from_section(entry, config, options, entry.prefix)
 
     @classmethod
-    def _from_section(
-        cls,
-        section: PlanSection,
-        config: RunConfig,
-        options: PlanOptions,
-        prefix: str,
-        weights: int = 0,
-        weight_bytes: int = 2,
-    ) -> "PlanChoice":
+    def _from_section(cls, section: PlanSection, config: RunConfig, options: PlanOptions, prefix: str) -> "PlanChoice":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
         context = config.context
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-        return cls(section.planner, degree, *degrees, options, prefix, weights, weight_bytes)
+        return cls(section.planner, degree, *degrees, options, prefix)
 
     @property
     def has_one_degree(self) -> bool:
@@ -194,7 +176,7 @@ class PlanChoice:
         return plan_evaluation(lambda options: make(options=options), lengths, home, options, widest)
 
     def home_options(self, home: Layout) -> PlanOptions:
-        return replace(self.options, cost=self._slot_cost(home), micro_batch_multiple=home.pp)
+        return replace(self.options, cost=self.options.cost.shared_by(home.tp), micro_batch_multiple=home.pp)
 
     def check_longest_document(self, longest: int, home: Layout, title: str) -> None:
         """Raise ConfigError, with the keys, where a document of `longest` tokens (`title`) cannot be planned."""
@@ -211,15 +193,6 @@ class PlanChoice:
                 argument: (of_training if "dynamic" in key else self.prefix) + key for argument, key in KEYS.items()
             }
             raise ConfigError(name_arguments(str(error), keys)) from error
-
-    def _slot_cost(self, home: Layout) -> Cost:
-        """A free step gathers weights once and sums gradients in float32 at least; priced where they are counted."""
-        cost = self.options.cost.shared_by(home.tp)
-        if self.options.mode == "lockstep" or not self.weights:
-            return cost
-        gathered, reduced = self.weight_bytes, max(4, self.weight_bytes)
-        node_size = self.options.node_size
-        return cost.with_closing(self.weights, home, node_size=node_size, gather_bytes=gathered, reduce_bytes=reduced)
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:

@@ -134,6 +134,7 @@ def run_cost_settings(
         weight_ranks=parallel.tp,  # ranks that share a slot's weights; plans divide a slot's cost by them later
         dp_replicate=parallel.dp_replicate,
         gathered_once=not parallel.reshard_after_forward,
+        summed_once=not parallel.sync_each_batch,
         target_share=target_share,
         float8=bool(train.float8),
         compiled=train.compiled if gpu else "none",
@@ -163,6 +164,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
         depths=config.mtp.depths,
         gathered_once=not parallel.reshard_after_forward,
+        summed_once=not parallel.sync_each_batch,
         offload_states=train.offload_states,
         mlp_tile_rows=train.mlp_tile_rows,
         fused_norms=train.fused_norms == "on" or (train.fused_norms == "auto" and gpu),
@@ -206,6 +208,7 @@ def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
         measure=key_checkpointing(train) or ("none" if by_hand else None),
         offload=train.offload_activations or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
+        summed_once=not config.parallel.sync_each_batch or off,
         offload_states=train.offload_states or (off if train.optimizer in MOMENTS else False),
         segment_layers=0 if by_hand else None,
         mlp_tile_rows=train.mlp_tile_rows or (0 if by_hand else None),

@@ -31,7 +31,7 @@ from longspan.model.layers import preserve_modes
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import gradients_summed_over_slots, reshard, sum_replicas_at_last
+from longspan.model.sharding import finish_at_last, gradients_summed_over_slots, reshard
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.train.passes import Term
@@ -272,10 +272,10 @@ class ModalityPass:
         """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
         if not self.trains or not self.waves:
             return
-        with sum_replicas_at_last(self.encoder.module) as sum_replicas:
+        with finish_at_last(self.encoder.module) as finish:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:  # the last to run
-                    sum_replicas()
+                    finish()
                 output = self._encode_wave_again(wave) if self.encoder.recompute else wave.output
                 assert output is not None
                 gradient = wave.bridge.back(_row_gradient(wave, output))
