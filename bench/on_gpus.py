@@ -145,6 +145,10 @@ RUNS = (
         for rows in (2048, 16384, 4096, 8192)
         for mode in ("lockstep", "free")
     ),
+    *(  # the two other ways of sharding: gradients summed in every micro-batch, and weights gathered there too
+        GpuRun(f"many-4096-zero{stage}", 95, f"{MANY} --context.max_tokens_per_slot 4096 --train.memory none {key}")
+        for stage, key in ((2, "--parallel.reshard_after_forward false"), (3, ""))
+    ),
     GpuRun("step-16k", 60, f"{STEP} --sequences 16384"),
     GpuRun("step-32k", 100, f"{STEP} {LONG}"),
     GpuRun("step-32k-room", 75, f"{STEP} {LONG} --train.memory_bytes 118111600640"),  # 110 GiB
