@@ -75,7 +75,7 @@ class Counted:
 
 
 class _Bytes(LiveBytes):
-    """Products in float32, which a CPU may compute twenty times as fast: below the counter, which sees results alone."""
+    """Products in float32, which some CPUs compute sixty times as fast: below the counter, which sees results alone."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.mm.default:
