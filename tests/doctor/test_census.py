@@ -20,7 +20,6 @@ EXACT = {
     "gpt_oss": "sinks, a window in every other layer, yarn, experts",
     "gemma2": "soft caps of scores and logits",
     "gemma3_text": "windows, two kinds of rotary positions",
-    "gemma4_text+shared": "head sizes by layer, shared keys and values",
     "deepseek_v3+yarn": "MLA, groups of experts, a bias of the router",
     "llama+llama3": "llama3's rotary positions",
     "qwen3+yarn": "yarn, norms of queries and keys",

@@ -183,15 +183,14 @@ def caught(folder: Path, kind: type[Trainer], settings: dict[str, Any]) -> str:
 
 
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+HALF: dict[str, Any] = {"bf16": True, "optim": "sgd", "gradient_accumulation_steps": 1}
 
 
 def two_ranks(rank: int, root: Path) -> dict[str, Any]:
     """What runs of two ranks leave, the last of which is interrupted."""
     return {
         "run": straight_and_resumed(rank, root / "run", {"dropout": DROPOUT}, {}),
-        "lora": straight_and_resumed(
-            rank, root / "lora", {"lora": True, "dtype": "float32"}, {"bf16": True, "optim": "sgd"}
-        ),
+        "lora": straight_and_resumed(rank, root / "lora", {"lora": True, "dtype": "float32"}, HALF),
         "best": best(root / "ours", LIMITED, True),
         "interrupted": caught(root / "interrupted", Interrupted, SAVES),
     }

@@ -143,13 +143,12 @@ chats = partial(sft, data=conversations, count=16, assistant_only_loss=True, max
 dft = partial(sft, loss_type="dft", **TWICE)
 dpo_with_reference = partial(dpo, reference=True, **TWICE, **EVALUATED)
 dpo_of_adapters = partial(dpo, peft_config=lora(), **EVALUATED)
-kto_with_reference = partial(kto, reference=True, **TWICE, **EVALUATED)
+kto_with_reference = partial(kto, reference=True, **TWICE)
 CASES = (
     (chats, DYNAMIC | {"context_parallel_size": 1, "eval_context_parallel_size": "2"}),
     partial(sft, data=texts, count=24, packing=True, max_length=64, rows=2, learning_rate=1e-3),
-    partial(sft, data=conversations, peft_config=lora(), assistant_only_loss=True),
     *(qwen3_next, dpo_with_reference, kto_with_reference),
-    partial(dpo, model=trained_adapter, **TWICE, **EVALUATED),
+    partial(dpo, model=trained_adapter, **TWICE),
 )
 MIXED = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0], "ld_alpha": 0.5}
 MORE = (

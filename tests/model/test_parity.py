@@ -37,7 +37,6 @@ TABLES: dict[str, tuple[int, Rows]] = {
         {
             ("qwen3", WIDE, "sharded"): [(4, "p2p")],
             ("qwen3", WIDE, "recomputed"): [(2, "all_gather")],
-            ("llama", WIDE, "copies"): [(2, "p2p")],
         },
     ),
     "attention": (

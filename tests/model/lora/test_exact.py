@@ -98,7 +98,7 @@ def _llama(*adapters: str) -> tuple[tuple[str, str], ...]:
 
 FEW: Table = {
     "cp 2": (Home(Layout(ranks=2)), _llama("dora", "modules_to_save")),
-    "tp 2": (Home(TP), (*_llama("row-wise alone"), TIED)),
+    "tp 2": (Home(TP), (TIED,)),
     "tp 2, sequence parallel": (Home(TP, {**SEQUENCE_PARALLEL, **FULL}), (("biased", "every linear"),)),
     "pp 2": (Home(PP), _llama("embedding and head")),
     "pp 2, zero bubble": (

@@ -45,7 +45,7 @@ TABLES: dict[str, tuple[int, list[Row]]] = {
         [
             *_over_slots(IN_CI[::2], "p2p", FULL),
             *_over_slots(IN_CI[1::2], "all_gather", SELECTIVE),
-            *_over_slots(WRAPPERS[1:], "p2p", COPIES),
+            *_over_slots(WRAPPERS[-1:], "p2p", COPIES),
             *((family, TP, "p2p", {}) for family in here(["gemma4"])),
             *((family, PP, "p2p", FULL) for family in here(["gemma4 without sharing"])),
         ],

@@ -1,7 +1,7 @@
 """Mixers whose heads are split over tp equal the stock model: loss and every gradient, of every way to split a part."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig
 
 from longspan import Layout, World, load_model, prepare
-from longspan.comm import run_local
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Ranks, prove, run_proof
+from longspan.doctor.proof import prove
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.mixers import find_mixers
@@ -48,18 +47,11 @@ def _config(family: str, changes: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def _prove_here(rank: int, names: Sequence[str]) -> dict[str, Outcome]:
-    ranks, outcomes = Ranks(2, launch=lambda run, task, count, seconds: run(rank, task)), dict[str, Outcome]()
-    for name in names:
-        family, changes, case = CASES[name]
-        outcomes[name] = run_proof(_config(family, changes), [case], ranks).outcomes[0]
-    return outcomes
-
-
-def test_equals_the_stock_model() -> None:
-    names = [name for name in IN_CI if here((CASES[name][0],))]
-    for name, outcome in run_local(_prove_here, 2, (names,), timeout=280)[0].items():
-        assert outcome.status == "exact", (name, outcome)
+@pytest.mark.parametrize("name", [name for name in IN_CI if here((CASES[name][0],))])
+def test_equals_the_stock_model(name: str) -> None:
+    family, changes, case = CASES[name]
+    (outcome,) = prove(_config(family, changes), [case], 2)
+    assert outcome.status == "exact", outcome
 
 
 @pytest.mark.whole
