@@ -9,6 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import TrainingArguments
 
 from longspan.launch import fork_server
 from longspan.testing import run_ranks
+from tests.model.stock import without_trials
 
 TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo"))
 fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if m not in fork_server.PRELOAD))
@@ -100,7 +102,8 @@ def run_cases(
     for number, placed in enumerate(cases):
         case, own = placed if isinstance(placed, tuple) else (placed, {})
         keys = None if longspan is None else longspan | own
-        results.append(_run_case(case, Run(f"{folder}/{number}", ranks, keys, rank)))
+        with without_trials() if number else nullcontext():  # the first model is tried
+            results.append(_run_case(case, Run(f"{folder}/{number}", ranks, keys, rank)))
     return results
 
 

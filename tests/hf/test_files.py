@@ -24,6 +24,7 @@ from longspan.model import load_model, preset_config
 from longspan.testing import run_ranks
 from tests.hf.stock import CP2, Run
 from tests.hf.tiny import pad
+from tests.model.stock import without_trials
 from tests.mutation import Change, mutated
 
 Weights = dict[str, Tensor]
@@ -188,12 +189,13 @@ HALF: dict[str, Any] = {"bf16": True, "optim": "sgd", "gradient_accumulation_ste
 
 def two_ranks(rank: int, root: Path) -> dict[str, Any]:
     """What runs of two ranks leave, the last of which is interrupted."""
-    return {
-        "run": straight_and_resumed(rank, root / "run", {"dropout": DROPOUT}, {}),
-        "lora": straight_and_resumed(rank, root / "lora", {"lora": True, "dtype": "float32"}, HALF),
-        "best": best(root / "ours", LIMITED, True),
-        "interrupted": caught(root / "interrupted", Interrupted, SAVES),
-    }
+    ran = {"run": straight_and_resumed(rank, root / "run", {"dropout": DROPOUT}, {})}
+    with without_trials():
+        return ran | {
+            "lora": straight_and_resumed(rank, root / "lora", {"lora": True, "dtype": "float32"}, HALF),
+            "best": best(root / "ours", LIMITED, True),
+            "interrupted": caught(root / "interrupted", Interrupted, SAVES),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -230,9 +232,10 @@ def test_a_resumed_run_has_the_same_bits_and_a_checkpoint_its_weights_once(root:
 def one_rank(rank: int, root: Path, other: Path) -> dict[str, Any]:
     """A run of two ranks goes on with one; what is not resumed from; the best of stock's models."""
     path = str(root / "run" / "checkpoint-3")
-    found = {"resumed": resumed_elsewhere(rank, root / "run", 1, DROPOUT, {"per_device_train_batch_size": 4}, path)}
-    found["refused"] = refusals(root / "run", other)
-    return found | {"best": best(root / "stock", LIMITED, False)}
+    with without_trials():
+        found = {"resumed": resumed_elsewhere(rank, root / "run", 1, DROPOUT, {"per_device_train_batch_size": 4}, path)}
+        found["refused"] = refusals(root / "run", other)
+        return found | {"best": best(root / "stock", LIMITED, False)}
 
 
 @pytest.fixture(scope="module")
@@ -307,8 +310,9 @@ def test_the_best_model_and_the_checkpoints_that_stay_are_stocks(root: Path, ran
 
 
 def after_an_interruption(rank: int, root: Path) -> tuple[Any, str]:
-    logs, *_ = resumed_elsewhere(rank, root / "interrupted", 2, 0.0, SAVES, True)
-    return logs, caught(root / "broken", BrokenCollator, {})
+    with without_trials():
+        logs, *_ = resumed_elsewhere(rank, root / "interrupted", 2, 0.0, SAVES, True)
+        return logs, caught(root / "broken", BrokenCollator, {})
 
 
 def test_an_interrupted_save_leaves_no_checkpoint_and_ranks_that_fail_end_all(root: Path, ran: Any) -> None:

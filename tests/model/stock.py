@@ -1,6 +1,7 @@
 """Tiny Hugging Face models, and what the stock model says about documents that it sees one by one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import World, prepare
-from longspan.model.exactness import check_model
+from longspan.model.exactness import check_model, row_trial
 from longspan.model.seams import row_loss
 from longspan.testing import backend
 
@@ -172,10 +173,20 @@ def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tup
     return exact.loss, exact.gradients
 
 
+@contextmanager
+def without_trials() -> Iterator[None]:
+    """Models' classes, rows and losses are not tried before their steps: trials take as long as two steps."""
+    with (
+        patch.object(check_model, "try_class", lambda model: check_model.ClassTrial()),
+        patch.object(row_loss, "_try_row_loss"),
+        patch.object(row_trial, "_trial_modes", lambda model: {False, True}),
+    ):
+        yield
+
+
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
-    """A prepared model whose class, rows and loss are not tried before its steps: trials take as long as two steps."""
-    untried = patch.object(check_model, "try_class", lambda model: check_model.ClassTrial())
-    with patch.object(row_loss, "_try_row_loss"), untried:
+    """A prepared model that is not tried, neither now nor before its steps."""
+    with without_trials():
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared

@@ -27,6 +27,7 @@ from longspan.run.run_data import open_set
 from longspan.testing import backend, run_ranks
 from longspan.train.training import check_set_length
 from tests.corpus.rows.families import write_folder
+from tests.model.stock import without_trials
 from tests.run.runs.homes import ALONE, refusals
 from tests.train.small import small_config, write_texts
 
@@ -36,7 +37,8 @@ Straight = tuple[RunConfig, str, TrainResult]
 
 def said(rank: int, config: RunConfig, ranks: int) -> tuple[str, TrainResult]:
     stream = io.StringIO() if rank == 0 else None
-    with World(check_config(config, ranks), backend=backend()) as world, ProgressDisplay(4, stream) as display:
+    home = check_config(config, ranks)
+    with without_trials(), World(home, backend=backend()) as world, ProgressDisplay(4, stream) as display:
         result = train(config, world, display)
     return "" if stream is None else stream.getvalue(), result
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
@@ -13,13 +12,12 @@ from longspan.config.keys import key_value
 from longspan.config.sections import RunConfig
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.model import load_model
-from longspan.model.seams import row_loss
 from longspan.run.checks import check_config
 from longspan.run.facts import TrainResult
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend
-from longspan.train import step_inputs
+from tests.model.stock import without_trials
 
 WORDS = ("def", "class", "return", "import", "self", "value", "for", "while", "yield", "None")
 WORDS += ("rank", "slot", "plan", "ring")
@@ -67,11 +65,10 @@ def small_config(folder: Path, **changes: object) -> RunConfig:
 
 
 def train_rank(rank: int, config: RunConfig, ranks: int) -> TrainResult:
-    """A run whose model is not tried before its first step, which takes as long as two steps; commands try theirs."""
+    """A run whose model is not tried; commands try theirs."""
     home = check_config(config, ranks)
     with (
-        patch.object(row_loss, "_try_row_loss"),
-        patch.object(step_inputs, "try_rows"),
+        without_trials(),
         World(home, backend=backend(), timeout=config.run.timeout_seconds) as world,
         ProgressDisplay(config.train.steps, None) as display,
     ):

@@ -15,6 +15,7 @@ from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
 from longspan.testing import backend, run_ranks
+from tests.model.stock import without_trials
 from tests.train.small import train_rank
 
 ALONE: dict[str, Any] = {  # on one slot, that holds a step or an evaluation in one micro-batch
@@ -31,6 +32,7 @@ def lines_of(rank: int, config: RunConfig, ranks: int) -> str:
     device = "cpu" if ranks == 1 else None
     stream = out if rank == 0 else None
     with (
+        without_trials(),
         World(home, backend="gloo" if device else backend(), timeout=60, device=device) as world,
         ProgressDisplay(config.train.steps, stream) as display,
     ):
