@@ -148,6 +148,7 @@ CHANGES = {
     # steps of training, and ranks
     "evaluation": (("range(1, 4)", "range(1, 2)"), ("fixed(4", "fixed(2"), ("(main, 4)", "(main, 2)")),
     "vision-models": (("range(4)", "range(2)"),),
+    "bridge": (("range(8)", "range(5)"),),
 }
 ALONE = {"README", "memory", "own-loop", "gpu", "laptop"}  # below; tests/hf runs "trainer"
 

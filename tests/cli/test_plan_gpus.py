@@ -133,7 +133,7 @@ def test_training_takes_the_keys(
 
 
 def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [400 * (1 + i % 7) for i in range(60)]
+    sizes = [800 * (1 + i % 7) for i in range(30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "x" * 4 * n}) + "\n" for n in sizes))
     words = ["--model", model, *TWO, "--data", str(tmp_path / "texts.jsonl"), "--tokens-per-step", "8000"]
     words += ["--cp-comm-type", "p2p"]
@@ -153,7 +153,7 @@ def test_a_run_has_steps_and_hours(model: str, tmp_path: Path, capsys: pytest.Ca
     assert answer["longest"] > max(sizes)
     assert main(["plan", *words, "--train.steps", "100", "--cp", "1", "--data.max_document_tokens", "1000"]) == 0
     printed = capsys.readouterr()
-    assert re.search(r"documents of 54 texts to train on.*; 6 texts of \d+ documents held out", printed.out)
+    assert re.search(r"documents of 27 texts to train on.*; 3 texts of \d+ documents held out", printed.out)
     assert "tokens are estimated as bytes / 4" in printed.err and "100 steps of " in printed.out
     assert ", the mean of 64 of them: " in printed.out and "\nsteps = 100\n" in printed.out
 
@@ -165,7 +165,7 @@ EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2
 def test_layouts_are_compared_and_the_fastest_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL | EXPERTS))
     file = tmp_path / "run.toml"
-    drawn = ["--distribution", "expo", "--tokens", "20000", "--longest-document", "9000"]
+    drawn = ["--distribution", "expo", "--tokens", "12000", "--longest-document", "9000"]
     words = ["--model", str(tmp_path), *TWO, *drawn, "--train.lr", "1e-5", "--write", str(file)]
     answer = ask(words, capsys)
     ways = answer["alternatives"]
@@ -328,7 +328,7 @@ CONFIG = """
 model.config = "{folder}"
 data = {{ path = "{folder}/texts", vocab_size = 300, cache = "{folder}/cache", max_document_tokens = 4000 }}
 context.context_parallel_size = 2
-train = {{ lr = 1e-4, tokens_per_step = 8000, epochs = 2 }}
+train = {{ lr = 1e-4, tokens_per_step = 4000, epochs = 2 }}
 run.dir = "{folder}/run"
 """
 SMALL_MODEL = MODEL | {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 512, "vocab_size": 512}
