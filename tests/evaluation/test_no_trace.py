@@ -80,8 +80,8 @@ def train(case: Case, world: World, *, evaluates: bool) -> Trained:
                 first = not trained.results  # of all passes, which puts FSDP2's hooks in place
                 trained.changed.extend(path for path in changed if not (first and path.startswith("/hooks")))
             trained.results.append(_pass(case, model, world, 2 * step + half))
-        if evaluates:
-            trained.changed.extend(changed_by_evaluation(model, optimizer, world, degree=4 >> step))
+        if evaluates and not step:
+            trained.changed.extend(changed_by_evaluation(model, optimizer, world, degree=4))
         optimizer.step()
         trained.states.append(state_of(model, optimizer, world))
     return trained

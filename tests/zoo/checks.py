@@ -316,15 +316,15 @@ def kernels_without_64_bits(world: World) -> float:
 
 
 def _make_order(epochs: float) -> StepOrder:
-    """Of 60 documents of random lengths, of which 3 are held out for evaluation."""
-    lengths = np.random.default_rng(0).integers(4, 40, size=60)
+    """Of 24 documents of random lengths, of which 3 are held out for evaluation."""
+    lengths = np.random.default_rng(0).integers(4, 40, size=24)
     return StepOrder(lengths, tokens_per_step=96, seed=7, eval_documents=3, epochs=epochs)
 
 
 def documents_of_two_epochs(world: World) -> float:
     """How many documents two epochs do not take twice, under plans for 1 to 8 slots."""
     order, wrong = _make_order(2.0), 0
-    trained = set(range(60)) - set(order.evaluation)
+    trained = set(range(24)) - set(order.evaluation)
     for slots, cp in ((1, 1), (8, 1), (8, 2), (8, 8)):
         counts = Counter[int]()
         for step in range(order.count_steps()):
@@ -340,7 +340,7 @@ def steps_of_resumed_runs(world: World) -> float:
     steps = range(order.count_steps())
     documents_of_steps = [order.documents_of_step(step) for step in steps]
     resumed = [pickle.loads(pickle.dumps(order)).documents_of_step(step) for step in steps]
-    epoch_size = 60 - len(order.evaluation)
+    epoch_size = 24 - len(order.evaluation)
     stream = [document for step in documents_of_steps for document in step]
     repeated = sum(stream[:epoch_size] == stream[i * epoch_size : (i + 1) * epoch_size] for i in (1, 2))
     return float(sum(a != b for a, b in zip(documents_of_steps, resumed, strict=True)) + repeated)

@@ -11,12 +11,12 @@ from tests.train.multimodal.oracle import LIMITS, answers_of, in_worlds, model_o
 
 # What runs always beside a draw on two ranks: the rest of the values, and several slots on both sides.
 CHOSEN = {
+    2: [Case("1·2→1·2·1", documents="few", family="qwen3-untied", frozen="all but the head", model="recomputed")],
     4: [
         Case("2·2→2·2·1", owners="random", planner="free", waves="several", model="sequence parallel"),
         Case(
             "2·2→1·2·2", owners="contiguous", planner="dynamic", documents="packed", waves="recomputed", encoder="cp 2"
         ),
-        Case("1·4→1·4·1", documents="few", family="qwen3-untied", frozen="all but the head", model="recomputed"),
         Case("1·4→1·2·1, pp 2", planner="dynamic", documents="labelled", waves="several"),
     ],
     8: [Case("2·4→2·2·1, pp 2", planner="dynamic", waves="several", encoder="cp 2", model="sequence parallel")],

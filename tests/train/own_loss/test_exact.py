@@ -15,11 +15,10 @@ from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
-from tests.model.stock import error, gradients_of, prepare_untried
+from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried
 from tests.train.own_loss.dense import (
     LENGTHS,
     Answer,
-    Rows,
     answer,
     documents_of,
     of_sets,
@@ -99,48 +98,42 @@ def model_of(family: str, layers: int) -> Any:
 ALSO = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
 
 
-Dense = tuple[str, int, torch.device, float]  # a family, layers, a device and a temperature
+Dense = tuple[dict[str, Answer], list[np.ndarray]]
 
 
-@cache
-def dense(way: Dense) -> tuple[Any, list[Rows], list[np.ndarray]]:
-    """A model of one process with its rows, and of each document's tokens the log-probabilities and ALSO (5, n)."""
-    family, layers, device, temperature = way
-    model, documents = model_of(family, layers).to(device), documents_of()
-    rows, model = rows_of(model, documents, temperature), unwrap_model(model)
+def dense(case: Case) -> Dense:
+    """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
+    model, documents = model_of(case.family, case.layers).to(REFERENCE), documents_of()
+    rows, model = rows_of(model, documents, case.temperature), unwrap_model(model)
     tokens = [np.zeros((5, len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])
         values[:, row.at.position.cpu().numpy() + 1] = numbers.cpu().numpy()
-    return model, rows, tokens
+    losses = {name: (loss, by) for name, (loss, _, by, _) in LOSSES.items() if name in losses_of(case)}
+    return {name: answer(model, rows, *how) for name, how in losses.items()}, tokens
 
 
-@cache
-def dense_answer(name: str, way: Dense) -> Answer:
-    model, rows, _ = dense(way)
-    loss, _, by, _ = LOSSES[name]
-    return answer(model, rows, loss, by)
+def losses_of(case: Case) -> tuple[str, ...]:
+    return tuple(LOSSES) if case.whole or case == CASES[0] else ("tokens", "groups")
 
 
-def compare(rank: int, ranks: int, whole: bool) -> dict[str, dict[str, float]]:
+def compare(rank: int, ranks: int, whole: bool, wanted: list[Dense]) -> dict[str, dict[str, float]]:
     """The errors by loss of each of some cases; infinite where a gradient is missing."""
     found = dict[str, dict[str, float]]()
-    for case in cases_of(ranks, whole):
+    for case, of_case in zip(cases_of(ranks, whole), wanted, strict=True):
         with World(case.home, backend=backend(), timeout=60) as world:
-            found[case.name] = _errors(case, world)
+            found[case.name] = _errors(case, world, *of_case)
     return found
 
 
-def _errors(case: Case, world: World) -> dict[str, float]:
-    way: Dense = (case.family, case.layers, world.device, case.temperature)
-    tokens = dense(way)[-1]
+def _errors(case: Case, world: World, answers: dict[str, Answer], tokens: list[np.ndarray]) -> dict[str, float]:
     model = prepare_untried(model_of(case.family, case.layers), world, **dict(case.options))
     names, documents = {name for name, p in model.named_parameters() if p.requires_grad}, documents_of()
     plan = case.plan(case.home)
     found = dict[str, float]()
-    for name in LOSSES if case.whole or case == CASES[0] else ("tokens", "groups"):
+    for name, wanted in answers.items():
         _, loss, _, divisor = LOSSES[name]
-        wanted, step = dense_answer(name, way), {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
+        step: dict[str, Any] = {"loss": loss, "divisor": divisor, "loss_chunk_rows": case.chunk}
         step["temperature"] = case.temperature
         result = run_step(model, plan, documents, world, **step)
         gradients = gradients_of(model)
@@ -161,7 +154,7 @@ def _errors(case: Case, world: World) -> dict[str, float]:
 
 @cache
 def results(ranks: int, whole: bool) -> list[dict[str, dict[str, float]]]:
-    return run_ranks(compare, ranks, ranks, whole, timeout=240)
+    return run_ranks(compare, ranks, ranks, whole, [dense(case) for case in cases_of(ranks, whole)], timeout=240)
 
 
 ROWS = [pytest.param(case, id=case.name, marks=[pytest.mark.whole] * case.whole) for case in CASES]
