@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import World, prepare
 from longspan.model.exactness import check_model, row_trial
 from longspan.model.seams import row_loss
+from longspan.model.seams.meta_pass import MetaRecord, record_model
 from longspan.testing import backend
 
 VOCABULARY = 61
@@ -186,10 +187,28 @@ def without_trials() -> Iterator[None]:
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
     """A prepared model that is not tried, neither now nor before its steps."""
-    with without_trials():
+    with without_trials(), patch.object(check_model, "record_model", _record_once):
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared
+
+
+_RECORDS = dict[Any, tuple[MetaRecord, list[str]]]()
+
+
+def _record_once(model: PreTrainedModel, class_draws: tuple[str, ...]) -> MetaRecord:
+    """What a pass on the meta device records, which takes half of `prepare`, once for models that differ in weights."""
+    modules = dict(model.named_modules())
+    key = (
+        model.config.to_json_string(),
+        *((name, type(module), module.extra_repr()) for name, module in modules.items()),
+    )
+    if key not in _RECORDS:
+        record, names = record_model(model, class_draws), {module: name for name, module in modules.items()}
+        _RECORDS[key] = record, [names[call.module] for call in record.calls]
+    record, names = _RECORDS[key]
+    calls = (replace(call, module=modules[name]) for call, name in zip(record.calls, names, strict=True))
+    return replace(record, calls=tuple(calls))
 
 
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
