@@ -42,7 +42,17 @@ PUBLISHED = {
 # How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false; sharded inside hosts and
 # copied between them; in free mode; and with experts shared by 8 slots.
 WEIGHTS = ("FSDP2", "gathered once", "summed once", "HSDP", "free", "not counted")
-WEIGHTS_OF_EXPERTS = ("FSDP2", "gathered once", "summed once", "ep 8", "ep 8, gathered once", "ep 8, summed once", "HSDP", "free", "not counted")
+WEIGHTS_OF_EXPERTS = (
+    "FSDP2",
+    "gathered once",
+    "summed once",
+    "ep 8",
+    "ep 8, gathered once",
+    "ep 8, summed once",
+    "HSDP",
+    "free",
+    "not counted",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
