@@ -25,7 +25,13 @@ from longspan.plan import (
     timeline,
 )
 from longspan.plan.distributions import sample_lengths
-from longspan.plan.dynamic.lockstep import divide_bins, lockstep_seconds, make_micro_batches, search_candidate
+from longspan.plan.dynamic.lockstep import (
+    DegreeTable,
+    divide_bins,
+    lockstep_seconds,
+    make_micro_batches,
+    search_candidate,
+)
 from longspan.plan.dynamic.planner import plan_few_items
 from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
 from longspan.plan.planners.options import Request
@@ -330,3 +336,17 @@ def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
     assert free.take_slots(3) == [(0, 3)] and free.take_slots(3) == [(8, 3)]
     # five are left of each: two more would be too few
     assert free.take_slots(7) == [(11, 5), (3, 2)] and free.total == 3
+
+
+@pytest.mark.parametrize("cost", [Cost(), Cost(cp_comm_type="auto", heads=8)], ids=["ring", "auto"])
+def test_a_long_document_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
+    request = Request.of([30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8, allow_empty=False))
+    table = DegreeTable.of(Problem.of(request, range(1, 17)))
+    long = table.item_class >= 0
+    assert long.any() and np.isnan(table.item_seconds[:, ~long]).all()
+    for item, (column, degree) in itertools.product(np.flatnonzero(long), enumerate(table.degrees.tolist())):
+        rows = int(table.problem.tokens[item])
+        alone = [
+            float(request.cost.group_seconds(rows, rows**2, degree, inside and degree <= 8)) for inside in (False, True)
+        ]
+        assert table.item_seconds[:, item, column].tolist() == pytest.approx(alone, rel=1e-12)
