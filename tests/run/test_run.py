@@ -232,11 +232,12 @@ def check_losses_and_plans(straight: Straight, config: RunConfig) -> None:
     assert wide and {group.partition for group in wide} == {config.context.partition}
     plan = plans[0]
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
-    if plan.cost.closing_seconds:  # the other slot's half of 4 bytes a weight, and of 4 a gradient
+    if plan.cost.closing_seconds:  # the other slot's half of 2 bytes a weight, and of 4 a gradient, and FSDP2's copies
         weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
         cpus = Machine.cpus()
-        wire = weights * 8 / 2 / cpus.inside.point.bytes_per_second
-        assert plan.cost.closing_seconds == pytest.approx(cpus.micro_batch_seconds + wire, rel=1e-12)
+        wire = weights * 6 / 2 / cpus.sharding_bytes_per_second
+        closing = cpus.micro_batch_seconds + 2 * weights * cpus.weight_copy_seconds + wire
+        assert plan.cost.closing_seconds == pytest.approx(closing, rel=1e-12)
 
 
 def test_dropout_of_a_configuration_is_that_of_training(straight: Straight, tmp_path: Path) -> None:
