@@ -39,6 +39,7 @@ from longspan.errors import (
 from longspan.model.weights.fill import RandomWeights
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan import group_counts
+from longspan.plan.shape.model_shape import ModelShape
 from longspan.run import records as run_records
 from longspan.run import set_up
 from longspan.run.facts import RunFacts, TrainResult
@@ -233,7 +234,7 @@ def check_losses_and_plans(straight: Straight, config: RunConfig) -> None:
     plan = plans[0]
     assert bool(plan.cost.closing_seconds) == (config.context.mode == "free")
     if plan.cost.closing_seconds:  # the other slot's half of 2 bytes a weight, and of 4 a gradient, and FSDP2's copies
-        weights = sum(x.numel() for x in load_file(Path(config.run.dir) / "model" / "model.safetensors").values())
+        weights = ModelShape.of(Path(config.run.dir) / "model").stored_weights
         cpus = Machine.cpus()
         wire = weights * 6 / 2 / cpus.sharding_bytes_per_second
         closing = cpus.micro_batch_seconds + 2 * weights * cpus.weight_copy_seconds + wire
