@@ -40,7 +40,7 @@ from longspan.model.mtp import PREFIX, mtp_blocks, publication_names
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
-from longspan.model.saving import stock_configuration, write_configuration
+from longspan.model.saving import stock_configuration, write_all_but_weights
 from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import LocalPart
@@ -248,7 +248,7 @@ def export_checkpoint(
             for group in groups:
                 writer.write_unit(group)
             written = writer.finish()
-            write_configuration(empty, partial, RunFolderFiles(run_dir))
+            write_all_but_weights(empty, partial, RunFolderFiles(run_dir))
         replace_files(partial, folder, _REPLACED)
     except ModelError as error:
         raise CheckpointError(f"checkpoint {checkpoint} does not fit the run's model: {error}") from error

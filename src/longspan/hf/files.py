@@ -29,7 +29,7 @@ from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
 from longspan.model.adapters import find_adapter, unwrap_model
 from longspan.model.lora import write_adapter
-from longspan.model.saving import load_weights, stock_configuration, write_configuration
+from longspan.model.saving import load_weights, stock_configuration, write_all_but_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
 
 GLOBAL: tuple[Any, ...] = (
@@ -113,7 +113,7 @@ class FilesPart(StockTrainer):
                     write_adapter(folder, adapter, {}, self._model_tokenizer)
                 else:
                     model.config = stock_configuration(model.config)
-                    write_configuration(model, folder, self._model_tokenizer)
+                    write_all_but_weights(model, folder, self._model_tokenizer)
                 torch.save(self._stock_arguments, folder / ARGUMENTS)
                 self.state.save_to_json(str(folder / STATE))
 

@@ -189,13 +189,13 @@ class GenerationPart(StockTrainer):
         The other ranks also take over what the work logged, and the random states of the host after it.
         """
 
-        def run() -> Any:
+        def work_and_note_state() -> Any:
             result = tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, work())
             logged = {name: getattr(self, name) for name in LOGGED if hasattr(self, name)}
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             return result, logged, self.state.num_input_tokens_seen, random_states
 
-        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run(run, what)
+        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run(work_and_note_state, what)
         if not is_first_rank(self.world):
             self.__dict__.update(logged)
             self.state.num_input_tokens_seen = tokens

@@ -256,7 +256,7 @@ def _save_weights(
         if writer is not None and folder_and_model is not None:
             writer.finish()
             unfinished, empty = folder_and_model
-            write_configuration(empty, unfinished, tokenizer)
+            write_all_but_weights(empty, unfinished, tokenizer)
             replace_files(unfinished, target, OF_MODEL)
 
     result_or_first_error(world, finish_files, as_save_error)
@@ -357,10 +357,10 @@ def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
     return config
 
 
-def write_configuration(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
+def write_all_but_weights(empty: PreTrainedModel, folder: Path, tokenizer: Any) -> None:
     """Write a model's configurations and what a tokenizer or processor writes by `save_pretrained`.
 
-    An export passes the copied files of a run: a generation configuration among them is not replaced.
+    A generation configuration that is in the folder already, as an export copies it from the run, is not replaced.
     """
     config: Any = empty.config
     config.architectures = [type(empty).__name__]

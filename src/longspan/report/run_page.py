@@ -161,7 +161,7 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
         tokens, targets = (number_text(finite(train[name]).sum()) for name in ("tokens", "targets"))
         words = f"{of_steps}; {seconds_text(float(seconds.sum()))} in all, {plural(len(seconds), 'step')}"
         yield "time of a step", seconds_text(medians["seconds"]), f"{words}, {tokens} tokens, {targets} targets"
-    peak, planned = peaks(run)
+    peak, planned = measured_and_planned_peaks(run)
     if peak:
         yield "peak memory", bytes_text(peak), "of a process" + (f"; planned {bytes_text(planned)}" if planned else "")
 
@@ -242,7 +242,11 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
     """The plan of memory of run.json, bytes by what they are for, beside the measured peak. On GPUs the peak is what
     torch allocates, so that a total without communicators stands above it.
     """
-    device, host, (peak, planned) = _planned_bytes(run, "device"), _planned_bytes(run, "host"), peaks(run)
+    device, host, (peak, planned) = (
+        _planned_bytes(run, "device"),
+        _planned_bytes(run, "host"),
+        measured_and_planned_peaks(run),
+    )
     if not device.get("total") or run.facts is None:
         return
     measures = run.facts.memory.get("measures")
@@ -261,7 +265,7 @@ def memory_sections(run: RunFolder) -> Iterator[Part]:
     yield section("Memory", {"note": words}, table(("", "device", "host"), rows))
 
 
-def peaks(run: RunFolder) -> tuple[float, float]:
+def measured_and_planned_peaks(run: RunFolder) -> tuple[float, float]:
     """The most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
     device = _planned_bytes(run, "device")
     planned = device.get("total", 0.0) - device.get("communicators", 0.0)

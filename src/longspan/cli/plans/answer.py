@@ -20,7 +20,7 @@ import numpy.typing as npt
 from longspan.cli.flags import write_text
 from longspan.cli.plans.fit import UNIT, Choices, Documents, Fit, RunOnGpus, find_fits, find_longest, fit_run, rank_fit
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_source, read_gpus
+from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_document_source, read_gpus
 from longspan.cli.processes import is_reporting
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
@@ -248,7 +248,7 @@ def _read_key(config: RunConfig, name: str) -> Any:
 
 def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     """Answer a question about GPUs; returns the exit code. Raises LongspanError for one that cannot be answered."""
-    source = find_source(flags, question)
+    source = find_document_source(flags, question)
     config = question.config
     gpus = read_gpus(flags, config.run.machine)
     if not question.gives_any("context.cp_comm_type"):  # then the fastest type

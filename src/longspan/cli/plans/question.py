@@ -172,7 +172,7 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
     return flags, Question(find_folders(RunConfig(**sections), weights=False), frozenset(key[2:] for key in flag_of))
 
 
-def find_source(flags: GpuFlags, question: Question) -> str:
+def find_document_source(flags: GpuFlags, question: Question) -> str:
     """Find which documents are asked about: "longest", "data", or the flag of their lengths, such as "same"."""
     sources = [name for name in ("lengths", "same", "distribution") if getattr(flags, name)]
     sources += ["data"] * question.gives_any("data.path")

@@ -368,9 +368,10 @@ _LAYERS = ("depth", "num_hidden_layers", "n_layers")
 
 
 def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) -> dict[str, Any]:
-    """Make the small values of a model with images fit each other.
+    """Fit tower, M-RoPE's sections and placeholders to the text model of a configuration that `small_values` shrank.
 
-    A `base` class with `get_rope_index` has M-RoPE; ids of placeholders become the largest of the vocabulary.
+    A `base` class with `get_rope_index` has M-RoPE. Placeholders get the largest ids of the vocabulary, those of images
+    first, as there may be fewer ids than names; 0 to 2 stay those of texts.
     """
     vision = values.get("vision_config")
     if not isinstance(vision, dict):

@@ -19,8 +19,8 @@ from longspan.model.tensor_parallel.split_trial import SplitTrial
 from longspan.model.tensor_parallel.styles import (
     split_adapted_linear,
     split_columns,
+    split_query_key_value,
     split_rows,
-    split_three_columns,
     sum_input_gradients,
     sum_partial_gradients,
     wrap_forward,
@@ -279,7 +279,7 @@ def _split_linears(part: SplitModule, world: World) -> None:
         elif style == ROWWISE:
             split_rows(linear, world, sequence_parallel=False)
         elif style == QKV:
-            split_three_columns(linear, world, part.widths)
+            split_query_key_value(linear, world, part.widths)
         else:
             split_columns(linear, world)
         if part.several and style != ROWWISE:

@@ -196,7 +196,7 @@ def _refuse_other_forward(
     except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
         failed, names = error, list[str]()
     reasons = [f"reads {n} itself ({by}), which it may only hand on to its base model" for n, by in reads.items()]
-    reasons += _call_reasons(calls, inputs)
+    reasons += _reasons_against_base_call(calls, inputs)
     if names:
         reasons.append(f"makes its logits of {', '.join(names[:4])} too")
     if failed is not None and not reasons:
@@ -210,7 +210,7 @@ def _refuse_other_forward(
         )
 
 
-def _call_reasons(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
+def _reasons_against_base_call(calls: Sequence[ModelCall], inputs: Mapping[str, Any]) -> Iterator[str]:
     if len(calls) != 1:
         yield f"calls its base model {plural(len(calls), 'time')}, not once"
     for base, args, kwargs in calls[:1]:

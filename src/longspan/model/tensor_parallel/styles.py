@@ -139,7 +139,7 @@ def split_columns(linear: nn.Linear, world: World) -> None:
     wrap_forward(linear, views=dict.fromkeys(names, local_tensor))
 
 
-def split_three_columns(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
+def split_query_key_value(linear: nn.Linear, world: World, widths: Sequence[int] = ()) -> None:
     """Split, as `split_columns`, one linear of queries, keys and values, with `widths` outputs each, or a third each.
 
     Parameters stay whole, for checkpoints; gradients are zero outside of a rank's rows, and are summed.
@@ -349,7 +349,7 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
         if style == PACKED:
             split_packed_columns(linear, world)
         elif style == QKV:
-            split_three_columns(linear, world)
+            split_query_key_value(linear, world)
         else:
             split_columns(linear, world)
     if style in GATHERED:

@@ -181,7 +181,7 @@ class MemoryBudget:
     host: int = 0
 
 
-def places_in_segments(words: Sequence[str], size: int) -> list[int]:
+def places_in_layer_segments(words: Sequence[str], size: int) -> list[int]:
     """Return each layer's number within its segment, from 0: at most `size` neighbouring layers that recompute (0 or 1:
     each its own). A layer that keeps all ("none") is in no segment and has 0.
     """

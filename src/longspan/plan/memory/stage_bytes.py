@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
-from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Bytes, Measure, MemorySettings, places_in_segments
+from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Bytes, Measure, MemorySettings, places_in_layer_segments
 from longspan.plan.shape.layers import (
     ConfigReader,
     LayerKind,
@@ -93,8 +93,10 @@ class ModelNumbers:
             trained = weights * settings.trains_all
             return Numbers(weights, trained, weights, trained)
 
-        numbers_of_kinds = {kind: _layer_numbers(read, kind, mixer, home, settings) for kind in dict.fromkeys(kinds)}
-        first, *others = (_layer_numbers(read, kind, mixer, home, settings) for kind in of_depth)
+        numbers_of_kinds = {
+            kind: _count_layer_parameters(read, kind, mixer, home, settings) for kind in dict.fromkeys(kinds)
+        }
+        first, *others = (_count_layer_parameters(read, kind, mixer, home, settings) for kind in of_depth)
         depths = [first + matrix(2 * hidden * hidden), *others] * settings.depths
         tower, shape = Numbers(), None
         if settings.encoder_rows:
@@ -121,12 +123,12 @@ class ModelNumbers:
         return sum([self.head] * (min(1, count) if self.tied else count), Numbers())
 
 
-def _layer_numbers(
+def _count_layer_parameters(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
 ) -> Numbers:
-    """Linears are split over tp, experts over ep; the two norms are on every rank. With adapters these alone are
-    trained: rank · (inputs + outputs) of each linear that has one. `all` of Weights has only the experts that a token
-    visits, so that experts are counted apart.
+    """Count a layer's parameters on a rank: linears are split over tp, experts over ep (and what FSDP2 shards, over tp),
+    the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
+    Weights has only the experts that a token visits, so that experts are counted apart.
     """
     parts = [attention_weights(read)] if kind.attention else []
     if kind.mixes and mixer:
@@ -342,7 +344,7 @@ class StageBytes:
         """What each layer of this stage keeps until its segment, whose first layer keeps its input, runs backward."""
         words: list[Measure] = [measures[i] for i in self.stage.layers]
         layers = list[LayerBytes]()
-        places = places_in_segments(words, self.settings.segment_layers)
+        places = places_in_layer_segments(words, self.settings.segment_layers)
         for i, place, word in zip(self.stage.layers, places, words, strict=True):
             if self.settings.segment_layers > 1 and word != "none":
                 word = "full+host" if "+" in word else "full"
@@ -405,7 +407,7 @@ class StageBytes:
         waits = gathered + heads * self.numbers.head.trained * settings.compute_bytes
         words: list[Measure] = [measures[i] for i in stage.layers]
         running = [self.layer_bytes(i, load, word) for i, word in zip(stage.layers, words, strict=True)]
-        places, sent = places_in_segments(words, settings.segment_layers), 0.0
+        places, sent = places_in_layer_segments(words, settings.segment_layers), 0.0
         for i in reversed(range(len(waiting))):
             first, numbers = i - places[i], layers[stage.layers[i]]
             activations -= waiting[i].kept
