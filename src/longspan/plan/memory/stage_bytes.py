@@ -126,7 +126,7 @@ class ModelNumbers:
 def _count_layer_parameters(
     read: ConfigReader, kind: LayerKind, mixer: MixerShape | None, home: Layout, settings: MemorySettings
 ) -> Numbers:
-    """Count a layer's parameters on a rank: linears are split over tp, experts over ep (and what FSDP2 shards, over tp),
+    """Count a layer's parameters on a rank: linears are split over tp, experts over ep (their shards over tp too),
     the two norms are whole. Adapters alone are trained: rank · (inputs + outputs) of each linear that has one. `all` of
     Weights has only the experts that a token visits, so that experts are counted apart.
     """
