@@ -144,6 +144,10 @@ def _wanted(case: Case) -> Answer:
 Rows = list[tuple[Layout, list[Case]]]
 
 
+def _wanted_on_rank(rank: int, case: Case) -> Answer:
+    return _wanted(case)
+
+
 def _errors(rank: int, rows: Rows, wanted: dict[Case, Answer]) -> list[dict[str, float]]:
     return [_errors_in(home, cases, wanted) for home, cases in rows]
 
@@ -189,7 +193,8 @@ TABLES = {"few": [*IN_CI.values()]} | {name: [row] for name, row in TABLE.items(
     "rows", [pytest.param(r, id=n, marks=[pytest.mark.whole] * (n != "few")) for n, r in TABLES.items()]
 )
 def test_every_plan_gives_the_losses_and_gradients_of_one_process(rows: Rows) -> None:
-    wanted = {case: _wanted(case) for _, cases in rows for case in cases}
+    # each in a fresh process: a model made there before changes what transformers' Bamba answers
+    wanted = {case: run_ranks(_wanted_on_rank, 1, case)[0] for _, cases in rows for case in cases}
     for of_rank in run_ranks(_errors, len(rows[0][0].ranks), rows, wanted, timeout=280):
         for errors in of_rank:
             assert errors and all(error <= EXACT for error in errors.values()), errors
