@@ -216,7 +216,10 @@ def record_text(record: dict[str, Any]) -> str:
     )
     lines, planned_bytes = list[str](), ""
     if memory := record.get("memory"):
-        gathered = ", weights gathered once" * memory["gathered_once"]
+        once = (
+            ", weights gathered and gradients summed once" if memory.get("summed_once") else ", weights gathered once"
+        )
+        gathered = once * memory["gathered_once"]
         host = f"; {bytes_text(memory['host']['total'])} on the host" * bool(memory["host"]["total"])
         lines.append(f"memory: {measures_text(memory['measures'])}{gathered}{host}.")
         planned_bytes = bytes_text(memory["device"]["total"] - memory["device"]["communicators"])
