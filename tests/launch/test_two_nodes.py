@@ -48,8 +48,16 @@ def _start(*words: str, folder: Path, **variables: str) -> subprocess.Popen[str]
     return subprocess.Popen([*SCRIPT, *words], **pipes, env=environment, start_new_session=True)
 
 
+def _read(file: str) -> bytes:
+    """Of a process, empty if it has ended meanwhile."""
+    try:
+        return Path(file).read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
 def _children(pid: int) -> Iterator[int]:
-    direct = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    direct = [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
     yield from direct
     for child in direct:
         yield from _children(child)
@@ -98,7 +106,7 @@ def test_a_node_that_dies_and_ctrl_c_end_everything(number: signal.Signals, said
 
     def with_words(words: str) -> list[int]:
         line = words.replace(" ", "\0").encode()
-        return [pid for pid in _children(nodes.pid) if line in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in _children(nodes.pid) if line in _read(f"/proc/{pid}/cmdline")]
 
     _wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes)
     everything = [*_children(nodes.pid)]
