@@ -2,8 +2,8 @@
 #   make train    install, train a small model on real text with four local processes, write its report
 #   make test     install what tests need, run them (WORKERS=6: on more cores)
 
-# What is Python's own takes a quarter longer in one that was built without profiles, as pyenv does unless told: then the
-# system's, where that has what environments and compiled layers need.
+# A Python that was built without profiles, as pyenv's is unless told, is slower: then the system's, where that has what
+# environments and compiled layers need.
 BUILT_WITH_PROFILES := import sysconfig; raise SystemExit("--enable-optimizations" not in sysconfig.get_config_var("CONFIG_ARGS"))
 WILL_DO := import ensurepip, pathlib, sys, sysconfig; \
 	raise SystemExit(sys.version_info < (3, 11) or not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())

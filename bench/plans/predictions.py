@@ -8,8 +8,7 @@ seconds takes at most 3 % longer than the best measured one; seconds are within 
 measured peaks. One machine, `Machine.known("H200")`, predicts all rows of H200s, by the path that a run takes
 (`measured.py`), `Machine.known("H100")` those of H100s. Rows that were measured before the code they run was changed
 stand apart with the reason, and do not count; so does one padded step of experts, a quarter off, whose plan nothing
-chooses. A step that is measured anew (`bench/on_gpus.py`) becomes a row of
-bench/records/measured.json.
+chooses. A step that is measured anew (`bench/on_gpus.py`) becomes a row of bench/records/measured.json.
 """
 
 import argparse

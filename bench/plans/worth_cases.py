@@ -39,8 +39,8 @@ PUBLISHED = {
 }
 
 
-# How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false; sharded inside hosts and
-# copied between them; in free mode; and with experts shared by 8 slots.
+# How weights are held: FSDP2 over all slots, the default; with reshard_after_forward = false, and with
+# sync_each_batch = false too; sharded inside hosts and copied between them; in free mode; experts shared by 8 slots.
 WEIGHTS = ("FSDP2", "gathered once", "summed once", "HSDP", "free", "not counted")
 WEIGHTS_OF_EXPERTS = (
     "FSDP2",

@@ -156,8 +156,8 @@ def _show_degrees(flags: PlanFlags) -> int:
 
 
 def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanOptions]:
-    """Read the home, the documents and where they are from, and the planners' options. In lockstep the price of a model
-    includes FSDP2's gathers and sums; without --machine it is that of H200s, without --model too the default one. The
+    """Read the home, the documents and where they are from, and the planners' options. The price of a model includes
+    FSDP2's gathers and sums; without --machine it is that of H200s, without --model too the default one. The
     limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest degree.
     """
     check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, cp=0, min_cp=1, max_cp=0)

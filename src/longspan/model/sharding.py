@@ -43,7 +43,7 @@ class Sharding:
     """Whether parameters are sharded over the slots, and how FSDP2 then treats them; otherwise every rank has a copy.
 
     Without `reshard_after_forward` they stay gathered through a step, and without `sync_each_batch` gradients are
-    summed once as well, by its last backward pass (ZeRO's stages 2 and 1, Rajbhandari et al. 2020; 3 is both).
+    summed once as well, by its last backward pass (with both ZeRO's stage 3, then 2 and 1: Rajbhandari et al. 2020).
     `compute_dtype` is what FSDP2 computes in. ModelError for one of parameters that are not sharded, and for gradients
     that are summed once beside weights that are freed.
     """

@@ -99,8 +99,7 @@ class MemoryPlan:
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         limit = f" of {gib_text(budget.device)}" if budget else ""
-        once = ", weights gathered and gradients summed once" if self.summed_once else ", weights gathered once"
-        extras = [once] * self.gathered_once + [", states on the host"] * self.offload_states
+        extras = [once_text(self.gathered_once, self.summed_once)] + [", states on the host"] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         layers = min(self.segment_layers, len(self.measures))
         extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
@@ -111,6 +110,11 @@ class MemoryPlan:
     def to_json(self) -> dict[str, Any]:
         device, host = self.device.to_json(), self.host.to_json()
         return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
+
+
+def once_text(gathered: bool, summed: bool) -> str:
+    """Return what of weights and gradients is once a step, in words that follow others; "" for nothing."""
+    return f", weights gathered{' and gradients summed' * summed} once" * gathered
 
 
 def measures_text(measures: Sequence[object]) -> str:

@@ -101,7 +101,7 @@ def find_run_cost(
 ) -> Cost:
     """Return what plans are priced by: the model on `run.machine`, else on H200s or on CPUs.
 
-    The cost includes recomputation, and in lockstep what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
+    The cost includes recomputation, and what FSDP2 gathers and sums over so many `slots` (0: nothing), as a
     plan of `memory` chose if given. `target_share` of rows predict. On CPUs `Cost.source` is "": no time is shown. A
     model whose configuration gives no price is planned for as a Qwen3-8B, with a line in the log.
     """
