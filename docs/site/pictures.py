@@ -25,8 +25,8 @@ svg.drawn .wide{stroke-width:4;marker-end:none}svg.drawn .tip{fill:var(--soft)}
 svg.drawn .dashed{fill:none;stroke:var(--soft);stroke-dasharray:5 4}"""
 COLORS = ("a", "b", "c", "d")
 STEP = {
-    "plan": "document lengths → Plan: micro-batches of groups, in integers",
-    "comm": "bind → SequenceShard: this rank's rows, positions and groups",
+    "plan": "document lengths → Plan: micro-batches of groups",
+    "comm": "bind → SequenceShard: this rank's rows and groups",
     "train": "run_step: check, read, passes, reduce, clip, update",
     "model": "transformers' model, prepared: its attention calls attend",
     "attention": "attend: p2p, all_gather, a2a or a2a+p2p over a kernel",
