@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longspan import Layout, World, attend, bind
 from longspan.attention import PATTERNS, all_to_all, ring
-from longspan.attention.attend import find_pattern
+from longspan.attention.attend import find_comm_pattern
 from longspan.attention.call import cache_of
 from longspan.attention.saved_outputs import Recording, active_recording
 from longspan.comm import Channel
@@ -190,7 +190,7 @@ def groups_taken(world: World) -> list[Any]:
 
         return call
 
-    find_pattern.cache_clear()
+    find_comm_pattern.cache_clear()
     with patch.dict(PATTERNS, {kind: (noted(f), noted(g)) for kind, (f, g) in PATTERNS.items()}):
         shard = bind(layouts(4)["chains that overlap"], world)
         q, k, v = (torch.ones(shard.local_rows, n, 8, device=shard.device, requires_grad=True) for n in (4, 2, 2))
@@ -198,7 +198,7 @@ def groups_taken(world: World) -> list[Any]:
         forward = tuple(ran)
         ran.clear()
         out.sum().backward()
-    find_pattern.cache_clear()
+    find_comm_pattern.cache_clear()
     mine = tuple(group.slots for _, group in shard.micro_batch.groups_of(world.slot))
     return [mine, forward, tuple(reversed(ran))]
 
@@ -255,7 +255,7 @@ def test_messages_travel_ahead_in_one_order_on_every_rank(of_four) -> None:
 
 def output(compute, inputs):
     recording = active_recording.get()
-    return compute() if recording is None else recording.output(compute, inputs)
+    return compute() if recording is None else recording.record_or_replay(compute, inputs)
 
 
 def test_calls_are_computed_once_inside_a_recording_and_always_outside() -> None:
@@ -269,31 +269,31 @@ def test_calls_are_computed_once_inside_a_recording_and_always_outside() -> None
         return output(compute, ()).item()
 
     recording = Recording()
-    with recording.forward():
+    with recording.record_outputs():
         assert [call(), call()] == [0.0, 1.0]
     assert call() == 2.0
     for _ in range(2):  # a graph that is kept is recomputed in every backward pass
-        with recording.recompute():
+        with recording.replay_outputs():
             assert [call(), call()] == [0.0, 1.0]
     assert call() == 3.0 and len(computed) == 4
 
 
 def test_a_recording_inside_another_leaves_it_at_hand() -> None:
     outer, inner = Recording(), Recording()
-    with outer.forward():
-        with inner.forward():
+    with outer.record_outputs():
+        with inner.record_outputs():
             output(lambda: torch.tensor(1.0), ())
         output(lambda: torch.tensor(2.0), ())
     for recording, value in ((inner, 1.0), (outer, 2.0)):
-        with recording.recompute():
+        with recording.replay_outputs():
             assert output(lambda: torch.tensor(9.0), ()).item() == value
 
 
 def test_views_of_inputs_are_made_again_of_the_inputs_at_hand() -> None:
     recording, x = Recording(), torch.arange(6.0)
-    with recording.forward():
+    with recording.record_outputs():
         output(lambda: (x.view(2, 3)[1], x + 1), (x,))
     again = 10 * x
-    with recording.recompute():
+    with recording.replay_outputs():
         view, stored = output(lambda: (again, again), (again,))
     assert view.tolist() == [30.0, 40.0, 50.0] and stored.tolist() == (x + 1).tolist()

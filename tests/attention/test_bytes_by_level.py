@@ -113,9 +113,9 @@ def count_sent(rank: int) -> list[Counter[int]]:
                 )
                 recording = Recording() if case.recomputed else None
                 spy.sent.clear()
-                with recording.forward() if recording else nullcontext():
+                with recording.record_outputs() if recording else nullcontext():
                     out = attend(q, k, v, shard, kernel=case.kernel)
-                with recording.recompute() if recording else nullcontext():
+                with recording.replay_outputs() if recording else nullcontext():
                     out = attend(q, k, v, shard, kernel=case.kernel) if recording else out
                 out.sum().backward()
                 counted.append(Counter({peer: size for peer, size in spy.sent.items() if size}))

@@ -282,9 +282,9 @@ def backward_peaks(shard: SequenceShard) -> dict[tuple[bool, bool], float]:
     for lean, most in product((False, True), (1 << 30, 1)):
         recording = OutputRecording(keep_exchanged=not lean)
         with in_slices(most, slices=4):
-            with recording.forward():
+            with recording.record_outputs():
                 attend(*leaves, shard, cp_comm_type="a2a")
-            with recording.recompute():
+            with recording.replay_outputs():
                 out = attend(*leaves, shard, cp_comm_type="a2a")
             with Allocated() as memory:
                 torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -312,7 +312,7 @@ def keep(shard: SequenceShard) -> dict[tuple[str, bool, bool], float]:
     kept, usual = dict[tuple[str, bool, bool], float](), all_to_all.SLICE_BYTES
     for kind, keep_exchanged, sliced in product(TYPES, (False, True), (False, True)):
         recording = OutputRecording(keep_exchanged=keep_exchanged)
-        with patch.object(all_to_all, "SLICE_BYTES", 0 if sliced else usual), recording.forward():
+        with patch.object(all_to_all, "SLICE_BYTES", 0 if sliced else usual), recording.record_outputs():
             levels = {"hierarchical_context_parallel_sizes": (2, 2)} if "+" in kind else {}
             out = attend(*of_qwen(shard), shard, cp_comm_type=kind, **levels)
         kept[kind, keep_exchanged, sliced] = kept_bytes(recording) / ROWS + HIDDEN * out.element_size()

@@ -78,7 +78,7 @@ def test_what_a_kernel_lacks_comes_from_its_row(name: str, call: AttendCall, mes
 def test_one_that_runs_documents_one_by_one_is_chosen_of_itself_for_dense_calls_alone(monkeypatch) -> None:
     cudnn = find_kernel("cudnn")
     monkeypatch.setitem(cudnn.__dict__, "device_lack", lambda device: "")
-    assert cudnn.head_sizes.accept(192, 128) and cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
+    assert cudnn.head_sizes.accepts(192, 128) and cudnn.suits(needing(torch.bfloat16, 64, one_document=True))
     assert not cudnn.suits(needing(torch.bfloat16, 64)) and not cudnn.lack_for(needing(torch.bfloat16, 64))
 
 

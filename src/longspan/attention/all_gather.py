@@ -17,7 +17,7 @@ from longspan.attention.call import (
     Members,
     Saved,
     add_block,
-    backward_groups,
+    backward_head_groups,
     block_gradients,
     cut_heads,
     sink_gradient,
@@ -31,7 +31,7 @@ _Pair = tuple[Tensor, Tensor]
 SLICES, SLICE_BYTES = GATHER_SLICES, GATHER_SLICE_BYTES  # those that the cost model prices
 
 
-def head_slices(q: Tensor, k: Tensor, v: Tensor, rows: int) -> list[HeadSlice]:
+def cut_large_heads(q: Tensor, k: Tensor, v: Tensor, rows: int) -> list[HeadSlice]:
     """Cut large heads into two slices (the last may have fewer): one travels while the other is computed."""
     kv_heads = k.shape[1]
     is_large = rows * kv_heads * (k.shape[2] + v.shape[2]) * k.element_size() >= SLICE_BYTES
@@ -42,7 +42,7 @@ def all_gather_forward(
     q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendCall
 ) -> tuple[Tensor, list[Saved]]:
     """Attend from q (T, N, H) to k (T, K, H), v (T, K, Hv), this member's rows of one group: out (T, N, Hv)."""
-    slices = head_slices(q, k, v, sum(members.counts))
+    slices = cut_large_heads(q, k, v, sum(members.counts))
     parts: list[_Pair] = []
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather forward"):
         q_part, slice_call = q[:, heads.q], call.for_heads(heads.q.start, heads.q.stop)
@@ -58,9 +58,9 @@ def all_gather_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Me
     """Return the gradients of the local rows; those of k and v in the accumulation dtype."""
     (saved,) = saved_slices
     q, k, v, out, lse = saved
-    slices = head_slices(q, k, v, sum(members.counts))
+    slices = cut_large_heads(q, k, v, sum(members.counts))
     # the finer cut: it keeps within the memory for float32 sums
-    slices = max(slices, backward_groups(max(members.counts), q, k.shape[1]), key=len)
+    slices = max(slices, backward_head_groups(max(members.counts), q, k.shape[1]), key=len)
     dq_parts, sums = list[Tensor](), _GradientSums(members)
     for heads, (all_k, all_v) in _gather_slices(members, (k, v), slices, "attention all-gather backward"):
         saved_slice = Saved(q[:, heads.q], all_k, all_v, out[:, heads.q], lse[:, heads.q])
@@ -127,7 +127,7 @@ class _GradientSums:
         Every call of the kernel gave one addend; its index (S,) says for each row which of the addend's rows it is (−1:
         none).
         """
-        key_indices, widths = self._members.keys_by_member, [x.shape[1:].numel() for x in (k, v)]
+        key_indices, widths = self._members.key_indices_by_launch, [x.shape[1:].numel() for x in (k, v)]
         total = k.new_empty((len(k), sum(widths)), dtype=accumulation_dtype(k.dtype))
         for i, into in enumerate(total.split(widths, 1)):
             sum_rows(into, [(x.tensors[i].flatten(1), index) for x, index in zip(addends, key_indices, strict=True)])

@@ -28,8 +28,8 @@ from longspan.attention.rows import (
     head_slice_by_member,
     heads_as_numbers,
     join_columns,
-    member_views,
     numbers_as_heads,
+    views_by_member,
 )
 from longspan.comm import Addend, Handle, split_columns
 from longspan.plan.cost.cost import EXCHANGE_SLICE_BYTES, EXCHANGE_SLICES
@@ -68,12 +68,12 @@ class HeadSwap:
         tensors = (q, *(x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v)))
         return [tensors if self.opens_run(slice_index) else tensors[:1] for slice_index in range(self.slices)]
 
-    def slice_saved(self, saved: Sequence[Saved], slice_index: int) -> Saved:
+    def saved_of_slice(self, saved: Sequence[Saved], slice_index: int) -> Saved:
         """Keys and values are saved by the first slice that uses them."""
         first = saved[slice_index - slice_index % self._shared]
         return saved[slice_index]._replace(k=first.k, v=first.v)
 
-    def message_gradients(self, slice_index: int) -> list[slice]:
+    def gradients_by_message(self, slice_index: int) -> list[slice]:
         """Return the messages that leave once a slice is computed: of each, which of (dq, dk, dv) it carries.
 
         dk and dv leave with the last slice that shares them. A message has one dtype: where heads have copies, dk and
@@ -93,7 +93,7 @@ class HeadSwap:
         places = self._slice_views(tensors, slice_index)
         widths = [x.shape[2] for x in places]
         packed = tensors[0].new_empty((degree * rows, sum(widths)))
-        copy_rows(list(zip(places, member_views(packed, degree, widths), strict=True)))
+        copy_rows(list(zip(places, views_by_member(packed, degree, widths), strict=True)))
         return self._channel.all_to_all_rows(packed, self._local_counts, self._counts, label)
 
     def _slice_views(self, tensors: Sequence[Tensor], slice_index: int) -> list[Tensor]:
@@ -127,7 +127,7 @@ class HeadSwap:
     def write_rows(self, handle: Handle, into: Sequence[Tensor], slice_index: int) -> None:
         """Write the rows of `send_rows` to this slice of every head group of `into` (T, N, size)."""
         places = self._slice_views(into, slice_index)
-        arrived = member_views(handle.wait(), self._degree, [x.shape[2] for x in places])
+        arrived = views_by_member(handle.wait(), self._degree, [x.shape[2] for x in places])
         copy_rows(list(zip(arrived, places, strict=True)))
 
 
@@ -148,14 +148,16 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     sent = swap.tensors_to_send(q, k, v)
     arriving = [swap.send_heads(tensors, slice_index, label) for slice_index, tensors in enumerate(sent)]
     leaving, saved = list[Handle](), list[Saved]()
-    _take_turns([_forward_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.kv_runs])
+    _advance_rings_in_turn(
+        [_forward_ring_turns(run, swap, call, (sent, arriving), (leaving, saved)) for run in swap.kv_runs]
+    )
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for slice_index in range(swap.slices):
         swap.write_rows(leaving.pop(0), (out,), slice_index)
     return out, saved
 
 
-def _take_turns(rings: Sequence[Iterator[None]]) -> None:
+def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
     """Advance every ring by a block, one ring after another, until all are at their end.
 
     All members do so in this order, so that they post their messages in the same one.
@@ -164,7 +166,7 @@ def _take_turns(rings: Sequence[Iterator[None]]) -> None:
         pass
 
 
-def _forward_turns(
+def _forward_ring_turns(
     run: range,
     swap: HeadSwap,
     call: AttendCall,
@@ -216,7 +218,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     one_by_one = count_head_groups(4 * query_numbers, swap.slices) > 1  # 4 bytes: sums are float32
     work = _Backward(dout, saved, swap, call, kv_dtype, in_flight=1 if one_by_one else swap.slices)
     if members.degree > 1 and swap.slices > 1 and not one_by_one:
-        _take_turns([work.ring_turns(run) for run in swap.kv_runs])
+        _advance_rings_in_turn([work.ring_turns(run) for run in swap.kv_runs])
     else:
         for slice_index in range(swap.slices):
             work.compute_slice(slice_index)
@@ -258,7 +260,7 @@ class _Backward:
             self._sent = [(*tensors, dout, output_or_deltas) for tensors in swap.tensors_to_send(q, k, v)]
         self._in_flight, self._arriving = in_flight, list[Handle]()
         for slice_index in range(min(in_flight, swap.slices)):
-            self._send_slice(slice_index)
+            self._send_output_gradients(slice_index)
         self._shared_kv: tuple[Tensor, ...] = ()  # they arrived with the first of the slices that share them
         self._dsinks: dict[int, Tensor | None] = {}  # by slice, the gradient of its heads' sinks
         self._kv_addends: list[Addend] = []  # dk and dv of each slice so far that shares the current keys and values
@@ -275,7 +277,7 @@ class _Backward:
             self._kv_addends.clear()
         if self._in_flight < swap.slices:  # memory is short: those of the slice before have travelled meanwhile
             self.receive_gradients()
-        for gradient_slice in swap.message_gradients(slice_index):
+        for gradient_slice in swap.gradients_by_message(slice_index):
             self._send_gradients(slice_index, gradient_slice, gradients[gradient_slice])
 
     def ring_turns(self, run: range) -> Iterator[None]:
@@ -287,20 +289,20 @@ class _Backward:
         queries, own_pairs = list[Queries](), list[_Pair]()
         if self._is_local:  # keys and values arrive with the first queries; exchanged ones are at hand
             queries.append(self._receive_queries(run.start))
-        first_saved = queries[0].saved if queries else self._swap.slice_saved(self._saved, run.start)
+        first_saved = queries[0].saved if queries else self._swap.saved_of_slice(self._saved, run.start)
         ring = RingGradients(first_saved.k, first_saved.v, self._swap.members)
         early = [index for index in run if 2 * index < self._swap.slices]
         for slice_index in run:
             if slice_index >= run.start + len(queries):  # not received yet
                 queries.append(self._receive_queries(slice_index))
             if slice_index in early:
-                own_pairs.append(ring.own_gradients(queries[-1]))
+                own_pairs.append(ring.own_block_gradients(queries[-1]))
         for _ in range(1, self._swap.members.degree):
             yield
             ring.compute_next_block(queries)
         self._send_queries(early, queries[: len(early)])
         yield
-        own_pairs += [ring.own_gradients(later_queries) for later_queries in queries[len(early) :]]
+        own_pairs += [ring.own_block_gradients(later_queries) for later_queries in queries[len(early) :]]
         self._send_queries(run[len(early) :], queries[len(early) :])
         yield
         self._send_gradients(run[-1], slice(1, 3), [x.to(self._kv_dtype) for x in ring.finish(own_pairs)])
@@ -326,7 +328,7 @@ class _Backward:
         all_heads[self._swap.own_heads] = torch.cat(dsinks)
         return all_heads
 
-    def _send_slice(self, slice_index: int) -> None:
+    def _send_output_gradients(self, slice_index: int) -> None:
         self._arriving.append(self._swap.send_heads(self._sent[slice_index], slice_index, _BACKWARD))
 
     def _receive_queries(self, slice_index: int) -> Queries:
@@ -337,18 +339,18 @@ class _Backward:
         swap = self._swap
         arrived = swap.receive_heads(self._arriving.pop(0), self._sent[slice_index])
         if slice_index + self._in_flight < swap.slices:
-            self._send_slice(slice_index + self._in_flight)
+            self._send_output_gradients(slice_index + self._in_flight)
         if self._is_local:
             q, *kv, dout, out = arrived  # k and v only with the first of the slices that share them
             k, v = self._shared_kv = tuple(kv) or self._shared_kv
             saved = Saved(q, k, v, heads_as_numbers(out) if self._takes_deltas else out, self._saved[slice_index].lse)
         else:
-            (dout,), saved = arrived, swap.slice_saved(self._saved, slice_index)
+            (dout,), saved = arrived, swap.saved_of_slice(self._saved, slice_index)
         return make_queries(dout, saved, swap.slice_call(self._call, slice_index))
 
     def _send_queries(self, indices: Sequence[int], queries: Sequence[Queries]) -> None:
         for slice_index, slice_queries in zip(indices, queries, strict=True):
-            dq, self._dsinks[slice_index] = slice_queries.finish()
+            dq, self._dsinks[slice_index] = slice_queries.gradients()
             self._send_gradients(slice_index, slice(0, 1), [dq.to(self._dout.dtype)])
 
     def _send_gradients(self, slice_index: int, gradient_slice: slice, gradients: Sequence[Tensor]) -> None:

@@ -101,7 +101,7 @@ def _check_plain_tensor(name: str, x: Tensor) -> None:
         raise AttentionError(f"{name} is a DTensor ({placements}); pass this rank's part of it: {name}.to_local()")
 
 
-def check_features(arguments: Arguments) -> None:
+def check_attention_arguments(arguments: Arguments) -> None:
     """Raise AttentionError for masks and numbers that cannot be computed exactly."""
     dropout = arguments.dropout
     if not isinstance(dropout, Real) or not 0 <= dropout < 1:
@@ -112,7 +112,7 @@ def check_features(arguments: Arguments) -> None:
         ("window", arguments.window, "how many positions a query sees"),
         ("chunk", arguments.chunk, "how many positions of a document see each other"),
     ):
-        if value is not None and not is_count(value):
+        if value is not None and not is_positive_integer(value):
             raise AttentionError(f"{name} is {value!r}; it is {meaning}, at least 1, or None")
         if value is not None and not arguments.causal:
             raise AttentionError(f"{name} {value} looks back from each position; it needs causal=True")
@@ -122,7 +122,7 @@ def check_features(arguments: Arguments) -> None:
         raise AttentionError(f"{name} is {value!r}; give a finite number{'' if name == 'scale' else ' above 0'}")
 
 
-def is_count(value: object) -> bool:
+def is_positive_integer(value: object) -> bool:
     """An integer, numpy's among them, of at least 1."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
@@ -160,11 +160,11 @@ def comm_choices(shard: SequenceShard, arguments: Arguments, call: AttendCall) -
     if not isinstance(types, str | tuple | None):
         raise AttentionError(f"cp_comm_type is {types!r}; use one of {', '.join(COMM_TYPES)}, or one per layer")
     if sizes is not None:
-        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_count, sizes)):
+        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(map(is_positive_integer, sizes)):
             raise AttentionError(f"hierarchical_context_parallel_sizes is {sizes!r}; give (a2a, p2p), two sizes")
         arguments = arguments._replace(sizes=(int(sizes[0]), int(sizes[1])))
     if types is not None and (kind := _layer_comm_type(types, arguments.layer, "cp_comm_type")) != "auto":
-        find_pattern(kind)
+        find_comm_pattern(kind)
     return [_comm_choice(shard, index, arguments, call) for index in range(len(shard.micro_batch.groups))]
 
 
@@ -174,7 +174,7 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     if arguments.cp_comm_type is None:
         kind = _layer_comm_type(group.cp_comm_type, arguments.layer, f"cp_comm_type{where}")
         if kind != "auto":
-            find_pattern(kind, where)
+            find_comm_pattern(kind, where)
     else:  # checked by the caller
         kind = _layer_comm_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
     if group.degree == 1:  # nobody to communicate with
@@ -183,8 +183,8 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
         return _resolve_automatic_type(shard, index, call)
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
-        _check_levels(sizes, group.degree, where)
-    choice = _make_choice(kind, group, sizes)
+        _check_hierarchical_sizes(sizes, group.degree, where)
+    choice = _comm_choice_of_type(kind, group, sizes)
     if call.heads % choice.inner:
         fit = [size for size in range(1, group.degree + 1) if call.heads % size == 0 and group.degree % size == 0]
         level = ", ".join(f"({size}, {group.degree // size})" for size in fit)
@@ -197,7 +197,7 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
     return choice
 
 
-def _make_choice(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
+def _comm_choice_of_type(kind: str, group: Group, sizes: Sizes | None) -> CommChoice:
     if kind == "a2a+p2p":
         assert sizes is not None
         return CommChoice(kind, sizes[0])
@@ -209,7 +209,7 @@ def _resolve_automatic_type(shard: SequenceShard, index: int, call: AttendCall) 
     if key not in automatic:
         group, world = shard.micro_batch.groups[index], world_of(shard.world_key)
         fastest = world.machine.fastest_type(group, call.sizes, node_size=world.node_size)
-        automatic[key] = _make_choice(fastest.cp_comm_type, group, fastest.sizes)
+        automatic[key] = _comm_choice_of_type(fastest.cp_comm_type, group, fastest.sizes)
     return CommChoice(*automatic[key])
 
 
@@ -224,7 +224,7 @@ def _layer_comm_type(types: str | Sequence[str], layer: int | None, name: str) -
     return types[layer]
 
 
-def _check_levels(sizes: Sizes | None, degree: int, where: str) -> None:
+def _check_hierarchical_sizes(sizes: Sizes | None, degree: int, where: str) -> None:
     if sizes is not None and sizes[0] * sizes[1] == degree:
         return
     fit = ", ".join(f"({a}, {degree // a})" for a in range(1, degree + 1) if degree % a == 0)
@@ -248,7 +248,7 @@ def pack_call(
     a sign of 0. A part of padding rows belongs to no group (index −1), and any communication type will do.
     """
     check_tensors(q, k, v, shard)
-    check_features(arguments)
+    check_attention_arguments(arguments)
     check_sinks(sinks, q)
     groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
@@ -300,7 +300,7 @@ PATTERNS: dict[str, tuple[Forward, Backward]] = {
 
 
 @cache
-def find_pattern(kind: str, where: str = "") -> tuple[Forward, Backward]:
+def find_comm_pattern(kind: str, where: str = "") -> tuple[Forward, Backward]:
     """Find the two functions of a communication type, or the pair of one's own with this dotted name.
 
     Raises AttentionError if there is none; `where` says of what it is.
@@ -382,7 +382,7 @@ def attend(
         layer=layer,
         kernel=kernel,
     )
-    call = _find_call(q, k, v, sinks, shard, arguments)
+    call = _cached_call(q, k, v, sinks, shard, arguments)
     if dropout:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise AttentionError(
@@ -394,7 +394,7 @@ def attend(
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
         q, k, v = _contiguous_heads(q, k, v)
-        return _attend_parts(q, k, v, _put_sinks(call, sinks))[0]
+        return _attend_parts(q, k, v, _call_with_sinks(call, sinks))[0]
     return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
 
 
@@ -402,7 +402,7 @@ def _hashable_argument(argument: Any) -> Any:
     return tuple(argument) if isinstance(argument, Iterable) and not isinstance(argument, str) else argument
 
 
-def _find_call(
+def _cached_call(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
 ) -> AttendCall:
     """The layer's index is a part of the key only where it decides the communication type."""
@@ -433,12 +433,14 @@ class _Attend(torch.autograd.Function):
         for each part in how many slices of heads it ran.
         """
         q, k, v = _contiguous_heads(q, k, v)
-        recording, with_sinks = active_recording.get(), _put_sinks(call, sinks)
+        recording, with_sinks = active_recording.get(), _call_with_sinks(call, sinks)
         if recording is None:
             out, saved, slices = _attend_parts(q, k, v, with_sinks)
         else:
             save_local = not recording.keep_exchanged
-            out, saved, slices = recording.output(lambda: _attend_parts(q, k, v, with_sinks, save_local), (q, k, v))
+            out, saved, slices = recording.record_or_replay(
+                lambda: _attend_parts(q, k, v, with_sinks, save_local), (q, k, v)
+            )
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
         ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
@@ -453,14 +455,14 @@ class _Attend(torch.autograd.Function):
         part.
         """
         sinks, out, *saved = ctx.saved_tensors
-        dout, call = gradients[0].contiguous(), _put_sinks(ctx.call, sinks)
+        dout, call = gradients[0].contiguous(), _call_with_sinks(ctx.call, sinks)
         parts: list[Gradients] = []
         for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
             part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
             del saved[-_SAVED * slices :]
             saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
             with _disable_autocast(dout):
-                parts.insert(0, find_pattern(cp_comm_type)[1](take_rows(dout, rows), saved_slices, members, call))
+                parts.insert(0, find_comm_pattern(cp_comm_type)[1](take_rows(dout, rows), saved_slices, members, call))
         dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, ctx.shapes)
         dsinks = None
         if sinks is not None:
@@ -477,7 +479,7 @@ def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _put_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
+def _call_with_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
     """The shard's cache must not keep sinks: each layer has others."""
     return call if sinks is None else replace(call, sinks=sinks)
 
@@ -494,7 +496,7 @@ def _attend_parts(
     with _disable_autocast(q):
         for rows, cp_comm_type, members in call.parts:
             part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
-            part_out, slices = find_pattern(cp_comm_type)[0](*part_inputs, members, call)
+            part_out, slices = find_comm_pattern(cp_comm_type)[0](*part_inputs, members, call)
             parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if save_local else slices))
     (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for saved_slice in slices for x in saved_slice]

@@ -140,13 +140,13 @@ class Members:
         return self._gathered_orders[starts]
 
     @cached_property
-    def keys_by_member(self) -> list[Tensor]:
+    def key_indices_by_launch(self) -> list[Tensor]:
         """For each launch on all rows an index (S,): which of its keys each row of the group is, −1 for none.
 
         The rows are listed member after member.
         """
         by_member = np.concatenate([self.part.group.shares.rows(member) for member in range(self.degree)])
-        places = (_find_places(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
+        places = (_inverse_index(launch.tiling.k_rows(), len(by_member))[by_member] for launch in self.launches(None))
         return [to_device(x, self.device) for x in places]
 
     def launches(self, owner: int | None) -> tuple[Launch, ...]:
@@ -194,8 +194,8 @@ class Members:
     @cached_property
     def window_rows(self) -> WindowRows:
         keys, all_members = self.visible_rows(self.member), range(self.degree)
-        seen = [self._find_rows(keys, owner) for owner in all_members]
-        to_send = [self._find_rows(self.visible_rows(reader), self.member)[0] for reader in all_members]
+        seen = [self._find_rows_among_keys(keys, owner) for owner in all_members]
+        to_send = [self._find_rows_among_keys(self.visible_rows(reader), self.member)[0] for reader in all_members]
         own_rows, own_places = seen[self.member]
         to_send[self.member], seen[self.member] = _NO_ROWS, (_NO_ROWS, _NO_ROWS)  # own rows are copied, not sent
         return WindowRows(
@@ -226,7 +226,7 @@ class Members:
         start[1:] = np.where(same_document, np.maximum(start[1:], stop[:-1]), start[1:])
         return segments_from_runs(runs.document, start, stop)
 
-    def _find_rows(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
+    def _find_rows_among_keys(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
         """Rows are compared by their number among the group's rows in document order. A row before all runs of keys
         gets run −1, whose stop is the 0 that is appended, so that the row is in no run.
         """
@@ -259,7 +259,7 @@ def cut_heads(heads: int, kv_heads: int, at_once: int) -> list[HeadSlice]:
     return [HeadSlice(slice(a, b), slice(a * per_kv_head, b * per_kv_head)) for a, b in bounds]
 
 
-def backward_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
+def backward_head_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
     """Return the groups of heads that backward computes one after another, to hold one group's float32 sums at a time.
 
     `rows` is how many the largest member has, so that all members cut alike; q (T, N, H) are one member's queries.
@@ -268,7 +268,7 @@ def backward_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]:
     return cut_heads(q.shape[1], kv_heads, -(-kv_heads // count))
 
 
-def _find_places(rows: slice | Integers, count: int) -> Integers:
+def _inverse_index(rows: slice | Integers, count: int) -> Integers:
     places = np.full(count, -1, dtype=np.int64)
     places[rows] = np.arange(len(places[rows]))
     return places
@@ -429,7 +429,7 @@ class HeadSizes:
     largest: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
 
-    def accept(self, query: int, value: int) -> bool:
+    def accepts(self, query: int, value: int) -> bool:
         return self.largest is None or max(query, value) <= self.largest or (query, value) in self.pairs
 
     def __str__(self) -> str:
@@ -468,7 +468,7 @@ class Kernel:
             return f"needs {' or '.join(self.devices)} tensors, got {call.device.type}"
         if call.dtype not in self.dtypes:
             return f"needs {' or '.join(dtype_name(d) for d in self.dtypes)}, got {dtype_name(call.dtype)}"
-        if not self.head_sizes.accept(call.head_size, call.value_size):
+        if not self.head_sizes.accepts(call.head_size, call.value_size):
             got = str(call.head_size)
             got += "" if call.value_size == call.head_size else f" with values of {call.value_size}"
             return f"needs a head size of {self.head_sizes}, got {got}"

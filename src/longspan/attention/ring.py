@@ -21,7 +21,7 @@ from longspan.attention.call import (
     Members,
     Saved,
     add_block,
-    backward_groups,
+    backward_head_groups,
     block_gradients,
     sink_gradient,
     sum_addends,
@@ -42,7 +42,7 @@ class Queries(NamedTuple):
     call: AttendCall
     dq: RowSum
 
-    def finish(self) -> tuple[Tensor, Tensor | None]:
+    def gradients(self) -> tuple[Tensor, Tensor | None]:
         return self.dq.result(), sink_gradient(self.dout, self.saved, self.call.sinks)
 
 
@@ -80,15 +80,15 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     Large queries go in groups of heads, each with a ring of its own: only one group's gradient is held in float32.
     """
     (saved,) = saved_slices
-    groups = backward_groups(max(members.counts), saved.q, saved.k.shape[1])
+    groups = backward_head_groups(max(members.counts), saved.q, saved.k.shape[1])
     if len(groups) == 1:
-        return _heads_backward(dout, saved, members, call)
+        return _backward_of_head_slice(dout, saved, members, call)
     dq, group_gradients = saved.q.new_empty(saved.q.shape), list[Gradients]()
     for kv, q in groups:
         group_saved = Saved(
             saved.q[:, q], saved.k[:, kv].contiguous(), saved.v[:, kv].contiguous(), saved.out[:, q], saved.lse[:, q]
         )
-        gradients = _heads_backward(dout[:, q], group_saved, members, call.for_heads(q.start, q.stop))
+        gradients = _backward_of_head_slice(dout[:, q], group_saved, members, call.for_heads(q.start, q.stop))
         dq[:, q] = gradients.q
         group_gradients.append(gradients._replace(q=dq))  # keeps no group's dq in float32
     dk, dv = (concat_heads([getattr(gradients, name) for gradients in group_gradients]) for name in "kv")
@@ -96,7 +96,7 @@ def ring_backward(dout: Tensor, saved_slices: Sequence[Saved], members: Members,
     return Gradients(dq, dk, dv, torch.cat(dsinks) if dsinks else None)
 
 
-def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
+def _backward_of_head_slice(dout: Tensor, saved: Saved, members: Members, call: AttendCall) -> Gradients:
     """The own block waits for no one: computing it hides the first and the last message."""
     if members.has_narrow_window:
         return _window_backward(dout, saved, members, call)
@@ -105,14 +105,14 @@ def _heads_backward(dout: Tensor, saved: Saved, members: Members, call: AttendCa
         addends = block_gradients(queries.dq, dout, saved, members.launches(0), call)
         dk, dv = sum_addends(addends, saved.k, saved.v)
     else:
-        ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _own_head_slices(saved)
-        own_pairs = [_own_gradients(queries, members, first_heads)]
+        ring, (first_heads, *later_heads) = RingGradients(saved.k, saved.v, members), _head_slices_of_own_block(saved)
+        own_pairs = [_own_block_gradients(queries, members, first_heads)]
         for _ in range(1, members.degree):
             ring.compute_next_block([queries])
-        own_pairs += [_own_gradients(queries, members, heads) for heads in later_heads]
+        own_pairs += [_own_block_gradients(queries, members, heads) for heads in later_heads]
         own_dk, own_dv = zip(*own_pairs, strict=True)
         dk, dv = ring.finish([(concat_heads(own_dk), concat_heads(own_dv))])
-    dq, dsinks = queries.finish()
+    dq, dsinks = queries.gradients()
     return Gradients(dq, dk, dv, dsinks)
 
 
@@ -120,7 +120,7 @@ class RingGradients:
     """Backward around a ring, a block at a time, so that rings of several slices of heads can take turns.
 
     `k` and `v` are this member's, of one slice of key/value heads. Call `compute_next_block` for each other member,
-    then `finish` with what `own_gradients` gives for the own block, which may be computed at any time.
+    then `finish` with what `own_block_gradients` gives for the own block, which may be computed at any time.
     """
 
     def __init__(self, k: Tensor, v: Tensor, members: Members) -> None:
@@ -139,8 +139,8 @@ class RingGradients:
             addends += block_gradients(dq, dout, saved._replace(k=k, v=v), launches, call)
         self._sums.add(owner, addends)
 
-    def own_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
-        return _own_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
+    def own_block_gradients(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        return _own_block_gradients(queries, self._members, slice(0, queries.saved.k.shape[1]))
 
     def finish(self, own: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """`own` are this member's dk and dv of the own block, which are added last."""
@@ -148,7 +148,7 @@ class RingGradients:
         return dk, dv
 
 
-def _own_head_slices(saved: Saved) -> list[slice]:
+def _head_slices_of_own_block(saved: Saved) -> list[slice]:
     """The own block is computed in one slice of key/value heads, or where messages are large in two: the first hides
     the first message around the ring, and the second the last. A message has a block's gradients in float32.
     """
@@ -158,7 +158,7 @@ def _own_head_slices(saved: Saved) -> list[slice]:
     return [slice(0, first_heads), slice(first_heads, kv_heads)] if first_heads else [slice(0, kv_heads)]
 
 
-def _own_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
+def _own_block_gradients(queries: Queries, members: Members, kv_heads: slice) -> tuple[Tensor, Tensor]:
     dout, (q, k, v, out, lse), call, dq = queries
     per_kv_head = q.shape[1] // k.shape[1]
     heads = slice(kv_heads.start * per_kv_head, kv_heads.stop * per_kv_head)
@@ -174,7 +174,7 @@ def _window_backward(dout: Tensor, saved: Saved, members: Members, call: AttendC
     dq = RowSum(tuple(saved.q.shape), saved.q)
     k, v = _fetch_rows(members, (saved.k, saved.v), "attention window rows backward")
     addends = block_gradients(dq, dout, saved._replace(k=k, v=v), members.window_rows.launches, call)
-    dk, dv = _return_gradients(members, sum_addends(addends, k, v), "attention window rows backward, gradients")
+    dk, dv = _send_gradients_back(members, sum_addends(addends, k, v), "attention window rows backward, gradients")
     return Gradients(dq.result(), dk, dv, sink_gradient(dout, saved, call.sinks))
 
 
@@ -190,7 +190,7 @@ def _fetch_rows(members: Members, tensors: tuple[Tensor, Tensor], label: str) ->
     return split_columns(seen, [x.shape[1:] for x in tensors])
 
 
-def _return_gradients(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
+def _send_gradients_back(members: Members, gradients: tuple[Tensor, Tensor], label: str) -> tuple[Tensor, ...]:
     """Send gradients of the rows seen here to the members that hold them; return the sums for this member's rows."""
     window_rows, dtype = members.window_rows, accumulation_dtype(gradients[0].dtype)
     counts = [len(rows) for rows in window_rows.rows_to_send]  # of the gradients that come back

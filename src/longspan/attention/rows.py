@@ -121,11 +121,11 @@ _ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
 
 
-def covers(rows: RowIndex, count: int) -> bool:
+def covers_all_rows(rows: RowIndex, count: int) -> bool:
     return isinstance(rows, slice) and rows.start == 0 and rows.stop == count
 
 
-def runs_fused(x: Tensor) -> bool:
+def can_run_row_kernels(x: Tensor) -> bool:
     return x.is_cuda and kernel_module() is not None
 
 
@@ -140,7 +140,7 @@ def merge_rows_(total_out: Tensor, total_lse: Tensor, rows: RowIndex, out: Tenso
     With l and L the log-sum-exp of both, out ← (e^L · total + e^l · out) / (e^L + e^l), written as a step of size
     σ(l − L) from the total to out: exact at L = −inf, and without an exponential that could overflow.
     """
-    if total_out.dtype == torch.float32 and runs_fused(total_out):
+    if total_out.dtype == torch.float32 and can_run_row_kernels(total_out):
         count, heads, size = out.shape
         index = rows if isinstance(rows, Tensor) else None
         if index is None:
@@ -166,7 +166,7 @@ def copy_rows(moves: Sequence[Move], index: Tensor | None = None) -> None:
     """Copy into[r] ← source[index[r]], or source[r] without an index, for pairs (source, into) of (rows, members,
     width).
     """
-    if runs_fused(moves[0][1]):
+    if can_run_row_kernels(moves[0][1]):
         fused_copy_rows(moves, index)
         return
     for source, into in moves:
@@ -180,7 +180,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
     """
     index = rows if isinstance(rows, Tensor) else None
     moves = [(source, into if index is not None else take_rows(into, rows)) for source, into in moves]
-    if all(into.dtype == torch.float32 and runs_fused(into) for _, into in moves):
+    if all(into.dtype == torch.float32 and can_run_row_kernels(into) for _, into in moves):
         count = len(moves[0][0])
         for first in range(0, len(moves) if count else 0, 2):
             pair_arguments = [
@@ -201,7 +201,7 @@ def add_rows(moves: Sequence[Move], rows: RowIndex) -> None:
 
 def add_addends(total: Block, addends: Sequence[Addend], *, fresh: bool) -> None:
     """Add parts of a block's gradient to its sum in place; a `fresh` sum has no values yet, and is overwritten."""
-    if fresh and len(addends) == 1 and covers(addends[0].rows, len(total[0])):
+    if fresh and len(addends) == 1 and covers_all_rows(addends[0].rows, len(total[0])):
         _copy_pairs(list(zip(addends[0].tensors, total, strict=True)))
         return
     for into in total if fresh else ():
@@ -225,7 +225,7 @@ def cast_rows(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _copy_pairs(moves: Sequence[Move]) -> None:
-    if runs_fused(moves[0][1]):
+    if can_run_row_kernels(moves[0][1]):
         pairs = [(_contiguous_rows(source), into) for source, into in moves]
         whole_rows = [_Move(x, x.stride(0), 0, into, into.stride(0), 0, into.shape[1:].numel()) for x, into in pairs]
         _launch_copies(whole_rows, None, len(moves[0][1]), 1)
@@ -246,7 +246,7 @@ def _contiguous_rows(x: Tensor) -> Tensor:
 
 def take_rows(x: Tensor, rows: RowIndex) -> Tensor:
     """Return x[rows]; x itself where that is all of it, which costs the host nothing."""
-    return x if covers(rows, x.shape[0]) else x[rows]
+    return x if covers_all_rows(rows, x.shape[0]) else x[rows]
 
 
 def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -261,11 +261,11 @@ def join_columns(tensors: Sequence[Tensor], index: Tensor | None = None, dtype: 
     flat = [x.flatten(1).unsqueeze(1) for x in tensors]
     widths = [x.shape[2] for x in flat]
     matrix = tensors[0].new_empty((rows, sum(widths)), dtype=dtype)
-    copy_rows(list(zip(flat, member_views(matrix, 1, widths), strict=True)), index)
+    copy_rows(list(zip(flat, views_by_member(matrix, 1, widths), strict=True)), index)
     return matrix
 
 
-def member_views(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
+def views_by_member(matrix: Tensor, members: int, widths: Sequence[int]) -> list[Tensor]:
     """View the columns of a contiguous matrix (members × rows, columns), whose rows lie member after member.
 
     There is a view (rows, members, width) for each of `widths`, into which the columns are cut from left to right.
@@ -302,7 +302,7 @@ def sum_rows(total: Tensor, addends: Sequence[tuple[Tensor, Tensor]]) -> None:
 
     A launch adds two addends; the first of all overwrites the total. An odd last one is passed twice, added once.
     """
-    if addends and runs_fused(total) and total.dtype == torch.float32:
+    if addends and can_run_row_kernels(total) and total.dtype == torch.float32:
         rows, width = total.shape
         for first in range(0, len(addends) if rows else 0, 2):
             (a, a_index), (b, b_index) = addends[first], addends[min(first + 1, len(addends) - 1)]
@@ -323,7 +323,7 @@ def deltas(dout: Tensor, out: Tensor) -> Tensor:
     memory of the queries.
     """
     dtype = accumulation_dtype(dout.dtype)
-    if dtype == torch.float32 and runs_fused(dout):
+    if dtype == torch.float32 and can_run_row_kernels(dout):
         return fused_deltas(*(x if x.stride(2) == 1 else x.contiguous() for x in (dout, out)))
     at_once = max(1, NUMBERS_AT_ONCE // out.shape[1:].numel())
     sums = [(a.to(dtype) * b.to(dtype)).sum(-1) for a, b in zip(dout.split(at_once), out.split(at_once), strict=True)]
@@ -363,7 +363,7 @@ class Partial:
 
     def add(self, rows: RowIndex, out: Tensor, lse: Tensor) -> None:
         """Merge the attention of some rows to further keys: out (rows, N, Hv) and a finite lse (rows, N)."""
-        if self._total is None and covers(rows, self._shape[0]):
+        if self._total is None and covers_all_rows(rows, self._shape[0]):
             self._total = out, lse
             return
         total_out, total_lse = self.result()
@@ -405,7 +405,7 @@ class RowSum:
 
     def add(self, rows: RowIndex, x: Tensor) -> None:
         """Add x (rows, …) to distinct rows; a first x of all rows becomes the sum, without a copy."""
-        if self._total is None and covers(rows, self._shape[0]):
+        if self._total is None and covers_all_rows(rows, self._shape[0]):
             self._total = x
             return
         add_rows([(x, self._full_sum())], rows)

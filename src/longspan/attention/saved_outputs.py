@@ -1,6 +1,6 @@
 """Attention outputs that outlive the forward pass of a layer whose other activations are recomputed in backward.
 
-Inside `Recording.forward()` what `attend` gives is kept, inside `Recording.recompute()` it is taken from there, call by
+Inside `Recording.record_outputs()` what `attend` gives is kept, in `replay_outputs()` it is taken from there, call by
 call in the same order: the kernels of attention do not run a second time. Kept are the output and the log-sum-exp of
 the local rows: queries, keys and values are recomputed, and where heads are exchanged for rows, exchanged once more.
 """
@@ -49,21 +49,21 @@ class Recording:
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Return two contexts for `context_fn` of torch's checkpoint: of the forward pass, and of its recomputation."""
-        return self.forward(), Reentrant(self.recompute)
+        return self.record_outputs(), Reentrant(self.replay_outputs)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
+    def record_outputs(self) -> Iterator[None]:
         """Open a context that records the results of the attention calls inside."""
         with _activate_recording(self, None):
             yield
 
     @contextmanager
-    def recompute(self) -> Iterator[None]:
+    def replay_outputs(self) -> Iterator[None]:
         """Open a context in which attention calls return the recorded results."""
         with _activate_recording(self, 0):
             yield
 
-    def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+    def record_or_replay(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
         """Return what a call gives: `compute()`, or what that gave in the forward pass that is being recomputed.
 
         The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.

@@ -229,7 +229,7 @@ class DenseCall(NamedTuple):
     attn_mask: Tensor | None = None
     first: bool = True  # whether no call before had these rows
 
-    def write_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    def write_or_merge_result(self, total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
         if self.first:
             total_out[self.rows], total_lse[self.rows] = out, lse
         else:
@@ -281,7 +281,7 @@ class TileArrays(NamedTuple):
     left: Integers
     right: Integers
 
-    def where(self, keep: Flags) -> "TileArrays":
+    def select(self, keep: Flags) -> "TileArrays":
         return TileArrays(*(column[keep] for column in self))
 
 
@@ -335,7 +335,7 @@ def make_tilings(tiles: TileArrays) -> tuple[Tiling, ...]:
     mask[order] = np.cumsum(np.append(0, ~same_mask))
     launch = mask * (int(turn.max()) + 1) + turn
     _, first_tiles = np.unique(launch, return_index=True)
-    return tuple(_make_tiling(tiles.where(launch == launch[i])) for i in np.sort(first_tiles))
+    return tuple(_make_tiling(tiles.select(launch == launch[i])) for i in np.sort(first_tiles))
 
 
 def _make_tiling(tiles: TileArrays) -> Tiling:
@@ -410,7 +410,7 @@ def _prefix_tiles(q: Segments, k: Segments) -> TileArrays:
         np.array([0, -1]),  # of the two tiles of a pair, the first ends on the causal diagonal
     )
     tiles = TileArrays(*(np.broadcast_to(column, first_position.shape).reshape(-1) for column in columns))
-    return tiles.where(tiles.q_start < tiles.q_stop)
+    return tiles.select(tiles.q_start < tiles.q_stop)
 
 
 def _join_neighbours(tiles: TileArrays) -> TileArrays:
@@ -423,7 +423,7 @@ def _join_neighbours(tiles: TileArrays) -> TileArrays:
     continues &= (tiles.right[:-1] == tiles.right[1:]) & (np.diff(tiles.k_stop) == added_keys)
     is_first, is_last = np.ones(len(tiles.document), dtype=bool), np.ones(len(tiles.document), dtype=bool)
     is_first[1:], is_last[:-1] = ~continues, ~continues
-    return tiles.where(is_last)._replace(q_start=tiles.q_start[is_first])
+    return tiles.select(is_last)._replace(q_start=tiles.q_start[is_first])
 
 
 def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
@@ -449,7 +449,7 @@ def _band_tiles(q: Segments, k: Segments, window: int) -> TileArrays:
         left=window - 1 - after_key,
         right=after_key,
     )
-    return tiles.where((first_position < end_position) & (k_first < k_last))
+    return tiles.select((first_position < end_position) & (k_first < k_last))
 
 
 def _drop_idle_limits(tiles: TileArrays) -> TileArrays:
@@ -466,11 +466,11 @@ def split_left_limits(tiles: TileArrays) -> TileArrays:
     last row out and has the limit 0, in every document: all share one mask.
     """
     cut = (tiles.left > 0) & (tiles.right < 0)
-    limited = tiles.where(cut)
+    limited = tiles.select(cut)
     first_key = limited.k_stop - limited.left - 1  # the last row sees keys from here on
     full = limited._replace(k_start=first_key, left=np.full_like(first_key, -1))
     band = limited._replace(q_stop=limited.q_stop - 1, k_stop=first_key, left=np.zeros_like(first_key))
-    parts = (tiles.where(~cut), full, band.where(band.q_start < band.q_stop))
+    parts = (tiles.select(~cut), full, band.select(band.q_start < band.q_stop))
     return TileArrays(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
@@ -507,4 +507,4 @@ def _later_key_tiles(q: Segments, k: Segments) -> TileArrays:
         left=np.where(hides, left, -1),
         right=np.full_like(left, -1),
     )
-    return tiles.where((start < stop) & (k_start < k_stop))
+    return tiles.select((start < stop) & (k_start < k_stop))

@@ -24,7 +24,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     q, k, v = _pad_to_one_size(q, k, v)
     out = q.new_empty(q.shape, dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for dense in _launch_calls(launch, q.dtype):
+    for dense in _split_into_dense_calls(launch, q.dtype):
         part_out, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             _add_batch_dim(q[dense.rows]),
             _add_batch_dim(k[dense.keys]),
@@ -34,7 +34,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             attn_mask=dense.attn_mask,
             scale=call.scale,
         )
-        dense.write_result(out, lse, part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1))
+        dense.write_or_merge_result(out, lse, part_out[0].transpose(0, 1), part_lse[0].transpose(0, 1))
     return out[..., :head_size], lse
 
 
@@ -50,7 +50,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     q, k, v = _pad_to_one_size(q, k, v)
     dout, out = pad_heads(dout, q.shape[2]), pad_heads(out, q.shape[2])
     dq, dk, dv = (x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
-    for dense in _launch_calls(launch, q.dtype):
+    for dense in _split_into_dense_calls(launch, q.dtype):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _add_batch_dim(dout[dense.rows]),
             _add_batch_dim(q[dense.rows]),
@@ -68,7 +68,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     return dq[..., : sizes[0]], dk[..., : sizes[0]], dv[..., : sizes[1]]
 
 
-def _launch_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
+def _split_into_dense_calls(launch: Launch, dtype: torch.dtype) -> Iterator[DenseCall]:
     """At most two calls a tile without a window, else masked bands of rows."""
     for tile in launch.tiles:
         if tile.left is None and (tile.right in (None, 0) or tile.queries == 1):

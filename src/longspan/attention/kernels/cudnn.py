@@ -39,13 +39,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((*q.shape[:2], v.shape[2]), dtype=dtype)
     lse = q.new_empty(q.shape[:2], dtype=dtype)
-    for dense in split_launch(launch):
+    for dense in split_into_dense_calls(launch):
         tensors = q[dense.rows], k[dense.keys], v[dense.keys]
-        if _is_tiny(dense):
-            part_out, part_lse = reference.forward(*tensors, _single_launch(dense, launch), call)
+        if _is_too_small(dense):
+            part_out, part_lse = reference.forward(*tensors, _launch_of_dense_call(dense, launch), call)
         else:
             part_out, part_lse = _call_forward(*tensors, dense.causal, call.scale)
-        dense.write_result(out, lse, part_out, part_lse)
+        dense.write_or_merge_result(out, lse, part_out, part_lse)
     return out, lse
 
 
@@ -53,11 +53,11 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
     totals = tuple(x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in (q, k, v))
-    for dense in split_launch(launch):
+    for dense in split_into_dense_calls(launch):
         rows, keys = dense.rows, dense.keys
         dout_rows, saved_tile = dout[rows], Saved(q[rows], k[keys], v[keys], out[rows], lse[rows])
-        if _is_tiny(dense):
-            gradients = reference.backward(dout_rows, saved_tile, _single_launch(dense, launch), call)
+        if _is_too_small(dense):
+            gradients = reference.backward(dout_rows, saved_tile, _launch_of_dense_call(dense, launch), call)
         else:
             gradients = _call_backward(dout_rows, saved_tile, dense.causal, call.scale)
         for total, index, x in zip(totals, (rows, keys, keys), gradients, strict=True):
@@ -65,17 +65,17 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     return totals  # pyright: ignore[reportReturnType]
 
 
-def split_launch(launch: Launch) -> Iterator[DenseCall]:
+def split_into_dense_calls(launch: Launch) -> Iterator[DenseCall]:
     """Each call is full, or causal with as many keys as rows."""
     return (dense for tile in launch.tiles for dense in dense_calls(tile))
 
 
-def _is_tiny(dense: DenseCall) -> bool:
+def _is_too_small(dense: DenseCall) -> bool:
     """cuDNN takes no single row or key."""
     return min(dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start) == 1
 
 
-def _single_launch(dense: DenseCall, launch: Launch) -> Launch:
+def _launch_of_dense_call(dense: DenseCall, launch: Launch) -> Launch:
     rows, keys = dense.rows.stop - dense.rows.start, dense.keys.stop - dense.keys.start
     return Launch(Tiling.from_tiles((Tile(0, rows, 0, keys, right=0 if dense.causal else None),)), launch.device)
 

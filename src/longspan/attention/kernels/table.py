@@ -104,9 +104,9 @@ def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
         if kernel is None:
             raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lack_for(call)}" for k in KERNELS))
         return kernel
-    kernel = find_kernel(name, f"; {_available_text(call)}")
+    kernel = find_kernel(name, f"; {_available_kernels_text(call)}")
     if lack := kernel.lack_for(call):
-        raise AttentionError(f"kernel {name} {lack}; {_available_text(call)}")
+        raise AttentionError(f"kernel {name} {lack}; {_available_kernels_text(call)}")
     return kernel
 
 
@@ -123,6 +123,6 @@ def find_kernel(name: str, hint: str | None = None) -> Kernel:
     raise AttentionError(f"kernel {name!r} is {'no Kernel' if kernel else 'unknown'}{names}")
 
 
-def _available_text(call: AttendCall) -> str:
+def _available_kernels_text(call: AttendCall) -> str:
     able = [kernel.name for kernel in KERNELS if not kernel.lack_for(call)]
     return f"available here: {', '.join(able) or 'none'}"

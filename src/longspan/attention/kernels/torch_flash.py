@@ -21,7 +21,7 @@ _BLOCK_ROWS = 128
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.softcap is None and call.dropout is None
-    head_size, size = v.shape[2], _head_size(q, v)
+    head_size, size = v.shape[2], _padded_head_size(q, v)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(pad_heads(x, size) for x in (q, k, v)),
         *launch.cu_seqlens,
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
     assert call.softcap is None and call.dropout is None
     q, k, v, out, lse = saved
-    size = _head_size(q, v)
+    size = _padded_head_size(q, v)
     tensors, at_once = [*(pad_heads(x, size) for x in (dout, q, k, v, out)), lse], _max_kv_heads(q, k, launch)
     slices = zip(*(x.split(at_once * (x.shape[1] // k.shape[1]), 1) for x in tensors), strict=True)
     parts = [_call_backward(slice_tensors, launch, call) for slice_tensors in slices]
@@ -95,5 +95,5 @@ def _max_lengths(launch: Launch) -> tuple[int, int]:
     return max(queries, 2), max(queries, keys) if open_right else keys
 
 
-def _head_size(q: Tensor, v: Tensor) -> int:
+def _padded_head_size(q: Tensor, v: Tensor) -> int:
     return -(-max(q.shape[2], v.shape[2]) // 8) * 8

@@ -146,7 +146,7 @@ class _Link:
             stack.enter_context(use_random_states(self._states, x.device))
             stack.enter_context(self._autocast())
             if self._recording is not None:
-                stack.enter_context(self._recording.forward())
+                stack.enter_context(self._recording.record_outputs())
             out = self._run(x, *self._other_args)
         return (out[0] if isinstance(out, tuple) else out).detach()
 
@@ -156,18 +156,20 @@ class _Link:
     @contextmanager
     def replay_attention(self) -> Iterator[None]:
         recording, self._recording = self._recording, None
-        with self._forget_attention() if recording is None else recording.recompute():
+        with self._forget_attention() if recording is None else recording.replay_outputs():
             yield
 
     def _forget_attention(self) -> AbstractContextManager[None]:
         """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
         return (
-            _EmptyRecording(keep_exchanged=self._keeps_exchanged).forward() if self._keeps_attention else nullcontext()
+            _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()
+            if self._keeps_attention
+            else nullcontext()
         )
 
 
 class _EmptyRecording(Recording):
-    def output(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+    def record_or_replay(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
         return compute()
 
 
