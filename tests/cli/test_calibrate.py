@@ -43,7 +43,7 @@ TRUTH = Machine(device="NVIDIA Q100", node_size=4, half_speed_rows=500.0, **SPEE
 STEP, CALL_SECONDS, PASS = 2e-3, 3e-4, 1e-5  # of a step, a call of attention and a pass, besides what they count
 BASE = Machine(device="NVIDIA Q100", node_size=4)
 NOT_MEASURED = {"expert_flops_per_second", "host_copy_bytes_per_second", "step_seconds"}
-FITTED = tuple(name for name in BASE.rates() if name not in NOT_MEASURED)
+FITTED = tuple(name for name in BASE.float_fields() if name not in NOT_MEASURED)
 
 
 def _measured(truth: Machine = TRUTH, noise: float = 0.0, levels: tuple[Level, ...] = LEVELS) -> list[Sample]:

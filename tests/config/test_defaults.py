@@ -14,7 +14,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
 from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
-from longspan.plan.micro_batch import level_sizes
+from longspan.plan.micro_batch import fit_level_sizes
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice
 from tests.plan.cases import bounded
@@ -220,7 +220,7 @@ def test_a_degree_that_is_given_makes_plans_of_one_degree(
         assert section.cp_comm_type == (AUTO if degree == AUTO else parent.cp_comm_type)
         if isinstance(degree, int) and degree != parent.context_parallel_size:
             sizes = parent.hierarchical_context_parallel_sizes
-            assert section.hierarchical_context_parallel_sizes == (level_sizes(sizes, degree) if sizes else 0)
+            assert section.hierarchical_context_parallel_sizes == (fit_level_sizes(sizes, degree) if sizes else 0)
 
 
 @bounded

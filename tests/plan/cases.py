@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from longspan.plan import Cost, Group, MicroBatch, ModelShape, Plan, slot_rows
-from longspan.plan.cost.cost import StateCost, price_shape
+from longspan.plan.cost.cost import StateCost, constants_of_shape
 from longspan.plan.shape.model_shape import QWEN3_8B
 
 MIXTURE = QWEN3_8B | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}
@@ -23,8 +23,8 @@ def flops_cost(config: Any, tflops: float, attention_tflops: float | None = None
     """The cost of a model by its FLOPs at these rates alone, on ideal links."""
     shape = ModelShape.of(config, depths=depths)
     rates: dict[str, Any] = {"tflops": tflops, "attention_tflops": attention_tflops or tflops, "bytes_per_value": 2}
-    states = StateCost.of(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=10e-6)
-    return Cost(**price_shape(shape, states, step_latency=10e-6, **rates))
+    states = StateCost.from_shape(shape, scan_tflops=tflops, summary_tflops=tflops, step_latency=10e-6)
+    return Cost(**constants_of_shape(shape, states, step_latency=10e-6, **rates))
 
 
 bounded = settings(derandomize=True, deadline=None, max_examples=50)

@@ -33,7 +33,7 @@ from longspan.plan.dynamic.lockstep import (
     search_candidate,
 )
 from longspan.plan.dynamic.planner import plan_few_items
-from longspan.plan.dynamic.problem import FreeSlots, Problem, even_runs
+from longspan.plan.dynamic.problem import FreeSlots, Problem, divide_into_even_runs
 from longspan.plan.planners.options import Request
 from tests.plan.cases import MIXTURE, bounded, simulate
 
@@ -265,8 +265,8 @@ def test_the_published_setting_of_dynamic_context_parallelism() -> None:
 
 
 def problem(lengths: list[int], slots: int, cap: int | None = 8192, min_cp: int = 1, max_cp: int = 0) -> Problem:
-    request = Request.of(lengths, Layout(slots), PlanOptions(max_tokens_per_slot=cap, allow_empty=False))
-    return Problem.of(request, range(min_cp, (max_cp or slots) + 1))
+    request = Request.from_arguments(lengths, Layout(slots), PlanOptions(max_tokens_per_slot=cap, allow_empty=False))
+    return Problem.from_request(request, range(min_cp, (max_cp or slots) + 1))
 
 
 RANGES = [  # slots, degrees, the widths of runs of slots that hold a group
@@ -283,7 +283,7 @@ RANGES = [  # slots, degrees, the widths of runs of slots that hold a group
 
 @pytest.mark.parametrize(("slots", "degrees", "widths"), RANGES)
 def test_runs_of_slots_are_as_wide_as_degrees_allow(slots: int, degrees: Sequence[int], widths: list[int]) -> None:
-    pieces = even_runs(slots, degrees)
+    pieces = divide_into_even_runs(slots, degrees)
     assert [width for _, width in pieces] == widths
     assert [start for start, _ in pieces] == np.cumsum([0, *widths]).tolist()[:-1]
 
@@ -302,7 +302,9 @@ def test_groups_of_a_block_that_spans_nodes_are_priced_as_they_lie(slots: int, m
     for _ in range(3):
         lengths = [drawn.randint(500, 60000) for _ in range(drawn.randint(1, 12))]
         options = PlanOptions(max_tokens_per_slot=65536, cost=cost)
-        of_slots = Problem.of(Request.of(lengths, Layout(slots), options), range(min_cp, slots + 1))
+        of_slots = Problem.from_request(
+            Request.from_arguments(lengths, Layout(slots), options), range(min_cp, slots + 1)
+        )
         few = plan_few_items(of_slots)
         assert few is not None and few[0] == pytest.approx(timeline(few[1], slots, cost).step_seconds)
         candidate = search_candidate(of_slots, steps=4)
@@ -340,8 +342,10 @@ def test_a_group_leaves_none_or_enough_and_spans_blocks_largest_first() -> None:
 
 @pytest.mark.parametrize("cost", [Cost(), Cost(cp_comm_type="auto", heads=8)], ids=["ring", "auto"])
 def test_a_long_document_is_priced_once_at_each_degree_as_a_group_of_its_own(cost: Cost) -> None:
-    request = Request.of([30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8, allow_empty=False))
-    table = DegreeTable.of(Problem.of(request, range(1, 17)))
+    request = Request.from_arguments(
+        [30000, 20000, 7, 5], Layout(16), PlanOptions(cost=cost, node_size=8, allow_empty=False)
+    )
+    table = DegreeTable.for_problem(Problem.from_request(request, range(1, 17)))
     long = table.item_class >= 0
     assert long.any() and np.isnan(table.item_seconds[:, ~long]).all()
     for item, (column, degree) in itertools.product(np.flatnonzero(long), enumerate(table.degrees.tolist())):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions, plan_fixed, plan_padded, slot_rows
-from longspan.plan.planners.fixed import Packer, pack_first_fit, pack_least_loaded, smallest_degree
+from longspan.plan.planners.fixed import Packer, pack_first_fit, pack_least_loaded, smallest_fitting_degree
 from longspan.plan.planners.options import Request
 from tests.plan.cases import bounded, lengths
 
@@ -131,11 +131,11 @@ def test_padded_rows_share_a_group_where_the_cap_allows() -> None:
 @bounded
 def test_assignments_are_priced_as_their_plans(request: tuple[list[int], Layout, int, dict[str, Any]]) -> None:
     documents, home, cp, options = request
-    checked = Request.of(documents, home, PlanOptions(**options, allow_empty=False))
-    packer = Packer.of(checked, cp)
+    checked = Request.from_arguments(documents, home, PlanOptions(**options, allow_empty=False))
+    packer = Packer.for_request(checked, cp)
     prices = []
-    for places in packer.assignments():
-        plan = checked.plan(packer.micro_batches(places), "fixed")
+    for places in packer.assignments_to_price():
+        plan = checked.make_plan(packer.micro_batches(places), "fixed")
         assert plan.predicted_seconds == pytest.approx(packer.seconds(places), rel=1e-12)
         prices.append(plan.predicted_seconds)
     assert plan_fixed(documents, home, cp, **options).predicted_seconds == pytest.approx(min(prices), rel=1e-12)
@@ -167,10 +167,10 @@ def test_layers_and_hierarchy_go_into_the_groups() -> None:
 def test_the_smallest_degree_holds_the_longest_document() -> None:
     options = PlanOptions(max_tokens_per_slot=100)
     longest = {100: 1, 101: 2, 200: 2, 201: 3, 400: 4, 401: 6, 1200: 12, 1201: 12}
-    assert {length: smallest_degree([9, length], Layout(12), options) for length in longest} == longest
-    assert smallest_degree([10**6], Layout(12), PlanOptions()) == 1
+    assert {length: smallest_fitting_degree([9, length], Layout(12), options) for length in longest} == longest
+    assert smallest_fitting_degree([10**6], Layout(12), PlanOptions()) == 1
     rows = PlanOptions(max_tokens_per_slot=1000, row_multiple=16)  # 992 rows a slot
-    assert smallest_degree([3990], Layout(8), rows) == 8
+    assert smallest_fitting_degree([3990], Layout(8), rows) == 8
     assert plan_fixed([3990], Layout(8), 8, options=rows).micro_batches[0].groups[0].degree == 8
 
 

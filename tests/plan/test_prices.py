@@ -126,7 +126,7 @@ def test_against_a_simulation_slot_by_slot(data: st.DataObject) -> None:
     if plan.mode == "lockstep":
         np.testing.assert_allclose(times.idle, 1 - busy.mean(axis=1) / busy.max(axis=1), atol=1e-12)
     assert (times.rows <= plan.max_tokens_per_slot).all()
-    table = GroupTable.of(plan.micro_batches)
+    table = GroupTable.from_micro_batches(plan.micro_batches)
     assert table in {table} and table != replace(table)  # equal to itself alone
 
 
@@ -150,8 +150,16 @@ def test_a_known_machine_computes_no_attention_over_padding() -> None:
     known = Machine.known("H200").cost(QWEN3_8B)
     alone = {"linear_seconds": 0.0, "real_row_seconds": 0.0, "ring_bytes": 0.0, "merge_seconds": 0.0}
     attention = replace(known, **alone, network=replace(known.network, half_speed_rows=0.0))
-    of_padded, of_bare = (GroupTable.of(batches).seconds(attention, 8)[0] for batches in (padded, bare))
+    of_padded, of_bare = (
+        GroupTable.from_micro_batches(batches).group_seconds(attention, 8)[0] for batches in (padded, bare)
+    )
     assert of_padded == of_bare > 0
-    of_padded, of_bare = (GroupTable.of(batches).seconds(replace(Cost(), **alone), 8)[0] for batches in (padded, bare))
+    of_padded, of_bare = (
+        GroupTable.from_micro_batches(batches).group_seconds(replace(Cost(), **alone), 8)[0]
+        for batches in (padded, bare)
+    )
     assert of_padded > of_bare
-    assert GroupTable.of(padded).seconds(known, 8)[0] > GroupTable.of(bare).seconds(known, 8)[0]  # other layers have it
+    assert (
+        GroupTable.from_micro_batches(padded).group_seconds(known, 8)[0]
+        > GroupTable.from_micro_batches(bare).group_seconds(known, 8)[0]
+    )  # other layers have it

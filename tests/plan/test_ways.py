@@ -16,14 +16,14 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, Machine, Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded, slot_rows
 from longspan.plan.distributions import DISTRIBUTIONS, sample_lengths
-from longspan.plan.micro_batch import type_text
+from longspan.plan.micro_batch import comm_type_text
 from longspan.plan.ways import (
     PartitionChoice,
+    compare_degrees,
+    compare_partitions,
     list_type_options,
     plan_evaluation,
     plan_type_text,
-    which_degree,
-    which_partition,
     widest_degree,
 )
 from tests.plan.cases import bounded, plans
@@ -149,8 +149,8 @@ def test_the_choice_is_the_fastest_possible(lengths: list[int], shape: tuple[int
     cap = -(-max(lengths) // slots) + data.draw(st.sampled_from([0, 50, 5000]))
     cost = Cost(ring_step_seconds=data.draw(st.sampled_from([0.0, 1e-3, 1e-1])))
     options = PlanOptions(max_tokens_per_slot=cap, heads=heads, node_size=2, cost=cost, cp_comm_type="auto")
-    comparison = which_degree(lengths, home, options=options)
-    rings = which_degree(lengths, home, options=replace(options, cp_comm_type="p2p"))
+    comparison = compare_degrees(lengths, home, options=options)
+    rings = compare_degrees(lengths, home, options=replace(options, cp_comm_type="p2p"))
     assert [c.cp for c in comparison.choices] == [c.cp for c in rings.choices]
     for choice, ring in zip(comparison.choices, rings.choices, strict=True):
         plan, kind = choice.planned, choice.options.cp_comm_type
@@ -199,7 +199,7 @@ def test_micro_batches_are_not_shorter_than_their_launch() -> None:
 def test_reasons_have_numbers_and_name_what_is_left_out() -> None:
     home = Layout(8)
     options = PlanOptions(max_tokens_per_slot=4096, heads=4, cp_comm_type="a2a")
-    comparison = which_degree([8192] * 3, home, options=options)
+    comparison = compare_degrees([8192] * 3, home, options=options)
     assert [choice.cp for choice in comparison.choices] == [2, 4]
     assert comparison.left_out == (
         "cp 1 holds 4,096 rows, the longest document has 8,192",
@@ -208,30 +208,30 @@ def test_reasons_have_numbers_and_name_what_is_left_out() -> None:
     line = comparison.reason("long")
     assert line.startswith(f"evaluation of long at cp {comparison.best.cp}, a2a: 3 documents in ")
     assert " s predicted; cp " in line and "; dynamic plan " in line and line.endswith("4 query heads")
-    relative = which_degree([8192] * 3, home, options=replace(options, cost=replace(Cost(), source="")))
+    relative = compare_degrees([8192] * 3, home, options=replace(options, cost=replace(Cost(), source="")))
     assert " x as long" in relative.reason() and "predicted" not in relative.reason() and " s;" not in relative.reason()
     with pytest.raises(PlanError, match=r"cp 4 holds 4 rows.*raise max_tokens_per_slot to 2048 or more"):
-        which_degree([8192], Layout(4), options=PlanOptions(max_tokens_per_slot=1))
+        compare_degrees([8192], Layout(4), options=PlanOptions(max_tokens_per_slot=1))
 
 
 def test_types_are_weighed_by_heads_links_and_latency() -> None:
     lengths, home = [65536] * 4, Layout(16)
     cost = Cost(across_bytes_per_second=1e9)
     options = PlanOptions(max_tokens_per_slot=8192, heads=32, node_size=8, cost=cost, cp_comm_type="auto")
-    assert plan_type_text(which_degree(lengths, home, options=options, degrees=(8,)).best.planned) == "p2p"
-    two_levels = which_degree(lengths, home, options=options, degrees=(16,)).best
+    assert plan_type_text(compare_degrees(lengths, home, options=options, degrees=(8,)).best.planned) == "p2p"
+    two_levels = compare_degrees(lengths, home, options=options, degrees=(16,)).best
     assert plan_type_text(two_levels.planned) == "a2a+p2p (8, 2)"
     slow = replace(options, cost=Cost(ring_step_seconds=0.5), node_size=16)
-    assert plan_type_text(which_degree(lengths, home, options=slow, degrees=(16,)).best.planned) == "a2a"
-    unknown = which_degree(lengths, home, options=replace(slow, heads=None), degrees=(16,)).best
+    assert plan_type_text(compare_degrees(lengths, home, options=slow, degrees=(16,)).best.planned) == "a2a"
+    unknown = compare_degrees(lengths, home, options=replace(slow, heads=None), degrees=(16,)).best
     assert plan_type_text(unknown.planned) == "all_gather"
-    contiguous = which_degree(lengths, home, options=replace(options, partition="contiguous"), degrees=(8,)).best
+    contiguous = compare_degrees(lengths, home, options=replace(options, partition="contiguous"), degrees=(8,)).best
     assert plan_type_text(contiguous.planned) == "a2a"
 
 
 def test_levels_of_a_type_that_was_asked_for_fit_every_degree() -> None:
     options = PlanOptions(cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 4), heads=8)
-    comparison = which_degree([512] * 4, Layout(12), options=replace(options, max_tokens_per_slot=512))
+    comparison = compare_degrees([512] * 4, Layout(12), options=replace(options, max_tokens_per_slot=512))
     sizes = [c.options.hierarchical_context_parallel_sizes for c in comparison.choices]
     assert sizes == [(1, 1), (2, 1), (1, 3), (2, 2), (2, 3), (2, 6)]
     assert widest_degree(Layout(12), replace(options, cp_comm_type="a2a")) == 8
@@ -243,7 +243,7 @@ COST = Machine.known("H200").cost(Qwen3NextConfig())
 
 def weighed(lengths: list[int], partition: Any = "auto", degree: int = 4, **options: Any) -> PartitionChoice:
     usual = PlanOptions(cost=COST, cp_comm_type="auto", heads=16)
-    return which_partition(partial(seconds_of, lengths, degree), PlanOptions(**vars(usual) | options), partition)
+    return compare_partitions(partial(seconds_of, lengths, degree), PlanOptions(**vars(usual) | options), partition)
 
 
 def seconds_of(lengths: list[int], degree: int, way: PlanOptions) -> float:
@@ -307,7 +307,7 @@ def test_groups_are_priced_by_their_own_type_and_partition() -> None:
 def test_types_at_a_degree(cp: int, heads: int | None, tp: int, partition: Any, expected: list[str]) -> None:
     options = PlanOptions(cp_comm_type="auto", heads=heads, partition=partition)
     ways = list_type_options(options, Layout(48 * tp, tp=tp), cp)
-    assert [type_text(way.cp_comm_type, [way.hierarchical_context_parallel_sizes]) for way in ways] == expected
+    assert [comm_type_text(way.cp_comm_type, [way.hierarchical_context_parallel_sizes]) for way in ways] == expected
     for way in ways:
         plan_fixed([4800], Layout(48 * tp, tp=tp), cp, options=way)
 

@@ -35,7 +35,7 @@ from longspan.model.sharding import drop_unsummed_gradients, keep_parameters_who
 from longspan.plain_text import text_table
 from longspan.plan import Machine, Plan, plan_fixed
 from longspan.plan.cost.links import KINDS, LEVELS, Level, Link, Wire
-from longspan.plan.cost.machine import LAYER_BYTES, find_device
+from longspan.plan.cost.machine import LAYER_BYTES, find_machine_of_device
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.run.profile import wait_for_gpu
@@ -135,7 +135,7 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     if not known and "product_flops_per_second" in figures:
         ratio = figures["product_flops_per_second"] / base.product_flops_per_second
         figures["expert_flops_per_second"] = base.expert_flops_per_second * ratio
-    assumed = tuple(n for n in [*base.rates(), *LEVELS] if n not in figures or n == "expert_flops_per_second")
+    assumed = tuple(n for n in [*base.float_fields(), *LEVELS] if n not in figures or n == "expert_flops_per_second")
     machine = replace(base, **figures, assumed=False, assumed_parts=assumed)
     return Calibration(machine, tuple(samples), tuple(fitted[sample.name] for sample in samples))
 
@@ -458,7 +458,7 @@ def fit_machine(measured: Measured, ranks: int, backend: str) -> Calibration:
     """Fit a machine to the samples. Figures that were not measured are those known of this device; for an unknown one
     those of an H200 on GPUs, and orders of magnitude on CPUs.
     """
-    known = find_device(measured.device)
+    known = find_machine_of_device(measured.device)
     base = known or (Machine.known("H200") if backend == "nccl" else Machine.cpus())
     base = replace(
         base,
@@ -501,7 +501,7 @@ def calibration_text(record: dict[str, Any]) -> str:
     names = ("measured_seconds", "fitted_seconds")
     rows = [(row["what"], *(f"{1e3 * row[name]:.3f}" for name in names)) for row in record["samples"]]
     machine = Machine.from_json(record["measured"])
-    figures = [(name, f"{value:.4g}") for name, value in machine.rates().items()]
+    figures = [(name, f"{value:.4g}") for name, value in machine.float_fields().items()]
     for level in LEVELS:
         for kind, wire in getattr(machine, level).wires().items():
             figures.append((f"{level} {kind}", f"{wire.bytes_per_second:.4g} bytes/s, {1e6 * wire.latency:.4g} µs"))

@@ -22,13 +22,13 @@ from longspan.errors import ConfigError, PlanError, plural
 from longspan.hub import find_local, hub_name
 from longspan.layout import Layout
 from longspan.plan import Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
-from longspan.plan.check import check_comm_types, heads_allow, name_arguments
+from longspan.plan.check import check_comm_types, heads_allow_degree, replace_argument_names
 from longspan.plan.cost.cost import DEFAULT_COST
 from longspan.plan.cost.machine import CostSettings, read_machine
 from longspan.plan.items.encoder_shape import EncoderShape
-from longspan.plan.planners.fixed import smallest_degree
+from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
-from longspan.plan.ways import which_degree, which_partition
+from longspan.plan.ways import compare_degrees, compare_partitions
 from longspan.train.plans.choice import KEYS
 from longspan.train.plans.run_cost import call_planner, check_planner
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
         return _show_degrees(flags) if asks_for_degree else _plan_step(flags)
     except PlanError as error:
         flag_names = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "cp"}  # "cp 4" is a degree
-        raise PlanError(name_arguments(str(error), flag_names)) from error
+        raise PlanError(replace_argument_names(str(error), flag_names)) from error
 
 
 def _plan_step(flags: PlanFlags) -> int:
@@ -147,7 +147,7 @@ def _show_degrees(flags: PlanFlags) -> int:
     home, lengths, source, options = _read_request(flags)
     if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
-    comparison = which_degree(lengths, home, options=options, dynamic_degrees=(flags.min_cp, flags.max_cp))
+    comparison = compare_degrees(lengths, home, options=options, dynamic_degrees=(flags.min_cp, flags.max_cp))
     seconds = {choice.cp: choice.planned.predicted_seconds for choice in comparison.choices}
     dynamic = comparison.dynamic and comparison.dynamic.predicted_seconds
     answer = {"best_cp": comparison.best.cp, "reason": comparison.reason(), "seconds": seconds, "dynamic": dynamic}
@@ -195,7 +195,7 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
     else:
         types, widest = check_comm_types(options.cp_comm_type), min(flags.max_cp or home.slots, home.slots)
         degrees = (d for d in range(widest, 0, -1) if home.slots % d == 0)
-        degree = flags.cp or next(d for d in degrees if heads_allow(d, options.heads, types, home.tp))
+        degree = flags.cp or next(d for d in degrees if heads_allow_degree(d, options.heads, types, home.tp))
         rows = max(USUAL_ROWS, -(-max(lengths) // degree))
     return home, lengths, source, replace(options, max_tokens_per_slot=rows or None)
 
@@ -212,9 +212,9 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
         if kind == "dynamic":
             return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=way)
         planner = plan_padded if kind == "padded" else plan_fixed
-        return planner(lengths, home, flags.cp or smallest_degree(lengths, home, way), options=way)
+        return planner(lengths, home, flags.cp or smallest_fitting_degree(lengths, home, way), options=way)
 
     if options.cost.states is None:
         return make(replace(options, partition="zigzag" if flags.partition == "auto" else flags.partition)), ""
-    choice = which_partition(lambda way: make(way).predicted_seconds, options, flags.partition)
+    choice = compare_partitions(lambda way: make(way).predicted_seconds, options, flags.partition)
     return make(choice.options), f"rows {choice.reason}"

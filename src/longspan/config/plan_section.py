@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, TypeVar
 
 from longspan.config.keys import AUTO, NOT_GIVEN, AtLeast, Needs, NonNegativeInt, PositiveInt, Texts
-from longspan.plan.micro_batch import level_sizes
+from longspan.plan.micro_batch import fit_level_sizes
 
 ONE_DEGREE = ("fixed", "padded")  # planners of plans that have one degree
 PLANNERS = (*ONE_DEGREE, "dynamic")  # another name is that of a function of the user's
@@ -178,7 +178,7 @@ def _fit_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, .
     same = (planner, degree) == (parent.planner, parent.context_parallel_size)
     if same or not sizes or not degree or isinstance(degree, str):  # a degree 0 or "auto" is chosen later
         return sizes
-    return level_sizes(sizes, degree)
+    return fit_level_sizes(sizes, degree)
 
 
 def _default_planner(degree: int | str, parent: PlanSection) -> str:

@@ -19,8 +19,8 @@ from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
 from longspan.hub import find_local
 from longspan.layout import Layout
-from longspan.plan.check import heads_allow
-from longspan.plan.micro_batch import level_sizes
+from longspan.plan.check import heads_allow_degree
+from longspan.plan.micro_batch import fit_level_sizes
 from longspan.train.plans import PlanChoice, plan_row_multiple
 
 ROWS = 8192  # of a slot in a micro-batch, if neither a flag nor a run has a number
@@ -174,7 +174,7 @@ def fit_evaluation(
     entry, choice, values = config.context.evaluation, PlanChoice.evaluation(config), dict[str, Any]()
     types, degree = choice.comm_types, choice.widest_degree(home)
     divisors = (divisor for divisor in range(1, home.slots + 1) if home.slots % divisor == 0)
-    degrees = [divisor for divisor in divisors if heads_allow(divisor, heads, types, home.tp)]
+    degrees = [divisor for divisor in divisors if heads_allow_degree(divisor, heads, types, home.tp)]
     if entry.context_parallel_size == AUTO:
         degree = degrees[-1]
     elif entry.planner in ONE_DEGREE:
@@ -183,7 +183,7 @@ def fit_evaluation(
         values["context_parallel_size"] = degree
         sizes = entry.hierarchical_context_parallel_sizes
         if "a2a+p2p" in types and not isinstance(sizes, int) and math.prod(sizes) != degree:
-            values["hierarchical_context_parallel_sizes"] = level_sizes(sizes, degree)
+            values["hierarchical_context_parallel_sizes"] = fit_level_sizes(sizes, degree)
     multiple, cap = plan_row_multiple(config.parallel), entry.max_tokens_per_slot
     rows = -(-longest // degree // multiple) * multiple
     if cap == AUTO or (not isinstance(cap, str) and 0 < cap < rows):

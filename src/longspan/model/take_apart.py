@@ -26,7 +26,7 @@ from longspan.model.vision.image_encoder import VisionParts, pack_attention, spl
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.cost import Cost
-from longspan.plan.items.encoder_shape import EncoderShape, Trained, window_layers
+from longspan.plan.items.encoder_shape import EncoderShape, Trained, read_window_layers
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
 
@@ -127,7 +127,7 @@ def _counted_shape(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape
     width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
-    windows, side = window_layers(ConfigReader.read_whole(config).section("vision_config"), layers)
+    windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)
     full_layers, in_windows = layers - windows, {"window_layers": windows, "window": side}
     return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
 

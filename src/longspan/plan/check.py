@@ -18,7 +18,7 @@ class LongDocumentError(PlanError):
     """A document that is longer than the rows of the widest possible group."""
 
 
-def name_arguments(text: str, names: Mapping[str, str]) -> str:
+def replace_argument_names(text: str, names: Mapping[str, str]) -> str:
     """Replace arguments of planners in an error's text by the names that its reader gives them, as keys or flags."""
     return re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], text)
 
@@ -49,7 +49,7 @@ def check_comm_type(name: str, value: object) -> None:
         raise PlanError(f"{name} is {value!r}; use one of {', '.join(COMM_TYPES)}, or the dotted name of your own")
 
 
-def check_size(documents: int, longest: int) -> None:
+def check_work_fits_int64(documents: int, longest: int) -> None:
     """Raise PlanError if sums of squared lengths might not fit 63 bits, in which work is counted."""
     limit = (2**63 - 1) // max(1, longest) ** 2
     if documents > limit:
@@ -70,7 +70,7 @@ def check_comm_types(cp_comm_type: str | Sequence[str]) -> tuple[str, ...]:
     return types
 
 
-def check_hierarchy(types: Iterable[str], sizes: Sequence[int] | None, degree: int) -> None:
+def check_hierarchical_sizes(types: Iterable[str], sizes: Sequence[int] | None, degree: int) -> None:
     """Raise PlanError if a layer uses a2a+p2p and the two sizes are missing or do not multiply to the degree."""
     if "a2a+p2p" not in types:
         return
@@ -88,7 +88,7 @@ def check_hierarchy(types: Iterable[str], sizes: Sequence[int] | None, degree: i
         )
 
 
-def heads_allow(degree: int, heads: int | None, types: Iterable[str], tp: int = 1) -> bool:
+def heads_allow_degree(degree: int, heads: int | None, types: Iterable[str], tp: int = 1) -> bool:
     """Return whether a group of this degree can divide the model's query heads (None: unknown, so it can).
 
     Only `a2a` deals heads to all slots of a group; the `tp` ranks of each slot divide its heads once more.

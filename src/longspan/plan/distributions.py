@@ -45,11 +45,11 @@ def _draw_lengths(name: str, random: np.random.Generator, count: int) -> NDArray
         return random.integers(1024, 65537, count).astype(np.float64)
     if name == "expo":
         return random.exponential(8192, count)
-    return random.choice(_file_tokens(), count)  # "files"
+    return random.choice(_stdlib_file_lengths(), count)  # "files"
 
 
 @cache
-def _file_tokens() -> NDArray[np.float64]:
+def _stdlib_file_lengths() -> NDArray[np.float64]:
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     sizes = [file.stat().st_size // 4 for file in files if "site-packages" not in file.parts]
     return np.array([size for size in sizes if size > 16], np.float64)

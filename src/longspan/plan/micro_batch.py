@@ -105,7 +105,7 @@ class MicroBatch:
         return max(rows.values(), default=0)
 
 
-def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
+def fit_level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     """Fit the configured sizes (a2a, p2p), or only the a2a size, to a group of this degree: the a2a size becomes the
     largest number that divides the configured one and the degree.
     """
@@ -113,7 +113,7 @@ def level_sizes(sizes: int | Sequence[int], degree: int) -> tuple[int, int]:
     return inner, degree // inner
 
 
-def type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
+def comm_type_text(types: str | Sequence[str], sizes: Iterable[int | Sequence[int] | None] = ()) -> str:
     """Write a communication type, or those of a list, with its levels (a2a, p2p); of several `sizes` the widest a2a."""
     name = types if isinstance(types, str) else "/".join(dict.fromkeys(types))
     levels = sorted({tuple(s) for s in sizes if s is not None and not isinstance(s, int)})

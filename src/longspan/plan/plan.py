@@ -23,12 +23,12 @@ from longspan.plan.check import (
     check_choice,
     check_comm_types,
     check_count,
-    check_hierarchy,
+    check_hierarchical_sizes,
     check_number,
-    check_size,
+    check_work_fits_int64,
 )
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, type_text
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, comm_type_text
 from longspan.plan.step_times import Timeline, lower_bound_seconds, slot_rows, timeline
 
 NO_MACHINE = "no machine: seconds only say how the parts of plans compare"
@@ -145,7 +145,7 @@ class Plan:
                 _check_group(f"micro-batch {m}, group {index}", group, self)
         _check_documents(self)
         pads = [group.pad_to or 0 for batch in self.micro_batches for group in batch.groups]  # priced as rows too
-        check_size(len(self.lengths), max((*pads, *self.lengths), default=0))
+        check_work_fits_int64(len(self.lengths), max((*pads, *self.lengths), default=0))
         _check_cap(self)
         return self
 
@@ -157,7 +157,7 @@ class Plan:
         try:
             values: dict[str, Any] = dict(parse_json(text))
             tokens, lengths = values.pop("tokens", None), tuple(values["lengths"])
-            batches = [[_read_group(group, lengths) for group in batch] for batch in values["micro_batches"]]
+            batches = [[_group_from_json(group, lengths) for group in batch] for batch in values["micro_batches"]]
             values |= {"lengths": lengths, "micro_batches": tuple(MicroBatch(tuple(groups)) for groups in batches)}
             values |= {"cost": Cost.from_json(values.get("cost", {}))}
             values.setdefault("targets", sum(lengths) - len(lengths))
@@ -216,7 +216,7 @@ def _check_group(where: str, group: Group, plan: Plan) -> None:
     check_choice(f"{where}: partition", group.partition, PARTITIONS)
     try:
         types = check_comm_types(group.cp_comm_type)
-        check_hierarchy(types, group.hierarchical_context_parallel_sizes, group.degree)
+        check_hierarchical_sizes(types, group.hierarchical_context_parallel_sizes, group.degree)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from None
 
@@ -286,7 +286,7 @@ def _degrees_text(batch: MicroBatch) -> str:
     return ", ".join([*texts, *[f"{others} more"] * bool(others)]) or "dummy"
 
 
-def _read_group(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
+def _group_from_json(values: dict[str, Any], lengths: tuple[Any, ...]) -> Group:
     fields: dict[str, Any] = {name: _list_as_tuple(value) for name, value in values.items()}
     fields.setdefault("lengths", tuple(lengths[d] for d in fields["documents"]))
     return Group(**fields)
@@ -305,7 +305,7 @@ def plan_row(step: int, plan: Plan, *, after: Cost | None = None) -> str:
     '{"step":7,"slots":8,...,"lengths":[900,300,20],"kinds":[["p2p",null,"zigzag",null]],"micro_batches":[[[0,0,4,0]]]}'
     """
     kinds = dict[tuple[Any, ...], int]()
-    batches = [[_group_row(group, kinds) for group in batch.groups] for batch in plan.micro_batches]
+    batches = [[_encode_group(group, kinds) for group in batch.groups] for batch in plan.micro_batches]
     row = {"step": step} | {name: getattr(plan, name) for name in (*_NUMBERS, *_SECONDS)}
     row |= {} if plan.cost == after else {"cost": plan.cost.to_json()}
     row |= {"lengths": plan.lengths, "kinds": list(kinds), "micro_batches": batches}
@@ -342,7 +342,7 @@ def read_plan_row(line: str | bytes, cost: Cost = DEFAULT_COST, where: str = "th
         degrees = (group[2] for batch in row["micro_batches"] for group in batch if not isinstance(group[1], list))
         if row["slots"] > _MOST_SLOTS or sum(degrees) > _MOST_PLACES:
             raise ValueError(f"it has more than {_MOST_SLOTS:,} slots, or groups of more than {_MOST_PLACES:,} in all")
-        batches = (MicroBatch(tuple(_read_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
+        batches = (MicroBatch(tuple(_decode_groups(batch, kinds, lengths))) for batch in row["micro_batches"])
         values: dict[str, Any] = {name: row[name] for name in (*_NUMBERS, *_SECONDS)}
         plan = Plan(lengths=lengths, micro_batches=tuple(batches), cost=cost, **values)
         return int(row["step"]), plan.check()
@@ -379,7 +379,9 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     """
     counts = dict[tuple[int, str], tuple[int, int]]()
     for group in (group for batch in plan.micro_batches for group in batch.groups):
-        kind = type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes]) if group.degree > 1 else ""
+        kind = (
+            comm_type_text(group.cp_comm_type, [group.hierarchical_context_parallel_sizes]) if group.degree > 1 else ""
+        )
         key = group.degree, kind
         count, tokens = counts.get(key, (0, 0))
         counts[key] = count + 1, tokens + group.tokens
@@ -389,7 +391,7 @@ def group_counts(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def _group_row(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
+def _encode_group(group: Group, kinds: dict[tuple[Any, ...], int]) -> list[Any]:
     """A kind that `kinds` lacks is added to it, with the next number."""
     kind = group.cp_comm_type, group.hierarchical_context_parallel_sizes, group.partition, group.pad_to
     slots, number = group.slots, kinds.setdefault(kind, len(kinds))
@@ -402,7 +404,7 @@ def _list_as_tuple(value: Any) -> Any:
     return tuple(cast(list[Any], value)) if isinstance(value, list) else value
 
 
-def _read_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
+def _decode_groups(rows: Iterable[list[Any]], kinds: list[list[Any]], lengths: tuple[int, ...]) -> Iterator[Group]:
     """A row is the number of its kind, its slots as a list, or the first slot and their number, and its documents."""
     for number, first, *numbers in rows:
         is_list = isinstance(first, list)

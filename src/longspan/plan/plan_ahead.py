@@ -80,7 +80,7 @@ class PlanAhead:
         for old in [old for old in self._answers if not (goes_on and old in window)]:
             self._answers.pop(old).cancel()
         for missing in (coming for coming in window if coming not in self._answers):
-            self._answers[missing] = self._thread.submit(self._ask, self._worker, missing)
+            self._answers[missing] = self._thread.submit(self._request_plan, self._worker, missing)
 
     def plan(self, step: int) -> Plan:
         """Return the plan of this step, waited for if need be; the plans of the next steps are begun. Raises what the
@@ -119,10 +119,10 @@ class PlanAhead:
 
     def _plan_inline(self, step: int) -> Plan:
         if self._made_inline is None or self._made_inline[0] != step:
-            self._made_inline = (step, check_plan(self._planner(step), step))
+            self._made_inline = (step, check_planner_result(self._planner(step), step))
         return self._made_inline[1]
 
-    def _ask(self, worker: Worker, step: int) -> bytes:
+    def _request_plan(self, worker: Worker, step: int) -> bytes:
         try:
             worker.connection.send(step)
             return worker.connection.recv_bytes()
@@ -157,7 +157,7 @@ def _start_worker(planner: Planner) -> Worker:
     return worker
 
 
-def check_plan(plan: Any, step: int) -> Plan:
+def check_planner_result(plan: Any, step: int) -> Plan:
     if not isinstance(plan, Plan):
         raise PlanError(
             f"the planner returned {type(cast(object, plan)).__name__} for step {step}; it must return a Plan"
@@ -176,11 +176,11 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
         import_main(main)
         planner = pickle.loads(payload)
     except BaseException as error:  # then each `PlanAhead.plan` raises it
-        planner = partial(_fail, error)
+        planner = partial(_raise_planner_error, error)
     with suppress(OSError):  # the owner is gone
         while (step := next_request(connection, parent)) is not None:
             try:
-                answer = pickle.dumps(check_plan(planner(step), step))
+                answer = pickle.dumps(check_planner_result(planner(step), step))
             except BaseException as error:
                 told = error
                 if not isinstance(error, Exception) or pickle_error(error) is None:  # a SystemExit would end the owner
@@ -191,5 +191,5 @@ def serve_plans(connection: "Connection[Any, Any]", parent: int) -> None:
             connection.send_bytes(answer)
 
 
-def _fail(error: BaseException, step: int) -> NoReturn:
+def _raise_planner_error(error: BaseException, step: int) -> NoReturn:
     raise error

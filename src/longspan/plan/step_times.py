@@ -37,7 +37,7 @@ class GroupTable:
     ways: tuple[Way, ...]  # the types, a2a sizes and partitions that groups have
 
     @classmethod
-    def of(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
+    def from_micro_batches(cls, micro_batches: Sequence[MicroBatch]) -> "GroupTable":
         groups = [(m, group) for m, batch in enumerate(micro_batches) for group in batch.groups]
         degree = _int_array([len(group.slots) for _, group in groups])
         counts = _int_array([len(group.lengths) for _, group in groups])
@@ -45,7 +45,7 @@ class GroupTable:
         lengths = np.fromiter(chain.from_iterable(group.lengths for _, group in groups), np.int64, len(pad))
         rows = np.where(pad > 0, pad, lengths)
         ways: dict[Way, int] = {}
-        way = _int_array([ways.setdefault(_group_way(group), len(ways)) for _, group in groups])
+        way = _int_array([ways.setdefault(_type_size_and_partition(group), len(ways)) for _, group in groups])
         return cls(
             micro_batch=_int_array([m for m, _ in groups]),
             degree=degree,
@@ -65,22 +65,22 @@ class GroupTable:
         """The most rows that one member of each group holds (G,)."""
         return -(-self.tokens // self.degree)
 
-    def seconds(self, cost: Cost, node_size: int) -> Floats:
+    def group_seconds(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds that each group takes of each of its slots (G,), by its own type and partition."""
-        together, seconds = self.fewest_together(node_size), np.zeros(len(self.degree))
+        together, seconds = self.fewest_slots_on_one_node(node_size), np.zeros(len(self.degree))
         for index, (kind, a2a_size, partition) in enumerate(self.ways):
             of_way = self.way == index
-            seconds[of_way] = self._priced(cost.under(kind, a2a_size).for_partition(partition), together, of_way)
+            seconds[of_way] = self._price_groups(cost.under(kind, a2a_size).for_partition(partition), together, of_way)
         return seconds
 
-    def seconds_under(self, cost: Cost, node_size: int) -> Floats:
+    def group_seconds_with_type(self, cost: Cost, node_size: int) -> Floats:
         """Return the seconds of each group (G,) as if it had the cost's type; inf where heads or degree forbid it. A
         group of one slot, which sends nothing, has any type.
         """
-        seconds = self._priced(cost, self.fewest_together(node_size), slice(None))
+        seconds = self._price_groups(cost, self.fewest_slots_on_one_node(node_size), slice(None))
         return np.where(cost.allows(self.degree) | (self.degree == 1), seconds, np.inf)
 
-    def _priced(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
+    def _price_groups(self, cost: Cost, together: Integers, some: NDArray[np.bool_] | slice) -> Floats:
         # Kernels skip padding, so a cost with a network, of a real machine, leaves it out; an ideal cost has it.
         squares = (self.unpadded if cost.network else self.squares)[some]
         degree, together = self.degree[some], together[some]
@@ -88,7 +88,7 @@ class GroupTable:
         seconds = cost.group_seconds(tokens, squares, degree, inside, documents, together=together)
         return seconds - cost.real_row_seconds * self.skipped[some]
 
-    def fewest_together(self, node_size: int) -> Integers:
+    def fewest_slots_on_one_node(self, node_size: int) -> Integers:
         """Return the slots of each group on the node that has the fewest of them (G,); slots of a node count together
         only where they are neighbours in the group.
         """
@@ -108,7 +108,7 @@ class GroupTable:
         return sums.reshape(count, slots)
 
 
-def _group_way(group: Group) -> Way:
+def _type_size_and_partition(group: Group) -> Way:
     types = (group.cp_comm_type,) if isinstance(group.cp_comm_type, str) else group.cp_comm_type
     kind = max(types, key=types.count) if group.degree > 1 else "p2p"
     return kind, (group.hierarchical_context_parallel_sizes or (1,))[0], group.partition
@@ -156,7 +156,7 @@ class Timeline:
 
 def slot_rows(micro_batches: Sequence[MicroBatch], slots: int, row_multiple: int = 1) -> Integers:
     """Return the rows that each slot holds in each micro-batch (M, slots), with padding, in whole `row_multiple`s."""
-    table = GroupTable.of(micro_batches)
+    table = GroupTable.from_micro_batches(micro_batches)
     rows = table.sums_by_slot(table.rows, len(micro_batches), slots).astype(np.int64)
     return -(-rows // row_multiple) * row_multiple
 
@@ -171,8 +171,8 @@ def timeline(
     row_multiple: int = 1,
 ) -> Timeline:
     """Return when each slot works in each micro-batch; slot ids must be below `slots`, which `Plan.check` checks."""
-    table, count = GroupTable.of(micro_batches), len(micro_batches)
-    seconds = table.seconds(cost, node_size)
+    table, count = GroupTable.from_micro_batches(micro_batches), len(micro_batches)
+    seconds = table.group_seconds(cost, node_size)
     busy = table.sums_by_slot(seconds, count, slots)
     if cost.launch_seconds:  # a slot is not faster than its host
         launches = cost.group_launch_seconds + cost.document_launch_seconds * table.documents.astype(np.float64)

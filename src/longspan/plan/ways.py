@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from longspan.errors import LongspanError, PlanError, plural
 from longspan.layout import Layout, check_lengths
-from longspan.plan.check import check_comm_types, heads_allow
-from longspan.plan.micro_batch import PARTITIONS, PartitionKind, level_sizes, type_text
+from longspan.plan.check import check_comm_types, heads_allow_degree
+from longspan.plan.micro_batch import PARTITIONS, PartitionKind, comm_type_text, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import plan_fixed
 from longspan.plan.planners.options import PlanOptions
@@ -31,9 +31,9 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     a node. Contiguous rows, which are even only under a2a, take other types only where the heads do not allow a2a.
     """
     if options.cp_comm_type != "auto":
-        return [options if cp is None else fit_to_degree(options, cp)]
+        return [options if cp is None else options_at_degree(options, cp)]
     known, types = options.heads is not None, ["p2p", "all_gather"]
-    exchanged = known and (cp is None or heads_allow(cp, options.heads, ("a2a",), home.tp))
+    exchanged = known and (cp is None or heads_allow_degree(cp, options.heads, ("a2a",), home.tp))
     if cp == 1:  # one slot sends nothing, so that all types are the same
         types = ["p2p"]
     elif options.partition == "contiguous":
@@ -43,11 +43,11 @@ def list_type_options(options: PlanOptions, home: Layout, cp: int | None = None)
     return [replace(options, cp_comm_type=kind, hierarchical_context_parallel_sizes=None) for kind in types]
 
 
-def fit_to_degree(options: PlanOptions, cp: int) -> PlanOptions:
+def options_at_degree(options: PlanOptions, cp: int) -> PlanOptions:
     sizes = options.hierarchical_context_parallel_sizes
     if sizes is None or "a2a+p2p" not in check_comm_types(options.cp_comm_type):
         return options
-    levels = level_sizes(sizes if isinstance(sizes, int) else tuple(sizes), cp)
+    levels = fit_level_sizes(sizes if isinstance(sizes, int) else tuple(sizes), cp)
     return replace(options, hierarchical_context_parallel_sizes=levels)
 
 
@@ -55,7 +55,7 @@ def plan_type_text(plan: Plan) -> str:
     groups = [group for group in chain.from_iterable(batch.groups for batch in plan.micro_batches) if group.degree > 1]
     kinds = ((g.cp_comm_type,) if isinstance(g.cp_comm_type, str) else g.cp_comm_type for g in groups)
     names = list(dict.fromkeys(chain.from_iterable(kinds)))
-    return type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
+    return comm_type_text(names, (group.hierarchical_context_parallel_sizes for group in groups)) if names else ""
 
 
 class PartitionChoice(NamedTuple):
@@ -67,7 +67,7 @@ class PartitionChoice(NamedTuple):
     reason: str
 
 
-def which_partition(
+def compare_partitions(
     seconds_of: Callable[[PlanOptions], float],
     options: PlanOptions,
     partition: Literal["auto"] | PartitionKind = "auto",
@@ -88,7 +88,7 @@ def which_partition(
     if not seconds:
         raise PlanError(f"no way to deal out rows is possible: {'; '.join(refused.values())}")
     chosen = next(way for way in seconds if seconds[way] <= CLOSE * min(seconds.values()))
-    names = {way: f"{way.partition} under {type_text(way.cp_comm_type)}" for way in (*seconds, *refused)}
+    names = {way: f"{way.partition} under {comm_type_text(way.cp_comm_type)}" for way in (*seconds, *refused)}
     others = sorted((way for way in seconds if way is not chosen), key=seconds.__getitem__)
     if options.cost.source:
         texts = [f"{names[chosen]}: {seconds[chosen]:.3g} s predicted"]
@@ -128,7 +128,7 @@ def widest_degree(home: Layout, options: PlanOptions, most: int = 0) -> int:
     """Return the highest degree that a group of a dynamic plan may have, at most `most` (0: all slots)."""
     types = check_comm_types(options.cp_comm_type)
     degrees = range(min(most or home.slots, home.slots), 1, -1)
-    return next((degree for degree in degrees if heads_allow(degree, options.heads, types, home.tp)), 1)
+    return next((degree for degree in degrees if heads_allow_degree(degree, options.heads, types, home.tp)), 1)
 
 
 class DegreeChoice(NamedTuple):
@@ -162,19 +162,19 @@ class DegreeComparison:
         kind = f", {plan_type_text(best.planned)}" if best.cp > 1 else ""
         line = f"evaluation{f' of {name}' if name else ''} at cp {best.cp}{kind}: "
         line += plural(len(best.planned.lengths), "document")
-        line += f" in {self._time_text(best.planned)} predicted" if best.planned.cost.source else ""
-        slower = ", ".join(f"cp {choice.cp} {self._time_text(choice.planned)}" for choice in named)
+        line += f" in {self._plan_time_text(best.planned)} predicted" if best.planned.cost.source else ""
+        slower = ", ".join(f"cp {choice.cp} {self._plan_time_text(choice.planned)}" for choice in named)
         slower += f", {len(others) - NAMED} more slower" if len(others) > NAMED else ""
-        dynamic = [f"dynamic plan {self._time_text(self.dynamic)}"] if self.dynamic else []
+        dynamic = [f"dynamic plan {self._plan_time_text(self.dynamic)}"] if self.dynamic else []
         return "; ".join([line, *filter(None, [slower]), *dynamic, *self.left_out])
 
-    def _time_text(self, plan: Plan) -> str:
+    def _plan_time_text(self, plan: Plan) -> str:
         if plan.cost.source:
             return f"{plan.predicted_seconds:.3g} s"
         return f"{plan.predicted_seconds / self.best.planned.predicted_seconds:.2f} x as long"
 
 
-def which_degree(
+def compare_degrees(
     lengths: Sequence[int],
     home: Layout,
     *,
@@ -184,7 +184,7 @@ def which_degree(
 ) -> DegreeComparison:
     """Price forward passes over these documents at each degree, and by a dynamic plan.
 
-    >>> which_degree([8192] * 1024, Layout(8192, tp=2, pp=4)).best.cp
+    >>> compare_degrees([8192] * 1024, Layout(8192, tp=2, pp=4)).best.cp
     4
 
     `options` are those of the plans, with the cost of a slot. Their `cp_comm_type` "auto" takes at each degree the
@@ -202,7 +202,7 @@ def which_degree(
     for cp in degrees:
         if longest > cp * (cap // multiple * multiple):
             refused.append(f"cp {cp} holds {plural(cp * cap, 'row')}, the longest document has {longest:,}")
-        elif not heads_allow(cp, heads, types, home.tp):
+        elif not heads_allow_degree(cp, heads, types, home.tp):
             refused.append(f"cp {cp} does not divide {(heads or 0) // home.tp} query heads")
         else:
             choices.append(_price_degree(lengths, home, options, cp))
@@ -218,11 +218,11 @@ def which_degree(
 
     (least_cp, most_cp), best = dynamic_degrees, comparison.best.options
 
-    def make(options: PlanOptions) -> Plan:
+    def make_plan(options: PlanOptions) -> Plan:
         return plan_dynamic(lengths, home, min_cp=least_cp, max_cp=most_cp or None, options=options)
 
     try:
-        dynamic = plan_evaluation(make, lengths, home, best, widest_degree(home, best, most_cp))
+        dynamic = plan_evaluation(make_plan, lengths, home, best, widest_degree(home, best, most_cp))
     except PlanError as error:
         return replace(comparison, left_out=(*refused, f"no dynamic plan: {error}"))
     return replace(comparison, dynamic=dynamic)

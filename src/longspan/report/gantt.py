@@ -131,8 +131,8 @@ def _document_colors(bars: Sequence[Bar]) -> dict[int, int]:
 
 def group_times(plan: Plan, cost: Cost) -> list[np.ndarray]:
     """The seconds that each group takes of each of its slots, per micro-batch, without the launches."""
-    table = GroupTable.of(plan.micro_batches)
-    seconds = table.seconds(cost, plan.node_size)
+    table = GroupTable.from_micro_batches(plan.micro_batches)
+    seconds = table.group_seconds(cost, plan.node_size)
     return np.split(seconds, np.cumsum([len(m.groups) for m in plan.micro_batches])[:-1]) if plan.micro_batches else []
 
 

@@ -30,7 +30,7 @@ from longspan.host import free_host_bytes
 from longspan.layout import Layout
 from longspan.plain_text import bytes_text
 from longspan.plan import Cost, Machine, MemoryBudget, MemoryNeeds, MemoryPlan, MemorySettings, Plan, choose_memory
-from longspan.plan.memory.memory_plan import step_seconds
+from longspan.plan.memory.memory_plan import mean_step_seconds
 from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS, gib_text
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
@@ -258,7 +258,7 @@ class RunMemory:
                 continue
             cost = self._plan_cost(memory).shared_by(self.ahead.home.tp)
             needs = MemoryNeeds.of(self.model, self.ahead.home, steps, self.settings, machine=self.machine)
-            seconds = step_seconds(self.model, steps, memory, needs, self.machine, cost)
+            seconds = mean_step_seconds(self.model, steps, memory, needs, self.machine, cost)
             choices.append((seconds, rows, memory))
         if not choices:
             assert refusal is not None
@@ -305,7 +305,7 @@ def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[int, MemoryPl
     """Return the rows of a slot, the plan of memory and ""; or why the model's bytes cannot be counted."""
     given_rows = run.config.context.max_tokens_per_slot
     try:
-        ModelNumbers.of(run.model, run.ahead.home, run.settings)
+        ModelNumbers.from_config(run.model, run.ahead.home, run.settings)
     except PlanError as error:
         rows = given_rows if isinstance(given_rows, int) else run.ahead.rows_to_try(run.config)[-1 if run.gpu else 0]
         return rows, None, str(error)

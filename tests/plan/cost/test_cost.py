@@ -32,10 +32,10 @@ from longspan.plan import (
     plan_dynamic,
     plan_fixed,
 )
-from longspan.plan.cost.cost import StateCost, busiest_ratio
+from longspan.plan.cost.cost import StateCost, attention_imbalance
 from longspan.plan.cost.links import Link
-from longspan.plan.cost.machine import SHARDING_SHARE, UPDATE_BYTES, with_recomputation
-from longspan.plan.micro_batch import level_sizes
+from longspan.plan.cost.machine import SHARDING_SHARE, UPDATE_BYTES, cost_with_recomputation
+from longspan.plan.micro_batch import fit_level_sizes
 from longspan.plan.shape.model_shape import QWEN3_8B, ModelShape
 from longspan.ssm.chains import Chains
 from tests.plan.cases import HYBRID, bounded, flops_cost, plans
@@ -252,7 +252,7 @@ BYTES = StateCost(state_bytes=HEADS * KEY * VALUE * 4.0, transition_bytes=HEADS 
 def sent(lengths: list[int], degree: int, partition: str) -> tuple[float, int]:
     """Bytes that the members of a group give: as priced, and as their exchange has them."""
     group = Group(tuple(range(degree)), tuple(range(len(lengths))), tuple(lengths), partition=partition)
-    priced = BYTES.for_partition(partition).run_bytes(len(lengths), sum(lengths), degree)
+    priced = BYTES.for_partition(partition).exchanged_state_bytes(len(lengths), sum(lengths), degree)
     chains = Chains(ShardPart(group, 0, 0, 0, world_key=-1), torch.device("cpu"))
     return float(priced), 4 * HEADS * sum(chains.forward.count_rows(KEY * VALUE, KEY * KEY))
 
@@ -298,9 +298,9 @@ def test_the_busiest_slot_of_a_contiguous_ring(lengths: list[int], degree: int) 
         runs = group.shares.segments(member)
         pairs.append(float((runs.stop.astype(float) ** 2 - runs.start.astype(float) ** 2).sum()))
     tokens, squares = float(sum(lengths)), float(sum(n * n for n in lengths))
-    priced = busiest_ratio("contiguous", np.array(tokens), np.array(squares), np.array(float(degree)))
+    priced = attention_imbalance("contiguous", np.array(tokens), np.array(squares), np.array(float(degree)))
     assert priced == pytest.approx(max(pairs) * degree / sum(pairs), rel=0.01)
-    assert busiest_ratio("zigzag", np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
+    assert attention_imbalance("zigzag", np.array(tokens), np.array(squares), np.array(4.0)) == 1.0
 
 
 def test_costs_of_states_follow_the_cost() -> None:
@@ -315,12 +315,12 @@ def test_costs_of_states_follow_the_cost() -> None:
     assert (
         halves and halves.state_bytes == cost.states.state_bytes / 2 and halves.step_seconds == cost.states.step_seconds
     )
-    full = with_recomputation(cost, ModelShape.of(HYBRID), "full")
+    full = cost_with_recomputation(cost, ModelShape.of(HYBRID), "full")
     assert full.states and full.states.state_bytes == cost.states.state_bytes * 3 / 2
     assert full.states.summary_seconds == pytest.approx(cost.states.summary_seconds * 5 / 3)
     assert full.for_partition("contiguous").forward_only() == cost.for_partition("contiguous").forward_only()
     weights = cost.linear_seconds - cost.states.scan_seconds
-    frozen = with_recomputation(cost, ModelShape.of(HYBRID), "none", frozen=True).linear_seconds
+    frozen = cost_with_recomputation(cost, ModelShape.of(HYBRID), "none", frozen=True).linear_seconds
     assert frozen == pytest.approx(weights * 4 / 6 + cost.states.scan_seconds)
     assert Cost().for_partition("contiguous") == Cost()
 
@@ -345,19 +345,19 @@ def flops(recomputed: int) -> int:
 def test_recomputed_flops_are_those_that_torch_counts(layers: int) -> None:
     none, some = flops(0), flops(layers)
     cost = flops_cost(TINY, tflops=1.0)
-    recomputed = with_recomputation(cost, TINY_SHAPE, "selective", layers)
+    recomputed = cost_with_recomputation(cost, TINY_SHAPE, "selective", layers)
     assert recomputed.linear_seconds / cost.linear_seconds == pytest.approx(some / none, rel=2e-3)
-    assert recomputed == (with_recomputation(cost, TINY_SHAPE, "selective") if layers == 3 else recomputed)
+    assert recomputed == (cost_with_recomputation(cost, TINY_SHAPE, "selective") if layers == 3 else recomputed)
 
 
 def test_full_recomputation_repeats_attention_and_its_ring() -> None:
     cost = flops_cost(TINY, tflops=1.0)
-    full, third = (with_recomputation(cost, TINY_SHAPE, "full", layers) for layers in (None, 1))
+    full, third = (cost_with_recomputation(cost, TINY_SHAPE, "full", layers) for layers in (None, 1))
     assert full.attention_seconds == pytest.approx(cost.attention_seconds * 9 / 7)
     assert full.ring_step_seconds == pytest.approx(cost.ring_step_seconds * 3 / 2)
     assert full.ring_bytes == pytest.approx(cost.ring_bytes * 4 / 3)
     assert third.attention_seconds == pytest.approx(cost.attention_seconds * (1 + 2 / 21))
-    assert with_recomputation(cost, TINY_SHAPE, "none") == cost
+    assert cost_with_recomputation(cost, TINY_SHAPE, "none") == cost
     assert full.linear_seconds > cost.linear_seconds
     assert full.forward_only() == cost.forward_only()  # an evaluation computes nothing again
     assert full.shared_by(2).forward_only() == cost.shared_by(2).forward_only()
@@ -365,8 +365,8 @@ def test_full_recomputation_repeats_attention_and_its_ring() -> None:
 
 def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> None:
     cost = flops_cost(TINY, tflops=1.0)
-    lean, half = (with_recomputation(cost, TINY_SHAPE, "selective", layers) for layers in (0, 1))
-    exchanged = with_recomputation(cost, TINY_SHAPE, "exchanged")
+    lean, half = (cost_with_recomputation(cost, TINY_SHAPE, "selective", layers) for layers in (0, 1))
+    exchanged = cost_with_recomputation(cost, TINY_SHAPE, "exchanged")
     queries, keys = 4 * 16, 2 * 16
     once, again = 2 * 2 * (queries + keys), queries + 2 * keys  # q, k, v and out forward, their gradients backward
     assert lean.exchange_bytes == pytest.approx(cost.exchange_bytes * (1 + again / once))
@@ -376,10 +376,12 @@ def test_lean_recomputation_exchanges_queries_keys_and_values_once_more() -> Non
 
 def test_frozen_weights_cost_no_gradients_of_their_own() -> None:
     cost = flops_cost(TINY, tflops=1.0)
-    frozen, recomputed = (with_recomputation(cost, TINY_SHAPE, kind, frozen=True) for kind in ("none", "selective"))
+    frozen, recomputed = (
+        cost_with_recomputation(cost, TINY_SHAPE, kind, frozen=True) for kind in ("none", "selective")
+    )
     assert frozen.linear_seconds == pytest.approx(cost.linear_seconds * 4 / 6)
     assert frozen.attention_seconds == cost.attention_seconds and frozen.forward_only() == cost.forward_only()
-    more = with_recomputation(cost, TINY_SHAPE, "selective").linear_seconds - cost.linear_seconds
+    more = cost_with_recomputation(cost, TINY_SHAPE, "selective").linear_seconds - cost.linear_seconds
     assert recomputed.linear_seconds == pytest.approx(frozen.linear_seconds + more)
 
 
@@ -442,7 +444,7 @@ def test_under_auto_a_small_exchange_and_a_hidden_ring_do_not_beat_it() -> None:
 
 def retype(plan: Plan, kind: str, inner: int) -> Plan:
     def typed(g: Group) -> Group:
-        return replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=level_sizes(inner, g.degree))
+        return replace(g, cp_comm_type=kind, hierarchical_context_parallel_sizes=fit_level_sizes(inner, g.degree))
 
     batches = (MicroBatch(tuple(typed(group) for group in batch.groups)) for batch in plan.micro_batches)
     return replace(plan, micro_batches=tuple(batches))

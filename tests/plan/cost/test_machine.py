@@ -19,7 +19,7 @@ from longspan.plan import AttentionCall, Cost, CostSettings, Group, Machine, Mic
 from longspan.plan.cost import cost as costs
 from longspan.plan.cost import machine as machines
 from longspan.plan.cost.links import KINDS, Link
-from longspan.plan.cost.machine import LOGIT_BYTES, find_device
+from longspan.plan.cost.machine import LOGIT_BYTES, find_machine_of_device
 from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG
 from longspan.plan.shape.model_shape import ModelShape
@@ -211,7 +211,7 @@ def test_known_machines() -> None:
         assert machine.assumed and machine.device.lower() == name.lower()
     assert Machine.known("b200").product_flops_per_second > H200.product_flops_per_second
     devices = ("NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA GH200 480GB", "NVIDIA L4")
-    assert [known and known.device for known in map(find_device, devices)] == ["H200", "B200", None, None]
+    assert [known and known.device for known in map(find_machine_of_device, devices)] == ["H200", "B200", None, None]
     with pytest.raises(PlanError, match="no figures of 'V100'; known are H200, A100-40, A100-80, H100, B200, or"):
         Machine.known("V100")
     memory = {name: Machine.known(name).memory_bytes >> 20 for name in ("h200", "H100", "a100-40")}
@@ -303,7 +303,7 @@ def without_real_rows(cost: Cost) -> Cost:
 @pytest.mark.parametrize("lengths", [(100, 300), (1,), (400, 400), (399, 7, 250)])
 def test_the_busiest_slot_computes_real_rows(partition: PartitionKind, degree: int, lengths: tuple[int, ...]) -> None:
     group = Group(tuple(range(degree)), tuple(range(len(lengths))), lengths, partition=partition, pad_to=400)
-    (skipped,) = GroupTable.of([MicroBatch((group,))]).skipped
+    (skipped,) = GroupTable.from_micro_batches([MicroBatch((group,))]).skipped
     busiest = 400 * len(lengths) / degree - skipped
     assert busiest == pytest.approx(max(real_rows(group)), abs=len(lengths))  # shares are not rounded to whole rows
     assert sum(lengths) / degree <= busiest * (1 + 1e-12)

@@ -70,7 +70,7 @@ def test_rows_among_those_of_members(table: ItemTable, degree: int, zigzag: bool
     lengths = [table.lengths[document] if padding is None else max(table.lengths) + padding for document in documents]
     shares = (Partition.zigzag if zigzag else Partition.contiguous)(lengths, degree)
     for modality in table.modalities:
-        rows, ids = table.of(modality), row_ids(table, modality)
+        rows, ids = table.rows_of_modality(modality), row_ids(table, modality)
         assert sum(rows.counts) == len(ids)
         for member in range(degree):
             among = rows.find_rows(documents, shares.segments(member))
@@ -95,7 +95,7 @@ def test_every_row_is_encoded_once_and_needed_where_its_position_is(
     needed_by = NeededBy(micro_batches=plan.micro_batches, home=home, row_multiple=tp, split_over_tp=parts and tp > 1)
     planning = EncoderPlanning(home=encoder_home, max_rows_per_slot=30, max_cp=max_cp)
     for modality, waves in plan_items(table, needed_by, dict.fromkeys(table.modalities, planning)).items():
-        count, slots = sum(table.of(modality).counts), len(home.ranks) // encoder_tp
+        count, slots = sum(table.rows_of_modality(modality).counts), len(home.ranks) // encoder_tp
         have, need = np.zeros(count, dtype=int), np.zeros(count, dtype=int)
         for wave in waves.waves:
             here = np.zeros(count, dtype=int)

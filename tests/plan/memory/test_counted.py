@@ -76,7 +76,7 @@ def test_layers_keep_what_is_planned(world: World, family: str, word: str) -> No
     needs, counted = _compare(world, family, word)
     once = _ONCE * (family in EXPERTS)
     if word == "none":  # the last layer's input is gone
-        once = _ONCE + needs.places[0].row_bytes
+        once = _ONCE + needs.places[0].hidden_row_bytes
     _check_kept(needs, counted, word, once)
     assert abs(_peak(needs, word) / counted.most - 1) <= PEAK
 
@@ -101,7 +101,7 @@ def test_norms_of_gpus(world: World, family: str, monkeypatch: pytest.MonkeyPatc
     (place,), (load,) = needs.places, needs.loads
     assert [place.layer_bytes(i, load, "none").kept for i in range(2)] == pytest.approx(counted.kept, rel=1e-3)
     layer = place.layer_bytes(1, load, "none")
-    others = counted.alive[1] - place.row_bytes * ROWS + _head_bytes(needs)  # its input counts as kept
+    others = counted.alive[1] - place.hidden_row_bytes * ROWS + _head_bytes(needs)  # its input counts as kept
     assert counted.backward[1] == pytest.approx(others + layer.kept + layer.backward, rel=PEAK)
 
 
@@ -155,8 +155,10 @@ def _over_ranks(rank: int) -> tuple[dict[str, tuple[float, float]], dict[str, tu
             needs = MemoryNeeds.of(config.to_dict(), world.home, plan, settings)
             (place,), (load,) = needs.places, needs.loads
             layer = place.layer_bytes(1, load, word)
-            slices, *_ = LayerTable(place.read, settings, load).exchange_slices()
-            others = counted.alive[1] - place.row_bytes * load.rows + _head_bytes(needs)  # its input counts as kept
+            slices, *_ = LayerTable(place.read, settings, load).head_exchange_slices()
+            others = (
+                counted.alive[1] - place.hidden_row_bytes * load.rows + _head_bytes(needs)
+            )  # its input counts as kept
             planned = others + layer.kept + layer.backward
             peaks[order] = slices, planned, counted.backward[1]
     return kept, peaks

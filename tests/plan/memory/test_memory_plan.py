@@ -25,7 +25,12 @@ from longspan.plan import (
 )
 from longspan.plan.cost.machine import CostSettings
 from longspan.plan.memory.layer_table import LayerTable, slot_loads
-from longspan.plan.memory.memory_plan import MemoryPrices, fit_fewest_layers, memory_choices, seconds_beyond_settings
+from longspan.plan.memory.memory_plan import (
+    MemoryPrices,
+    fit_with_fewest_slow_layers,
+    memory_choices,
+    seconds_beyond_settings,
+)
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import QWEN3_8B
 
@@ -139,7 +144,7 @@ def test_an_update_has_two_buckets_of_the_states() -> None:
         plan = plan_fixed([8], home, cp=1)
         needs = MemoryNeeds.of(config, home, plan, MemorySettings(offload_states=True, shard_parameters=False))
         (place,) = needs.places
-        update = next(place.moments(needs.loads, needs.under("none").measures))
+        update = next(place.bytes_at_moments(needs.loads, needs.under("none").measures))
         assert update.gradients == update.weights
         assert update.states == (states or needs.under("none").host.states) > place.resident_bytes.states == 0
 
@@ -187,9 +192,9 @@ def test_segments_under_a2a_are_planned_as_measured() -> None:
 def test_loads_have_the_slices_that_attention_chooses() -> None:
     for rows, degree, slices in ((4096, 2, 1), (65536, 2, 2), (360448, 2, 4), (360448, 8, 2)):
         plan = plan_fixed([rows * degree], Layout(degree), cp=degree, cp_comm_type="a2a")
-        (load,) = slot_loads([plan], ConfigReader.of(QWEN3_8B), MemorySettings(), Machine())
-        table = LayerTable(ConfigReader.of(QWEN3_8B), MemorySettings(), load)
-        assert table.exchange_slices() == (slices, 1 if degree == 8 else slices, 1), rows
+        (load,) = slot_loads([plan], ConfigReader.read_language_model(QWEN3_8B), MemorySettings(), Machine())
+        table = LayerTable(ConfigReader.read_language_model(QWEN3_8B), MemorySettings(), load)
+        assert table.head_exchange_slices() == (slices, 1 if degree == 8 else slices, 1), rows
 
 
 # ---- what is chosen: it fits, nothing that is faster fits, and keys given by hand win
@@ -244,7 +249,7 @@ def test_more_layers_of_the_slower_measure_where_the_host_is_small(slow: str, fa
     needs, _ = needs_of(65536)
     least, most = (needs.under(needs.measures_of_layers(slow, count, fast)).host.total for count in (36, 1))
     budget = MemoryBudget(device=200 * GIB, host=(least + most) // 2)
-    memory = fit_fewest_layers(needs, slow, fast, budget)  # type: ignore[arg-type]
+    memory = fit_with_fewest_slow_layers(needs, slow, fast, budget)  # type: ignore[arg-type]
     assert memory is not None and memory.fits(budget)
     count = memory.measures.count(slow)  # type: ignore[arg-type]
     assert 1 < count < 36
@@ -272,7 +277,7 @@ def test_is_the_first_of_the_fastest_of_all_plans_that_fit(fixed: dict[str, Any]
     fastest: MemoryPlan | None = None
     for size in (0, 4) if by_hand.segment_layers is None else (4,):
         choices = list(memory_choices(needs, replace(by_hand, segment_layers=size)))
-        plans = [fit_fewest_layers(*choice, budget) for choice in choices]
+        plans = [fit_with_fewest_slow_layers(*choice, budget) for choice in choices]
         for (choice, slow, fast), memory in zip(choices, plans, strict=True):
             if memory is not None:
                 assert prices.least_seconds(choice, (slow, fast)) <= prices.seconds(memory)

@@ -367,7 +367,7 @@ M, A = "linear_attention", "full_attention"
     ],
 )
 def test_types_of_layers_in_every_spelling(values: dict[str, Any], types: list[str]) -> None:
-    assert layer_types(ConfigReader.of(values)) == types
+    assert layer_types(ConfigReader.read_language_model(values)) == types
 
 
 NO_PRICE = "has .*layers of .*, which no configuration prices; leave --model out"

@@ -18,7 +18,7 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
-from longspan.plan.ways import which_degree
+from longspan.plan.ways import compare_degrees
 from longspan.run.checks import check_config
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
@@ -170,7 +170,7 @@ def test_the_choice_is_that_of_which_degree() -> None:
     config = config_of(**{DEGREE: "auto", ROWS: 8192, "parallel__tp": 2})
     choice = PlanChoice.evaluation(config, cost=Cost(), heads=16)
     assert (choice.degree, choice.options.cp_comm_type) == (0, "auto")
-    comparison = which_degree(lengths, home, options=choice.home_options(home))
+    comparison = compare_degrees(lengths, home, options=choice.home_options(home))
     found, reason = choose_degree(choice, lengths, home)
     assert found.degree == comparison.best.cp >= 4 and reason == comparison.reason()
     assert found.options.cp_comm_type == comparison.best.options.cp_comm_type != "auto"

@@ -23,7 +23,7 @@ from longspan.model.execution import model_execution
 from longspan.model.layers import vocabulary_size
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.plain_text import bytes_text, markdown_table
-from longspan.plan.memory.memory_plan import measures_text, once_text
+from longspan.plan.memory.memory_plan import measures_text, once_a_step_text
 from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.run.profile import wait_for_gpu
 from longspan.run.records import mixers_text
@@ -216,7 +216,7 @@ def record_text(record: dict[str, Any]) -> str:
     )
     lines, planned_bytes = list[str](), ""
     if memory := record.get("memory"):
-        gathered = once_text(memory["gathered_once"], memory["summed_once"])
+        gathered = once_a_step_text(memory["gathered_once"], memory["summed_once"])
         host = f"; {bytes_text(memory['host']['total'])} on the host" * bool(memory["host"]["total"])
         lines.append(f"memory: {measures_text(memory['measures'])}{gathered}{host}.")
         planned_bytes = bytes_text(memory["device"]["total"] - memory["device"]["communicators"])

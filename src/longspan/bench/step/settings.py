@@ -15,7 +15,7 @@ from longspan.config.sections import ContextConfig, MachineSection, ModelConfig,
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanOptions
-from longspan.plan.planners.fixed import smallest_degree
+from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.shape.model_shape import peak_tflops, read_experts
 from longspan.run.checks import check_config
 from longspan.train.plans import PlanChoice, find_run_cost, home_of, query_heads
@@ -286,7 +286,7 @@ def _set_limits(
             cp_comm_type=context.cp_comm_type or "p2p",
             row_multiple=plan_row_multiple(config.parallel),
         )
-        degree = home.slots if flags.sequences else smallest_degree(documents.lengths, home, limits)
+        degree = home.slots if flags.sequences else smallest_fitting_degree(documents.lengths, home, limits)
     return replace(config, context=replace(context, max_tokens_per_slot=cap, context_parallel_size=degree))
 
 

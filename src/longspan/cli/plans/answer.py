@@ -184,7 +184,7 @@ def _largest_parts(way: Fit) -> dict[str, int]:
     names = ("gathered_once", "summed_once", "offload_states", "mlp_tile_rows", "segment_layers")
     settings = replace(needs.places[0].settings, **{name: getattr(memory, name) for name in names})
     places = (replace(place, settings=settings) for place in needs.places)
-    moments = [m for place in places for m in place.moments(needs.loads, memory.measures)]
+    moments = [m for place in places for m in place.bytes_at_moments(needs.loads, memory.measures)]
     return {part.name: max(getattr(moment, part.name) for moment in moments) for part in fields(Bytes)}
 
 

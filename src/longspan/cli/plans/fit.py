@@ -26,10 +26,10 @@ from longspan.plan import (
     Plan,
     choose_memory,
 )
-from longspan.plan.memory.memory_plan import any_choice_fits, largest_fitting, leanest_plans, step_seconds
+from longspan.plan.memory.memory_plan import any_choice_fits, largest_number_that_fits, leanest_plans, mean_step_seconds
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
-from longspan.plan.shape.model_shape import ModelShape, has_mixers, no_experts_text, read_experts, read_query_heads
+from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, has_mixers, read_experts, read_query_heads
 from longspan.run.checks import (
     check_lora,
     check_model_keys,
@@ -79,9 +79,9 @@ class RunOnGpus:
             model = dict(preset.values) | {"model_type": preset.model_type} | rows
         run = cls(config, gpus, home, model)
         if home.ep > 1 and not run.experts:  # in the words of a run that has loaded the model
-            read = ConfigReader.read_whole(run.model)
+            read = ConfigReader.read_whole_model(run.model)
             classes = read.value("architectures") or [read.family or read.where]
-            raise PlanError(no_experts_text(home.ep, str(classes[0])))
+            raise PlanError(experts_missing_text(home.ep, str(classes[0])))
         return run
 
     def set_context(self, **keys: Any) -> "RunOnGpus":
@@ -158,7 +158,7 @@ class RunOnGpus:
 
     def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         cost = self.cost(memory).shared_by(self.home.tp)
-        return step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
+        return mean_step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
 
     def scale_positions(self, longest: int) -> "RunOnGpus":
         """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
@@ -187,7 +187,7 @@ def position_limit(model: Any) -> int | None:
 
     `longspan.model.seams.rope` reads the same from a configuration object of transformers, and the two must agree.
     """
-    limit, rope = ConfigReader.of(model).count("max_position_embeddings"), _read_rope(model)
+    limit, rope = ConfigReader.read_language_model(model).count("max_position_embeddings"), _read_rope(model)
     if not limit or _lacks_positions(model):
         return None
     kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
@@ -200,14 +200,14 @@ def can_scale(model: Any) -> bool:
     """Return whether model.rope_scaling can stretch the positions of a configuration: of text models whose layers share
     one kind of rotary positions that their own configuration does not scale.
     """
-    reader = ConfigReader.read_whole(model)
+    reader = ConfigReader.read_whole_model(model)
     one_kind = all(reader.value(name) is None for name in ("text_config", *BY_LAYER))
     return one_kind and not _lacks_positions(model) and _read_rope(model).get("rope_type") == "default"
 
 
 def _read_rope(model: Any) -> dict[str, Any]:
     """Rotary parameters that all layers share; {} where types of layers have their own."""
-    reader = ConfigReader.read_whole(model)
+    reader = ConfigReader.read_whole_model(model)
     values = map(reader.value, ("rope_parameters", "rope_scaling"))  # the second before version 5 of transformers
     rope: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -218,7 +218,7 @@ def _read_rope(model: Any) -> dict[str, Any]:
 def _lacks_positions(model: Any) -> bool:
     if not has_mixers(model):
         return False
-    reader = ConfigReader.of(model)
+    reader = ConfigReader.read_language_model(model)
     has_other_type = (reader.value("position_embedding_type") or "rope") != "rope"  # a key of Granite 4-H
     is_switched_off = reader.family == "zamba2" and not reader.value("use_mem_rope")  # off by default in Zamba 2
     return has_other_type or reader.family in WITHOUT_ROTARY or is_switched_off
@@ -395,7 +395,7 @@ def find_longest(run: RunOnGpus, choices: Choices) -> tuple[int, RunOnGpus]:
     def fits(plan: Plan) -> bool:
         return any_choice_fits(run.memory_needs([plan]), run.budget, run.fixed)
 
-    most = largest_fitting(lambda units: fits(plan_of(units)), MOST_ROWS // unit)
+    most = largest_number_that_fits(lambda units: fits(plan_of(units)), MOST_ROWS // unit)
     while most and not fits(run.plan((most * unit * degree,))):  # its planner shares attention in another way
         most = max(0, most - 1 - most // 256)
     return most * unit * degree, run.set_context(max_tokens_per_slot=max(1, most) * unit)

@@ -26,7 +26,7 @@ from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host import free_host_bytes
 from longspan.plan import Machine
-from longspan.plan.cost.machine import find_device, read_machine
+from longspan.plan.cost.machine import find_machine_of_device, read_machine
 from longspan.plan.memory.settings import HOST_SHARE, LEAST_OF_GPU, bytes_hint, gib_text
 
 AnyFlags = TypeVar("AnyFlags", bound="GpuFlags")
@@ -236,7 +236,9 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
         speed = read_machine(run_machine, "run.machine")
     elif flags.tflops:
         scale = flags.tflops * 1e12 / machine.product_flops_per_second
-        rates = {key: value * scale for key, value in machine.rates().items() if key.endswith("flops_per_second")}
+        rates = {
+            key: value * scale for key, value in machine.float_fields().items() if key.endswith("flops_per_second")
+        }
         speed = replace(machine, **rates, assumed=False, source=f"the model on GPUs of {flags.tflops:g} TFLOP/s")
     if not size:
         raise ConfigError(
@@ -257,7 +259,7 @@ def choose_gpus(config: RunConfig, ranks: int, *, on_gpus: bool) -> Gpus:
     Those here are as fast as run.machine or, without it, the machine of their name says; with neither, as H200s.
     """
     name, size = (find_first_gpu() if on_gpus else None) or ("", 0)
-    named = read_machine(config.run.machine, "run.machine") if config.run.machine else find_device(name)
+    named = read_machine(config.run.machine, "run.machine") if config.run.machine else find_machine_of_device(name)
     machine, host = named or Machine.known("H200"), 0
     if name:
         host_ranks = count_host_ranks() if has_torchrun() else ranks

@@ -35,7 +35,7 @@ from longspan.model.mtp import PREFIX, mtp_blocks
 from longspan.model.seams.attention_calls import Probe, running_layer
 from longspan.model.seams.mixers import is_mixer
 from longspan.model.weights.fill import copy_to_device
-from longspan.plan.shape.model_shape import no_experts_text
+from longspan.plan.shape.model_shape import experts_missing_text
 
 IMPLEMENTATION = "longspan"
 
@@ -276,7 +276,7 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
     """Raise ModelError, before the first collective, where the model does not allow the layout's `ep`."""
     modules = expert_modules(model)
     if home.ep > 1 and not modules:
-        raise ModelError(no_experts_text(home.ep, type(model).__name__))
+        raise ModelError(experts_missing_text(home.ep, type(model).__name__))
     if home.ep > 1 and not shard_parameters:
         raise ModelError(
             f"the home has ep {home.ep}, which needs sharded parameters; use shard_parameters=True or ep 1"

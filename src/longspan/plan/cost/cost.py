@@ -56,7 +56,7 @@ class StateCost:
             check_number(f"states.{name}", value)
 
     @classmethod
-    def of(
+    def from_shape(
         cls,
         shape: ModelShape,
         *,
@@ -111,10 +111,10 @@ class StateCost:
         summarised = tokens / degree
         if self.partition == "contiguous":  # the run that a boundary cuts, of a document as long as the typical row's
             summarised = np.minimum(summarised, squares / np.maximum(tokens, 1) * (degree - 1) / degree)
-        wire = self.run_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
+        wire = self.exchanged_state_bytes(documents, tokens, degree) * (degree - 1) / degree / speed
         return np.where(degree > 1, self.summary_seconds * summarised + wire + self.step_seconds, 0.0)
 
-    def run_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
+    def exchanged_state_bytes(self, documents: ArrayLike, tokens: ArrayLike, degree: ArrayLike) -> Floats:
         """Return the bytes of the states and transitions of a group's runs, which go to every other slot.
 
         Every run of a document but the last sends a state; one that is not the first either also a transition, as the
@@ -131,7 +131,7 @@ class StateCost:
         return self.state_bytes * np.where(sent, states, 0) + self.transition_bytes * np.where(sent, transitions, 0)
 
 
-def busiest_ratio(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
+def attention_imbalance(partition: str, tokens: Floats, squares: Floats, around: Floats) -> Floats | float:
     """Return the attention of the busiest slot in a ring of `around` members, over the mean of its slots. A document
     that spans c slots end to end gives its last slot 2 − 1 / c times the mean, c being that of a typical row's
     document.
@@ -345,9 +345,9 @@ class Cost:
             return _float_array(least)
         rows = Rows(tokens, squares, degree, _float_array(together))
         if self.states:
-            around = degree / exchanging_members(self.cp_comm_type, self.a2a_size, degree)
-            rows = rows._replace(busiest=busiest_ratio(self.states.partition, tokens, squares, around))
-        computed, exposed = price_attention(self, rows)
+            around = degree / head_exchange_size(self.cp_comm_type, self.a2a_size, degree)
+            rows = rows._replace(busiest=attention_imbalance(self.states.partition, tokens, squares, around))
+        computed, exposed = attention_and_message_seconds(self, rows)
         seconds = self.linear_seconds * tokens / degree + (computed + exposed)
         if self.states:
             speed = np.where(inside, self.inside_bytes_per_second, self.across_bytes_per_second)
@@ -449,7 +449,7 @@ def _float_array(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float64)
 
 
-def price_shape(
+def constants_of_shape(
     shape: ModelShape,
     states: StateCost | None,
     *,
@@ -496,7 +496,7 @@ class Rows(NamedTuple):
     sent: float = 1.0
 
 
-def exchanging_members(kind: str, a2a_size: int, degree: Floats) -> Floats:
+def head_exchange_size(kind: str, a2a_size: int, degree: Floats) -> Floats:
     if kind == "a2a":
         return degree
     if kind == "a2a+p2p":
@@ -515,7 +515,7 @@ def kv_copies(heads: int, kv_heads: int, members: ArrayLike) -> Floats:
     return np.maximum(1.0, np.asarray(members * runs / kv_heads, dtype=np.float64))
 
 
-def price_attention(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
+def attention_and_message_seconds(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
     """Return seconds of each slot of groups: of kernels, and of the messages that these do not hide. Kernels take
     attention_seconds · squares / degree, times `busiest`, on measured links 1 + h / piece times that, h being
     half_speed_rows. A ring of r members cuts the typical document into pieces of 1 / r of its rows; in a gather such
@@ -523,7 +523,7 @@ def price_attention(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
     many keys. A ring adds each step to the output, in `merge_seconds`. A gather orders all rows by document, in
     `copy_seconds` a row; a narrow group's member its own and the rows that it fetched.
     """
-    around = rows.degree / exchanging_members(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
+    around = rows.degree / head_exchange_size(cost.cp_comm_type, cost.a2a_size, rows.degree)  # members of a ring
     computed = cost.attention_seconds * rows.squares / rows.degree * rows.busiest
     typical = rows.squares / np.maximum(rows.tokens, 1) if rows.typical is None else rows.typical
     if cost.network:
@@ -537,7 +537,7 @@ def price_attention(cost: Cost, rows: Rows) -> tuple[Floats, Floats]:
         computed = computed + cost.copy_seconds * (rows.tokens + fetched) / rows.degree * (around > 1)
     else:
         computed = computed + cost.merge_seconds * rows.tokens / rows.degree * (around - 1)
-    shown = _network_seconds if cost.network else _ideal_seconds
+    shown = _shown_seconds_on_network if cost.network else _shown_seconds_on_ideal_links
     return computed, shown(cost, rows, around, computed) + _latency_seconds(cost, cost.cp_comm_type, rows.degree)
 
 
@@ -546,7 +546,7 @@ def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
     `ring_step_seconds`. On measured links each is several messages of `step_seconds` in every layer: a step's block
     goes round in both passes, and its gradients in backward; an exchange goes there and back.
     """
-    exchanging = exchanging_members(kind, cost.a2a_size, degree)
+    exchanging = head_exchange_size(kind, cost.a2a_size, degree)
     swaps = (exchanging > 1).astype(np.float64)
     steps: Floats = np.minimum(degree - 1, 1.0) if kind == "all_gather" else degree / exchanging - 1
     if cost.network is None:
@@ -555,7 +555,7 @@ def _latency_seconds(cost: Cost, kind: str, degree: Floats) -> Floats:
     return cost.network.layers * cost.network.step_seconds * messages
 
 
-def _ideal_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _shown_seconds_on_ideal_links(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
     """A slot sends its share of `ring_bytes` r − 1 times in t seconds. Of a ring of r members max(0, t − computed)
     shows, of a gather all of t. Exchanges of heads show as a whole; those inside a host take place beside those between
     hosts.
@@ -574,7 +574,7 @@ def _ideal_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> 
     return exposed
 
 
-def _network_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
+def _shown_seconds_on_network(cost: Cost, rows: Rows, around: Floats, computed: Floats) -> Floats:
     """Return the seconds of bytes that show on measured links, of all layers.
 
     `block` is the bytes of a member's keys and values in a layer, `gradients` those of a block's gradients, `queries`
@@ -597,14 +597,14 @@ def _network_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -
     queries, keys = (1 - network.key_share) / 2 * exchanged, network.key_share * exchanged * copies
     back = keys * np.where(copies > 1, network.gradient_share / network.block_share, 1.0)
 
-    def step(size: Floats) -> Floats:
+    def step_seconds(size: Floats) -> Floats:
         return np.where(is_inside, inside.point.seconds(size), across.point.seconds(size))
 
-    def exchange(sent: Floats, members: Floats) -> Floats:
+    def exchange_seconds(sent: Floats, members: Floats) -> Floats:
         near = np.minimum(together, members)
         return np.maximum(inside.exchange.seconds(sent * (near - 1)), across.exchange.seconds(sent * (members - near)))
 
-    def shown(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
+    def shown_seconds(messages: Sequence[Floats], kernels: Floats, sliced: NDArray[np.bool_]) -> Floats:
         parts = [np.where(sliced, np.maximum(sent / 2, sent - kernels / 2), sent) for sent in messages]
         return np.sum(np.broadcast_arrays(*parts), axis=0)
 
@@ -616,17 +616,17 @@ def _network_seconds(cost: Cost, rows: Rows, around: Floats, computed: Floats) -
             received = block * (degree - 1)
             near, far = inside.gather.seconds(received), across.gather.seconds(received / together)
             messages = [np.where(is_inside, near, np.maximum(near, far))]
-            messages += [] if forward else [exchange(gradients, degree)]
-            seconds = seconds + shown(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
+            messages += [] if forward else [exchange_seconds(gradients, degree)]
+            seconds = seconds + shown_seconds(messages, kernels, block * degree >= GATHER_SLICE_BYTES)
             continue
         sizes = [block * copies] if forward else [block * copies, gradients * copies]
         if rows.sent < 1:
-            seconds = seconds + sum(step((around - 1) * size) for size in sizes)
+            seconds = seconds + sum(step_seconds((around - 1) * size) for size in sizes)
         else:
-            travels = sum((around - 1) * step(size) for size in sizes)
+            travels = sum((around - 1) * step_seconds(size) for size in sizes)
             seconds = seconds + np.maximum(travels - kernels * (1 - 1 / around), 0.0)
         if "a2a" in kind:
             leaves, returns = (queries + keys, queries) if forward else (queries, queries + back)
-            messages = [exchange(size / exchanging, exchanging) for size in (leaves, returns)]
-            seconds = seconds + shown(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
+            messages = [exchange_seconds(size / exchanging, exchanging) for size in (leaves, returns)]
+            seconds = seconds + shown_seconds(messages, kernels, queries >= EXCHANGE_SLICES * EXCHANGE_SLICE_BYTES)
     return network.layers * seconds

@@ -16,7 +16,14 @@ import numpy as np
 from longspan.errors import ConfigError, LongspanError, PlanError
 from longspan.files import read_json
 from longspan.plan.check import check_choice, check_count, check_number
-from longspan.plan.cost.cost import Cost, Rows, StateCost, busiest_ratio, price_attention, price_shape
+from longspan.plan.cost.cost import (
+    Cost,
+    Rows,
+    StateCost,
+    attention_and_message_seconds,
+    attention_imbalance,
+    constants_of_shape,
+)
 from longspan.plan.cost.links import INSIDE_SPEEDS, LEVELS, SLOWEST_CARD, SOCKET_SPEEDS, Level, Link, Network
 from longspan.plan.micro_batch import Group
 from longspan.plan.shape.model_shape import ModelShape
@@ -112,12 +119,12 @@ def _price_type(cost: Cost, kind: str, inner: int, group: Group, call: Attention
         squares=pairs,
         degree=members,
         together=neighbours,
-        busiest=1.0 if even else busiest_ratio(group.partition, rows, causal, ring),
+        busiest=1.0 if even else attention_imbalance(group.partition, rows, causal, ring),
         typical=np.float64(min(typical, call.chunk or typical)),  # pyright: ignore[reportArgumentType]
         window=call.window or math.inf,
         sent=1.0 if kind == "all_gather" else fetched_share(group.lengths, around, call.window, call.chunk),
     )
-    computed, shown = price_attention(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
+    computed, shown = attention_and_message_seconds(dataclasses.replace(cost, cp_comm_type=kind, a2a_size=inner), price)
     exposed = float(shown) if degree > 1 else 0.0
     return TypePrice(kind, sizes, float(computed) + exposed, exposed)
 
@@ -264,10 +271,10 @@ class Machine:
     def __post_init__(self) -> None:
         check_count("node_size of a machine", self.node_size)
         check_count("memory_bytes of a machine", self.memory_bytes, least=0)
-        for name, value in self.rates().items():
+        for name, value in self.float_fields().items():
             check_number(f"{name} of a machine", value, above_zero=name.endswith("_per_second"))
 
-    def rates(self) -> dict[str, float]:
+    def float_fields(self) -> dict[str, float]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is float}
 
     @classmethod
@@ -288,7 +295,9 @@ class Machine:
         if scale is None:
             return usual
         products, memory, inside, across, gib = scale
-        rates = {key: value * products for key, value in usual.rates().items() if key.endswith("flops_per_second")}
+        rates = {
+            key: value * products for key, value in usual.float_fields().items() if key.endswith("flops_per_second")
+        }
         return replace(
             usual,
             **rates,
@@ -352,23 +361,23 @@ class Machine:
         settings = settings or CostSettings()
         shape = ModelShape.of(model, depths=settings.depths)
         kind, count, frozen = settings.recomputation, settings.recomputed_layers, settings.frozen
-        share = recomputation_share(shape, kind, count)
+        share = recomputed_layer_share(shape, kind, count)
         cost = self._shape_cost(shape, settings.bytes_per_number)
-        forward = self._add_rows(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
+        forward = self._add_row_seconds(cost, shape, settings, passes=3 * FORWARD_PASSES, products=3, saved=6)
         # Such passes are short: what the host takes to launch them counts, in place of a micro-batch's seconds.
         forward = replace(forward, micro_batch_seconds=0.0).forward_only()
-        forward = self._share_weights(forward, shape, settings, 0.0)
+        forward = self._add_sharding_seconds(forward, shape, settings, 0.0)
         if settings.forward:
             return forward.shared_by(settings.tp)
-        cost = with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
+        cost = cost_with_recomputation(replace(cost, forward=forward), shape, kind, count, frozen=frozen)
         # In float8 are forward's 2 FLOPs of each weight, backward's 2 for gradients of rows, and 2 of recomputation.
         saved = 4 + 2 * share * shape.recomputed_weights / max(1, shape.weights)
         products = 2 if frozen else 3  # of logits: forward, gradients of rows, and of weights
         passes = 1 + RECOMPUTED_PASSES * share
-        cost = self._add_rows(cost, shape, settings, passes=passes, products=products, saved=saved)
-        return self._share_weights(cost, shape, settings, share).shared_by(settings.tp)
+        cost = self._add_row_seconds(cost, shape, settings, passes=passes, products=products, saved=saved)
+        return self._add_sharding_seconds(cost, shape, settings, share).shared_by(settings.tp)
 
-    def _add_rows(
+    def _add_row_seconds(
         self, cost: Cost, shape: ModelShape, settings: CostSettings, *, passes: float, products: int, saved: float
     ) -> Cost:
         """Add what rows take besides the products of their weights, and take off logits of no target. A layer makes
@@ -393,7 +402,7 @@ class Machine:
             real_row_seconds=real + settings.target_share * 2 * products * head_weights / rate + logits,
         )
 
-    def _share_weights(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
+    def _add_sharding_seconds(self, cost: Cost, shape: ModelShape, settings: CostSettings, recomputed: float) -> Cost:
         """Add what a micro-batch and a step take because slots share the weights: FSDP2, HSDP, experts. Each of w slots
         gets (w − 1) / w of the weights in each gather (forward and backward), and of their gradients in the sum, in
         float32 at least; a share of these always shows. What comes once a step is its `closing_seconds`. The optimizer
@@ -413,7 +422,7 @@ class Machine:
             if width > self.node_size:  # a ring of all slots crosses each boundary once, for the slots of a host
                 speed = min(speed, self.across.gather.bytes_per_second * self.node_size)
 
-            def shard(gathers: int, sums: int, shown: float = SHARDING_SHARE) -> tuple[float, float]:
+            def sharding_seconds(gathers: int, sums: int, shown: float = SHARDING_SHARE) -> tuple[float, float]:
                 """Seconds of gathers and sums that show, and those that may hide."""
                 wire = sent * (gathers * number + sums * max(4, number)) / speed
                 copies = self.weight_copy_seconds * (dense + experts) * (gathers + sums)
@@ -421,11 +430,11 @@ class Machine:
 
             gathered, summed = settings.gathered_once or settings.free, settings.summed_once or settings.free
             sums = 1 - (forward or settings.frozen)
-            shown, hidden = shard(1 if forward else 2 * (not gathered), sums * (not summed))
+            shown, hidden = sharding_seconds(1 if forward else 2 * (not gathered), sums * (not summed))
             micro_batch += shown
             launches += SHARDED_LAUNCHES * (sums * width > 1 and not summed)
             if not forward:
-                closing, _ = shard(int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE)
+                closing, _ = sharding_seconds(int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE)
                 closing += cost.micro_batch_seconds * settings.free  # nothing runs beside it: all of it shows
         rows = 0.0
         if ep > 1 and shape.expert_layers:
@@ -463,10 +472,10 @@ class Machine:
         """
         tflops, memory = self.product_flops_per_second / 1e12, self.memory_bytes_per_second
         scans, summaries, channel = tflops * SCAN_SPEED, tflops * SUMMARY_SPEED, CHANNEL_BYTES / memory
-        states = StateCost.of(
+        states = StateCost.from_shape(
             shape, scan_tflops=scans, summary_tflops=summaries, channel_seconds=channel, step_latency=self.step_seconds
         )
-        constants = price_shape(
+        constants = constants_of_shape(
             shape,
             states,
             tflops=tflops,
@@ -544,7 +553,7 @@ class Machine:
         return cls(**fields | links)
 
 
-def with_recomputation(
+def cost_with_recomputation(
     cost: Cost, shape: ModelShape, kind: Recomputation, layers: int = 0, *, frozen: bool = False
 ) -> Cost:
     """Return a model's cost if `layers` layers (0: all) run forward again in backward, by what they keep of attention.
@@ -556,7 +565,7 @@ def with_recomputation(
     """
     if kind == "none" and not frozen:
         return cost
-    share = recomputation_share(shape, kind, layers)
+    share = recomputed_layer_share(shape, kind, layers)
     full, selective = (share if kind == word else 0.0 for word in ("full", "selective"))  # shares of the layers
     keys = shape.key_width / max(1, shape.query_width + shape.key_width)  # of what is exchanged
     scans = cost.states.scan_seconds if cost.states else 0.0
@@ -575,12 +584,12 @@ def with_recomputation(
     )
 
 
-def recomputation_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
+def recomputed_layer_share(shape: ModelShape, kind: Recomputation, layers: int) -> float:
     """The share of a model's layers that run forward twice, if `layers` of them do (0: all); 0 under "none"."""
     return min(layers or shape.decoder_layers, shape.decoder_layers) / shape.decoder_layers if kind != "none" else 0.0
 
 
-def find_device(device: str) -> Machine | None:
+def find_machine_of_device(device: str) -> Machine | None:
     """Find the known machine of a device's full name, or None; a GH200 is no H200, and may have an H100's memory."""
     names = (name for name in KNOWN if "GH200" not in device and all(part in device for part in name.split("-")))
     return next(map(Machine.known, names), None)

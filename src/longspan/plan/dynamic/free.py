@@ -20,9 +20,9 @@ MOST_LANES = 16  # in a gang that is made to end earlier
 
 
 def plan_free(problem: Problem) -> list[MicroBatch]:
-    mean = problem.mean_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
+    mean = problem.mean_slot_seconds + problem.least_micro_batches * problem.request.cost.micro_batch_seconds
     goals = GOALS if problem.request.slots <= FEW_SLOTS else GOALS[1:2]
-    plans = (_fill_lanes(problem, goal * mean).divide() for goal in goals)
+    plans = (_fill_lanes(problem, goal * mean).make_candidate() for goal in goals)
     _, candidate, division = min(plans, key=lambda plan: plan[0])
     return make_micro_batches(candidate, division)
 
@@ -153,7 +153,7 @@ class _Lanes:
         for lane_items, short in zip(self.items, bins.short, strict=True):
             lane_items.extend(short)
 
-    def divide(self) -> tuple[float, Candidate, list[list[int]]]:
+    def make_candidate(self) -> tuple[float, Candidate, list[list[int]]]:
         """A lane's micro-batches take as many items, longest first, as its slots have rows for. The candidate's
         durations are 0: in free mode no lane waits for the end of a micro-batch.
         """

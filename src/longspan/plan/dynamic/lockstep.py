@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Parts, Problem, list_slots
+from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, Floats, FreeSlots, Ints, Parts, Problem, slots_in_parts
 from longspan.plan.micro_batch import Group, MicroBatch
 
 # What is tried first. Durations between all equal (steepness 0) and those of the sorted documents (1), a little longer
@@ -117,8 +117,8 @@ def plan_lockstep(problem: Problem, steps: int) -> list[MicroBatch]:
 
 def search_candidate(problem: Problem, steps: int) -> Candidate:
     """Try first settings, then change the best ones `steps` times; steps are counted so that all hosts agree."""
-    table, random, known = DegreeTable.of(problem), Random(0), Known()
-    best, settings = _best_first(problem, table, known)
+    table, random, known = DegreeTable.for_problem(problem), Random(0), Known()
+    best, settings = _best_first_candidate(problem, table, known)
     for _ in range(steps):
         changed = _change_settings(best, settings, random)
         candidate = place_items(problem, table, changed, known)
@@ -127,7 +127,7 @@ def search_candidate(problem: Problem, steps: int) -> Candidate:
     return best
 
 
-def _best_first(problem: Problem, table: "DegreeTable", known: Known) -> tuple[Candidate, Settings]:
+def _best_first_candidate(problem: Problem, table: "DegreeTable", known: Known) -> tuple[Candidate, Settings]:
     """The numbers of micro-batches are the fewest, some more, and multiples that are launched anyway. A large problem
     is tried with two steepnesses of every number and slack, then with the others of the best number and slack, then
     with other limits.
@@ -138,7 +138,9 @@ def _best_first(problem: Problem, table: "DegreeTable", known: Known) -> tuple[C
     slacks, limits = (SLACK_OF_FEW, LIMITS_OF_FEW) if few else (SLACK, LIMITS)
     tried = list[tuple[Candidate, Settings, tuple[int, float, float]]]()  # the last: count, steepness, slack
 
-    def try_first(counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits) -> None:
+    def try_settings(
+        counts: Sequence[int], steepnesses: Sequence[float], slacks: Sequence[float], limits: Limits
+    ) -> None:
         for count, steepness in product(counts, steepnesses):
             durations = _first_durations(problem, table, count, steepness)
             for slack, limit in product(slacks, limits):
@@ -148,13 +150,13 @@ def _best_first(problem: Problem, table: "DegreeTable", known: Known) -> tuple[C
         tried.sort(key=lambda of: of[0].seconds)  # stable: of equal ones the first stays the first
 
     if len(problem.tokens) + problem.least_micro_batches * len(problem.blocks) < LARGE:
-        try_first(counts, STEEPNESS, slacks, limits)
+        try_settings(counts, STEEPNESS, slacks, limits)
     else:
-        try_first(counts, STEEPNESS[1::2], slacks, limits[-1:])
+        try_settings(counts, STEEPNESS[1::2], slacks, limits[-1:])
         count, _, slack = tried[0][2]
-        try_first([count], STEEPNESS[::2], [slack], limits[-1:])
+        try_settings([count], STEEPNESS[::2], [slack], limits[-1:])
         count, steepness, slack = tried[0][2]
-        try_first([count], [steepness], [slack], limits[:-1])
+        try_settings([count], [steepness], [slack], limits[:-1])
     return tried[0][:2]
 
 
@@ -164,13 +166,15 @@ def _first_durations(problem: Problem, table: "DegreeTable", count: int, steepne
     """
     middle = np.cumsum(problem.tokens) - problem.tokens // 2
     part = np.minimum(middle * count // int(problem.tokens.sum()), count - 1)
-    steep = np.bincount(part, weights=problem.work, minlength=count) / (problem.mean_seconds * problem.request.slots)
+    steep = np.bincount(part, weights=problem.work, minlength=count) / (
+        problem.mean_slot_seconds * problem.request.slots
+    )
     durations = (1.0 - steepness) / count + steepness * steep
     # The longest document at up to LITTLE_MORE times its least slot seconds.
     seconds = np.where(table.fits[-1], table.seconds[-1], np.inf)
     slot_seconds = seconds * table.degrees
     longest = float(seconds[slot_seconds <= LITTLE_MORE * slot_seconds.min()].min())
-    durations[0] = max(durations[0], longest / problem.mean_seconds)
+    durations[0] = max(durations[0], longest / problem.mean_slot_seconds)
     return durations
 
 
@@ -180,7 +184,7 @@ def _change_settings(best: Candidate, settings: Settings, random: Random) -> Set
     degree; other documents as long ones. On links of 25 GB/s some steps are 4 % slower with three kinds.
     """
     durations, share, reach = settings
-    durations, mean = durations.copy(), best.problem.mean_seconds
+    durations, mean = durations.copy(), best.problem.mean_slot_seconds
     change, micro_batch = int(5 * random.random()), int(len(durations) * random.random())
     if change == 0:
         durations = best.durations / mean * (0.985 + 0.02 * random.random())
@@ -229,7 +233,7 @@ class DegreeTable:
     latency: Floats  # of groups of 1, 2, … slots of the widest block, however few rows they have
 
     @classmethod
-    def of(cls, problem: Problem) -> "DegreeTable":
+    def for_problem(cls, problem: Problem) -> "DegreeTable":
         """Short documents are as dense as the first of the last quarter."""
         may_be_long = (problem.squares == problem.tokens**2) & (problem.work >= problem.least_long_work)
         longest = _longest_by_class(np.unique(problem.tokens[may_be_long]))
@@ -272,13 +276,13 @@ class DegreeTable:
         gap = np.maximum(room - 0.5 * latency, 0.0)
         fillable = np.minimum(gap, (self.short_density * (problem.cap - self.rows))[:, None, :])
         waste = self.degrees * (durations[None, :, None] - (1.0 - GAP_LOST) * fillable) - self.work[:, None, None]
-        idle_of_short = np.maximum(durations - problem.light_density * problem.cap, 0.0)
+        idle_of_short = np.maximum(durations - problem.short_row_seconds * problem.cap, 0.0)
         waste = waste - reach * self.degrees * idle_of_short[:, None]
         waste = np.where((room >= 0.0) & self.fits[:, None, :], waste, np.inf)
         best = waste.argmin(axis=2)
         return self.degrees[best], np.take_along_axis(waste, best[:, :, None], axis=2)[:, :, 0]
 
-    def price_stretch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
+    def price_longer_micro_batch(self, item: int, duration: float, free: int) -> tuple[float, int, float]:
         """Price an item that makes a micro-batch with `free` slots longer, at the degree at which that costs least: the
         cost in slot seconds (inf if the item does not fit), the degree, and the item's seconds. The item takes its
         slots for the whole micro-batch, and all slots wait as long as it makes that longer.
@@ -309,7 +313,7 @@ def place_items(problem: Problem, table: DegreeTable, settings: Settings, known:
     """Place all items in micro-batches of about these durations, and in further ones where they do not fit. None if
     they were placed so before, which is no faster: settings often differ in a share that makes the same items long.
     """
-    durations = settings.durations * problem.mean_seconds
+    durations = settings.durations * problem.mean_slot_seconds
     least = settings.share * problem.widest_block * float(durations.max() + durations.min()) / 2.0
     long = (problem.work >= least) | (problem.tokens > problem.widest_run * problem.cap)
     long &= table.item_class >= 0
@@ -340,7 +344,7 @@ class _Placing:
         order = np.argsort(waste, axis=1, kind="stable").tolist()
         possible = np.isfinite(waste).sum(axis=1).tolist()
         widths, classes = width.tolist(), self.table.item_class[items]
-        across, in_block = (self._long_seconds(items, width[classes], inside).tolist() for inside in (0, 1))
+        across, in_block = (self._seconds_at_widths(items, width[classes], inside).tolist() for inside in (0, 1))
         for row, (item, item_class) in enumerate(zip(items, classes.tolist(), strict=True)):
             best_first: list[int] = order[item_class][: possible[item_class]]
             for m in best_first:
@@ -351,9 +355,9 @@ class _Placing:
                     self._take_slots(item, m, degree, (across[row][m], in_block[row][m]))
                     break
             else:
-                self._place_late(item)
+                self._defer_or_lengthen(item)
 
-    def _long_seconds(self, items: list[int], width: Ints, inside: int) -> Floats:
+    def _seconds_at_widths(self, items: list[int], width: Ints, inside: int) -> Floats:
         rows = np.array(items).reshape(-1, *[1] * (width.ndim - 1))
         return self.table.item_seconds[inside, rows, np.searchsorted(self.table.degrees, width)]
 
@@ -369,7 +373,7 @@ class _Placing:
                 self.bins.add_bin(micro_batch, run, len(self.long), seconds, problem.cap - rows)
         self.long.append(LongDocument(micro_batch, item, parts, rows, seconds))
 
-    def _place_late(self, item: int) -> None:
+    def _defer_or_lengthen(self, item: int) -> None:
         """A long document that fits a bin is placed with the short ones later. Any other makes a micro-batch longer, or
         a new one, whichever wastes least.
         """
@@ -378,13 +382,13 @@ class _Placing:
             return
         free = [*(slots.total for slots in self.free), self.problem.request.slots]  # the last is a new micro-batch
         choices = zip([*self.durations, 0.0], free, strict=True)
-        stretches = [self.table.price_stretch(item, duration, slots) for duration, slots in choices]
+        stretches = [self.table.price_longer_micro_batch(item, duration, slots) for duration, slots in choices]
         micro_batch = min(range(len(stretches)), key=lambda m: stretches[m][0])
         _, width, seconds = stretches[micro_batch]
         if micro_batch == len(self.durations):
             self._add_micro_batch(seconds)
         self.durations[micro_batch] = max(self.durations[micro_batch], seconds)
-        across = float(self._long_seconds([item], np.array([width]), 0)[0])
+        across = float(self._seconds_at_widths([item], np.array([width]), 0)[0])
         self._take_slots(item, micro_batch, width, (across, seconds))
 
     def _add_micro_batch(self, duration: float) -> None:
@@ -518,7 +522,7 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
             first = rows, rows * rows, 1
         elif long >= 0:
             base_seconds, base_rows = candidate.long[long].seconds, candidate.long[long].rows
-        columns = (problem.tokens[short], problem.squares[short], problem.counts[short])
+        columns = (problem.tokens[short], problem.squares[short], problem.document_counts[short])
         sums = [list(accumulate(column.tolist(), initial=start)) for column, start in zip(columns, first, strict=True)]
         counts = [count for count in SHARE_COUNTS if count < len(short)] if problem.min_cp == 1 else []
         for count in (*counts, len(short)):
@@ -541,7 +545,7 @@ def _price_sharing(candidate: Candidate) -> Iterator[tuple[int, int, float, int]
 def make_micro_batches(candidate: Candidate, division: list[list[int]]) -> list[MicroBatch]:
     batches: list[dict[tuple[int, ...], list[int]]] = [{} for _ in candidate.durations]
     for document in candidate.long:
-        batches[document.micro_batch].setdefault(list_slots(document.parts), []).append(document.item)
+        batches[document.micro_batch].setdefault(slots_in_parts(document.parts), []).append(document.item)
     bins = candidate.bins
     for m, start, width, short, places in zip(
         bins.micro_batch, bins.start, bins.width, bins.short, division, strict=True
@@ -557,7 +561,7 @@ def make_micro_batch(problem: Problem, groups: Mapping[tuple[int, ...], list[int
     ordered = sorted(groups.items(), key=lambda pair: (len(pair[0]), pair[0]))
     return MicroBatch(
         tuple[Group, ...](
-            problem.request.group(slots, [d for item in sorted(items) for d in problem.documents[item]])
+            problem.request.make_group(slots, [d for item in sorted(items) for d in problem.documents[item]])
             for slots, items in ordered
         )
     )

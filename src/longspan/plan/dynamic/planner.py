@@ -16,11 +16,25 @@ from longspan.layout import Layout
 from longspan.plan.check import check_choice, check_count
 from longspan.plan.dynamic.free import plan_free
 from longspan.plan.dynamic.lockstep import lockstep_seconds, make_micro_batch, plan_lockstep
-from longspan.plan.dynamic.problem import MORE_MICRO_BATCHES, DegreeSet, Floats, FreeSlots, Ints, Problem, list_slots
+from longspan.plan.dynamic.problem import (
+    MORE_MICRO_BATCHES,
+    DegreeSet,
+    Floats,
+    FreeSlots,
+    Ints,
+    Problem,
+    slots_in_parts,
+)
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
 from longspan.plan.planners.fixed import Packer, pack_least_loaded
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, check_heads, shows_options
+from longspan.plan.planners.options import (
+    PlanKeywords,
+    PlanOptions,
+    Request,
+    check_degree_suits_heads,
+    expand_option_signature,
+)
 from longspan.plan.step_times import lower_bound_seconds
 
 EffortName = Literal["fast", "balanced", "thorough"]
@@ -32,7 +46,7 @@ DISTANT = 1.05
 HALVED_SLOTS = 64  # up to which plans of degrees that are powers of two are searched too, on measured links
 
 
-@shows_options
+@expand_option_signature
 def plan_dynamic(
     lengths: Sequence[int],
     home: Layout,
@@ -67,16 +81,16 @@ def plan_dynamic(
     Raises PlanError if a document fits no group, or the degrees, sizes or heads are impossible; LayoutError for a bad
     length.
     """
-    request = Request.of(lengths, home, options, keywords)
+    request = Request.from_arguments(lengths, home, options, keywords)
     degrees = _possible_degrees(request, min_cp, max_cp)
     check_choice("effort", effort, ("fast", "balanced", "thorough"))
     if not request.lengths:
-        return request.plan((), "dynamic", max_cp=max_cp)
-    problem = Problem.of(request, degrees)
+        return request.make_plan((), "dynamic", max_cp=max_cp)
+    problem = Problem.from_request(request, degrees)
     limits = request.lengths, request.slots, request.max_tokens_per_slot
     places = {"max_cp": problem.max_cp, "node_size": request.node_size}
     goal = lower_bound_seconds(*limits, request.cost, request.mode, **places).seconds
-    return request.plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
+    return request.make_plan(_find_fastest_plan(problem, goal, effort), "dynamic", max_cp=problem.max_cp)
 
 
 def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> DegreeSet:
@@ -87,10 +101,10 @@ def _possible_degrees(request: Request, min_cp: int, max_cp: int | None) -> Degr
         raise PlanError(f"min_cp {min_cp} is above the {slots} slots; use at most {slots}")
     if max_cp is not None and min_cp > max_cp:
         raise PlanError(f"min_cp {min_cp} is above max_cp {max_cp}; lower min_cp or raise max_cp")
-    check_heads(request, 1)
-    degrees = request.degrees(least=int(min_cp), most=widest)
+    check_degree_suits_heads(request, 1)
+    degrees = request.allowed_degrees(least=int(min_cp), most=widest)
     if not degrees:  # a2a allows no degree of the range: this raises the error that says why
-        check_heads(request, widest)
+        check_degree_suits_heads(request, widest)
     wider = "use a home of more slots" if widest == slots else "raise max_cp"
     limited = f"use a cp_comm_type other than a2a, which the heads limit to cp {degrees[-1]}"
     request.check_longest(degrees[-1], limited if degrees[-1] < widest else wider)
@@ -105,17 +119,17 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
     request, plans = problem.request, list[Priced]()
 
     def add_plan(micro_batches: list[MicroBatch]) -> None:
-        plans.append((request.seconds(micro_batches), micro_batches))
+        plans.append((request.step_seconds(micro_batches), micro_batches))
 
     if request.mode == "free":
         add_plan(plan_free(problem))
     if not plans or plans[0][0] > CLOSE * goal:
-        add_plan(plan_lockstep(problem, _search_steps(effort, problem)))
+        add_plan(plan_lockstep(problem, _count_search_steps(effort, problem)))
         if min(plans, key=itemgetter(0))[0] > CLOSE * goal:
             if few := plan_few_items(problem):
                 add_plan(few[1])
             if powers := _keep_powers_of_two(problem):
-                add_plan(plan_lockstep(powers, _search_steps(effort, powers)))
+                add_plan(plan_lockstep(powers, _count_search_steps(effort, powers)))
     best = min(plans, key=itemgetter(0))[0]
     if (request.slots <= COMPARED_SLOTS and len(request.lengths) <= COMPARED_DOCUMENTS) or best > DISTANT * goal:
         for micro_batches in _fixed_plans(problem, best):
@@ -123,7 +137,7 @@ def _find_fastest_plan(problem: Problem, goal: float, effort: EffortName) -> lis
     return min(plans, key=itemgetter(0))[1]
 
 
-def _search_steps(effort: EffortName, problem: Problem) -> int:
+def _count_search_steps(effort: EffortName, problem: Problem) -> int:
     """The fewer the more items, as each step takes longer. Many slots with few documents each take up to 7 % longer
     with 12 of them than with 40 (bench/plans/planner.py --tokens-per-slot 8192).
     """
@@ -141,7 +155,7 @@ def _keep_powers_of_two(problem: Problem) -> Problem | None:
     degrees = tuple(degree for degree in problem.degrees if degree & (degree - 1) == 0)
     if request.cost.network is None or request.slots > HALVED_SLOTS or len(degrees) in (0, len(problem.degrees)):
         return None
-    return Problem.of(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
+    return Problem.from_request(request, degrees) if max(request.lengths) <= degrees[-1] * problem.cap else None
 
 
 def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
@@ -151,10 +165,10 @@ def _fixed_plans(problem: Problem, best: float) -> Iterator[list[MicroBatch]]:
     request = problem.request
     for cp in problem.degrees:
         launch = request.cost.micro_batch_seconds + float(request.cost.latency_seconds(cp))
-        least = (problem.mean_seconds + problem.least_micro_batches * launch) / request.cost.stages
+        least = (problem.mean_slot_seconds + problem.least_micro_batches * launch) / request.cost.stages
         if request.slots % cp or max(request.lengths) > cp * problem.cap or least + request.cost.update_seconds >= best:
             continue
-        packer = Packer.of(request, cp)
+        packer = Packer.for_request(request, cp)
         yield [_sort_documents(batch) for batch in packer.micro_batches()]
 
 
@@ -189,7 +203,7 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
     if len(problem.tokens) > MOST_ITEMS or problem.request.slots > MOST_SLOTS:
         return None
     best: tuple[float, list[Arrangement]] | None = None
-    for batches in _batches_of_items(problem):
+    for batches in _divisions_into_batches(problem):
         results = (_best_arrangement(problem, items) for items in batches)
         arrangements = [arrangement for arrangement in results if arrangement is not None]
         seconds = lockstep_seconds(problem, [arrangement.seconds for arrangement in arrangements])
@@ -200,7 +214,7 @@ def plan_few_items(problem: Problem) -> tuple[float, list[MicroBatch]] | None:
     return best[0], [make_micro_batch(problem, dict(zip(a.slots, a.items, strict=True))) for a in best[1]]
 
 
-def _batches_of_items(problem: Problem) -> Iterator[list[list[int]]]:
+def _divisions_into_batches(problem: Problem) -> Iterator[list[list[int]]]:
     """Items are divided in two ways: into equal work, and, sorted, into parts of equal rows, so that the longest are
     together; an item is in the part that holds its middle row. Micro-batches without items are left out.
     """
@@ -258,7 +272,7 @@ def _groups_after_moves(arrangement: Arrangement) -> Iterator[list[list[int]]]:
 
 def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | None:
     """Give each group, the widest first, as many slots as let the slowest end earliest, inside blocks if they fit."""
-    columns = (problem.tokens, problem.squares, problem.counts)
+    columns = (problem.tokens, problem.squares, problem.document_counts)
     sizes = np.array([[int(column[items].sum()) for items in groups] for column in columns], dtype=np.int64)
     widths = _group_widths(problem, sizes)
     if widths is None:
@@ -267,7 +281,7 @@ def _arrange_groups(problem: Problem, groups: list[list[int]]) -> Arrangement | 
     free, slots, inside_node = FreeSlots(problem.blocks, problem.degrees), list[tuple[int, ...]](), list[bool]()
     for width in widths[order].tolist():
         parts = free.take_slots(width)
-        slots.append(list_slots(parts))
+        slots.append(slots_in_parts(parts))
         inside_node.append(len(parts) == 1 and problem.shares_node(*parts[0]))
     tokens, squares, documents = sizes[:, order]
     seconds = problem.request.cost.group_seconds(tokens, squares, widths[order], inside_node, documents)

@@ -39,7 +39,7 @@ class Problem:
     blocks: tuple[tuple[int, int], ...]  # first slot and number of slots
 
     @classmethod
-    def of(cls, request: Request, degrees: DegreeSet) -> "Problem":
+    def from_request(cls, request: Request, degrees: DegreeSet) -> "Problem":
         lengths = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-lengths, kind="stable")
         cap = int(lengths.sum()) if request.rows is None else request.rows
@@ -75,7 +75,7 @@ class Problem:
         """Split a part (first slot, slots) into runs that hold a group each, and a last run that holds none, if any."""
         start, slots = part
         if slots not in self._runs:
-            runs = even_runs(slots, self.degrees)
+            runs = divide_into_even_runs(slots, self.degrees)
             used_slots = sum(width for _, width in runs)
             self._runs[slots] = runs + [(used_slots, slots - used_slots)] * (used_slots < slots)
         return [(start + offset, width) for offset, width in self._runs[slots]]
@@ -85,7 +85,7 @@ class Problem:
         return {}
 
     @cached_property
-    def counts(self) -> Ints:
+    def document_counts(self) -> Ints:
         return np.array([len(documents) for documents in self.documents], dtype=np.int64)
 
     @cached_property
@@ -94,14 +94,14 @@ class Problem:
         return self.request.cost.work_seconds(self.tokens, self.squares)
 
     @cached_property
-    def light_density(self) -> float:
+    def short_row_seconds(self) -> float:
         """Seconds of work for each row of short documents: of the shortest items, which hold half of all rows."""
         light = 2 * np.cumsum(self.tokens) > int(self.tokens.sum())
         tokens, squares = int(self.tokens[light].sum()), int(self.squares[light].sum())
         return float(self.request.cost.work_seconds(tokens, squares)) / tokens
 
     @cached_property
-    def mean_seconds(self) -> float:
+    def mean_slot_seconds(self) -> float:
         """Seconds of all work spread evenly over the slots; from exact sums, so that all hosts agree."""
         total = self.request.cost.work_seconds(int(self.tokens.sum()), int(self.squares.sum()))
         return float(total) / self.request.slots
@@ -118,7 +118,7 @@ class Problem:
         """
         if self.has_few_items:  # then any item may be long
             return 0.0
-        shortest = self.mean_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
+        shortest = self.mean_slot_seconds / (self.least_micro_batches + MORE_MICRO_BATCHES)
         too_long = float(self.request.cost.work_seconds(self.widest_run * self.cap, (self.widest_run * self.cap) ** 2))
         return min(LEAST_LONG * self.widest_block * shortest, too_long)
 
@@ -129,7 +129,7 @@ class Problem:
     @cached_property
     def widest_run(self) -> int:
         """Slots of the widest run into which a block without long documents is divided."""
-        return max(w for _, size in self.blocks for _, w in even_runs(size, self.degrees))
+        return max(w for _, size in self.blocks for _, w in divide_into_even_runs(size, self.degrees))
 
     def shares_node(self, start: int, slots: int) -> bool:
         return start // self.request.node_size == (start + slots - 1) // self.request.node_size
@@ -183,7 +183,7 @@ def divide_into_blocks(slots: int, node_size: int, min_cp: int, max_cp: int) -> 
 
 
 @cache
-def even_runs(slots: int, degrees: DegreeSet) -> Parts:
+def divide_into_even_runs(slots: int, degrees: DegreeSet) -> Parts:
     """Divide slots into runs (first slot, slots) that each hold a group: few left out, few runs, as even as degrees
     allow.
     """
@@ -195,10 +195,10 @@ def even_runs(slots: int, degrees: DegreeSet) -> Parts:
     used_slots = min(slots, pieces * degrees[-1])
     edges = [used_slots * piece // pieces for piece in range(pieces + 1)]
     even = [(first, stop - first) for first, stop in pairwise(edges)]
-    return even if all(width in degrees for _, width in even) else _uneven_runs(slots, degrees)
+    return even if all(width in degrees for _, width in even) else _divide_into_uneven_runs(slots, degrees)
 
 
-def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
+def _divide_into_uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
     """Where equal parts are no degrees; the widest run comes first. `best` has the best division of 0, 1, 2 and more
     slots. That of n leaves one slot out beside that of n − 1, or adds a run of w slots to that of n − w; of divisions
     with as many slots left out and as many runs, the one with the least sum of squared widths is the most even.
@@ -215,7 +215,7 @@ def _uneven_runs(slots: int, degrees: DegreeSet) -> Parts:
     return [(sum(widths[:i]), width) for i, width in enumerate(widths)]
 
 
-def list_slots(parts: Parts) -> tuple[int, ...]:
+def slots_in_parts(parts: Parts) -> tuple[int, ...]:
     return tuple(sorted(slot for start, count in parts for slot in range(start, start + count)))
 
 
@@ -252,7 +252,7 @@ class FreeSlots:
         return [
             (start + size - left + offset, count)
             for (start, size), left in zip(self.blocks, self.left, strict=True)
-            for offset, count in even_runs(left, self.degrees)
+            for offset, count in divide_into_even_runs(left, self.degrees)
         ]
 
     def _smallest_fit(self, width: int, *, avoid_remnant: bool) -> int:

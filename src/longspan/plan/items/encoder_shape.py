@@ -58,8 +58,8 @@ class EncoderShape:
         """Read the shape of a whole model's configuration, an object or dict like one, a config.json or its folder.
         Raises PlanError for one without images, or with a tower that is not priced.
         """
-        model = ConfigReader.read_whole(config)
-        vision, text = model.section("vision_config"), ConfigReader.of(config)
+        model = ConfigReader.read_whole_model(config)
+        vision, text = model.section("vision_config"), ConfigReader.read_language_model(config)
         priced = model.family.startswith(_MERGED) or model.family in _WHOLE
         if not priced or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
@@ -67,8 +67,8 @@ class EncoderShape:
                 f"of {', '.join(_MERGED + _WHOLE)} have"
             )
         if model.family.startswith(_MERGED):
-            return _merging_tower(model.family, vision, text.count("hidden_size"))
-        return _one_size_tower(model, vision, text.count("hidden_size"))
+            return _read_merging_tower(model.family, vision, text.count("hidden_size"))
+        return _read_fixed_size_tower(model, vision, text.count("hidden_size"))
 
     def patch_count(self, rows: int) -> int:
         return rows * self.merge**2 if self.merge else self.patches
@@ -120,7 +120,7 @@ class EncoderShape:
         )
 
 
-def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
+def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     """Return how many of a tower's layers attend in windows, and the patches of a window's side; (0, 0): none does."""
     full = vision.value("fullatt_block_indexes")
     if full is None or not (pixels := vision.count("window_size")):
@@ -129,7 +129,7 @@ def window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     return windows, pixels // _read_size(vision, "patch") if windows else 0
 
 
-def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
+def _read_merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Qwen's: a block has four square projections of attention and an MLP of two matrices, three with a gate. A merger
     takes merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it; there
     is one, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
@@ -137,7 +137,7 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _read_size(vision, "merge")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
     gated = family.startswith(_GATED)
-    windows, window = window_layers(vision, layers)
+    windows, window = read_window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
     pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2
     return EncoderShape(
@@ -153,7 +153,7 @@ def _merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderSha
     )
 
 
-def _one_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
+def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: int) -> EncoderShape:
     """CLIP's and SigLIP's, up to the last layer that is read. Gemma 3 pools patches before one projection, PaliGemma
     projects each patch; others (LLaVA) project the features of one layer or several by two linears, without the class
     row unless it is kept.

@@ -107,7 +107,7 @@ class ItemTable:
         self.items: tuple[Item, ...] = tuple(items)
         self.numbers: tuple[int, ...] = tuple(range(len(self.items)) if numbers is None else numbers)
         for index, item in enumerate(self.items):
-            _check_types(index, item)
+            _check_item_types(index, item)
         self.modalities: tuple[str, ...] = tuple(dict.fromkeys(item.modality for item in self.items))
         # A position's key is document * stride + position: one integer that orders the positions of all documents.
         self._stride = max(self.lengths, default=0) + 1
@@ -153,7 +153,7 @@ class ItemTable:
         np.add.at(masked, spans.document, stop - np.maximum(start, 1))
         return tuple((np.maximum(np.asarray(self.lengths, dtype=np.int64) - 1, 0) - masked).tolist())
 
-    def of(self, modality: str) -> ModalityRows:
+    def rows_of_modality(self, modality: str) -> ModalityRows:
         index = self.modalities.index(modality)
         numbers_and_rows = [(i, item.rows) for i, item in enumerate(self.items) if item.modality == modality]
         items = np.array([i for i, _ in numbers_and_rows], dtype=np.int64)
@@ -215,7 +215,7 @@ class ItemTable:
             )
 
 
-def _check_types(index: int, item: object) -> None:
+def _check_item_types(index: int, item: object) -> None:
     if not isinstance(item, Item):
         raise DataError(f"item {index} is {item!r}; give Item(document, spans, modality)")
     try:
@@ -325,7 +325,7 @@ def plan_items(
 
 @lru_cache(maxsize=8)
 def _plan_modality(table: ItemTable, modality: str, needed_by: NeededBy, planning: EncoderPlanning) -> ModalityPlan:
-    rows, home = table.of(modality), needed_by.home
+    rows, home = table.rows_of_modality(modality), needed_by.home
     cap, largest = planning.max_rows_per_slot, int(np.argmax(rows.counts))
     if cap is not None and (count := rows.counts[largest]) > cap * planning.max_cp:
         raise PlanError(

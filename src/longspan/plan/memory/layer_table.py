@@ -144,64 +144,64 @@ class LayerTable:
     ep: int = 1
     lean: bool = False
 
-    def rows(self, width: float, number: float = 0) -> float:
+    def bytes_of_rows(self, width: float, number: float = 0) -> float:
         """Return the bytes of all local rows of `width` numbers each (`number` 0: of the compute dtype)."""
         return self.load.rows * width * (number or self.settings.compute_bytes)
 
     @cached_property
-    def hidden(self) -> int:
+    def hidden_size(self) -> int:
         return self.read.count("hidden_size")
 
     @cached_property
-    def compile_kind(self) -> str:
+    def compiled_parts(self) -> str:
         if self.settings.compiled == "auto" and not self.settings.gpu:
             return "none"
-        return resolve_compiled_parts(self.settings.compiled, hidden=self.hidden, tp=self.tp)
+        return resolve_compiled_parts(self.settings.compiled, hidden=self.hidden_size, tp=self.tp)
 
     @property
-    def input(self) -> float:
+    def input_bytes(self) -> float:
         """Bytes of a layer's input, of which a rank has 1 / tp under sequence parallelism."""
-        return self.rows(self.hidden // self.tp if self.settings.sequence_parallel else self.hidden)
+        return self.bytes_of_rows(self.hidden_size // self.tp if self.settings.sequence_parallel else self.hidden_size)
 
-    def split(self, kind: LayerKind) -> tuple[Part, Part]:
+    def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[Part, Part]:
         """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
         post_norms, mixing, feed = self.read.family.startswith(POST_NORMS), Part(), Part()
-        post_norm = self.norm(self.hidden) if post_norms else Part()
+        post_norm = self.norm_part(self.hidden_size) if post_norms else Part()
         if kind.mixes and (mixer := read_mixer_shape(self.read)):
-            mixing += self.mixer(mixer)
+            mixing += self.mixer_part(mixer)
         if kind.attention:
-            mixing += self.attention()
+            mixing += self.attention_part()
         if kind.mixes or kind.attention:
-            mixing += self.norm(self.hidden, saves_input=False) + post_norm
+            mixing += self.norm_part(self.hidden_size, saves_input=False) + post_norm
         if kind.feeds:
-            width = feed_forward_weights(self.read, "dense").last // self.hidden
-            feed = self.experts() if kind.feeds == "experts" else self.mlp(width)
+            width = feed_forward_weights(self.read, "dense").last // self.hidden_size
+            feed = self.experts_part() if kind.feeds == "experts" else self.mlp_part(width)
             # Compiled, the sum before the MLP is made again from the layer's input where a norm lies between them.
-            made_again = post_norms and self.compile_kind == "layers"
-            feed += self.norm(self.hidden, saves_input=not made_again and bool(mixing.saved)) + post_norm
+            made_again = post_norms and self.compiled_parts == "layers"
+            feed += self.norm_part(self.hidden_size, saves_input=not made_again and bool(mixing.saved)) + post_norm
         return mixing, feed
 
     @property
     def _norms_by_kernels(self) -> bool:
-        return self.compile_kind == "layers" or (self.settings.gpu and self.settings.fused_norms)
+        return self.compiled_parts == "layers" or (self.settings.gpu and self.settings.fused_norms)
 
-    def norm(self, width: float, groups: float = 1, *, saves_input: bool = True) -> Part:
+    def norm_part(self, width: float, groups: float = 1, *, saves_input: bool = True) -> Part:
         """An RMS norm of rows of `width` numbers, with a root for each of its `groups`; its output is not counted.
         Kernels and graphs save the input. torch's operations save rows in float32, and those divided by their root mean
         square for the gradient of a trained weight.
         """
-        roots, wide = self.rows(groups, WIDE), self.rows(width, WIDE)
+        roots, wide = self.bytes_of_rows(groups, WIDE), self.bytes_of_rows(width, WIDE)
         if self._norms_by_kernels:
-            return Part(roots + self.rows(width) * saves_input)
+            return Part(roots + self.bytes_of_rows(width) * saves_input)
         return Part(roots + wide * (1 + self.settings.trains_all), 3 * wide)
 
-    def linears(self, width: float, *targets: str) -> Part:
+    def linears_part(self, width: float, *targets: str) -> Part:
         """Linears of one input of this width: it is saved if one is trained or has an adapter (its rows too)."""
         adapters = sum(map(self.settings.has_adapter, targets))
         saves = bool(self.settings.trains_all or adapters)
-        return Part(self.rows(width) * saves + self.rows(self.settings.lora_rank * adapters))
+        return Part(self.bytes_of_rows(width) * saves + self.bytes_of_rows(self.settings.lora_rank * adapters))
 
-    def attention(self) -> Part:
+    def attention_part(self) -> Part:
         """Projections, norms of heads, rotary angles, attention, and for some families a gate as wide as the queries.
         With more tensor-parallel ranks than key/value heads each rank has a copy of one head. A configuration does not
         name the gate: its width follows from the weights counted beyond the four projections.
@@ -209,19 +209,21 @@ class LayerTable:
         read, tp, widths = self.read, self.tp, attention_widths(self.read)
         query, key = widths.query / tp, widths.key / min(tp, key_value_heads(read))
         heads, kv_heads = read.count("num_attention_heads") / tp, max(1.0, key_value_heads(read) / tp)
-        gate = max(0.0, attention_weights(read).all / self.hidden / tp - 2 * query - 2 * widths.key / tp)
-        projected = self.linears(query, "o_proj")
-        part = self.linears(self.hidden, "q_proj", "k_proj", "v_proj") + projected
+        gate = max(0.0, attention_weights(read).all / self.hidden_size / tp - 2 * query - 2 * widths.key / tp)
+        projected = self.linears_part(query, "o_proj")
+        part = self.linears_part(self.hidden_size, "q_proj", "k_proj", "v_proj") + projected
         if read.family.startswith(HEAD_NORMS):
-            part += self.norm(query + key, heads + kv_heads)
+            part += self.norm_part(query + key, heads + kv_heads)
         if gate:  # as projected beside the queries, and as attention's output is multiplied
-            part += Part(self.rows(2 * gate if self._norms_by_kernels else gate))
-        call = self.attention_call(query, key, heads, kv_heads)
+            part += Part(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
+        call = self.attention_call_part(query, key, heads, kv_heads)
         # The projection saves attention's output, which attention saves too unless it was exchanged.
-        is_shared = projected.saved >= self.rows(query) and not gate and (self.lean or not self.load.exchanged_rows)
-        return part + replace(call, saved=call.saved - self.rows(query) * is_shared)
+        is_shared = (
+            projected.saved >= self.bytes_of_rows(query) and not gate and (self.lean or not self.load.exchanged_rows)
+        )
+        return part + replace(call, saved=call.saved - self.bytes_of_rows(query) * is_shared)
 
-    def exchange_slices(self) -> tuple[int, int, int]:
+    def head_exchange_slices(self) -> tuple[int, int, int]:
         """In how many slices queries are exchanged, and keys and values, and how often each key/value head is."""
         heads, members = self.read.count("num_attention_heads") // self.tp, self.load.members
         kv_heads = max(1, key_value_heads(self.read) // self.tp)
@@ -232,18 +234,20 @@ class LayerTable:
         slices = count_exchange_slices(split, numbers, self.settings.compute_bytes)
         return slices, slices // split.slices_per_kv_head(slices), split.kv_copies
 
-    def attention_call(self, query: float, key: float, heads: float, kv_heads: float) -> Part:
+    def attention_call_part(self, query: float, key: float, heads: float, kv_heads: float) -> Part:
         """Attention of local rows: queries, keys, values, output and log-sum-exp, exchanged where types exchange heads.
         A ring holds four blocks of keys and values (two that travel and two that are read), a gather two; their
         gradients are summed in float32. Backward computes groups of heads one after another, and holds the buffers of
         one group. Of exchanged heads a message is held as it is sent and as it is received: of the output's gradient,
         of a `lean` layer's queries, keys and values too, and of their gradients, three slices at a time.
         """
-        load, number, (slices, key_slices, copies) = self.load, self.settings.compute_bytes, self.exchange_slices()
-        out, keys, lse = self.rows(query), self.rows(2 * key), self.rows(heads, WIDE)
+        load, number, (slices, key_slices, copies) = self.load, self.settings.compute_bytes, self.head_exchange_slices()
+        out, keys, lse = self.bytes_of_rows(query), self.bytes_of_rows(2 * key), self.bytes_of_rows(heads, WIDE)
         blocks = (4 * load.ring_rows + 2 * load.gathered_rows) * key * number
-        blocks += 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows) + self.rows(query, WIDE)
-        groups = count_head_groups(self.rows(query, WIDE), slices if load.exchanged_rows else max(1, int(kv_heads)))
+        blocks += 2 * key * WIDE * (2 * load.ring_rows + load.gathered_rows) + self.bytes_of_rows(query, WIDE)
+        groups = count_head_groups(
+            self.bytes_of_rows(query, WIDE), slices if load.exchanged_rows else max(1, int(kv_heads))
+        )
         if not load.exchanged_rows:
             return Part(2 * out + keys + lse, 2 * out + keys + blocks / groups, out + lse)
         local = Part(2 * out + keys + lse, 0.0, out + lse)
@@ -258,30 +262,30 @@ class LayerTable:
         return replace(local, work=work) if self.lean else Part(2 * out + keys + lse, work, out + lse, 2 * out + keys)
 
     @property
-    def _has_gate(self) -> bool:
+    def _mlp_has_gate(self) -> bool:
         return self.read.value("mlp_hidden_act") is None
 
-    def mlp(self, width: float) -> Part:
+    def mlp_part(self, width: float) -> Part:
         """An MLP with its input, whose `width` tensor-parallel ranks split."""
-        gate, inside = self._has_gate, width / self.tp
-        part = self.linears(self.hidden, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
-        part += self.linears(inside, "down_proj")
-        activated = self.compile_kind == "none"  # compiled, the gate's activation is made again
+        gate, inside = self._mlp_has_gate, width / self.tp
+        part = self.linears_part(self.hidden_size, *(("gate_proj", "up_proj") if gate else ("up_proj",)))
+        part += self.linears_part(inside, "down_proj")
+        activated = self.compiled_parts == "none"  # compiled, the gate's activation is made again
         tensors = 2 + activated if gate else 1
-        part += Part(tensors * self.rows(inside), (1 + gate) * self.rows(inside))
-        return self._tiles(part, self.rows(self.hidden), (2 + gate) * self.hidden * inside)
+        part += Part(tensors * self.bytes_of_rows(inside), (1 + gate) * self.bytes_of_rows(inside))
+        return self._tiled_part(part, self.bytes_of_rows(self.hidden_size), (2 + gate) * self.hidden_size * inside)
 
-    def _tiles(self, part: Part, saved: float, weights: float) -> Part:
+    def _tiled_part(self, part: Part, saved: float, weights: float) -> Part:
         """A part that may run on one tile of rows after another: so much is saved, the rest is of one tile. A pass also
         holds its result or its gradient, and sums the gradients of `weights` over tiles, in float32 at least.
         """
         tile_rows = self.settings.mlp_tile_rows
         if not 0 < tile_rows < self.load.rows:
             return part
-        work = (part.saved + part.work) * tile_rows / self.load.rows + self.rows(self.hidden)
+        work = (part.saved + part.work) * tile_rows / self.load.rows + self.bytes_of_rows(self.hidden_size)
         return Part(saved, work + weights * max(WIDE, self.settings.compute_bytes) * self.settings.trains_all)
 
-    def experts(self) -> Part:
+    def experts_part(self) -> Part:
         """A router, the experts that rows visit with their weighted sums, and the experts that every row visits. A
         router makes the weights and the number of each visited expert, and in most families the probabilities of all
         experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
@@ -291,24 +295,35 @@ class LayerTable:
         weights, latent = feed_forward_weights(read, "experts"), read.count("moe_latent_size")
         visits = read.count("num_experts_per_tok", "num_experts_per_token")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")
-        probabilities = self.rows(0 if own_gate else read.experts()[1], WIDE)
-        router = Part(self.rows(self.hidden) * trained + self.rows(visits) + self.rows(visits, INDEX) + probabilities)
-        copies, product = self.rows(visits * (latent or self.hidden)), self.rows(visits * width)
+        probabilities = self.bytes_of_rows(0 if own_gate else read.experts_attribute_and_count()[1], WIDE)
+        router = Part(
+            self.bytes_of_rows(self.hidden_size) * trained
+            + self.bytes_of_rows(visits)
+            + self.bytes_of_rows(visits, INDEX)
+            + probabilities
+        )
+        copies, product = self.bytes_of_rows(visits * (latent or self.hidden_size)), self.bytes_of_rows(visits * width)
         # results, what the first product made, and its gate; for trained weights the copies and the product too
-        gates = (4 if own_gate else int(not self.settings.gpu)) * self._has_gate
-        order = self.rows(2 * visits, INDEX)
-        saved = copies + (1 + self._has_gate + gates) * product + (copies + product) * trained + order
+        gates = (4 if own_gate else int(not self.settings.gpu)) * self._mlp_has_gate
+        order = self.bytes_of_rows(2 * visits, INDEX)
+        saved = copies + (1 + self._mlp_has_gate + gates) * product + (copies + product) * trained + order
         work = copies * (2 if self.ep > 1 else 1) + product * (3 if own_gate else 1)
         experts = Part(saved, work, lasting=order)
-        part = router + self._tiles(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
+        part = router + self._tiled_part(experts, 0.0, (weights.of_experts + weights.unvisited) / self.ep)
         # The width of the experts that every row visits follows from the weights that are left. A vector of the hidden
         # size that is left then makes a weight for each row. Their input is the router's.
-        left = (weights.all - weights.of_experts) // self.hidden - read.experts()[1] - 2 * latent
-        width, is_weighted = divmod(left, 2 + self._has_gate)
-        weighted = self.rows(1 + self.hidden) * bool(is_weighted)
-        return part + (self.mlp(width) + Part(weighted - self.rows(self.hidden) * trained)) if width else part
+        left = (
+            (weights.all - weights.of_experts) // self.hidden_size - read.experts_attribute_and_count()[1] - 2 * latent
+        )
+        width, is_weighted = divmod(left, 2 + self._mlp_has_gate)
+        weighted = self.bytes_of_rows(1 + self.hidden_size) * bool(is_weighted)
+        return (
+            part + (self.mlp_part(width) + Part(weighted - self.bytes_of_rows(self.hidden_size) * trained))
+            if width
+            else part
+        )
 
-    def mixer(self, mixer: MixerShape) -> Part:
+    def mixer_part(self, mixer: MixerShape) -> Part:
         """A state-space layer, whose heads are divided over tensor-parallel ranks. A short convolution saves what the
         projection made, gated, convolved, gated again. Mamba 2 saves convolved rows, values, keys, queries, steps and
         states; a gated delta net unit keys and queries, values, rates and decays. Both have a gated norm, and four
@@ -317,22 +332,26 @@ class LayerTable:
         all chunks, and some tensors of rows.
         """
         settings, tp = self.settings, self.tp
-        inner, channels, heads = mixer.last / self.hidden / tp, mixer.channels / tp, mixer.heads / tp
-        part = self.linears(self.hidden, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",)))
-        part += self.linears(inner, "out_proj")
+        inner, channels, heads = mixer.last / self.hidden_size / tp, mixer.channels / tp, mixer.heads / tp
+        part = self.linears_part(self.hidden_size, *(("in_proj_qkvz", "in_proj_ba") if mixer.delta else ("in_proj",)))
+        part += self.linears_part(inner, "out_proj")
         if not heads:
-            return part + Part(self.rows(5 * inner), self.rows(4 * inner))
+            return part + Part(self.bytes_of_rows(5 * inner), self.bytes_of_rows(4 * inner))
         kernels, norm_kernel = settings.gpu and settings.scan_kernels, settings.gpu and settings.fused_norms
-        number, wide = settings.compute_bytes if kernels else WIDE, self.rows(inner, WIDE)
-        chunks = self.rows(mixer.state / tp / CHUNK)  # states before all chunks
-        saved = self.rows(channels + heads) + self.rows(channels, number) + self.rows(4 * heads, WIDE)
+        number, wide = settings.compute_bytes if kernels else WIDE, self.bytes_of_rows(inner, WIDE)
+        chunks = self.bytes_of_rows(mixer.state / tp / CHUNK)  # states before all chunks
+        saved = (
+            self.bytes_of_rows(channels + heads)
+            + self.bytes_of_rows(channels, number)
+            + self.bytes_of_rows(4 * heads, WIDE)
+        )
         saved += self.load.runs * mixer.state / tp * WIDE
         if mixer.delta:
-            saved += self.rows(heads * CHUNK) if kernels else self.rows(channels - inner, WIDE)
-            saved += self.rows(2 * inner) if norm_kernel else 3 * wide + 2 * self.rows(inner)
-            work = 2 * chunks + 4 * self.rows(inner + mixer.heads * mixer.key_size / tp)
+            saved += self.bytes_of_rows(heads * CHUNK) if kernels else self.bytes_of_rows(channels - inner, WIDE)
+            saved += self.bytes_of_rows(2 * inner) if norm_kernel else 3 * wide + 2 * self.bytes_of_rows(inner)
+            work = 2 * chunks + 4 * self.bytes_of_rows(inner + mixer.heads * mixer.key_size / tp)
         else:
-            saved += self.rows(channels)
-            saved += self.rows(2 * inner) if norm_kernel else 4 * wide + 2 * self.rows(inner)
+            saved += self.bytes_of_rows(channels)
+            saved += self.bytes_of_rows(2 * inner) if norm_kernel else 4 * wide + 2 * self.bytes_of_rows(inner)
             work = 3 * chunks + 3 * wide
         return part + Part(saved, work if kernels else TORCH_SCANS[mixer.delta] * wide)

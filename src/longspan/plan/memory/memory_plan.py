@@ -99,7 +99,9 @@ class MemoryPlan:
     def summary_line(self, budget: MemoryBudget | None = None) -> str:
         """Return what layers keep and what is filled, in one line; the first count says also of how many layers."""
         limit = f" of {gib_text(budget.device)}" if budget else ""
-        extras = [once_text(self.gathered_once, self.summed_once)] + [", states on the host"] * self.offload_states
+        extras = [once_a_step_text(self.gathered_once, self.summed_once)] + [
+            ", states on the host"
+        ] * self.offload_states
         extras += [f", MLPs in tiles of {self.mlp_tile_rows:,} rows"] * bool(self.mlp_tile_rows)
         layers = min(self.segment_layers, len(self.measures))
         extras += [f", segments of {plural(layers, 'layer')}"] * bool(layers)
@@ -112,7 +114,7 @@ class MemoryPlan:
         return vars(self) | {"device": device, "host": host, "measures": list(self.measures)}
 
 
-def once_text(gathered: bool, summed: bool) -> str:
+def once_a_step_text(gathered: bool, summed: bool) -> str:
     """Return what of weights and gradients is once a step, in words that follow others; "" for nothing."""
     return f", weights gathered{' and gradients summed' * summed} once" * gathered
 
@@ -147,10 +149,10 @@ class MemoryNeeds:
         *,
         machine: Machine | None = None,
     ) -> "MemoryNeeds":
-        plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.of(config)
+        plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.read_language_model(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
-        numbers = ModelNumbers.of(config, home, settings)
+        numbers = ModelNumbers.from_config(config, home, settings)
         # A group of several slots, but not of all, has a communicator of its own.
         slots = max((plan.slots for plan in plans), default=1)
         groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}
@@ -188,7 +190,7 @@ class MemoryNeeds:
         if (count := len(layer_words)) != self.layers:
             raise PlanError(f"{count} measures were given for {self.layers} layers, depths included; give one a layer")
         words: tuple[Measure, ...] = tuple(known[word] for word in layer_words)
-        moments = (moment for place in self.places for moment in place.moments(self.loads, words))
+        moments = (moment for place in self.places for moment in place.bytes_at_moments(self.loads, words))
         hosts = (place.host_bytes(self.loads, words) for place in self.places)
         return MemoryPlan(
             device=max(moments, key=lambda moment: moment.total),
@@ -223,7 +225,7 @@ TILED_SHARE = 0.06  # of a layer's time, which tiles of its MLP add to it (an H2
 SHOWN_SHARE = 0.1  # of the time of copies to the host that runs beside a layer's work, and is lost all the same
 
 
-def step_seconds(
+def mean_step_seconds(
     config: Any, plans: Sequence[Plan], memory: MemoryPlan, needs: MemoryNeeds, machine: Machine, cost: Cost
 ) -> float:
     """Return the mean seconds of a step over some plans: those by `cost`, and those that its settings leave out. `cost`
@@ -367,7 +369,7 @@ def choose_memory(
     prices = MemoryPrices(config, machine, needs.places[0], max(needs.loads))
     # An eighth more: with few layers another choice may need about 1 % less than the leanest.
     roomier = MemoryBudget(device=budget.device * 9 // 8, host=budget.host * 9 // 8)
-    for segments in _segment_choices(fixed):
+    for segments in _segment_sizes_to_try(fixed):
         segmented = replace(fixed, segment_layers=segments)
         if not any_choice_fits(needs, roomier, segmented):  # far fewer to count than all choices
             continue
@@ -377,7 +379,7 @@ def choose_memory(
         for bound in bounds:
             if bound > best:
                 break
-            memory = fit_fewest_layers(*choices[bound[1]], budget)
+            memory = fit_with_fewest_slow_layers(*choices[bound[1]], budget)
             if memory is not None and (candidate := (prices.seconds(memory), bound[1])) < best:
                 fastest, best = memory, candidate
         if fastest is not None:
@@ -397,7 +399,7 @@ def choose_memory(
     )
 
 
-def _segment_choices(fixed: FixedMemory) -> list[int]:
+def _segment_sizes_to_try(fixed: FixedMemory) -> list[int]:
     if fixed.segment_layers is not None:
         return [fixed.segment_layers]
     return [0, SEGMENT_LAYERS] if fixed.measure != "none" else [0]
@@ -419,7 +421,7 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     exchanges = any(load.exchanged_rows for load in needs.loads)
     words: list[Measure] = [word for word in fixed.measures if exchanges or word != "exchanged"]
     for segments, tile_rows, offload_states, (gathered_once, summed_once) in product(
-        _segment_choices(fixed),
+        _segment_sizes_to_try(fixed),
         [0, TILE_ROWS][: 1 + can_tile] if fixed.mlp_tile_rows is None else [fixed.mlp_tile_rows],
         [False, True][: 1 + can_offload] if fixed.offload_states is None else [fixed.offload_states],
         dict.fromkeys(once for once in sharding if once[0] or not once[1]),  # sums once keep weights too
@@ -452,7 +454,7 @@ def _leanest_choices(needs: MemoryNeeds, fixed: FixedMemory) -> list[tuple[Memor
 
 
 def any_choice_fits(needs: MemoryNeeds, budget: MemoryBudget, fixed: FixedMemory) -> bool:
-    return any(fit_fewest_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed))
+    return any(fit_with_fewest_slow_layers(*choice, budget) is not None for choice in _leanest_choices(needs, fixed))
 
 
 def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan]:
@@ -462,7 +464,9 @@ def leanest_plans(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[MemoryPlan
             yield choice.under(slow)
 
 
-def fit_fewest_layers(needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget) -> MemoryPlan | None:
+def fit_with_fewest_slow_layers(
+    needs: MemoryNeeds, slow: Measure, fast: Measure, budget: MemoryBudget
+) -> MemoryPlan | None:
     """Return the plan that fits with the fewest layers of the slower measure; None where none fits device and host.
     More such layers take less of the device, and of the host too unless only the slower measure keeps tensors there;
     then the fewest that fit the device take least of the host. So halving finds the fewest.
@@ -480,7 +484,7 @@ def fit_fewest_layers(needs: MemoryNeeds, slow: Measure, fast: Measure, budget: 
     return memory if memory.fits(budget) else None
 
 
-def largest_fitting(fits: Callable[[int], bool], limit: int | None = None) -> int:
+def largest_number_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int:
     """Return the largest number that fits, or 0 for none; if a number fits, all smaller ones do. Numbers double until
     one does not fit or is at least `limit`; halving finds the last below that one.
     """

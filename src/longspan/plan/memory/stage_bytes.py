@@ -74,12 +74,12 @@ class ModelNumbers:
     tower_shape: "EncoderShape | None"
 
     @classmethod
-    def of(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
+    def from_config(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
         """Count the parameters of a configuration under a home. Raises PlanError for a model that cannot be counted.
         The first layer of a depth also projects two joined rows to one. A tower with its projector counts where images
         are encoded: it is sharded over all slots, and not split over tp.
         """
-        read = ConfigReader.of(config)
+        read = ConfigReader.read_language_model(config)
         read.check_counts("hidden_size", "vocab_size")
         for uncounted, name in ((has_shared_blocks, "shared blocks"), (has_latent_attention, "latent attention")):
             if uncounted(read):
@@ -89,7 +89,7 @@ class ModelNumbers:
         kinds = layer_kinds(read)
         mixer = read_mixer_shape(read) if any(kind.mixes for kind in kinds) else None
 
-        def matrix(weights: float) -> Numbers:
+        def matrix_numbers(weights: float) -> Numbers:
             trained = weights * settings.trains_all
             return Numbers(weights, trained, weights, trained)
 
@@ -97,7 +97,7 @@ class ModelNumbers:
             kind: _count_layer_parameters(read, kind, mixer, home, settings) for kind in dict.fromkeys(kinds)
         }
         first, *others = (_count_layer_parameters(read, kind, mixer, home, settings) for kind in of_depth)
-        depths = [first + matrix(2 * hidden * hidden), *others] * settings.depths
+        depths = [first + matrix_numbers(2 * hidden * hidden), *others] * settings.depths
         tower, shape = Numbers(), None
         if settings.encoder_rows:
             from longspan.plan.items.encoder_shape import EncoderShape
@@ -111,7 +111,7 @@ class ModelNumbers:
             layers=(*(numbers_of_kinds[kind] for kind in kinds), *depths),
             decoder_layers=len(kinds),
             depth_layers=len(of_depth),
-            head=matrix(hidden * read.count("vocab_size") / home.tp),
+            head=matrix_numbers(hidden * read.count("vocab_size") / home.tp),
             tied=bool(read.value("tie_word_embeddings")),
             tower=tower,
             tower_shape=shape,
@@ -271,7 +271,7 @@ class StageBytes:
         return self.settings.gathered_once and self.micro_batches > 1 and not self.stays_whole
 
     @property
-    def row_bytes(self) -> int:
+    def hidden_row_bytes(self) -> int:
         return self.read.count("hidden_size") * self.settings.compute_bytes
 
     @cached_property
@@ -327,16 +327,16 @@ class StageBytes:
         if key not in self.layers_so_far:
             word, _, host = measure.partition("+")
             table = LayerTable(self.read, self.settings, load, self.home.tp, self.home.ep, lean=word == "selective")
-            mixing, feed = table.split(kind)
+            mixing, feed = table.mixing_and_mlp_parts(kind)
             both = mixing + feed
             size = both.lasting + both.attention * (word != "full") + both.exchanged * (word == "exchanged")
-            size = table.input + (both.saved if word == "none" else size)
+            size = table.input_bytes + (both.saved if word == "none" else size)
             # The MLP runs backward first, while all is saved; its widest moment comes after a third of the gradients of
             # weights. What it saved is gone when attention runs, and all those gradients may be there.
             weights = numbers.layers[layer].trained * self.settings.compute_bytes
             widest = max(both.saved + feed.work + weights / 3, mixing.saved + mixing.work + weights)
-            on_device = size * (not host) + OF_A_DEPTH * load.rows * self.row_bytes * begins_depth
-            backward = max(0.0, 2 * table.input + widest - size)  # its input, and a gradient as wide
+            on_device = size * (not host) + OF_A_DEPTH * load.rows * self.hidden_row_bytes * begins_depth
+            backward = max(0.0, 2 * table.input_bytes + widest - size)  # its input, and a gradient as wide
             self.layers_so_far[key] = LayerBytes(on_device, size * bool(host), backward)
         return self.layers_so_far[key]
 
@@ -367,20 +367,20 @@ class StageBytes:
         blocks = patches * layers * (BLOCK_ROWS * shape.width + mlp_width) * number
         blocks *= settings.encoder_trained == "all"
         work = patches * (BLOCK_GRADIENTS * mlp_width / 2 * number + BLOCK_ROTARY * shape.width)
-        encoded = rows * self.row_bytes
+        encoded = rows * self.hidden_row_bytes
         return encoded + blocks * (not settings.encoder_recomputed), encoded + blocks, work
 
-    def moments(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
+    def bytes_at_moments(self, loads: Sequence[SlotLoad], measures: Sequence[Measure]) -> Iterator[Bytes]:
         """Yield the bytes at the update, and at the moments of a micro-batch of each of these loads."""
         base, settings = vars(self.resident_bytes), self.settings
         # An update of states that wait on the host has two buckets of them.
         states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_states else self.state_bytes
         yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
         for load in loads:
-            for moment in self._micro_batch_moments(load, measures):
+            for moment in self._bytes_in_micro_batch(load, measures):
                 yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
-    def _micro_batch_moments(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:
+    def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:
         settings, layers, stage = self.settings, self.numbers.layers, self.stage
         sharded = settings.shard_parameters
         waiting, number = self.waiting_bytes(load, measures), settings.compute_bytes * sharded
@@ -389,7 +389,7 @@ class StageBytes:
         float8 = 2.0 * (settings.float8 and (in_place or self.stays_gathered))
         whole = [layers[i].whole * (number + float8) for i in stage.layers]
         root = self.numbers.root_numbers(stage)
-        gathered, row = root.whole * number, load.rows * self.row_bytes
+        gathered, row = root.whole * number, load.rows * self.hidden_row_bytes
         activations = sum(layer.kept for layer in waiting) * self.in_flight + self.image_bytes[0]
         # Gradients of earlier micro-batches: shards, or whole ones to the end of the step.
         all_gradients = self.gradient_bytes(self.all_numbers)

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.layout import Floats, Integers, Layout
-from longspan.plan.check import check_comm_types, heads_allow
+from longspan.plan.check import check_comm_types, heads_allow_degree
 from longspan.plan.micro_batch import Group, MicroBatch
 from longspan.plan.plan import Plan
-from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, shows_options
+from longspan.plan.planners.options import PlanKeywords, PlanOptions, Request, expand_option_signature
 
 
 def pack_first_fit(lengths: Sequence[int], room: int) -> list[int]:
@@ -75,7 +75,7 @@ def pack_least_loaded(lengths: Sequence[int], work: Sequence[float], bins: int, 
     return places
 
 
-@shows_options
+@expand_option_signature
 def plan_fixed(
     lengths: Sequence[int],
     home: Layout,
@@ -105,20 +105,20 @@ def plan_fixed(
     divide the slots, a document is longer than cp x max_tokens_per_slot, or a type or number is impossible; LayoutError
     for a bad length.
     """
-    request = Request.of(lengths, home, options, keywords)
-    packer = Packer.of(request, request.check_degree(home, cp))
+    request = Request.from_arguments(lengths, home, options, keywords)
+    packer = Packer.for_request(request, request.check_degree(home, cp))
     if not request.lengths:
-        return request.plan((), "fixed")
-    return request.plan(packer.micro_batches(), "fixed")
+        return request.make_plan((), "fixed")
+    return request.make_plan(packer.micro_batches(), "fixed")
 
 
-def smallest_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
+def smallest_fitting_degree(lengths: Sequence[int], home: Layout, options: PlanOptions) -> int:
     """Return the smallest degree that slots and heads allow and whose caps hold the longest document; all slots if none
     does: a planner then raises the error that says why.
     """
     cap, types = options.rows, check_comm_types(options.cp_comm_type)
     fits = [d for d in range(1, home.slots + 1) if home.slots % d == 0 and (not cap or max(lengths) <= cap * d)]
-    return next((d for d in fits if heads_allow(d, options.heads, types, home.tp)), home.slots)
+    return next((d for d in fits if heads_allow_degree(d, options.heads, types, home.tp)), home.slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ class Packer:
     inside: NDArray[np.bool_]  # (groups,) whether all its slots share a node
 
     @classmethod
-    def of(cls, request: Request, cp: int) -> "Packer":
+    def for_request(cls, request: Request, cp: int) -> "Packer":
         in_plan_order = np.array(request.lengths, dtype=np.int64)
         order = np.argsort(-in_plan_order, kind="stable")
         lengths = in_plan_order[order]
@@ -148,20 +148,20 @@ class Packer:
         work = request.cost.work_seconds(lengths, lengths * lengths)
         return cls(request, cp, order, lengths.tolist(), work.tolist(), room, inside)
 
-    def assignments(self) -> Iterator[Integers]:
+    def assignments_to_price(self) -> Iterator[Integers]:
         """Yield assignments that are worth pricing.
 
         These are the fewest bins; bins of about equal work, in as few micro-batches and in one multiple more; and in
         free mode, where groups do not wait for each other, micro-batches that each group fills on its own.
         """
         fewest_bins = self._sort_bins(pack_first_fit(self.lengths, self.room))
-        yield self._place_bins(self._level_groups(fewest_bins))
+        yield self._place_bins(self._balance_groups(fewest_bins))
         groups, multiple = len(self.inside), self.request.micro_batch_multiple
-        fewest_micro_batches = self._round_up(1 + int(fewest_bins.max()) // groups)
+        fewest_micro_batches = self._round_up_to_multiple(1 + int(fewest_bins.max()) // groups)
         for count in (fewest_micro_batches, fewest_micro_batches + multiple):
             level = pack_least_loaded(self.lengths, self.work, count * groups, self.room)
             if level is not None:
-                yield self._place_bins(self._level_groups(self._sort_bins(level)))
+                yield self._place_bins(self._balance_groups(self._sort_bins(level)))
         if self.request.mode == "free":
             yield self._assign_by_group()
 
@@ -178,14 +178,14 @@ class Packer:
         """Make the micro-batches of an assignment (None: the fastest): for each place with documents a group, with
         rising ids.
         """
-        assignment = min(self.assignments(), key=self.seconds) if assignment is None else assignment
+        assignment = min(self.assignments_to_price(), key=self.seconds) if assignment is None else assignment
         documents_of: dict[int, list[int]] = {}
         for document, place in sorted(zip(self.order.tolist(), assignment.tolist(), strict=True)):
             documents_of.setdefault(place, []).append(document)
         batches: list[list[Group]] = [[] for _ in range(self._count_micro_batches(assignment))]
         for place in sorted(documents_of):
             m, g = divmod(place, len(self.inside))
-            batches[m].append(self.request.group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
+            batches[m].append(self.request.make_group(range(g * self.cp, (g + 1) * self.cp), documents_of[place]))
         return [MicroBatch(tuple(groups)) for groups in batches]
 
     def _sort_bins(self, bins: Sequence[int]) -> Integers:
@@ -194,7 +194,7 @@ class Packer:
         rank = np.argsort(np.argsort(-self._bin_seconds(places, int(places.max()) + 1, inside=True), kind="stable"))
         return rank[places]
 
-    def _level_groups(self, assignment: Integers) -> Integers:
+    def _balance_groups(self, assignment: Integers) -> Integers:
         """Groups are placed later, so all are priced inside a node."""
         groups, count = len(self.inside), self._count_micro_batches(assignment)
         batch, new_assignment = assignment // groups, assignment.copy()
@@ -248,14 +248,14 @@ class Packer:
         return np.where(tokens > 0, self.request.cost.group_seconds(tokens, squares, self.cp, inside, documents), 0.0)
 
     def _count_micro_batches(self, assignment: Integers) -> int:
-        return self._round_up(1 + int(assignment.max()) // len(self.inside))
+        return self._round_up_to_multiple(1 + int(assignment.max()) // len(self.inside))
 
-    def _round_up(self, micro_batches: int) -> int:
+    def _round_up_to_multiple(self, micro_batches: int) -> int:
         multiple = self.request.micro_batch_multiple
         return -(-micro_batches // multiple) * multiple
 
 
-@shows_options
+@expand_option_signature
 def plan_padded(
     lengths: Sequence[int],
     home: Layout,
@@ -274,7 +274,7 @@ def plan_padded(
     `plan_fixed`; the cap counts whole padded rows. With partition="contiguous" some slots hold more padding than
     others.
     """
-    request = Request.of(lengths, home, options, keywords)
+    request = Request.from_arguments(lengths, home, options, keywords)
     cp = request.check_degree(home, cp)
     groups, count, pad = request.slots // cp, len(request.lengths), max(request.lengths, default=0)
     # Without a limit of rows there is one micro-batch.
@@ -283,6 +283,6 @@ def plan_padded(
     for start in range(0, count, at_once):
         documents = range(start, min(start + at_once, count))
         dealt = enumerate(documents[g::groups] for g in range(min(groups, len(documents))))
-        members = (request.group(range(g * cp, (g + 1) * cp), of_group, pad_to=pad) for g, of_group in dealt)
+        members = (request.make_group(range(g * cp, (g + 1) * cp), of_group, pad_to=pad) for g, of_group in dealt)
         batches.append(MicroBatch(tuple(members)))
-    return request.plan(batches, "padded")
+    return request.make_plan(batches, "padded")

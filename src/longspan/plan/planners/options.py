@@ -15,12 +15,12 @@ from longspan.plan.check import (
     check_choice,
     check_comm_types,
     check_count,
-    check_hierarchy,
-    check_size,
-    heads_allow,
+    check_hierarchical_sizes,
+    check_work_fits_int64,
+    heads_allow_degree,
 )
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, PartitionKind, level_sizes
+from longspan.plan.micro_batch import PARTITIONS, Group, MicroBatch, Mode, PartitionKind, fit_level_sizes
 from longspan.plan.plan import Plan
 from longspan.plan.step_times import GroupTable, timeline
 
@@ -94,7 +94,7 @@ class PlanKeywords(TypedDict, total=False):
     allow_empty: bool
 
 
-def shows_options(planner: Planner) -> Planner:
+def expand_option_signature(planner: Planner) -> Planner:
     """Give a planner with `**keywords: Unpack[PlanKeywords]` a signature that lists every option and its default."""
     signature = inspect.signature(planner)
     parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -120,7 +120,7 @@ class Request(PlanOptions):
     hierarchical_context_parallel_sizes: int | tuple[int, ...] | None = None
 
     @classmethod
-    def of(
+    def from_arguments(
         cls, lengths: Sequence[int], home: Layout, options: PlanOptions | None, keywords: PlanKeywords | None = None
     ) -> "Request":
         """Make a request of a planner's arguments, checked: of `options`, or the defaults, with keywords in place of
@@ -132,7 +132,7 @@ class Request(PlanOptions):
                 "there are no documents to plan and allow_empty is False; give lengths, or leave allow_empty out for a "
                 "step of dummy micro-batches"
             )
-        check_size(len(documents), max(documents, default=0))
+        check_work_fits_int64(len(documents), max(documents, default=0))
         types, sizes = check_comm_types(options.cp_comm_type), options.hierarchical_context_parallel_sizes
         values: dict[str, Any] = vars(options) | {
             "cp_comm_type": types[0] if isinstance(options.cp_comm_type, str) else types,
@@ -183,11 +183,11 @@ class Request(PlanOptions):
     def types(self) -> tuple[str, ...]:
         return (self.cp_comm_type,) if isinstance(self.cp_comm_type, str) else self.cp_comm_type
 
-    def degrees(self, least: int, most: int) -> range | tuple[int, ...]:
+    def allowed_degrees(self, least: int, most: int) -> range | tuple[int, ...]:
         """Return the degrees from `least` to `most` that a group may have: under a2a those that divide the heads."""
         if self.heads is None or "a2a" not in self.types:
             return range(least, most + 1)
-        return tuple(d for d in range(least, most + 1) if heads_allow(d, self.heads, self.types, self.tp))
+        return tuple(d for d in range(least, most + 1) if heads_allow_degree(d, self.heads, self.types, self.tp))
 
     def check_degree(self, home: Layout, cp: int) -> int:
         """Return the degree. Raises PlanError if slots, heads or sizes do not allow it, or a document does not fit."""
@@ -201,8 +201,8 @@ class Request(PlanOptions):
             )
         sizes = self.hierarchical_context_parallel_sizes
         if sizes is not None:
-            check_hierarchy(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
-        check_heads(self, cp)
+            check_hierarchical_sizes(self.types, (sizes, max(1, cp // sizes)) if isinstance(sizes, int) else sizes, cp)
+        check_degree_suits_heads(self, cp)
         self.check_longest(cp)
         return int(cp)
 
@@ -220,7 +220,7 @@ class Request(PlanOptions):
             f"raise max_tokens_per_slot to {rows}, {limit or 'raise cp'}, or cut the document"
         )
 
-    def group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
+    def make_group(self, slots: Sequence[int], documents: Sequence[int], pad_to: int | None = None) -> Group:
         """Return a group of these slots and documents; `pad_to` is the rows to which every document is padded (None:
         none is).
         """
@@ -234,9 +234,9 @@ class Request(PlanOptions):
         sizes = self.hierarchical_context_parallel_sizes
         if "a2a+p2p" not in self.types or sizes is None:
             return None
-        return level_sizes(sizes, degree)
+        return fit_level_sizes(sizes, degree)
 
-    def plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
+    def make_plan(self, micro_batches: Sequence[MicroBatch], planner: str, *, max_cp: int | None = None) -> Plan:
         """Make the checked plan of these micro-batches, with its predicted time and lower bound. Dummy micro-batches
         are added up to the next multiple, at least one where there are no documents. `max_cp` is the highest degree of
         the plans that the bound is of (None: all slots).
@@ -244,7 +244,7 @@ class Request(PlanOptions):
         plan = Plan(
             slots=self.slots,
             lengths=self.lengths,
-            micro_batches=self._complete(micro_batches),
+            micro_batches=self._add_dummy_micro_batches(micro_batches),
             targets=sum(self.lengths) - len(self.lengths) if self.targets is None else self.targets,
             mode=self.mode,
             max_tokens_per_slot=self.max_tokens_per_slot,
@@ -255,11 +255,11 @@ class Request(PlanOptions):
         ).check()
         return plan.reprice(self.cost, max_cp=max_cp)
 
-    def seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
-        batches = self._complete(micro_batches)
+    def step_seconds(self, micro_batches: Sequence[MicroBatch]) -> float:
+        batches = self._add_dummy_micro_batches(micro_batches)
         return timeline(batches, self.slots, self.cost, mode=self.mode, node_size=self.node_size).step_seconds
 
-    def _complete(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
+    def _add_dummy_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> tuple[MicroBatch, ...]:
         count = max(1, len(micro_batches))
         dummies = count + -count % self.micro_batch_multiple - len(micro_batches)
         return (*self._resolve_types(micro_batches), *[MicroBatch()] * dummies)
@@ -271,26 +271,26 @@ class Request(PlanOptions):
         chooses_type = "auto" in self.types and bool(self.heads or self.cost.network)
         if not chooses_type and ("a2a+p2p" not in self.types or self.hierarchical_context_parallel_sizes is not None):
             return micro_batches
-        table = GroupTable.of(micro_batches)
+        table = GroupTable.from_micro_batches(micro_batches)
         cost = replace(self.cost, cp_comm_type="auto") if chooses_type else self.cost.under("a2a+p2p", 0)
         ways = cost.ways_of(table.degree)
-        seconds = np.array([table.seconds_under(way, self.node_size) for way in ways])
+        seconds = np.array([table.group_seconds_with_type(way, self.node_size) for way in ways])
         least_seconds = seconds.min(axis=0)
         choice: Iterator[int] = iter(np.argmax(seconds <= least_seconds * (1 + SAME), axis=0).tolist())
-        typed = (tuple(self._with_type(group, ways[next(choice)]) for group in b.groups) for b in micro_batches)
+        typed = (tuple(self._give_type(group, ways[next(choice)]) for group in b.groups) for b in micro_batches)
         return [MicroBatch(groups) for groups in typed]
 
-    def _with_type(self, group: Group, way: Cost) -> Group:
+    def _give_type(self, group: Group, way: Cost) -> Group:
         """A group of one slot, which sends nothing, gets p2p. Layers of a list that name a type keep it."""
         kind = way.cp_comm_type if group.degree > 1 else "p2p"
         types = kind if isinstance(self.cp_comm_type, str) else tuple(kind if t == "auto" else t for t in self.types)
         sizes = group.hierarchical_context_parallel_sizes
         if kind == "a2a+p2p" or ("a2a+p2p" in types and sizes is None):
-            sizes = level_sizes(way.a2a_size, group.degree)
+            sizes = fit_level_sizes(way.a2a_size, group.degree)
         return replace(group, cp_comm_type=types, hierarchical_context_parallel_sizes=sizes)
 
 
-def check_heads(request: Request, degree: int) -> None:
+def check_degree_suits_heads(request: Request, degree: int) -> None:
     """Raise PlanError if `a2a` would deal the query heads of a rank to a group whose degree does not divide them, or
     `a2a+p2p` to a first size. Key/value heads limit nothing: where there are fewer than slots, the same head goes to
     several.
@@ -298,7 +298,7 @@ def check_heads(request: Request, degree: int) -> None:
     sizes, heads = request.hierarchical_context_parallel_sizes, (request.heads or 0) // request.tp
     first = sizes if isinstance(sizes, int) else sizes[0] if sizes else 1
     for kind, members, name in (("a2a", degree, "cp"), ("a2a+p2p", first, "a first size of")):
-        if kind not in request.types or heads_allow(members, request.heads, ("a2a",), request.tp):
+        if kind not in request.types or heads_allow_degree(members, request.heads, ("a2a",), request.tp):
             continue
         fit = ", ".join(str(n) for n in range(1, members) if heads % n == 0)
         shared = f" (of each rank, {request.heads} / tp {request.tp})" if request.tp > 1 else ""

@@ -25,14 +25,14 @@ class ConfigReader:
         self._config = config
 
     @classmethod
-    def of(cls, config: Any) -> "ConfigReader":
+    def read_language_model(cls, config: Any) -> "ConfigReader":
         """Read the language model's configuration in an object, a dict, a config.json or its folder."""
-        read = cls.read_whole(config)
+        read = cls.read_whole_model(config)
         text = read.value("text_config")
         return read if text is None else cls(text, f"text_config of {read.where}")
 
     @classmethod
-    def read_whole(cls, config: Any) -> "ConfigReader":
+    def read_whole_model(cls, config: Any) -> "ConfigReader":
         """Read a whole model's configuration, which may have those of a text model and of encoders as sections."""
         if not isinstance(config, (str, Path)):
             return cls(config, type(config).__name__)
@@ -75,7 +75,7 @@ class ConfigReader:
     def section(self, name: str) -> "ConfigReader":
         return ConfigReader(self.value(name) or {}, f"{name} of {self.where}")
 
-    def experts(self) -> tuple[str, int]:
+    def experts_attribute_and_count(self) -> tuple[str, int]:
         """Return the attribute that counts a layer's experts, and its count; "" and 0 without experts."""
         return next(((name, count) for name in _EXPERTS if (count := self.count(name))), ("", 0))
 
@@ -130,7 +130,7 @@ def layer_types(read: ConfigReader) -> list[str]:
             return [_OLDER_NAMES.get(str(kind), str(kind)) for kind in cast(Sequence[Any], types)]
     if isinstance(pattern := read.value("hybrid_override_pattern"), str):
         return [_LETTERS.get(letter, letter) for letter in pattern]
-    return _infer_types(read, read.count("num_hidden_layers"))
+    return _infer_layer_types(read, read.count("num_hidden_layers"))
 
 
 def depth_types(config: Any, types: Sequence[str]) -> list[str]:
@@ -139,7 +139,7 @@ def depth_types(config: Any, types: Sequence[str]) -> list[str]:
     `types` are those of the model's own layers: if none of these has experts, the depth has an MLP in place of experts,
     and the other way round.
     """
-    read = config if isinstance(config, ConfigReader) else ConfigReader.of(config)
+    read = config if isinstance(config, ConfigReader) else ConfigReader.read_language_model(config)
     names: Sequence[str] = read.value("mtp_layers_block_type") or [  # or by letters, as Nemotron-H has it
         _LETTERS.get(letter, letter) for letter in read.value("mtp_hybrid_override_pattern") or ""
     ]
@@ -165,11 +165,11 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
     elif _is_mamba2(read) or has_shared_blocks(read):  # no MLP of its own: Zamba 2's counts with the shared block
         feeds = ""
     else:
-        feeds = "experts" if _visits_experts(read, layer) else "dense"
+        feeds = "experts" if _layer_has_experts(read, layer) else "dense"
     return LayerKind(attention, is_hybrid or kind in MIXING, feeds)
 
 
-def _infer_types(read: ConfigReader, layers: int) -> list[str]:
+def _infer_layer_types(read: ConfigReader, layers: int) -> list[str]:
     """Of a configuration that names no types; empty if no attribute is one of mixers: all layers attend."""
     linear = read.section("linear_attn_config")  # of Kimi, whose layers count from 1
     attending = read.value("attn_layer_indices", "full_attn_idxs")
@@ -195,8 +195,8 @@ def has_shared_blocks(read: ConfigReader) -> bool:
     return read.family == "zamba2"
 
 
-def _visits_experts(read: ConfigReader, layer: int) -> bool:
-    if not visited_experts(read) or read.value("num_local_experts") == 0:
+def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
+    if not experts_per_token(read) or read.value("num_local_experts") == 0:
         return False
     if isinstance(moe_layers := read.value("moe_layers"), list):
         return layer in cast(list[int], moe_layers)
@@ -208,7 +208,7 @@ def _visits_experts(read: ConfigReader, layer: int) -> bool:
     return layer not in dense and (layer + 1) % interval == 0 and layer >= first_sparse
 
 
-def visited_experts(read: ConfigReader) -> int:
+def experts_per_token(read: ConfigReader) -> int:
     """Return how many experts a token visits in a layer; 0 without experts."""
     return read.count("num_experts_per_tok", "num_experts_per_token")
 
@@ -245,7 +245,7 @@ def attention_widths(read: ConfigReader) -> Widths:
     """Latent attention counts as it is computed, with full heads; a shared block attends to rows twice as wide."""
     heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
     if has_latent_attention(read):
-        width = heads * sum(_latent_sizes(read)) // 2
+        width = heads * sum(_latent_head_sizes(read)) // 2
         return Widths(width, width)
     head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
     return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
@@ -296,7 +296,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         return Weights(products * hidden * width, hidden * width)
     if not kind:
         return Weights(0, 0)
-    visited = visited_experts(read)
+    visited = experts_per_token(read)
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
     gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
     narrow_width = read.count("moe_latent_size")
@@ -307,7 +307,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         one = bool(read.count("intermediate_size_mlp"))
         shared = width * (one or read.count("n_shared_experts", "num_shared_experts"))
     weights = products * ((narrow_width or hidden) * visited * width + hidden * shared)
-    experts, expert_weights = read.experts()[1], products * (narrow_width or hidden) * width
+    experts, expert_weights = read.experts_attribute_and_count()[1], products * (narrow_width or hidden) * width
     all_weights = weights + 2 * hidden * narrow_width + hidden * (experts + gated)
     # No last product: the router's weights multiply what experts return, so that backward needs it.
     return Weights(all_weights, 0, visited * expert_weights, max(0, experts - visited) * expert_weights)
@@ -326,7 +326,7 @@ def _dense_mlp_width(read: ConfigReader) -> int:
     return -(-width // multiple) * multiple
 
 
-def _latent_sizes(read: ConfigReader) -> tuple[int, int]:
+def _latent_head_sizes(read: ConfigReader) -> tuple[int, int]:
     return read.count("qk_nope_head_dim") + read.count("qk_rope_head_dim"), read.count("v_head_dim")
 
 
@@ -334,7 +334,7 @@ def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
     """Queries go through `q_lora_rank` numbers if there is one. Keys and values come from `kv_lora_rank` numbers a row,
     and the rotary part of keys, which all heads share, straight from the row.
     """
-    heads, (size, value) = read.count("num_attention_heads"), _latent_sizes(read)
+    heads, (size, value) = read.count("num_attention_heads"), _latent_head_sizes(read)
     rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
     queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size
     keys = hidden * (rank + read.count("qk_rope_head_dim"))
@@ -398,7 +398,7 @@ def mixer_kind(read: ConfigReader) -> str:
         return "Kimi delta attention"
     if read.count("conv_L_cache"):
         return "short convolution"
-    return "Mamba 2" if _mamba2_heads(read) else ""
+    return "Mamba 2" if _count_mamba2_heads(read) else ""
 
 
 def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
@@ -406,7 +406,11 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
     if not (kind := mixer_kind(read)):
         return None
     hidden = read.require_count("hidden_size")
-    readers = {"gated delta net": _gated_delta_net, "Kimi delta attention": _kimi, "Mamba 2": _mamba2}
+    readers = {
+        "gated delta net": _read_gated_delta_net,
+        "Kimi delta attention": _read_kimi_delta_attention,
+        "Mamba 2": _read_mamba2,
+    }
     if kind in readers:
         return readers[kind](read, hidden)
     width = read.count("conv_L_cache")
@@ -414,7 +418,7 @@ def read_mixer_shape(read: ConfigReader) -> MixerShape | None:
     return MixerShape(kind=kind, weights=weights, last=last, channels=hidden, width=width)
 
 
-def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
+def _read_gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
     names = ("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim")
     read.check_counts(*names)
     key_heads, key_size, value_size, width = (read.count(name) for name in names)
@@ -434,7 +438,7 @@ def _gated_delta_net(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
+def _read_kimi_delta_attention(read: ConfigReader, hidden: int) -> MixerShape:
     linear = read.section("linear_attn_config")  # as it is published
     heads = linear.count("num_heads") or read.count("linear_num_heads")
     size = linear.count("head_dim") or read.require_count("linear_head_dim")
@@ -454,8 +458,8 @@ def _kimi(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
-    heads = _mamba2_heads(read)
+def _read_mamba2(read: ConfigReader, hidden: int) -> MixerShape:
+    heads = _count_mamba2_heads(read)
     states = read.require_count("mamba_d_state", "ssm_state_size", "state_size")
     groups = read.require_count("mamba_n_groups", "n_groups", "mamba_ngroups")
     width = read.require_count("mamba_d_conv", "conv_kernel")
@@ -477,7 +481,7 @@ def _mamba2(read: ConfigReader, hidden: int) -> MixerShape:
     )
 
 
-def _mamba2_heads(read: ConfigReader) -> int:
+def _count_mamba2_heads(read: ConfigReader) -> int:
     """Return the heads of a Mamba 2 layer; 0 for Mamba 1, for which the first Zamba, without groups, has a key too."""
     heads = read.count("mamba_n_heads", "mamba_num_heads") or (read.count("state_size") and read.count("num_heads"))
     return heads or (read.count("mamba_ngroups") and read.count("n_mamba_heads"))

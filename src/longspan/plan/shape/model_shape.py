@@ -19,6 +19,7 @@ from longspan.plan.shape.layers import (
     attention_weights,
     attention_widths,
     depth_kinds,
+    experts_per_token,
     feed_forward_weights,
     has_latent_attention,
     key_value_heads,
@@ -27,7 +28,6 @@ from longspan.plan.shape.layers import (
     mixer_kind,
     read_mixer_shape,
     sliding_window,
-    visited_experts,
 )
 
 SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
@@ -97,9 +97,9 @@ class ModelShape:
         depth, or else one like the last, a projection from 2 · hidden to hidden, and the output projection once more.
         Raises PlanError naming the attributes that are missing, are no counts, or show layers that are not priced.
         """
-        read = ConfigReader.of(config)
+        read = ConfigReader.read_language_model(config)
         mixer = read_mixer_shape(read)
-        _check_priced(read, mixer)
+        _check_can_be_priced(read, mixer)
         kinds = layer_kinds(read) + depth_kinds(read) * depths
         hidden, window, chunk = read.count("hidden_size"), sliding_window(read), read.count("attention_chunk_size")
         weights_of_kinds = {kind: _layer_weights(read, kind, mixer) for kind in dict.fromkeys(kinds)}
@@ -130,7 +130,7 @@ class ModelShape:
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
             stored_experts=sum(layer.of_experts + layer.unvisited for layer in layers),
             expert_layers=expert_layers,
-            routed_numbers=expert_layers * visited_experts(read) * (read.count("moe_latent_size") or hidden),
+            routed_numbers=expert_layers * experts_per_token(read) * (read.count("moe_latent_size") or hidden),
             hidden=hidden,
             logits=vocabulary * (1 + depths),
         )
@@ -145,7 +145,7 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
     return Weights(every, parts[-1].last, of_experts, unvisited)
 
 
-def _check_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
+def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
     """Raises PlanError for layers that cannot be priced. Counts of attention and of MLPs are needed if some
     layer has such a part, or if the configuration names no layers. Latent attention is priced only in a model with a
     mixer, as Kimi's are, and with the size of a value head.
@@ -174,7 +174,7 @@ def read_query_heads(config: Any) -> int | None:
 
     Raises PlanError if it has no count of them.
     """
-    read = ConfigReader.of(config)
+    read = ConfigReader.read_language_model(config)
     kinds = layer_kinds(read)
     if kinds and not any(kind.attention for kind in kinds):
         return None
@@ -190,7 +190,7 @@ def has_mixers(config: Any) -> bool:
 
     Raises PlanError for what is no configuration.
     """
-    read = ConfigReader.of(config)
+    read = ConfigReader.read_language_model(config)
     return bool(mixer_kind(read)) and any(kind.mixes for kind in layer_kinds(read))
 
 
@@ -207,12 +207,12 @@ def read_experts(config: Any) -> ExpertCounts:
 
     Raises PlanError for what is no count.
     """
-    read = ConfigReader.of(config)
-    name, count = read.experts()
-    return ExpertCounts(count, name, visited_experts(read) if count else 0)
+    read = ConfigReader.read_language_model(config)
+    name, count = read.experts_attribute_and_count()
+    return ExpertCounts(count, name, experts_per_token(read) if count else 0)
 
 
-def no_experts_text(ep: int, model: str) -> str:
+def experts_missing_text(ep: int, model: str) -> str:
     return f"the home has ep {ep}, but {model} has no experts to deal out; use ep 1"
 
 

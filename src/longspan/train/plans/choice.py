@@ -16,10 +16,10 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, Plan, PlanAhead, PlanOptions, plan_fixed, plan_padded
-from longspan.plan.check import LongDocumentError, heads_allow, name_arguments
-from longspan.plan.planners.fixed import smallest_degree
+from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_argument_names
+from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords
-from longspan.plan.ways import fit_to_degree, plan_evaluation, widest_degree
+from longspan.plan.ways import options_at_degree, plan_evaluation, widest_degree
 from longspan.train.plans.run_cost import call_planner, read_cost
 
 KEYS = {  # of a section of plans, by the planners' arguments
@@ -137,14 +137,14 @@ class PlanChoice:
 
     def allows(self, degree: int, home: Layout) -> bool:
         """Return whether a2a, where a layer uses it, can deal the query heads evenly to groups of this degree."""
-        return heads_allow(degree, self.options.heads, self.comm_types, home.tp)
+        return heads_allow_degree(degree, self.options.heads, self.comm_types, home.tp)
 
     def at_degree(self, degree: int, *, longest: int) -> "PlanChoice":
         """Return this choice at a fixed degree, with a cap raised to hold a document of `longest` tokens."""
         cap = self.options.max_tokens_per_slot
         if cap is not None:
             cap = max(cap, -(-longest // degree))
-        options = replace(fit_to_degree(self.options, degree), max_tokens_per_slot=cap)
+        options = replace(options_at_degree(self.options, degree), max_tokens_per_slot=cap)
         return replace(self, planner="fixed", degree=degree, options=options)
 
     def plan(self, lengths: Sequence[int], home: Layout, *, targets: int | None = None) -> Plan:
@@ -167,9 +167,9 @@ class PlanChoice:
             widest = home.slots
             make = partial(call_planner, self.planner, f"{self.prefix}planner", lengths, home)
         else:
-            widest = self.degree or smallest_degree(lengths, home, options)
+            widest = self.degree or smallest_fitting_degree(lengths, home, options)
             if not self.degree:
-                options = fit_to_degree(options, widest)  # the levels of a2a+p2p
+                options = options_at_degree(options, widest)  # the levels of a2a+p2p
             make = partial(plan_padded if self.planner == "padded" else plan_fixed, lengths, home, widest)
         if options.cost.passes != "forward":  # a training step
             return make(options=options)
@@ -192,7 +192,7 @@ class PlanChoice:
             keys = {
                 argument: (of_training if "dynamic" in key else self.prefix) + key for argument, key in KEYS.items()
             }
-            raise ConfigError(name_arguments(str(error), keys)) from error
+            raise ConfigError(replace_argument_names(str(error), keys)) from error
 
 
 def degrees_to_compare(home: Layout, choice: PlanChoice | None = None) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.ways import PartitionChoice, which_degree, which_partition
+from longspan.plan.ways import PartitionChoice, compare_degrees, compare_partitions
 from longspan.train.plans import PlanChoice
 from longspan.train.plans.run_cost import KEY, read_run_machine
 
@@ -73,7 +73,7 @@ def _choose_fastest_partition(choice: PlanChoice, lengths: Sequence[Sequence[int
             raise ConfigError(f"{options.cp_comm_type} cannot share {options.heads} heads among {widest} slots")
         return sum(candidate.plan(documents, home).predicted_seconds for documents in lengths)
 
-    return which_partition(predict_seconds, choice.options)
+    return compare_partitions(predict_seconds, choice.options)
 
 
 def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) -> RunConfig:
@@ -102,7 +102,7 @@ def choose_degree(
         return choice, ""
     try:
         dynamic = choice.min_degree, choice.max_degree
-        comparison = which_degree(lengths, home, options=choice.home_options(home), dynamic_degrees=dynamic)
+        comparison = compare_degrees(lengths, home, options=choice.home_options(home), dynamic_degrees=dynamic)
     except PlanError as error:
         ranks = plural(len(home.ranks), "rank")
         raise ConfigError(f'{choice.degree_key} is "auto" on {ranks}: {error}') from error

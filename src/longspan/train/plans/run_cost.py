@@ -50,9 +50,9 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
     Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
     and slots, and for a plan that is not sound or exceeds the limit of rows.
     """
-    request, planner = Request.of(lengths, home, options), _import_planner(name, key)
+    request, planner = Request.from_arguments(lengths, home, options), _import_planner(name, key)
     if not request.lengths:  # a planner need not know what to do with a step without documents
-        return request.plan((), name)
+        return request.make_plan((), name)
     documents, slots = plural(len(request.lengths), "document"), plural(home.slots, "slot")
     try:
         plan = planner(request.lengths, home, options=options)
@@ -66,7 +66,7 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
             f"longspan.Plan of {slots} (home.slots) and of the {documents} that it received, in their order"
         )
     try:
-        return request.plan(plan.micro_batches, name)
+        return request.make_plan(plan.micro_batches, name)
     except PlanError as error:
         raise PlanError(f"{key} {name!r} returned a plan that cannot run: {error}") from error
 
