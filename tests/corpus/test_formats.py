@@ -20,7 +20,7 @@ from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_token
 from longspan.data.document import target_count
 from longspan.data.documents import Corpus
 from longspan.errors import DataError
-from longspan.model.weights.tokenizer_files import ends_of_generation
+from longspan.model.weights.tokenizer_files import read_stop_token_ids
 from tests.corpus.rows.families import write_folder
 
 TEXTS = ["def layout(rank):\n    return rank\n", "für alle Ränge: übrig " * 9, "plan " * 30, "one\ntwo", "a b c d e"]
@@ -258,4 +258,4 @@ def test_ends_of_generation_that_are_none_are_named(tmp_path: Path, text: str) -
     (tmp_path / "generation_config.json").write_text(text)
     message = r"generation_config.json (is no JSON object|has eos_token_id 'x'; give the id)"
     with pytest.raises(DataError, match=message):
-        ends_of_generation(tmp_path)
+        read_stop_token_ids(tmp_path)

@@ -25,7 +25,7 @@ from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.activations.tiles import count_tiles, run_in_tiles
 from longspan.model.compiled_layers import BACKEND
-from longspan.model.experts.experts import Visits, gate_in_one_pass, spread_rows, sum_visits
+from longspan.model.experts.experts import Visits, apply_silu_gate_kernel, spread_rows, sum_visits
 from longspan.model.float8.products import Float8Weight, linear_in_float8, quantise_columns, quantise_rows
 from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms
@@ -136,7 +136,7 @@ def _float8(device: str) -> Operator:
 
 
 def _gate(x: Tensor) -> Tensor:
-    return gate_in_one_pass(x) if x.is_cuda else F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1]
+    return apply_silu_gate_kernel(x) if x.is_cuda else F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1]
 
 
 OPERATORS: dict[str, Callable[[str, int], Operator]] = {  # from rows to rows, with their parameters
@@ -176,7 +176,7 @@ def visits(device: str, elements: int) -> Errors:
     x = torch.empty(rows, WIDTH, device=device, dtype=torch.bfloat16).normal_().requires_grad_()
     weights = torch.rand(rows, top_k, device=device, dtype=torch.bfloat16).requires_grad_()
     order = torch.randperm(rows * top_k, device=device)
-    of = Visits.of(order, top_k)
+    of = Visits.from_order(order, top_k)
     out = sum_visits(spread_rows(x, of), weights, of)
     dout = torch.empty_like(out).normal_()
     dx, dweights = torch.autograd.grad(out, (x, weights), dout)

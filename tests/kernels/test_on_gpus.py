@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from longspan.model.experts.experts import Visits, gate_in_one_pass, spread_rows, sum_visits
+from longspan.model.experts.experts import Visits, apply_silu_gate_kernel, spread_rows, sum_visits
 from longspan.model.seams.norms import NormFormula
 from longspan.train.loss import row_softmax
 from longspan.train.terms.token_loss import kernel_distributions
@@ -54,7 +54,7 @@ def visit_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors
     by_expert, order = chosen.flatten().sort(stable=True)
 
     def compute(x: Tensor, weights: Tensor) -> Tensor:
-        visits = Visits.of(order.to(device), top_k)
+        visits = Visits.from_order(order.to(device), top_k)
         going = spread_rows(x, visits)
         return sum_visits(going * going * factors[by_expert].to(going)[:, None], weights, visits)
 
@@ -67,7 +67,9 @@ def visit_errors(case: Sequence[int], device: str, dtype: torch.dtype) -> Errors
 def gate_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:
     torch.manual_seed(0)
     halves = torch.randn(case[0], 2 * case[1])
-    return _errors(gate_in_one_pass, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype)
+    return _errors(
+        apply_silu_gate_kernel, lambda x: F.silu(x.chunk(2, 1)[0]) * x.chunk(2, 1)[1], (halves,), device, dtype
+    )
 
 
 def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Errors:

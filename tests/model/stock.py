@@ -180,7 +180,7 @@ def without_trials() -> Iterator[None]:
     with (
         patch.object(check_model, "try_class", lambda model: check_model.ClassTrial()),
         patch.object(row_loss, "_try_row_loss"),
-        patch.object(row_trial, "_trial_modes", lambda model: {False, True}),
+        patch.object(row_trial, "_tried_modes", lambda model: {False, True}),
     ):
         yield
 

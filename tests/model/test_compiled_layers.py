@@ -17,9 +17,9 @@ from longspan import Layout, World, load_model, plan_fixed, prepare, run_step
 from longspan.config.file import load_config
 from longspan.errors import ModelError
 from longspan.model import compiled_layers
-from longspan.model.compiled_layers import compile_layers, read_compiled_parts
+from longspan.model.compiled_layers import choose_compiled_parts, compile_layers
 from longspan.model.execution import model_execution
-from longspan.model.experts.moe import use_experts
+from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.presets import PRESETS, preset_config
@@ -100,7 +100,7 @@ def preset_model(preset: str, dtype: str = "float64") -> PreTrainedModel:
 def test_attention_before_experts_has_no_hook_where_its_layer_is_compiled() -> None:
     """Graphs that end inside a module with hooks, as attention's do, fail in torch 2.11."""
     model = preset_model("qwen3-moe-tiny")
-    use_experts(model)
+    connect_experts(model)
     attention = [layer.get_submodule("self_attn") for layer in decoder_layers(model).values()]
     assert {len(module._forward_pre_hooks) for module in attention} == {1}
     compile_layers([model])
@@ -205,12 +205,12 @@ def test_generated_kernels_compute_the_formulas_and_round_no_more_often() -> Non
 def test_words_of_the_option() -> None:
     model, cpu, gpu = tiny("qwen3"), torch.device("cpu"), torch.device("cuda")
     for word, parts in (("none", "none"), ("auto", "none"), ("layers", "layers")):
-        assert read_compiled_parts(word, model, cpu) == parts
-    assert read_compiled_parts("auto", model, gpu) == "none"
+        assert choose_compiled_parts(word, model, cpu) == parts
+    assert choose_compiled_parts("auto", model, gpu) == "none"
     model.config.hidden_size = 2048
-    assert [read_compiled_parts("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
+    assert [choose_compiled_parts("auto", model, gpu, tp) for tp in (1, 2)] == ["layers", "none"]
     with pytest.raises(ModelError, match="compiled is 'all'; use 'auto', 'layers', 'none'"):
-        read_compiled_parts("all", model, cpu)
+        choose_compiled_parts("all", model, cpu)
     for value, word in ((True, "layers"), (False, "none"), ("layers", "layers"), ("auto", "auto")):
         assert load_config(overrides={"train.compiled": value}).train.compiled == word
 

@@ -8,7 +8,7 @@ from longspan import Layout, World, load_model, prepare
 from longspan.errors import ModelError
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.take_apart import image_cost, take_apart_or_undo
-from longspan.model.vision.image_encoder import split_model
+from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.testing import run_ranks
 from tests.model.seams.wrappers import tiny as wrapper
 from tests.model.stock import tiny as text_model
@@ -20,7 +20,7 @@ from tests.model.vision.models import config_of, here, tiny
 def test_parts_share_the_weights_under_the_names_of_the_whole(name: str) -> None:
     model = tiny(name)
     whole = dict(model.named_parameters())
-    parts = split_model(model)
+    parts = split_off_image_encoder(model)
     made = dict(parts.encoder.named_parameters()) | dict(parts.language_model.named_parameters())
     assert made.keys() == whole.keys() and all(made[n] is whole[n] for n in whole)
     assert parts.deep_layers == (2 if name.startswith("qwen3-vl") else 0)

@@ -128,8 +128,10 @@ def test_kernels_are_said_by_kind_of_layer_and_group(monkeypatch: pytest.MonkeyP
 
 def test_the_slow_kernel_on_gpus_is_a_caution() -> None:
     call = AttendCall(1, 1, 64, 64, torch.float32, torch.device("cuda"))
-    assert of_calls(call).slow_reason() == "the slow reference kernel is all that can do float32, heads of 64 here"
-    assert of_calls(AttendCall(1, 1, 64, 64, torch.float32)).slow_reason() == ""
+    assert (
+        of_calls(call).slow_kernel_reason() == "the slow reference kernel is all that can do float32, heads of 64 here"
+    )
+    assert of_calls(AttendCall(1, 1, 64, 64, torch.float32)).slow_kernel_reason() == ""
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

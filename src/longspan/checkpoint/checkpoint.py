@@ -48,7 +48,7 @@ from longspan.checkpoint.storage import DTYPES, SafetensorsReader, SafetensorsWr
 from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
-from longspan.model.adapters import adapter_entries, model_adapter
+from longspan.model.adapters import entries_trained_with_adapter, model_adapter
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
@@ -159,7 +159,7 @@ def load_checkpoint(
         drop_absent_moments(path, saved, stored.settings, model, optimizer, tensors, world)
         others = {name: x for name, x in tensors["optimizer"].items() if not isinstance(x, Tensor)}
         tensors["optimizer"] = {name: x for name, x in tensors["optimizer"].items() if name not in others}
-        numbers = OptimizerValues.of(others).numbers
+        numbers = OptimizerValues.from_entries(others).numbers
         lacking = next((name for name in numbers if name not in stored.numbers), "")
         text = f"checkpoint {path} has no number {lacking}: it was saved with another optimizer; use that one"
         raise_first_error(world, CheckpointError(text) if lacking else None)
@@ -194,7 +194,7 @@ class OptimizerValues(NamedTuple):
     settings: dict[str, list[str]]
 
     @classmethod
-    def of(cls, entries: Mapping[str, Any]) -> "OptimizerValues":
+    def from_entries(cls, entries: Mapping[str, Any]) -> "OptimizerValues":
         updated = names_with_moments(entries)
         return cls(
             {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
@@ -238,9 +238,9 @@ def contents_to_save(
     if fresh:
         optimizer.state.clear()
         moments = {name: value for name, value in moments.items() if not name.startswith(MOMENTS)}
-    values = OptimizerValues.of(moments)
+    values = OptimizerValues.from_entries(moments)
     moments = {name: x for name, x in moments.items() if not name.startswith(SETTINGS) and name not in values.numbers}
-    tensors: Any = {"model": adapter_entries(model, entries) if weights else {}, "optimizer": moments}
+    tensors: Any = {"model": entries_trained_with_adapter(model, entries) if weights else {}, "optimizer": moments}
     error = None
     for group, name, value in ((group, *entry) for group, named in tensors.items() for entry in named.items()):
         if getattr(value, "dtype", None) not in DTYPES.values():
@@ -260,11 +260,14 @@ def make_entries_to_fill(model: nn.Module, optimizer: Optimizer | None) -> dict[
     with gradients it would silently make and load none.
     """
     if optimizer is None:
-        return {"model": adapter_entries(model, get_state_dict(model, [], options=BY_NAME)[0]), "optimizer": {}}
+        return {
+            "model": entries_trained_with_adapter(model, get_state_dict(model, [], options=BY_NAME)[0]),
+            "optimizer": {},
+        }
     optimizer.zero_grad(set_to_none=True)
     optimizer.state.clear()
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
-    return {"model": adapter_entries(model, weights), "optimizer": moments}
+    return {"model": entries_trained_with_adapter(model, weights), "optimizer": moments}
 
 
 def names_with_moments(names: Iterable[str]) -> set[str]:

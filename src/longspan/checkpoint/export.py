@@ -35,13 +35,13 @@ from longspan.errors import CheckpointError, ConfigError, ModelError, plural
 from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
 from longspan.model.add_depths import add_mtp
 from longspan.model.load import torch_dtype
-from longspan.model.lora import CONFIGURATION, WEIGHTS, largest_trained_modules, select_entries, write_adapter
-from longspan.model.mtp import PREFIX, mtp_blocks, publication_names
+from longspan.model.lora import CONFIGURATION, WEIGHTS, entries_inside_modules, largest_trained_modules, write_adapter
+from longspan.model.mtp import PREFIX, find_published_naming, mtp_blocks
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.parts import is_tied
 from longspan.model.presets import PRESETS
 from longspan.model.saving import stock_configuration, write_all_but_weights
-from longspan.model.weights.fill import empty_model, find_images_class, pop_deferred_weights
+from longspan.model.weights.fill import empty_model, image_text_class_of_architectures, pop_deferred_weights
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.model.weights.tokenizer_files import PROCESSOR_FILES, RunFolderFiles
@@ -69,7 +69,7 @@ def add_run_depths(run: RunConfig, empty: PreTrainedModel, log: LogLine, *, publ
         return str
     blocks: list[Any] = [*mtp_blocks(add_mtp(empty, depths)).values()]
     blocks = blocks[: len(blocks) // depths]  # of the first depth; every depth has blocks of the same types
-    rename = publication_names(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
+    rename = find_published_naming(text.model_type, text.num_hidden_layers, depths, len(blocks)) if published else None
     title = f"{plural(depths, 'depth')} of multi-token prediction"
     if rename is None:
         log(f"{title}: under {PREFIX}.layers.0.… and so on, which longspan reads and stock transformers leaves out")
@@ -101,7 +101,7 @@ def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: 
     modules that were trained whole. Raises CheckpointError if the tensors have other names.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
-    stock = empty_model(configuration, torch.float32, find_images_class(configuration))
+    stock = empty_model(configuration, torch.float32, image_text_class_of_architectures(configuration))
     empty = add_configured_depths(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = add_configured_adapter(run, empty).get_base_model()
@@ -109,7 +109,7 @@ def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: 
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
     names = {name for name, _ in model.named_parameters() if ".lora_" in name}
-    names |= select_entries(modules, dict(model.named_parameters())).keys()
+    names |= entries_inside_modules(modules, dict(model.named_parameters())).keys()
     if names != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
@@ -128,14 +128,14 @@ def merge_weights_by_layer(
     base model cannot be made again here, and for an adapter of a tied head.
     """
     _check_random_weights(run, configuration)
-    images = find_images_class(configuration) is not None
+    images = image_text_class_of_architectures(configuration) is not None
     model = load_run_model(run, configuration.get_text_config().vocab_size, configuration, images=images)
     _refuse_adapted_tie(saved, model)
     wide = torch.float64 if run.model.dtype == "float64" else torch.float32
     deferred = pop_deferred_weights(model)
     weights: Iterable[tuple[str, Tensor]] = model.state_dict().items()
     if deferred is not None:
-        parts = {name: LocalPart.of(tensor) for name, tensor in weights}
+        parts = {name: LocalPart.from_parameter(tensor) for name, tensor in weights}
         weights = deferred.source.read(parts, torch.device("cpu"))
     for _, group in groupby(weights, lambda entry: weight_unit(entry[0])):
         yield {name: merge_weight(saved, name, tensor, wide) for name, tensor in group}
@@ -224,7 +224,7 @@ def export_checkpoint(
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, file_dtype, find_images_class(config))
+    empty = empty_model(config, file_dtype, image_text_class_of_architectures(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     rename = add_run_depths(run, empty, log, published=not as_adapter)
     partial = make_partial_folder(folder)

@@ -61,7 +61,10 @@ def convert_checkpoint(path: Path) -> Path:
         optimizer |= {
             name.removeprefix("optimizer."): ... for name in table["tensors"] if name.startswith("optimizer.")
         }
-        contents = {STATE: read_checkpoint_json(path / STATE), OPTIMIZER: OptimizerValues.of(optimizer)._asdict()}
+        contents = {
+            STATE: read_checkpoint_json(path / STATE),
+            OPTIMIZER: OptimizerValues.from_entries(optimizer)._asdict(),
+        }
         path.rename(old)
         publish_checkpoint(partial, path, contents, [digests])
     except (KeyError, TypeError, ValueError, IndexError, OSError) as error:

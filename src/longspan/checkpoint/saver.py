@@ -107,7 +107,7 @@ class Stage:
             while count < len(items) and size + _aligned_bytes(items[count][1]) <= PIECE:
                 size += _aligned_bytes(items[count][1])
                 count += 1
-            host_range, first = self._arena.take(size), 0
+            host_range, first = self._arena.take_range(size), 0
             for name, local in items[:count]:
                 memory = host_range.memory[first : first + local.nbytes].view(local.dtype)
                 memory = memory.as_strided(local.shape, torch.empty_like(local, device="meta").stride())

@@ -24,7 +24,7 @@ from longspan.doctor.proof import InWorld, Proof, Ranks, proof_json, proof_text,
 from longspan.doctor.stock import no_video_reason
 from longspan.doctor.which_model import find_configuration, reads_images
 from longspan.errors import CommError, plural
-from longspan.model.exactness.small_copies import reads_images_alone, shrink_configuration
+from longspan.model.exactness.small_copies import has_only_image_text_class, shrink_configuration
 from longspan.model.presets import preset_config
 from longspan.plan.shape.model_shape import has_mixers
 
@@ -62,7 +62,7 @@ def prove_model(
         proofs.append(_prove_cases(small_config, _choose_cases(case_set, processes, config), processes, timeout))
     outcomes = tuple(outcome for proof in proofs for outcome in proof.outcomes)
     worlds = tuple(world for proof in proofs for world in proof.worlds)
-    proof = Proof(outcomes, worlds, text_suffices=not reads_images_alone(config))
+    proof = Proof(outcomes, worlds, text_suffices=not has_only_image_text_class(config))
     seconds = time.perf_counter() - began
     if is_reporting():
         if as_json:
@@ -107,7 +107,7 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
     rounded_dtypes: tuple[DTypeName, ...] = (_ROUNDED[processes.backend],)
     first, second = (exact_dtypes, rounded_dtypes) if processes.backend == "gloo" else (rounded_dtypes, exact_dtypes)
     ranks = processes.ranks
-    text_set: CaseSet = "basic" if reads_images_alone(config) else case_set
+    text_set: CaseSet = "basic" if has_only_image_text_class(config) else case_set
     cases = [*list_cases(text_set, ranks, first), *list_cases("basic", ranks, second)]
     if has_mixers(config):
         cases += list_contiguous_cases(text_set, ranks, first)

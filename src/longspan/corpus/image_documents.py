@@ -28,7 +28,14 @@ from longspan.data.images import ImageTable, PlacedImage, display_paths, split_p
 from longspan.errors import DataError, ModelError, plural
 from longspan.layout import Partition
 from longspan.model.exactness.image_trial import video_tokens
-from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, check_images, image_tokens
+from longspan.model.vision.image_tokens import (
+    ImageInput,
+    ImageTokens,
+    Video,
+    VideoTokens,
+    check_image_arguments_of_config,
+    image_tokens,
+)
 from longspan.plan.items import Item, ItemTable
 
 THREADS = 4
@@ -230,7 +237,7 @@ def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus
     if images is not None:
         processor, tokens = load_processor(folder.absolute()), image_tokens(model)
         _check_placeholders(corpus, images, tokens, processor)
-        check_images(model, processor.fields)
+        check_image_arguments_of_config(model, processor.fields)
         has_videos = (images.column("frame") >= 0).any()  # −1 for an image that is no frame
         videos = _video_tokens(model, processor) if has_videos else None
         reader = ImageReader(images, processor, corpus)

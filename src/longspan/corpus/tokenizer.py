@@ -234,14 +234,14 @@ def _load_other_files(folder: Path) -> TextTokenizer:
 def _load_by_transformers(folder: Path) -> TextTokenizer:
     from transformers import AutoTokenizer
 
-    from longspan.model.weights.hf_folder import FOLDER_OPTIONS, refusal_reason  # torch, which processes do without
+    from longspan.model.weights.hf_folder import FOLDER_OPTIONS, folder_error_text  # torch, which processes do without
 
     try:
         stock = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
         engine, end = stock.backend_tokenizer, stock.eos_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
-            f"the tokenizer in {folder} cannot be loaded by transformers: {refusal_reason(error, _OWN_CODE_ADVICE)}"
+            f"the tokenizer in {folder} cannot be loaded by transformers: {folder_error_text(error, _OWN_CODE_ADVICE)}"
         ) from error
     return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
 

@@ -44,7 +44,7 @@ from longspan.layout import Layout
 from longspan.model import EncoderHome, prepare
 from longspan.model.exactness.image_trial import TrialDocument
 from longspan.model.exactness.small_copies import make_tiny_model
-from longspan.model.experts.moe import router_statistics
+from longspan.model.experts.moe import make_router_statistics
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.prepared import PrepareOptions
 from longspan.model.seams.call_rules import DOCTOR
@@ -222,7 +222,7 @@ class CaseRun:
             plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)
             check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
             if case.router_losses:  # raises for a model whose routers have no losses
-                router_statistics(self.model, self.world, plan.tokens, ROUTER)
+                make_router_statistics(self.model, self.world, plan.tokens, ROUTER)
         except LongspanError as error:  # the same on every rank: nothing was sent yet
             return Outcome(case, "refused", message=str(error), seconds=time.perf_counter() - began)
         with self.mode():

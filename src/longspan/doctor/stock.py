@@ -37,7 +37,7 @@ from longspan.model.exactness.image_trial import (
 )
 from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
 from longspan.model.experts.router import RouterCoefficients
-from longspan.model.take_apart import check_vision
+from longspan.model.take_apart import refuse_model_without_images
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
 
@@ -58,7 +58,7 @@ def make_image_documents(config: PreTrainedConfig) -> tuple[TrialDocument, ...]:
     videos if its model reads them. Raises ModelError if `prepare(encoder=…)` refuses the model.
     """
     model = make_tiny_model(config, torch.float32, images=True)
-    check_vision(model)
+    refuse_model_without_images(model)
     image_trials = make_trial_documents(model, tuple(zip(LENGTHS, IMAGES, strict=True)))
     return (*image_trials, *(() if no_video_reason(config) else (make_video_document(model),)))
 

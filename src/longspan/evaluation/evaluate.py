@@ -23,10 +23,10 @@ from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, P
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
-from longspan.model.float8.products import find_float8_weight, quantise_once
-from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
+from longspan.model.float8.products import find_float8_weight, keep_quantised_weights
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import free_groups, fsdp_modules, reduction_groups, reshards_after_forward
+from longspan.model.sharding import fsdp_modules, reduction_groups, reset_fsdp_groups, reshards_after_forward
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
@@ -49,7 +49,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
-        with quantise_once(model), ExitStack() as hooks:
+        with keep_quantised_weights(model), ExitStack() as hooks:
             # Not those of the model itself, with which FSDP2 begins and ends a pass.
             for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
                 hooks.enter_context(_run_hooks_until_gathered(state))
@@ -58,7 +58,7 @@ def gather_once(model: nn.Module) -> Iterator[None]:
         for module in modules:
             # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
-        free_groups(modules)
+        reset_fsdp_groups(modules)
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
         return check_step(model, choice, documents, world, backward=False)
     language_model = model
     if isinstance(model, MultimodalModel):
-        check_world(model, world)  # as `check_step` does, which comes only after planning
+        check_world_of_model(model, world)  # as `check_step` does, which comes only after planning
         language_model = model.language_model
     documents = StepDocuments(model, documents, _document_lengths(documents))
     plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)

@@ -44,7 +44,7 @@ from longspan.evaluation.request import (
     fit_evaluation,
 )
 from longspan.model import load_model
-from longspan.model.load import check_folder
+from longspan.model.load import check_folder_weights
 from longspan.model.multimodal.multimodal_model import are_multimodal
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.model.weights.tokenizer_files import vocabulary_files
@@ -109,7 +109,7 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
     """Find the weights of a subject, their configuration and their tokenizer (or that of `tokenizer`); on all ranks."""
     weights, checkpoint = subject.weights, subject.weights.checkpoint
     if weights.run_dir is None:
-        run_on_every_rank(world, lambda: check_folder(weights.path), ModelError)
+        run_on_every_rank(world, lambda: check_folder_weights(weights.path), ModelError)
     elif checkpoint is not None:
         check_checkpoint(checkpoint, world)
     else:

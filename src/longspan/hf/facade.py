@@ -17,7 +17,7 @@ from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
 from longspan.errors import ConfigError, DataError, ModelError
 from longspan.layout import Floats
-from longspan.model.adapters import unwrap_model
+from longspan.model.adapters import unwrap_peft_model
 from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
@@ -181,7 +181,7 @@ class Facade:
 
     @property
     def inner_model(self) -> Any:
-        return unwrap_model(self._model())
+        return unwrap_peft_model(self._model())
 
     def __call__(
         self,

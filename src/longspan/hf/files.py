@@ -27,7 +27,7 @@ from longspan.checkpoint.storage import not_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
-from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.lora import write_adapter
 from longspan.model.saving import load_weights, stock_configuration, write_all_but_weights
 from longspan.train import find_checkpoint, load_checkpoint, save_checkpoint
@@ -107,7 +107,7 @@ class FilesPart(StockTrainer):
 
         def write() -> None:
             with tempfile.TemporaryDirectory(prefix=".", dir=self.args.output_dir) as name:
-                model: Any = copy(unwrap_model(self.model))
+                model: Any = copy(unwrap_peft_model(self.model))
                 folder = Path(name)
                 if (adapter := find_adapter(model)) is not None:
                     write_adapter(folder, adapter, {}, self._model_tokenizer)

@@ -14,7 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
-from longspan.model.adapters import unwrap_model
+from longspan.model.adapters import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -91,7 +91,7 @@ def refused_arguments(
 
 def refuse_kind(maybe_wrapped: Any) -> None:
     """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
-    model: Any = unwrap_model(maybe_wrapped)
+    model: Any = unwrap_peft_model(maybe_wrapped)
     name = type(model).__name__
     if getattr(model, "hf_device_map", None):
         raise ConfigError(
@@ -116,7 +116,7 @@ def refuse_model(trainer: Any) -> None:
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "
             "class and arguments: optimizer_cls_and_kwargs=(torch.optim.AdamW, {…}), or args.optim"
         )
-    model = unwrap_model(trainer.model)
+    model = unwrap_peft_model(trainer.model)
     name, config = type(model).__name__, getattr(model, "config", None)
     if getattr(config, "vision_config", None) is not None and hasattr(trainer.processing_class, "image_processor"):
         raise ModelError(

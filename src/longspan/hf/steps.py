@@ -32,7 +32,7 @@ from longspan.hf.facade import (
 )
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import has_cross_entropy_loss
-from longspan.model.adapters import unwrap_model
+from longspan.model.adapters import unwrap_peft_model
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
@@ -265,13 +265,13 @@ class StepsPart(StockTrainer):
 
     @cached_property
     def _cost(self) -> Cost:  # by which plans are made
-        config, model = self._config, unwrap_model(self.model).config
+        config, model = self._config, unwrap_peft_model(self.model).config
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         return find_run_cost(config, model, _log.info, gpu=gpu, slots=slots, memory=self.memory_plan)
 
     @cached_property
     def _choices(self) -> dict[bool, PlanChoice]:
-        config, heads, cost = self._config, query_heads(unwrap_model(self.model).config), self._cost
+        config, heads, cost = self._config, query_heads(unwrap_peft_model(self.model).config), self._cost
         return {
             True: PlanChoice.training(config, cost=cost, heads=heads),
             False: PlanChoice.evaluation(config, cost=cost, heads=heads),

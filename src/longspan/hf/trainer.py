@@ -27,11 +27,11 @@ from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_dev
 from longspan.hf.refusals import refuse_kind, refuse_model, refuse_search, refused_arguments
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
-from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.layers import architecture_name
 from longspan.model.lora import redirect_peft_model
 from longspan.model.prepared import PrepareOptions
-from longspan.model.seams.call_rules import guard_model
+from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
 from longspan.train.plans import query_heads
@@ -62,7 +62,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
     lengths, rows, memory = _document_lengths(trainer), 0, None
     if lengths:
-        model, home = unwrap_model(trainer.model).config, trainer.world.home
+        model, home = unwrap_peft_model(trainer.model).config, trainer.world.home
         # Steps 0 to 63, with lengths drawn at random, stand for all steps.
         batch = trainer.args  # of all ranks
         rows_of_step = batch.per_device_train_batch_size * batch.gradient_accumulation_steps
@@ -88,7 +88,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
         sync_each_batch=config.parallel.sync_each_batch,
         sequence_parallel=config.parallel.sequence_parallel,
         attention_kernel=config.context.attention_kernel or None,
-        compute_dtype=None if unwrap_model(model).dtype == computes_in else computes_in,
+        compute_dtype=None if unwrap_peft_model(model).dtype == computes_in else computes_in,
     )
     if not training:
         return options
@@ -100,7 +100,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
 def _run_config(trainer: Any) -> RunConfig:
     # An optimizer that only `optimizer_cls_and_kwargs` names is not read: that of args.optim stands for it. A plan of
     # memory does not depend on the learning rate.
-    config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_model(trainer.model)
+    config, args, model = trainer.longspan.config(), trainer._stock_arguments, unwrap_peft_model(trainer.model)
     dtype = str(model.dtype).removeprefix("torch.")
     computes_in = "bfloat16" if args.mixed_precision == "bf16" else dtype
     model_keys = replace(config.model, dtype=dtype, compute_dtype=computes_in)
@@ -204,7 +204,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         """Prepare the model and TRL's reference before the first pass or optimizer; again if the model is replaced."""
         if self._prepared_model is not None and self._prepared_model is self.model:
             return
-        inside = unwrap_model(self.model)
+        inside = unwrap_peft_model(self.model)
         self._facade.head = take_fused_head(inside)
         reference_config = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None
@@ -224,7 +224,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         prepared = longspan.prepare(
             model, self.world, options=prepare_options(self, model, self.memory_plan, training=training)
         )
-        guard_model(prepared, architecture_name(prepared), SAVES)
+        guard_prepared_model(prepared, architecture_name(prepared), SAVES)
         redirect_peft_model(model, prepared, SAVES)
         _route_calls(prepared, facade)
         if model is not prepared:  # a PeftModel stands around it; DPO calls that with its adapter off

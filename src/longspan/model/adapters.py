@@ -36,14 +36,14 @@ def is_adapted(module: nn.Module) -> bool:
     return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")
 
 
-def is_copied(module: nn.Module) -> bool:
+def has_trained_copy(module: nn.Module) -> bool:
     """Return whether a module is one of peft's that trains a copy of the module in its `original_module`."""
     return hasattr(module, "original_module") and hasattr(module, "adapter_layer_names")
 
 
 def peft_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules that peft has put in place of the model's own, by name."""
-    return {name: module for name, module in model.named_modules() if is_adapted(module) or is_copied(module)}
+    return {name: module for name, module in model.named_modules() if is_adapted(module) or has_trained_copy(module)}
 
 
 def base_module(module: nn.Module) -> nn.Module:
@@ -51,7 +51,7 @@ def base_module(module: nn.Module) -> nn.Module:
     return module.base_layer if is_adapted(module) else module  # pyright: ignore[reportReturnType]
 
 
-def unwrap_model(model: nn.Module) -> nn.Module:
+def unwrap_peft_model(model: nn.Module) -> nn.Module:
     """Take the transformers model out of a PeftModel; another model is returned. ModelError for no LoRA around one."""
     if type(model).__module__.partition(".")[0] != "peft":
         return model
@@ -93,16 +93,18 @@ def belongs_to_adapter(name: str) -> bool:
     return bool(_OF_ADAPTER.search(name))
 
 
-def plain_name(name: str) -> str:
+def name_without_adapter(name: str) -> str:
     """Return a parameter's name in the model without an adapter; a trained copy of a module has the original's.
 
-    >>> plain_name("layers.0.q_proj.base_layer.weight"), plain_name("lm_head.modules_to_save.default.weight")
-    ('layers.0.q_proj.weight', 'lm_head.weight')
+    >>> name_without_adapter("layers.0.q_proj.base_layer.weight")
+    'layers.0.q_proj.weight'
+    >>> name_without_adapter("lm_head.modules_to_save.default.weight")
+    'lm_head.weight'
     """
     return _STANDS_FOR.sub("", name)
 
 
-def adapter_entries(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
+def entries_trained_with_adapter(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
     """Select the values of what is trained with an adapter, by weight name; all of them without an adapter."""
     if model_adapter(model) is None:
         return dict(entries)

@@ -22,12 +22,12 @@ from longspan.model.mtp import (
     MtpBlocks,
     MtpDepth,
     MtpDepths,
-    layer_inputs,
     model_depths,
     mtp_blocks,
-    translate_name,
+    note_layer_inputs,
+    translate_published_name,
 )
-from longspan.model.seams.call_rules import find_set_forwards, is_prepared
+from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.weights.fill import WeightSource, draw_copy, empty_model, is_empty, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
@@ -35,9 +35,9 @@ from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
 
 
-def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
+def read_depth_weights(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
     layers = model.config.get_text_config().num_hidden_layers
-    rename = partial(translate_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
+    rename = partial(translate_published_name, layers=layers, blocks=len(mtp_blocks(model)) // len(mtp.layers))
     source = FolderWeights(folder, model, rename=rename)  # publishers have names of their own
     names = [f"{PREFIX}.{name}" for name in mtp.state_dict()]
     available = source.names()
@@ -47,7 +47,7 @@ def read_depths(model: PreTrainedModel, mtp: MtpDepths, folder: Path) -> None:
             f"{len(mtp.layers)}: {', '.join(missing[:4])} (or model.layers.{layers}.…, mtp.fc.… and so on for them); "
             "use a folder that has them, fewer depths, or leave weights= out for random ones"
         )
-    _fill_depths(model, mtp, source)
+    _fill_depth_weights(model, mtp, source)
 
 
 class _DrawnWeights:
@@ -83,7 +83,7 @@ class _JoinedWeights:
 
 
 @torch.no_grad()
-def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
+def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _JoinedWeights(weights.source, source)
         return
@@ -91,7 +91,7 @@ def _fill_depths(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -
         return
     tensors: dict[str, Tensor] = {f"{PREFIX}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
     device = next(mtp.parameters()).device
-    for name, values in source.read({name: LocalPart.of(x) for name, x in tensors.items()}, device):
+    for name, values in source.read({name: LocalPart.from_parameter(x) for name, x in tensors.items()}, device):
         tensors[name].copy_(values)
 
 
@@ -109,25 +109,25 @@ def add_mtp(
     ModelError for a model that cannot have them, such as one whose last layer takes embeddings of the rows' own tokens
     or keys of earlier layers, and for a folder that lacks their weights.
     """
-    _check_new_depths(model, depths)
+    _check_depths_can_be_added(model, depths)
     _check_layer_inputs(model)
-    layers = _find_copied_layers(model)
+    layers = _find_layers_to_copy(model)
     mtp = MtpDepths([_make_depth(model, layers) for _ in range(depths)])
     model.add_module(PREFIX, mtp)
     mtp.train(model.training)
     try:
         if weights is None:
             _make_buffers(model, mtp)
-            _fill_depths(model, mtp, _DrawnWeights(model, mtp, seed))
+            _fill_depth_weights(model, mtp, _DrawnWeights(model, mtp, seed))
         else:
-            read_depths(model, mtp, Path(weights))
+            read_depth_weights(model, mtp, Path(weights))
     except ModelError:
         del model.mtp  # the model is again as it was
         raise
     return model
 
 
-def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
+def _check_depths_can_be_added(model: PreTrainedModel, depths: int) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise ModelError(f"add_mtp takes a transformers model (PreTrainedModel), got {name}")
@@ -156,7 +156,7 @@ def _check_new_depths(model: PreTrainedModel, depths: int) -> None:
         )
 
 
-def _find_copied_layers(model: PreTrainedModel) -> list[nn.Module]:
+def _find_layers_to_copy(model: PreTrainedModel) -> list[nn.Module]:
     layers = [*decoder_layers(model).values()]
     of_type = {str(vars(layer).get("block_type", "")): layer for layer in layers}  # of each type the last
     types = depth_types(model.config.get_text_config(), [*of_type])
@@ -198,7 +198,7 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
     if not any(True for _ in persistent_buffers(mtp)):
         return
     new_model = empty_model(model.config, model.dtype, type(model))
-    new_buffers = dict(persistent_buffers(_make_depth(new_model, _find_copied_layers(new_model))))
+    new_buffers = dict(persistent_buffers(_make_depth(new_model, _find_layers_to_copy(new_model))))
     for depth in mtp.layers:
         for name, buffer in persistent_buffers(depth):
             buffer.copy_(new_buffers[name])
@@ -206,7 +206,9 @@ def _make_buffers(model: PreTrainedModel, mtp: MtpDepths) -> None:
 
 def _copy_module(module: nn.Module) -> Any:
     """Copy a module but not its configurations, in which `prepare` sets the attention function, for the copy too."""
-    if names := find_set_forwards((f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()):
+    if names := modules_with_instance_forward(
+        (f"{type(module).__name__} {name}", inner) for name, inner in module.named_modules()
+    ):
         raise ModelError(
             f"{', '.join(names[:4])} has a forward set on the instance (module.forward = …), and a copy in a depth of "
             "multi-token prediction would run the original's; define it in a subclass, or call add_mtp first and set "
@@ -220,7 +222,7 @@ def _copy_module(module: nn.Module) -> Any:
 
 def _check_layer_inputs(model: PreTrainedModel) -> None:
     """On the meta device; where the model does not run there, its first step says what its layers take."""
-    with suppress(Exception), layer_inputs(model) as inputs:  # whatever a forward raises
+    with suppress(Exception), note_layer_inputs(model) as inputs:  # whatever a forward raises
         run_on_meta(model, None, gradients=True)
     if inputs.noted is None:
         return

@@ -23,8 +23,8 @@ from longspan.model.activations.tiles import TiledForward
 from longspan.model.experts.moe import note_layer_arguments, remove_argument_hooks
 from longspan.model.layers import architecture_name, expert_modules
 from longspan.model.mtp import layers_and_depths
-from longspan.model.seams.mixers import find_mixers, run_outside_graphs
-from longspan.model.seams.norms import use_class_norms
+from longspan.model.seams.mixers import class_forward, find_mixers, run_outside_graphs
+from longspan.model.seams.norms import restore_class_norms
 from longspan.plan.cost.machine import Compiled, resolve_compiled_parts
 
 BACKEND = "inductor"
@@ -34,11 +34,11 @@ _STARTING = Lock()  # held while processes that compile are started
 _FUNCTIONS = (FunctionType, MethodType)
 
 
-def read_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
+def choose_compiled_parts(word: str, model: nn.Module, device: torch.device, tp: int = 1) -> Compiled:
     """Return "layers" or "none"; "auto" is "layers" on GPUs for models of 2,048 features or more without tensor
     parallelism. Raises ModelError for an unknown word.
 
-    >>> read_compiled_parts("auto", model, torch.device("cpu"))
+    >>> choose_compiled_parts("auto", model, torch.device("cpu"))
     'none'
     """
     if word not in get_args(Compiled):
@@ -60,7 +60,7 @@ def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     '36 layers around attention'
     """
     layers = [layer for model in models for layer in layers_and_depths(model).values()]
-    replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(_own_forward(x))]
+    replaced = [x for x in layers if "forward" in vars(x) or not inspect.isfunction(class_forward(x))]
     for layer in layers:
         if layer not in replaced:
             _compile_layer(layer)
@@ -69,7 +69,7 @@ def compile_layers(models: Sequence[PreTrainedModel]) -> str:
     return f"{plural(len(layers) - len(replaced), 'layer')} around attention{left_out}"
 
 
-def graphs_text() -> str:
+def compiled_graphs_text() -> str:
     """Return in words how many graphs this process has made, and in what time; "" if none."""
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
@@ -83,7 +83,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 def _compile_layer(layer: nn.Module) -> None:
     _set_up_compiler()
-    use_class_norms(_modules_in_graphs(layer))
+    restore_class_norms(_modules_in_graphs(layer))
     # Modules whose forward is an object run outside: a graph is tied to that object, so each layer would need its own.
     with_objects = [module for module in _modules_in_graphs(layer) if not isinstance(module.forward, _FUNCTIONS)]
     for module in (*find_mixers(layer).values(), *with_objects):
@@ -92,7 +92,7 @@ def _compile_layer(layer: nn.Module) -> None:
             forward.run = torch.compile(forward.run, dynamic=True, backend=BACKEND)
         run_outside_graphs(module)
     remove_argument_hooks(layer)  # `_LayerRun` does what they do
-    run = torch.compile(_own_forward(layer), dynamic=True, backend=BACKEND)
+    run = torch.compile(class_forward(layer), dynamic=True, backend=BACKEND)
     layer_run = _LayerRun(layer, run, has_experts=bool(expert_modules(layer)))
     setattr(layer, _IS_COMPILED, True)
     # In transformers 5.23 the class's forward runs the checkpoint; in 5.17 the call does.
@@ -130,16 +130,12 @@ def start_compile_workers(ranks_of_host: int) -> None:
 def unfuse_norms_in_graphs(model: PreTrainedModel) -> None:
     """Let the norms that graphs will contain, those of layers outside mixers, run by their class's own code again."""
     for layer in layers_and_depths(model).values():
-        use_class_norms(_modules_in_graphs(layer))
+        restore_class_norms(_modules_in_graphs(layer))
 
 
 def _modules_in_graphs(layer: nn.Module) -> list[nn.Module]:
     outside = {inner for mixer in find_mixers(layer).values() for inner in mixer.modules()}
     return [module for module in layer.modules() if module not in outside]
-
-
-def _own_forward(layer: nn.Module) -> Callable[..., Any]:
-    return inspect.unwrap(type(layer).forward)
 
 
 class _LayerRun:
@@ -154,7 +150,7 @@ class _LayerRun:
             note_layer_arguments(kwargs)
         hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         if hidden.shape[1] == 1:
-            return _own_forward(self.layer)(self.layer, *args, **kwargs)
+            return class_forward(self.layer)(self.layer, *args, **kwargs)
         # Graphs differ for views and other tensors. Rows from FSDP2 are views, those that transformers 5.17 recomputes
         # from are not; made views here, all run the same graphs.
         # Graphs for training are of rows that require a gradient, unless none is computed for weights.

@@ -40,11 +40,11 @@ class Execution:
         if len(by_words) < 2:
             return tuple(by_words)
         return tuple(
-            f"{words} (layers with {' and '.join(dict.fromkeys(map(_limits_text, calls)))})"
+            f"{words} (layers with {' and '.join(dict.fromkeys(map(_mask_text, calls)))})"
             for words, calls in by_words.items()
         )
 
-    def slow_reason(self) -> str:
+    def slow_kernel_reason(self) -> str:
         """Return why no faster kernel than `reference` runs on a GPU; "" if a faster one runs, and on a CPU."""
         for call in self.calls:
             if call.device.type == "cuda" and choose_kernel(call, self.kernel).name == "reference":
@@ -85,6 +85,6 @@ def check_same_kernels(execution: Execution, world: World) -> None:
             )
 
 
-def _limits_text(call: AttendCall) -> str:
+def _mask_text(call: AttendCall) -> str:
     limits = [f"{name} {x:,}" for name, x in (("window of", call.mask.window), ("chunks of", call.mask.chunk)) if x]
     return ", ".join(limits) or "full attention"

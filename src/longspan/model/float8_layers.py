@@ -20,7 +20,7 @@ from longspan.model.float8.products import (
     Scaled,
     add_float8_weights,
     find_float8_weight,
-    find_kept_weight,
+    find_or_make_float8_weight,
     linear_in_float8,
     multiply,
     quantise_by_torch,
@@ -79,12 +79,12 @@ def float8_error(model: PreTrainedModel, float8: str, placement: Placement, worl
         return ModelError(f'float8 is {float8!r}; use "rows" (one scale a row), or "" for none')
     if not float8:
         return None
-    if reasons := [*_refusal_reasons(model, world.device, placement.dtype_of(model), world.home.tp)]:
+    if reasons := [*_reasons_against_float8(model, world.device, placement.dtype_of(model), world.home.tp)]:
         return ModelError(f'float8 is "rows" for {type(model).__name__}, and {"; ".join(reasons)}; leave float8 out')
     return None
 
 
-def _refusal_reasons(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
+def _reasons_against_float8(model: PreTrainedModel, device: torch.device, dtype: torch.dtype, tp: int) -> Iterator[str]:
     """Parameters of experts with three dims are stacked matrices, one for each expert."""
     if lack := device_lack(device):
         yield lack
@@ -157,18 +157,18 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 # (torch 2.13 fails if the output of an autograd.Function goes into another one and its number of rows changes.) Rows
 # are converted by torch's operations, which the compiler fuses with the norm or gate before, and computes once for all
 # linears of the same rows. Weights are converted by the kernels, in each pass, or once for several passes
-# (`weights.quantise_once`).
+# (`weights.keep_quantised_weights`).
 
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return multiply(Scaled(values, scales), find_kept_weight(weight).rows(weight), x.dtype, bias)
+    return multiply(Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias)
 
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     """Only the dtype of dy (S, N) is read; it is `values` times `scales`, and the weight (N, K)."""
-    return multiply(Scaled(values, scales), find_kept_weight(weight).columns(weight), dy.dtype)
+    return multiply(Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype)
 
 
 @_linear.register_fake

@@ -68,7 +68,7 @@ def reads_other_modalities(model: PreTrainedModel) -> bool:
     return model.config.get_text_config() is not model.config
 
 
-def text_name(model: PreTrainedModel) -> str:
+def text_model_name(model: PreTrainedModel) -> str:
     """Return where the text model in a wrapper of several modalities is; of other models, where the base model is."""
     if not reads_other_modalities(model):
         return base_name(model)
@@ -81,16 +81,16 @@ def text_name(model: PreTrainedModel) -> str:
 
 def text_model(model: PreTrainedModel) -> Any:
     """Return the text model inside a wrapper of several modalities; any other model itself."""
-    return model.get_submodule(text_name(model)) if reads_other_modalities(model) else model
+    return model.get_submodule(text_model_name(model)) if reads_other_modalities(model) else model
 
 
 def decoder_model(model: PreTrainedModel) -> Any:
     """Return the model with the decoder layers: a wrapper's text model, or of other models what `base_model` gives."""
-    name = text_name(model)
+    name = text_model_name(model)
     return model.get_submodule(name) if name else model
 
 
-def other_towers(model: PreTrainedModel) -> list[nn.Module]:
+def towers_beside_text_model(model: PreTrainedModel) -> list[nn.Module]:
     """List the modules next to a wrapper's text model that have parameters: encoders, and what projects their rows."""
     text = text_model(model)
     if text is model:
@@ -116,7 +116,7 @@ def is_in_projector(module: str) -> bool:
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the list of decoder layers, in a wrapper's text model, and its name; ModelError if there is none."""
     count = model.config.get_text_config().num_hidden_layers
-    text_prefix = text_name(model) if reads_other_modalities(model) else ""
+    text_prefix = text_model_name(model) if reads_other_modalities(model) else ""
     for name, module in text_model(model).named_modules(prefix=text_prefix):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, module

@@ -20,17 +20,23 @@ from transformers import (
 
 from longspan.errors import ModelError, plural
 from longspan.model.layers import vocabulary_size
-from longspan.model.mtp import names_of_depths
+from longspan.model.mtp import select_published_depth_names
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.seams.call_rules import items_text
-from longspan.model.weights.fill import RandomWeights, empty_model, fill_when_prepared, find_images_class, images_class
+from longspan.model.weights.fill import (
+    RandomWeights,
+    choose_image_text_class,
+    empty_model,
+    fill_when_prepared,
+    image_text_class_of_architectures,
+)
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.hf_folder import (
     FOLDER_OPTIONS,
     OWN_MODEL,
+    folder_error_text,
     no_progress_bars,
     read_configuration,
-    refusal_reason,
     weight_files,
 )
 
@@ -67,12 +73,12 @@ def load_model(
         if not isinstance(config, PreTrainedConfig):
             config = read_configuration(Path(config or folder))
         weight_files(folder)  # what it lacks, before transformers says it in its words
-        image_class = images_class(config, images)
+        image_class = choose_image_text_class(config, images)
         with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
             model = empty_model(config, kind, image_class)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-            fill_when_prepared(model, compare_weights(folder, model))
+            fill_when_prepared(model, checked_folder_weights(folder, model))
             if not sharded:
                 automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
                 model = automatic.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
@@ -83,17 +89,17 @@ def load_model(
         config = preset_config(preset or "", vocab_size=vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
-    image_class, path = images_class(config, images), config._name_or_path
+    image_class, path = choose_image_text_class(config, images), config._name_or_path
     with _as_model_error(f"no model can be made of the {type(config).__name__}{f' of {path}' if path else ''}"):
         if sharded:
             model = empty_model(config, kind, image_class)
             fill_when_prepared(model, RandomWeights(model, seed))
         else:
-            model = _draw_model(config, kind, seed, image_class)
+            model = _make_random_model(config, kind, seed, image_class)
     return _check_embedding_rows(model, path or preset or "the configuration", vocab_size)
 
 
-def check_folder(folder: str | Path) -> None:
+def check_folder_weights(folder: str | Path) -> None:
     """Raise ModelError unless the files of a folder hold its model's weights, by the headers of the files alone."""
     with warnings.catch_warnings(action="ignore"):  # of what is left out, which is said when the folder is read
         load_model(folder, sharded=True)
@@ -117,7 +123,7 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
 
 
-def _draw_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:
+def _make_random_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:
     automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -135,7 +141,7 @@ def _as_model_error(sentence: str) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(f"{sentence}: {refusal_reason(error, OWN_MODEL)}") from error
+        raise ModelError(f"{sentence}: {folder_error_text(error, OWN_MODEL)}") from error
 
 
 # ---- whether files hold what a model takes
@@ -145,22 +151,22 @@ def _as_model_error(sentence: str) -> Iterator[None]:
 _TABLES = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$")
 
 
-def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
+def checked_folder_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     """Return a folder as the source of a model's weights, after its headers are compared with the model's names.
 
     Warns of tensors that are left out with reason. ModelError for others, and for weights that are missing, of another
     shape, quantized, twice in the files, or tied and unequal.
     """
-    _refuse_own_class(folder, model)
+    _refuse_weights_of_other_class(folder, model)
     source = FolderWeights(folder, model)
     source.check_complete()
     unread = source.unread
     patterns, buffers = [*(model._keys_to_ignore_on_load_unexpected or ()), *_TABLES], dict(model.named_buffers())
     known = {key for key, name in unread.items() if name in buffers or any(re.search(p, name) for p in patterns)}
-    known |= names_of_depths(unread, model.config.get_text_config().num_hidden_layers)
+    known |= select_published_depth_names(unread, model.config.get_text_config().num_hidden_layers)
     if unknown := sorted(unread.keys() - known):  # towers of a text model
         whole_config = read_configuration(folder)
-        if (image_class := find_images_class(whole_config)) is not None:
+        if (image_class := image_text_class_of_architectures(whole_config)) is not None:
             whole = FolderWeights(folder, empty_model(whole_config, torch.float32, image_class))
             known |= set(unknown) - whole.unread.keys()
     if unknown := sorted(unread.keys() - known):
@@ -178,7 +184,7 @@ def compare_weights(folder: Path, model: PreTrainedModel) -> FolderWeights:
     return source
 
 
-def _refuse_own_class(folder: Path, model: PreTrainedModel) -> None:
+def _refuse_weights_of_other_class(folder: Path, model: PreTrainedModel) -> None:
     """Its names may all be a stock class's, which transformers would load, and compute something else."""
     names, stock = model.config.architectures or [], type(model).__name__
     if names and not any(name.lower() == stock.lower() or hasattr(transformers, name) for name in names):

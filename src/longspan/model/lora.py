@@ -26,16 +26,16 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_parameters, model_adapter, peft_modules
-from longspan.model.layers import decoder_layers, other_towers
-from longspan.model.mtp import PREFIX, select_depth_weights, take_copied_depths
+from longspan.model.layers import decoder_layers, towers_beside_text_model
+from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
 from longspan.model.seams.call_rules import SAVES, refuse_call
 from longspan.model.weights.fill import WeightSource, is_empty
 from longspan.model.weights.local_tensors import LocalPart
 
 
-def _language_linears(model: PreTrainedModel) -> tuple[list[str], str | None]:
+def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
     """Return the linears outside towers, and the pattern of all modules of towers, which have linears of like names."""
-    towers = {id(tower) for tower in other_towers(model)}
+    towers = {id(tower) for tower in towers_beside_text_model(model)}
     names = [name for name, module in model.named_modules() if id(module) in towers]
     pattern = f"({'|'.join(map(re.escape, names))})(\\..*)?" if names else None
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -53,7 +53,7 @@ def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears:
                 f"lora.targets has {target!r}, which is no linear of {type(model).__name__} outside its towers; {hint} "
                 f"{', '.join(endings)}"
             )
-    if refused := _refused_names(model, targets):
+    if refused := _names_refused_by_peft(model, targets):
         raise ModelError(
             f"lora.targets has {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes for its "
             "experts, whose adapters are not supported; leave them out"
@@ -61,12 +61,12 @@ def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears:
     return list(dict.fromkeys(targets))
 
 
-def _default_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
+def _default_target_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
     """Names that peft takes for experts, or refuses, are left out with a warning."""
     layers = tuple(f"{name}." for name in decoder_layers(model))
     inside = [name for name in linears if name.startswith(layers)]
     names = sorted({name if (last := name.rpartition(".")[2]).isdigit() else last for name in inside})
-    if refused := _refused_names(model, names):
+    if refused := _names_refused_by_peft(model, names):
         warnings.warn(
             f"the adapter leaves out {', '.join(refused)}, which peft refuses in a {type(model).__name__}, or takes "
             "for its experts: dense layers and shared experts of these names have no adapter there",
@@ -77,7 +77,7 @@ def _default_names(model: PreTrainedModel, linears: Sequence[str]) -> list[str]:
     raise ModelError(f"{type(model).__name__} has no nn.Linear in its decoder layers for an adapter; name lora.targets")
 
 
-def _refused_names(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
+def _names_refused_by_peft(model: PreTrainedModel, names: Sequence[str]) -> list[str]:
     """Those of `names` that peft takes for fused experts, which in transformers 4 were linears of single experts, or
     refuses: linears of mixers whose weights kernels read directly, past an adapter.
     """
@@ -131,8 +131,8 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         raise ModelError(
             f"adapters are made by peft, which cannot be imported ({error}); pip install 'longspan[lora]'"
         ) from error
-    linears, towers = _language_linears(model)
-    names = _check_target_names(model, new.targets, linears) if new.targets else _default_names(model, linears)
+    linears, towers = _linears_outside_towers(model)
+    names = _check_target_names(model, new.targets, linears) if new.targets else _default_target_names(model, linears)
     config = peft.LoraConfig(
         r=new.rank,
         lora_alpha=new.alpha or 2 * new.rank,  # pyright: ignore[reportArgumentType]
@@ -147,12 +147,12 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = new.base or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
-    take_copied_depths(model)  # depths among `new.whole`: peft has put copies beside them
+    unwrap_trained_depths(model)  # depths among `new.whole`: peft has put copies beside them
     for name in new.whole:
         model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):
         parameter.data = (
-            parameter.data.to(dtype) if empty else initial_values(name, parameter.shape, new.seed).to(dtype)
+            parameter.data.to(dtype) if empty else draw_adapter_values(name, parameter.shape, new.seed).to(dtype)
         )
     if empty and (weights := vars(model).get("weights_to_come")) is not None:
         shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}
@@ -160,7 +160,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     return peft_model
 
 
-def initial_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
+def draw_adapter_values(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """Draw an adapter's initial values, float32, on the CPU, as peft does: A uniform in ±1 / √inputs, B zero."""
     if ".lora_A." not in name:
         return torch.zeros(tuple(shape))
@@ -183,11 +183,11 @@ class AdapterOver:
         """Yield (name, values) of these parts of parameters; the adapter's come first."""
         for name, shape in self._shapes.items():
             if part := parts.get(name):
-                yield name, initial_values(name, shape, self._seed)[part.block].to(part.dtype)
+                yield name, draw_adapter_values(name, shape, self._seed)[part.block].to(part.dtype)
         yield from self.base.read(parts, device)
 
 
-def is_drawn_when_prepared(model: nn.Module) -> bool:
+def adapter_is_drawn_by_prepare(model: nn.Module) -> bool:
     """Return whether `prepare` draws the adapter in a model: `add_lora` made it on the meta device."""
     weights = vars(model).get("weights_to_come")
     return weights is not None and isinstance(weights.source, AdapterOver)
@@ -198,7 +198,7 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
 
     Lists of modules, which peft does not take, are not among them. ModelError for a module trained in part.
     """
-    modules = tuple(_largest_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
+    modules = tuple(_iterate_trained_modules(model.get_submodule(inside), f"{inside}." if inside else "", set(trained)))
     if outside := sorted(name for name in trained if not name.startswith(tuple(f"{module}." for module in modules))):
         raise ModelError(
             f"{', '.join(outside[:3])}: peft saves whole modules beside an adapter, and not all of this one is "
@@ -207,17 +207,17 @@ def largest_trained_modules(model: nn.Module, trained: Collection[str], inside: 
     return modules
 
 
-def _largest_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
+def _iterate_trained_modules(module: nn.Module, prefix: str, trained: set[str]) -> Iterator[str]:
     for name, child in module.named_children():
         path, parameters = f"{prefix}{name}", dict(child.named_parameters())
         is_trained = bool(parameters) and all(f"{path}.{p}" in trained for p in parameters)
         if is_trained and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield path
         else:
-            yield from _largest_trained_modules(child, f"{path}.", trained)
+            yield from _iterate_trained_modules(child, f"{path}.", trained)
 
 
-def select_entries(modules: Collection[str], entries: Any) -> dict[str, Any]:
+def entries_inside_modules(modules: Collection[str], entries: Any) -> dict[str, Any]:
     """Select the entries, by names of weights and buffers, that lie inside these modules; none for no modules."""
     inside = tuple(f"{module}." for module in modules)
     return {name: value for name, value in entries.items() if name.startswith(inside)} if inside else {}
@@ -233,7 +233,7 @@ def write_adapter(
 
     `modules` are whole modules among the tensors, which peft loads in place of the base model's.
     """
-    stock = {stock_name(name, adapter.name): tensor.contiguous() for name, tensor in tensors.items()}
+    stock = {name_in_peft_files(name, adapter.name): tensor.contiguous() for name, tensor in tensors.items()}
     save_file(stock, folder / WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(adapter.config)
     config.inference_mode = True
@@ -246,12 +246,12 @@ def write_adapter(
         tokenizer.save_pretrained(folder)
 
 
-def stock_name(name: str, adapter: str) -> str:
+def name_in_peft_files(name: str, adapter: str) -> str:
     """Return the name of an adapter's tensor in peft's files, where names lack the name `adapter`.
 
     DoRA's magnitudes, a module each in the model, are plain parameters in files.
 
-    >>> stock_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
+    >>> name_in_peft_files("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
     bare = name.replace(f".modules_to_save.{adapter}.", ".")

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.bridge.bridge import embedding_arguments
 from longspan.errors import ModelError
-from longspan.model.adapters import belongs_to_adapter, is_adapted, is_copied
+from longspan.model.adapters import belongs_to_adapter, has_trained_copy, is_adapted
 from longspan.model.layers import architecture_name, decoder_layers, layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
@@ -34,18 +34,18 @@ _LAST_NORMS = dict.fromkeys((_SHARED_NORM, *_LAST_NORM.values()), "post_norm.")
 _LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
 
 
-def translate_name(key: str, layers: int, blocks: int = 1) -> str:
+def translate_published_name(key: str, layers: int, blocks: int = 1) -> str:
     """Translate a depth's weight name in files of a model of so many layers to ours; another key stays as it is.
 
     A depth has `blocks` decoder layers: several in Nemotron-H, which numbers them like depths and has one depth.
 
-    >>> translate_name("model.layers.61.mlp.up_proj.weight", layers=61)
+    >>> translate_published_name("model.layers.61.mlp.up_proj.weight", layers=61)
     'mtp.layers.0.mtp_block.mlp.up_proj.weight'
-    >>> translate_name("model.layers.61.shared_head.norm.weight", layers=61)
+    >>> translate_published_name("model.layers.61.shared_head.norm.weight", layers=61)
     'mtp.layers.0.post_norm.weight'
-    >>> translate_name("mtp.norm.weight", layers=48)
+    >>> translate_published_name("mtp.norm.weight", layers=48)
     'mtp.layers.0.post_norm.weight'
-    >>> translate_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
+    >>> translate_published_name("mtp.layers.1.mixer.gate.weight", layers=88, blocks=2)
     'mtp.layers.0.mtp_block.1.mixer.gate.weight'
     """
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.*)", key):
@@ -66,14 +66,14 @@ def translate_name(key: str, layers: int, blocks: int = 1) -> str:
     return _depth_name(0, inside) if is_qwen_name else key
 
 
-def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
+def find_published_naming(model_type: str, layers: int, depths: int, blocks: int = 1) -> Callable[[str], str] | None:
     """Return the function from our names to the names in a family's published models; None if they are not known.
 
     Some families name weights of a single depth only. A depth has `blocks` decoder layers.
 
-    >>> publication_names("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
+    >>> find_published_naming("deepseek_v3", 61, 1)("mtp.layers.0.mtp_block.mlp.up_proj.weight")
     'model.layers.61.mlp.up_proj.weight'
-    >>> publication_names("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
+    >>> find_published_naming("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
     'mtp.fc.weight'
     """
     if model_type in _AFTER_LAYERS:
@@ -86,17 +86,17 @@ def publication_names(model_type: str, layers: int, depths: int, blocks: int = 1
 def count_depths(folder: Path, layers: int) -> int:
     """Count the depths 0, 1, … without a gap whose weights a folder has; ModelError for files that cannot be read."""
     with ExitStack() as stack:
-        names = {translate_name(name, layers) for name in open_tensors(weight_files(folder), stack)}
+        names = {translate_published_name(name, layers) for name in open_tensors(weight_files(folder), stack)}
     return next(depth for depth in count() if f"{PREFIX}.layers.{depth}.eh_proj.weight" not in names)
 
 
-def names_of_depths(keys: Iterable[str], layers: int) -> set[str]:
+def select_published_depth_names(keys: Iterable[str], layers: int) -> set[str]:
     """Select, of names in files of a model of so many layers, those of depths: of a layer with a depth's projection.
 
-    >>> names_of_depths(["model.layers.2.eh_proj.weight", "model.layers.2.enorm.weight", "model.layers.3.x"], layers=2)
-    {...'model.layers.2.enorm.weight'...}
+    >>> sorted(select_published_depth_names(["model.layers.2.eh_proj.weight", "model.layers.3.x"], layers=2))
+    ['model.layers.2.eh_proj.weight']
     """
-    names = {key: translate_name(key, layers) for key in keys}
+    names = {key: translate_published_name(key, layers) for key in keys}
     depths = tuple(name.removesuffix("eh_proj.weight") for name in names.values() if name.endswith("eh_proj.weight"))
     return {key for key, name in names.items() if name.startswith(depths) or re.match(r"(model\.)?mtp", key)}
 
@@ -162,7 +162,7 @@ class LayerInputs:
 
 
 @contextmanager
-def layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
+def note_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
     """Note what a pass inside gives the last decoder layer, which depths copy."""
     inputs, last_layer = LayerInputs(model), layer_list(model)[1][-1]
     handle = last_layer.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
@@ -234,7 +234,7 @@ def layers_and_depths(model: PreTrainedModel) -> dict[str, nn.Module]:
     return decoder_layers(model) | mtp_blocks(model)
 
 
-def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
+def refuse_bypassing_depths(model: nn.Module, reached: Sequence[nn.Module]) -> None:
     """Raise ModelError for a depth without any of the modules `reached`, which call our attention or are mixers."""
     for i, depth in enumerate(model_depths(model)):
         if not any(module is inner for inner in depth.mtp_block.modules() for module in reached):
@@ -244,7 +244,7 @@ def refuse_bypass(model: nn.Module, reached: Sequence[nn.Module]) -> None:
             )
 
 
-def deeper_states(
+def compute_depth_states(
     model: PreTrainedModel, hidden: Tensor, future_ids: Tensor, inputs: LayerInputs, shard: Any = None
 ) -> tuple[Tensor, ...]:
     """Compute the hidden states (T, D) of each depth, from the model's (1, T, D) and ids (depths, T) of later tokens.
@@ -261,10 +261,10 @@ def deeper_states(
     return tuple(states)
 
 
-def take_copied_depths(model: nn.Module) -> nn.Module | None:
+def unwrap_trained_depths(model: nn.Module) -> nn.Module | None:
     """Replace peft's wrapper of the depths by the one copy that it trains; returns the wrapper, or None without."""
     wrapper: Any = model._modules.get(PREFIX)
-    if wrapper is None or not is_copied(wrapper):
+    if wrapper is None or not has_trained_copy(wrapper):
         return None
     copies = [*wrapper.modules_to_save.values()]
     if len(copies) != 1:
@@ -278,9 +278,9 @@ def take_copied_depths(model: nn.Module) -> nn.Module | None:
 
 
 @contextmanager
-def replace_copied_depths(model: nn.Module) -> Iterator[None]:
-    """Call `take_copied_depths`; after an error inside, the wrapper is put back."""
-    original = take_copied_depths(model)
+def unwrap_trained_depths_or_undo(model: nn.Module) -> Iterator[None]:
+    """Call `unwrap_trained_depths`; after an error inside, the wrapper is put back."""
+    original = unwrap_trained_depths(model)
     try:
         yield
     except BaseException:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, decoder_model, other_towers, shallow_module, text_name
+from longspan.model.layers import Absent, decoder_model, shallow_module, text_model_name, towers_beside_text_model
 from longspan.model.mtp import PREFIX, model_depths
 
 
@@ -34,7 +34,7 @@ _FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
 _USUAL = f"an embedding, a list of layers and a norm after them ({', '.join(_FINAL_NORMS)})"
 
 
-def usual_parts(model: PreTrainedModel) -> tuple[str, ...]:
+def usual_part_names(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the base model's embedding, list of layers and norm after them, of each that it has."""
     base = decoder_model(model)
     embedding = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
@@ -47,7 +47,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
     """Find the parts that the model's own pipeline plan names, or else the usual three; ModelError for others."""
     base, name = decoder_model(model), type(model).__name__
     plan = getattr(model.config.get_text_config(), "base_model_pp_plan", None)
-    order: list[str] = [*(plan or usual_parts(model))]
+    order: list[str] = [*(plan or usual_part_names(model))]
     lists = [part for part in order if isinstance(getattr(base, part, None), nn.ModuleList)]
     are_here = all(isinstance(getattr(base, part, None), nn.Module) for part in order) and (plan or len(order) == 3)
     if base is model or len(lists) != 1 or not are_here:
@@ -58,7 +58,7 @@ def find_parts(model: PreTrainedModel) -> ModelParts:
         )
     index = order.index(lists[0])
     parts = parts_with_outputs(model, ModelParts(tuple(order[:index]), lists[0], tuple(order[index + 1 :])))
-    if towers := other_towers(model):
+    if towers := towers_beside_text_model(model):
         raise ModelError(
             f"{name} has encoders of other modalities ({', '.join(type(tower).__name__ for tower in towers[:4])}), "
             "which pipeline stages have no place for; use longspan.prepare(model, world, encoder=Layout(...)), which "
@@ -115,7 +115,7 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
     def note_call(part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """What a part returns becomes a leaf, so that `_depends_on` can trace later calls back to it."""
         reads_earlier = _depends_on([args, kwargs], returned[:-1])
-        first_again = _find_first_states(args, kwargs, returned)
+        first_again = _argument_with_first_states(args, kwargs, returned)
         calls.append(PartCall(part, reads_earlier, first_again, frozenset(kwargs)))
         hidden = out[0] if isinstance(out, tuple) else out
         returned.append(hidden.detach().requires_grad_())
@@ -129,7 +129,9 @@ def _trace_calls(model: PreTrainedModel, parts: ModelParts, **more: Any) -> tupl
         return calls, bare(inputs_embeds=x, position_ids=positions, use_cache=False, **more)[0], returned
 
 
-def _find_first_states(args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]) -> int | str | None:
+def _argument_with_first_states(
+    args: Sequence[Any], kwargs: Mapping[str, Any], returned: Sequence[Tensor]
+) -> int | str | None:
     """None also if an argument was made of other states too, or several of earlier states: stages hand on neither."""
     arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     earlier = [key for key, value in arguments.items() if _depends_on(value, returned[:-1])]
@@ -177,7 +179,9 @@ def copy_for_stage(
     tied = is_tied(model)
     embeds = tied or bool(model_depths(model))  # what comes after the layers needs the embedding
     stage = base = shallow_module(model)
-    for name in filter(None, text_name(model).split(".")):  # copies also a wrapper's modules around its text model
+    for name in filter(
+        None, text_model_name(model).split(".")
+    ):  # copies also a wrapper's modules around its text model
         base._modules[name] = shallow_module(base._modules[name])
         base = base._modules[name]
     parts_here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
@@ -200,7 +204,7 @@ def copy_for_stage(
         base.register_forward_pre_hook(stand_in.take_rows, with_kwargs=True)
         base.register_forward_hook(stand_in.forget_rows, always_call=True)
     for name, _ in list(model.named_children()):  # the head, and depths of multi-token prediction (PREFIX)
-        if name != text_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
+        if name != text_model_name(model).partition(".")[0] and not (last or (tied and first and name != PREFIX)):
             stage._modules[name] = Absent()
     return stage
 

@@ -16,17 +16,17 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.activations.host_offload import HOST_OFFLOAD, HostOffload
 from longspan.model.activations.recompute import Recomputation
-from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.compiled_layers import (
+    choose_compiled_parts,
     compile_layers,
-    read_compiled_parts,
     start_compile_workers,
     unfuse_norms_in_graphs,
 )
 from longspan.model.exactness.check_model import check_encoder_adapter, check_model
-from longspan.model.exactness.row_trial import try_before_call
+from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution, check_same_kernels
-from longspan.model.experts.moe import use_experts
+from longspan.model.experts.moe import connect_experts
 from longspan.model.float8_layers import float8_error, use_float8
 from longspan.model.layers import expert_modules
 from longspan.model.lora import redirect_peft_model
@@ -36,14 +36,14 @@ from longspan.model.pipeline.pipeline import PipelineModel, cut_into_stages
 from longspan.model.pipeline.schedules import PipelineSettings
 from longspan.model.seams.attention_calls import (
     IMPLEMENTATION,
-    check_call,
+    check_model_call,
     defer_temperature,
-    keep_layer_arguments,
+    hook_layer_arguments,
     number_layers,
 )
 from longspan.model.seams.call_rules import (
     CallRules,
-    guard_model,
+    guard_prepared_model,
     has_prefix,
     is_prepared,
     make_layers_causal,
@@ -92,7 +92,7 @@ class PrepareOptions:
             for name in ("activation_checkpointing", "offload_activations"):
                 if (value := getattr(self, name)) not in (False, "none"):
                     raise ModelError(f"measures say what each layer keeps, and {name} is {value!r}; use one of them")
-            recomputation = Recomputation.parse_measures(self.measures, self.host_bytes)
+            recomputation = Recomputation.from_measures(self.measures, self.host_bytes)
         # Passes of a stage's micro-batches alternate: layers that free parameters would gather them again for each.
         frees_parameters = self.reshard_after_forward and world.home.pp == 1
         return Placement(
@@ -195,7 +195,7 @@ def prepare(
             f"encoder is a {type(home).__name__}; give a Layout over the language model's ranks, or "
             "EncoderHome(home=…) with settings"
         )
-    stock = unwrap_model(model)
+    stock = unwrap_peft_model(model)
     weights, adapter = find_deferred_weights(stock), find_adapter(stock)
     check_encoder_home(IMAGE, home.home, world)
     with take_apart_or_undo(stock) as parts:
@@ -218,10 +218,10 @@ def prepare_language_model(
     pipeline, placement = options.pipeline(world), options.placement(world)
     if options.fused_norms not in ("auto", "on", "off"):
         raise ModelError(f"fused_norms is {options.fused_norms!r}; use 'auto', 'on' or 'off'")
-    peft_model, model = model, unwrap_model(model)
+    peft_model, model = model, unwrap_peft_model(model)
     compiled = options.compiled
     if compiled != "none":
-        compiled = read_compiled_parts(compiled, model, world.device, world.home.tp)
+        compiled = choose_compiled_parts(compiled, model, world.device, world.home.tp)
     if compiled != "none" and world.device.type == "cuda":
         ranks_of_host = min(len(world.home.ranks), world.node_size * world.home.tp)  # node_size counts slots
         start_compile_workers(ranks_of_host)
@@ -247,9 +247,9 @@ def prepare_language_model(
             config.tie_word_embeddings = False  # so that a saved folder has both too
     mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""
     compute_dtype = placement.dtype_of(model)
-    dtypes = model.dtype, compute_dtype, placement.sharding.precision(model).reduce_dtype or compute_dtype
+    dtypes = model.dtype, compute_dtype, placement.sharding.mixed_precision_policy(model).reduce_dtype or compute_dtype
     execution = Execution(*dtypes, calls, options.attention_kernel, mixers, float8)
-    if placement.recomputation.exchanges_again and world.home.slots > 1:
+    if placement.recomputation.repeats_exchanges and world.home.slots > 1:
         check_same_kernels(execution, world)
     add_row_loss(model)
     rules = CallRules(
@@ -276,13 +276,13 @@ def prepare_language_model(
     compiled_text = "" if compiled == "none" else compile_layers(models)
     values: Any = prepared
     values.call_rules, values.execution = rules, replace(execution, compiled=compiled_text)
-    guard_model(prepared, rules.architecture)
+    guard_prepared_model(prepared, rules.architecture)
     # Before FSDP2's own hook, so that a wrong call fails before parameters are gathered.
-    prepared.register_forward_pre_hook(check_call, with_kwargs=True, prepend=True)
+    prepared.register_forward_pre_hook(check_model_call, with_kwargs=True, prepend=True)
     if adapter is not None:
         prepared.adapter = adapter  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         redirect_peft_model(peft_model, prepared)
-    prepared.register_forward_pre_hook(try_before_call, prepend=True, with_kwargs=True)
+    prepared.register_forward_pre_hook(try_rows_before_call, prepend=True, with_kwargs=True)
     return prepared
 
 
@@ -297,8 +297,8 @@ def _connect_operations(model: PreTrainedModel) -> None:
     choose_frequencies_by_document(model)
     defer_temperature(model)
     shard_mixers(model)
-    keep_layer_arguments(model)
-    use_experts(model)
+    hook_layer_arguments(model)
+    connect_experts(model)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):  # to look for padding waits for the device, and a shard has none
             vars(module)["warn_if_padding_and_no_attention_mask"] = lambda *_: None

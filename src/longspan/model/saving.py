@@ -23,23 +23,29 @@ from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import (
     Adapter,
-    adapter_entries,
     belongs_to_adapter,
+    entries_trained_with_adapter,
     is_adapted,
     model_adapter,
-    plain_name,
-    unwrap_model,
+    name_without_adapter,
+    unwrap_peft_model,
 )
 from longspan.model.add_depths import add_mtp
-from longspan.model.load import compare_weights, torch_dtype
-from longspan.model.lora import WEIGHTS, largest_trained_modules, select_entries, stock_name, write_adapter
+from longspan.model.load import checked_folder_weights, torch_dtype
+from longspan.model.lora import (
+    WEIGHTS,
+    entries_inside_modules,
+    largest_trained_modules,
+    name_in_peft_files,
+    write_adapter,
+)
 from longspan.model.mtp import model_depths
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared_model
 from longspan.model.weights.fill import DeferredWeights, empty_model, persistent_buffers
-from longspan.model.weights.folder import check_type
-from longspan.model.weights.hf_folder import no_progress_bars, plain_configuration
+from longspan.model.weights.folder import refuse_quantized_tensor
+from longspan.model.weights.hf_folder import no_progress_bars, remove_code_and_quantization
 from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
 from longspan.model.weights.write import (
     OF_ADAPTER,
@@ -71,13 +77,13 @@ def weights_by_name(
             "weights_by_name got a MultimodalModel, whose encoders it does not read; give it model.language_model, or "
             "write all of it: longspan.save_model(model, folder, world)"
         )
-    inside: Any = unwrap_model(model)
+    inside: Any = unwrap_peft_model(model)
     refuse_unprepared_model(inside)
     world.check_open()
     weights = WholeWeights(inside, world)
     if merge_adapter:
-        weights.check_merge()
-    return weights.iterate_merged_weights() if merge_adapter else weights.iterate_separately()
+        weights.check_mergeable()
+    return weights.iterate_merged_weights() if merge_adapter else weights.iterate_base_and_adapter()
 
 
 class _Entry(NamedTuple):
@@ -112,7 +118,7 @@ class WholeWeights:
             if self._adapter is not None:
                 adapted: dict[str, Any] = {name: module for name, module in stage.named_modules() if is_adapted(module)}
                 scalings = {name: float(module.scaling[self._adapter.name]) for name, module in adapted.items()}
-            state = adapter_entries(model, state) if saved else state
+            state = entries_trained_with_adapter(model, state) if saved else state
             for name, value in state.items():
                 if name not in tied and name not in self._local:
                     self._local[name] = value
@@ -133,12 +139,12 @@ class WholeWeights:
             self._entries.setdefault(entry.name, entry)
         self.names = [*self._entries]
 
-    def iterate_separately(self) -> Iterator[tuple[str, Tensor]]:
+    def iterate_base_and_adapter(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the base model's weights, and the adapter's under peft's names."""
         for name in self.names:
-            stock = plain_name(name)
+            stock = name_without_adapter(name)
             if self._adapter is not None and belongs_to_adapter(name):
-                stock = stock_name(name, self._adapter.name)
+                stock = name_in_peft_files(name, self._adapter.name)
             yield stock, self.gather_tensor(name)
 
     def iterate_merged_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -152,9 +158,9 @@ class WholeWeights:
                 wide = torch.promote_types(weight.dtype, torch.float32)
                 a, b = (self.gather_tensor(matrix).to(wide) for matrix in matrices)
                 weight = (weight.to(wide) + (self._entries[name].scaling or 0.0) * (b @ a)).to(weight.dtype)
-            yield plain_name(name), weight
+            yield name_without_adapter(name), weight
 
-    def check_merge(self) -> None:
+    def check_mergeable(self) -> None:
         """Raise ModelError for adapters that cannot be merged: on a tied weight, or of another kind than plain LoRA."""
         changed = (name for name in self._tied if ".modules_to_save." in name or self._adapter_matrices(name))
         if tied := sorted(changed):
@@ -214,9 +220,9 @@ def save_model(
     what is trained of an encoder as its `modules_to_save`; a vision-language model is written whole. Raises ModelError
     on every rank where writing failed, CommError where a rank is lost.
     """
-    encoders, target = _find_encoders(model), Path(folder)
+    encoders, target = _find_savable_encoders(model), Path(folder)
     language_model = model.language_model if isinstance(model, MultimodalModel) else model
-    inside: Any = unwrap_model(language_model)
+    inside: Any = unwrap_peft_model(language_model)
     if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
         refuse_unprepared_model(inside)
     file_dtype = None if dtype is None else torch_dtype(dtype)
@@ -235,8 +241,8 @@ def _save_weights(
     """All ranks gather a unit of weights (a layer) after another, and learn at once if the first cannot write."""
     writes = world.rank == world.home.ranks[0]
     if (adapter := model_adapter(model)) is not None:
-        modules, states = _find_trained_modules(encoders)
-        units = chain(_weight_units(model, world), *(_state_units(state, writes=writes) for state in states))
+        modules, states = _trained_encoder_states(encoders)
+        units = chain(_weight_units(model, world), *(_gathered_units(state, writes=writes) for state in states))
         cast = ({name: x.to(dtype=file_dtype) for name, x in unit.items()} for unit in units)
         _save_adapter(adapter, target, world, tokenizer, cast, modules)
         return
@@ -246,7 +252,7 @@ def _save_weights(
     )
     writer = None if folder_and_model is None else WeightWriter(*folder_and_model, cast=file_dtype is not None)
     for unit in chain(
-        _weight_units(model, world), *(_state_units(e.module.state_dict(), writes=writes) for e in encoders)
+        _weight_units(model, world), *(_gathered_units(e.module.state_dict(), writes=writes) for e in encoders)
     ):
         result_or_first_error(
             world, lambda unit=unit: None if writer is None else writer.write_unit(unit), as_save_error
@@ -262,7 +268,7 @@ def _save_weights(
     result_or_first_error(world, finish_files, as_save_error)
 
 
-def _find_encoders(model: Any) -> list[Encoder]:
+def _find_savable_encoders(model: Any) -> list[Encoder]:
     if not isinstance(model, MultimodalModel):
         return []
     from longspan.model.vision.image_encoder import ImageEncoder
@@ -276,7 +282,7 @@ def _find_encoders(model: Any) -> list[Encoder]:
     return encoders
 
 
-def _find_trained_modules(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...], list[Mapping[str, Tensor]]]:
+def _trained_encoder_states(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...], list[Mapping[str, Tensor]]]:
     names, states = tuple[str, ...](), list[Mapping[str, Tensor]]()
     for encoder in encoders:
         parameters = encoder.module.named_parameters()
@@ -285,7 +291,7 @@ def _find_trained_modules(encoders: Sequence[Encoder]) -> tuple[tuple[str, ...],
         names += modules
         state = encoder.module.state_dict()
         adapter = {name: x for name, x in state.items() if belongs_to_adapter(name)}
-        states.append(adapter | select_entries(modules, state))
+        states.append(adapter | entries_inside_modules(modules, state))
     return names, states
 
 
@@ -316,7 +322,7 @@ def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Itera
     """Of stages, a rank that sends holds one whole tensor."""
     writes = world.rank == world.home.ranks[0]
     if not isinstance(model, PipelineModel):
-        yield from _state_units(adapter_entries(model, model.state_dict()), writes=writes)
+        yield from _gathered_units(entries_trained_with_adapter(model, model.state_dict()), writes=writes)
         return
     weights = WholeWeights(model, world, saved=True)
     for _, unit in groupby(weights.names, weight_unit):
@@ -324,7 +330,7 @@ def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Itera
         yield {name: x.cpu() for name, x in whole if writes}
 
 
-def _state_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
+def _gathered_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
     for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
         whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
@@ -351,7 +357,7 @@ def empty_stock_model(model: PreTrainedModel | PipelineModel, dtype: torch.dtype
 
 def stock_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of a prepared model's configuration with transformers' own attention and cache, to be saved."""
-    config = plain_configuration(deepcopy(config))
+    config = remove_code_and_quantization(deepcopy(config))
     config._attn_implementation = "eager"
     config.use_cache = True
     return config
@@ -392,7 +398,7 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
         result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
         return
     empty = empty_stock_model(model)
-    source = result_or_first_error(world, lambda: compare_weights(folder, empty), as_error)
+    source = result_or_first_error(world, lambda: checked_folder_weights(folder, empty), as_error)
     stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
     DeferredWeights(empty, source).fill_weights(stages, world)
 
@@ -402,9 +408,11 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelError(f"{folder} has no {WEIGHTS}, and the model has an adapter; give a folder of its adapter")
-    tensors = adapter_entries(model, dict((*model.named_parameters(), *persistent_buffers(model))))
+    tensors = entries_trained_with_adapter(model, dict((*model.named_parameters(), *persistent_buffers(model))))
     with safe_open(file, framework="pt", device="cpu") as stored:
-        by_name: Mapping[str, Tensor] = {stock_name(name, adapter.name): tensor for name, tensor in tensors.items()}
+        by_name: Mapping[str, Tensor] = {
+            name_in_peft_files(name, adapter.name): tensor for name, tensor in tensors.items()
+        }
         if by_name.keys() != (names := set(stored.keys())):
             lacks, extra = sorted(by_name.keys() - names), sorted(names - by_name.keys())
             raise ModelError(
@@ -415,8 +423,8 @@ def _read_adapter(model: PreTrainedModel | PipelineModel, adapter: Adapter, fold
             values = stored.get_slice(name)
             if tuple(values.get_shape()) != tuple(tensor.shape):
                 raise ModelError(f"{name} is {tuple(values.get_shape())} in {file}, and {tuple(tensor.shape)} here")
-            check_type(name, values, tensor.dtype, folder)
-            local_tensor(tensor).copy_(values[LocalPart.of(tensor).block])
+            refuse_quantized_tensor(name, values, tensor.dtype, folder)
+            local_tensor(tensor).copy_(values[LocalPart.from_parameter(tensor).block])
 
 
 def _make_load_error(folder: Path, error: Exception) -> ModelError:

@@ -23,9 +23,9 @@ from longspan.comm.channel import wide
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import Recomputation
-from longspan.model.activations.tiles import check_tiles, tile_layers
+from longspan.model.activations.tiles import check_mlp_tiles, tile_mlps
 from longspan.model.experts.moe import check_experts, shard_experts
-from longspan.model.layers import decoder_layers, other_towers
+from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.mtp import model_depths
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
@@ -72,7 +72,7 @@ class Sharding:
                 "compute_dtype out"
             )
 
-    def precision(self, model: nn.Module) -> MixedPrecisionPolicy:
+    def mixed_precision_policy(self, model: nn.Module) -> MixedPrecisionPolicy:
         """Return how FSDP2 computes and sums: in float32 if parameters or arithmetic are in half precision."""
         dtypes = {parameter.dtype for parameter in model.parameters()} | {self.compute_dtype}
         low = self.parameters and any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
@@ -97,7 +97,7 @@ def shard_over_slots(
     Several modules in a block are gathered as one: they may share parameters. `root` is what will be called; every
     tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
     """
-    policy, frees = sharding.precision(root), sharding.reshard_after_forward
+    policy, frees = sharding.mixed_precision_policy(root), sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
     for block in blocks:
         fully_shard(block, mesh=world.meshes.fsdp, reshard_after_forward=frees, mp_policy=block_policy)
@@ -168,17 +168,17 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Keep parameters whole inside, and gradients whole and not summed: no slot waits for another; all ranks enter.
 
     The next backward pass behind it, which all slots must run, sums these over the slots: the yielded function, which
-    stands for that of `finish_at_last`, does nothing.
+    stands for that of `defer_until_last_pass`, does nothing.
     """
     modules = fsdp_modules(model)
     for module in modules:
-        _keep_gathered(module, True, reshard_after_forward=False)
+        _set_keep_gathered(module, True, reshard_after_forward=False)
         module.unshard()
     try:
         yield lambda: None
     finally:
         for module in modules:  # as `shard_over_slots` had set each
-            _keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
+            _set_keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
 
 
 @contextmanager
@@ -199,17 +199,17 @@ def drop_unsummed_gradients(model: nn.Module) -> None:
             vars(parameter)["unsharded_accumulated_grad"] = None  # a property of `_unsharded_param` in torch 2.15
             if (whole := getattr(parameter, "_unsharded_param", None)) is not None:
                 whole.grad = None
-    free_groups(modules)
+    reset_fsdp_groups(modules)
 
 
-def _keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
+def _set_keep_gathered(module: FSDPModule, keep: bool, *, reshard_after_forward: bool) -> None:
     module.set_requires_gradient_sync(not keep, recurse=False)
     module.set_reshard_after_backward(not keep, recurse=False)
     module.set_reshard_after_forward(reshard_after_forward, recurse=False)
 
 
 @contextmanager
-def finish_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
+def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
     unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
 
@@ -238,7 +238,7 @@ def finish_at_last(model: nn.Module) -> Iterator[Callable[[], None]]:
             group._partial_reduce_output = None
 
 
-def stays_gathered(model: nn.Module) -> bool:
+def keeps_parameters_gathered(model: nn.Module) -> bool:
     """Return whether all passes of a step in lockstep find its parameters whole."""
     return not any(_SHARDINGS.get(module, Sharding()).reshard_after_forward for module in fsdp_modules(model))
 
@@ -250,7 +250,7 @@ def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
         yield from (group for group in groups if group is not None)
 
 
-def widen_gradients(model: nn.Module) -> None:
+def accumulate_gathered_gradients(model: nn.Module) -> None:
     """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
     for group in reduction_groups(fsdp_modules(model)):
         if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
@@ -272,10 +272,10 @@ def reshard(model: nn.Module) -> None:
 
     A later pass would take them for current ones.
     """
-    free_groups(fsdp_modules(model))
+    reset_fsdp_groups(fsdp_modules(model))
 
 
-def free_groups(modules: Sequence[FSDPModule]) -> None:
+def reset_fsdp_groups(modules: Sequence[FSDPModule]) -> None:
     """Bring FSDP2's groups back to their idle state after an error, and free what they gathered."""
     for module in modules:
         state: Any = module._get_fsdp_state()
@@ -287,7 +287,7 @@ def free_groups(modules: Sequence[FSDPModule]) -> None:
 
 
 @contextmanager
-def gradients_summed_over_slots(model: nn.Module, world: World) -> Iterator[None]:
+def sum_gradients_over_slots(model: nn.Module, world: World) -> Iterator[None]:
     """Sum over the slots, at the end, what backward passes inside add to `.grad`; FSDP2 sums by itself."""
     if fsdp_modules(model) or world.home.slots == 1:
         yield
@@ -387,7 +387,7 @@ class Placement:
         check_experts(model, self.world.home, shard_parameters=self.sharding.parameters)
         self.recomputation.check_measures(model)
         if self.mlp_tile_rows:
-            check_tiles(model, self.mlp_tile_rows)
+            check_mlp_tiles(model, self.mlp_tile_rows)
 
     def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
         """Return the dtype that the model computes in."""
@@ -405,16 +405,21 @@ class Placement:
         if world.home.tp > 1:
             split_over_ranks(model, world, sequence_parallel=splits_rows, sum_expert_gradients=has_copies)
         if self.mlp_tile_rows:
-            tile_layers(model, self.mlp_tile_rows)
+            tile_mlps(model, self.mlp_tile_rows)
         self.recomputation.apply_measures(model, offload)
         if has_copies:
             if not is_empty(root):  # a model without memory is filled on its device later
                 nn.Module.to(root, world.device)
         else:
             if has_experts:
-                shard_experts(model, world, self.sharding.precision(model), reshard=self.sharding.reshard_after_forward)
+                shard_experts(
+                    model,
+                    world,
+                    self.sharding.mixed_precision_policy(model),
+                    reshard=self.sharding.reshard_after_forward,
+                )
             layers = decoder_layers(model)
-            blocks = (*shared_blocks(layers), *layers.values(), *other_towers(model), *model_depths(model))
+            blocks = (*shared_blocks(layers), *layers.values(), *towers_beside_text_model(model), *model_depths(model))
             shard_over_slots(blocks, world, self.sharding, root=root)
 
     @property

@@ -16,13 +16,13 @@ from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model.adapters import belongs_to_adapter
-from longspan.model.exactness.image_trial import image_reasons
-from longspan.model.layers import base_model, is_in_projector, other_towers, reads_other_modalities
+from longspan.model.exactness.image_trial import reasons_against_images
+from longspan.model.layers import base_model, is_in_projector, reads_other_modalities, towers_beside_text_model
 from longspan.model.multimodal.multimodal_model import IMAGE, Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import encoder_blocks, prepare_encoder
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import doctor_hint
-from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_model
+from longspan.model.vision.image_encoder import VisionParts, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.cost import Cost
@@ -38,15 +38,19 @@ _REASONS = {  # by model type, where the cause is known: clearer than the differ
 }
 
 
-def check_vision(model: nn.Module) -> None:
+def refuse_model_without_images(model: nn.Module) -> None:
     """Raise ModelError, before anything is changed, for a model that has no parts for images."""
     name = type(model).__name__
-    if not isinstance(model, PreTrainedModel) or not reads_other_modalities(model) or not other_towers(model):
+    if (
+        not isinstance(model, PreTrainedModel)
+        or not reads_other_modalities(model)
+        or not towers_beside_text_model(model)
+    ):
         raise ModelError(
             f"{name} has no tower and projector for images beside a text model, and encoder= gives them a home; "
             "use prepare without encoder=, or MultimodalModel with an encoder of your own (docs/bridge.md)"
         )
-    if reasons := image_reasons(model.config):
+    if reasons := reasons_against_images(model.config):
         kind = model.config.model_type
         raise ModelError(
             f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
@@ -61,13 +65,13 @@ def check_vision(model: nn.Module) -> None:
         )
 
 
-def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
+def freeze_image_modules(model: PreTrainedModel, trained: Literal["all", "projector", "none"]) -> None:
     """Choose what of a whole vision-language model's tower and projector is trained, and freeze the other parameters.
 
     A projector is known by its name; adapters stay. ModelError for "projector" where no parameter is one's.
     """
-    check_vision(model)
-    base, towers = base_model(model), other_towers(model)
+    refuse_model_without_images(model)
+    base, towers = base_model(model), towers_beside_text_model(model)
     children = {name: module for name, module in base.named_children() if module in towers}
     of_images = {f"{child}.{p}": x for child, module in children.items() for p, x in module.named_parameters()}
     of_images = {name: x for name, x in of_images.items() if not belongs_to_adapter(name)}
@@ -85,12 +89,12 @@ def freeze_images(model: PreTrainedModel, trained: Literal["all", "projector", "
 @contextmanager
 def take_apart_or_undo(model: nn.Module) -> Iterator[VisionParts]:
     """Take the model apart for the `with` block; after an error in the block the model is put together again."""
-    check_vision(model)
+    refuse_model_without_images(model)
     assert isinstance(model, PreTrainedModel)
     base = base_model(model)
     modules, parameters = dict(base._modules), dict(base._parameters)
     try:
-        yield split_model(model)
+        yield split_off_image_encoder(model)
     except BaseException:
         base._modules.clear()
         base._modules.update(modules)
@@ -111,7 +115,7 @@ def image_cost(config: PreTrainedConfig, encoder: nn.Module, *, again: int = 0, 
     try:
         shape = EncoderShape.of(config)
     except PlanError:
-        shape = _counted_shape(config, encoder)
+        shape = _encoder_shape_from_modules(config, encoder)
     return shape.cost(trained=find_trained_part(encoder), again=again, gpu=gpu)
 
 
@@ -122,9 +126,9 @@ def find_trained_part(encoder: nn.Module) -> Trained:
     return "projector" if any(p.requires_grad for p in encoder.parameters()) else "none"
 
 
-def _counted_shape(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
+def _encoder_shape_from_modules(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape:
     vision: Any = getattr(config, "vision_config", None)
-    width, layers = _first_value(vision, _WIDTHS), _first_value(vision, _LAYERS)
+    width, layers = _first_integer(vision, _WIDTHS), _first_integer(vision, _LAYERS)
     in_blocks = sum(p.numel() for block in encoder_blocks(encoder).values() for p in block.parameters() if p.ndim > 1)
     merge = getattr(vision, "spatial_merge_size", None) or 1
     windows, side = read_window_layers(ConfigReader.read_whole_model(config).section("vision_config"), layers)
@@ -132,7 +136,7 @@ def _counted_shape(config: PreTrainedConfig, encoder: nn.Module) -> EncoderShape
     return EncoderShape(width=width, full_layers=full_layers, block_weights=in_blocks, merge=merge, **in_windows)
 
 
-def _first_value(config: Any, names: tuple[str, ...]) -> int:
+def _first_integer(config: Any, names: tuple[str, ...]) -> int:
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), 0)
 

@@ -24,7 +24,7 @@ from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import write_atomically
-from longspan.model.load import check_folder, torch_dtype
+from longspan.model.load import check_folder_weights, torch_dtype
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.model.seams.call_rules import refuse_randomness
 from longspan.model.weights.hf_folder import no_progress_bars
@@ -225,7 +225,7 @@ def open_run_documents(
     node_size, config = config.context.node_size, set_node_size(config, world)
     use_machine(config, world)
     if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
-        run_on_every_rank(world, lambda: check_folder(config.model.path), ModelError)
+        run_on_every_rank(world, lambda: check_folder_weights(config.model.path), ModelError)
     model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))

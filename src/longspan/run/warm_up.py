@@ -19,7 +19,7 @@ from longspan.comm.watch import is_out_of_memory
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.data.document import synthetic_documents
 from longspan.errors import plural
-from longspan.model.compiled_layers import graphs_text
+from longspan.model.compiled_layers import compiled_graphs_text
 from longspan.model.layers import vocabulary_size
 from longspan.model.multimodal.multimodal_model import find_language_model
 from longspan.plan import Group, MicroBatch, Plan
@@ -133,7 +133,7 @@ def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, 
         torch.cuda.synchronize(world.device)
         peak += f" of {torch.cuda.memory_reserved(world.device) / 2**30:.1f} GiB reserved"
     world.control.barrier("end of the warm-up")
-    if text := graphs_text():
+    if text := compiled_graphs_text():
         log(text)
     log(f"kernels compiled and memory found in {time.perf_counter() - started:.1f} s: {peak} on the first rank")
 

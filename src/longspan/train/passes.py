@@ -19,19 +19,19 @@ from torch import Tensor, nn
 
 from longspan.comm import World, to_device
 from longspan.model.experts.router import RouterStatistics
-from longspan.model.float8.products import quantise_once
+from longspan.model.float8.products import keep_quantised_weights
 from longspan.model.layers import preserve_modes
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.pipeline.stages import StageInput
 from longspan.model.seams.call_rules import is_prepared
 from longspan.model.sharding import (
+    defer_until_last_pass,
     drop_gradients_after_error,
-    finish_at_last,
     fsdp_modules,
-    gradients_summed_over_slots,
     keep_parameters_whole,
+    keeps_parameters_gathered,
     reshard,
-    stays_gathered,
+    sum_gradients_over_slots,
 )
 from longspan.plan import MicroBatch, Plan
 from longspan.train.loss import GivenLogits, Head, TemperedHead
@@ -139,7 +139,7 @@ class Passes:
 
     def arguments(self, *, counting: bool = False) -> dict[str, Any]:
         """Return keyword arguments of one more call of the model; `counting`: it only counts the experts' loads."""
-        router = {} if self.routing is None else {"router": self.routing.add_sums(counting=counting)}
+        router = {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
         return {**self.keywords, **router}
 
     @property
@@ -147,10 +147,10 @@ class Passes:
         """Whether a backward pass needs the loads of all micro-batches' experts before it."""
         return self.routing is not None and self.backward and bool(self.routing.coefficients.balance)
 
-    def fix_loads(self) -> None:
+    def compute_load_fractions(self) -> None:
         """Sum the loads of experts over slots, as all backward passes take them; entered by all slots before these."""
         if self.routing is not None and self.backward:
-            self.routing.fix_loads()
+            self.routing.compute_load_fractions()
 
 
 def default_divisor(plan: Plan) -> float:
@@ -184,13 +184,13 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     run = _run_stages if isinstance(model, PipelineModel) else _run_model
     naming = world.watch.naming("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
-    stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or stays_gathered(model)
-    quantised = quantise_once(model) if stay_whole and len(batches) > 1 else nullcontext()
+    stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or keeps_parameters_gathered(model)
+    quantised = keep_quantised_weights(model) if stay_whole and len(batches) > 1 else nullcontext()
     with naming, quantised, preserve_modes(model), torch.set_grad_enabled(backward):
         if not (backward and model.training):  # in a model that is in training mode, frozen modules keep their mode
             model.train(backward)
         if backward:
-            with gradients_summed_over_slots(model, world), drop_gradients_after_error(model):
+            with sum_gradients_over_slots(model, world), drop_gradients_after_error(model):
                 return run(passes, batches)
         try:
             return run(passes, batches)
@@ -208,18 +208,18 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
-    with keep_parameters_whole(model) if free else finish_at_last(model) as finish:
+    with keep_parameters_whole(model) if free else defer_until_last_pass(model) as finish:
         if passes.counts_loads:
             with torch.no_grad():
                 for batch in batches[0 if free else 1 :]:
                     arguments = _call_inputs(batch) | passes.arguments(counting=True)
                     model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
-            passes.fix_loads()
+            passes.compute_load_fractions()
         for i, batch in enumerate(batches):
             loss = _batch_loss(passes, batch)
             if i == 0 and not free:
-                passes.fix_loads()
+                passes.compute_load_fractions()
             if i == len(batches) - 1:
                 finish()
             if passes.backward:
@@ -266,8 +266,8 @@ def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     if passes.counts_loads:
         with torch.no_grad():
             model.run([_stage_input(passes, batch, None) for batch in batches], backward=False)
-    passes.fix_loads()
-    count = model.pipeline_settings.enough_micro_batches(len(batches)) if passes.backward else len(batches)
+    passes.compute_load_fractions()
+    count = model.pipeline_settings.round_up_micro_batches(len(batches)) if passes.backward else len(batches)
     padding = [padding_batch(passes.plan, passes.world, passes.depths) for _ in range(count - len(batches))]
     model.run([_stage_input(passes, batch, total) for batch in (*batches, *padding)], backward=passes.backward)
     return total

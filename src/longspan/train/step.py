@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.data.document import NO_TARGET
 from longspan.errors import LossError
-from longspan.model.experts.moe import router_statistics
+from longspan.model.experts.moe import make_router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses, RouterStatistics
 from longspan.model.lora import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import MultimodalModel
@@ -319,9 +319,9 @@ def step_terms(
         from longspan.train.terms.mtp import DepthsTerm
 
         depths = DepthsTerm(mtp, inputs, chunk_rows)
-    # `router_statistics` refuses coefficients for a model without routers.
+    # `make_router_statistics` refuses coefficients for a model without routers.
     if hasattr(getattr(model, "config", None), "router_aux_loss_coef") or router not in (None, _CONFIGURED):
-        statistics = router_statistics(model, inputs.world, inputs.plan.tokens, router)
+        statistics = make_router_statistics(model, inputs.world, inputs.plan.tokens, router)
         terms += [] if statistics is None else [RoutersTerm(statistics)]
     terms += [] if depths is None else [depths]  # after the loss, to whose measure they add theirs
     return (*input_terms(inputs, 0 if depths is None else depths.depths), *terms)

@@ -14,10 +14,10 @@ from longspan.comm import World
 from longspan.data.document import target_count
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
-from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world
+from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared_model
-from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
+from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions, refuse_randomness
 from longspan.plan import Plan
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
     """
     language_model = model
     if isinstance(model, MultimodalModel):
-        check_world(model, world)
+        check_world_of_model(model, world)
         language_model = model.language_model
     if not isinstance(documents, StepDocuments):
         documents = StepDocuments(model, documents, plan.lengths)
@@ -156,7 +156,7 @@ def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, ba
             f"with row_multiple={multiple}"
         )
     documents.check_targets(plan)
-    refuse_positions(rules.position_table, plan.micro_batches)
+    refuse_documents_beyond_positions(rules.position_table, plan.micro_batches)
     try_rows(language_model, world, backward=backward)
     return StepInputs(model, language_model, plan, documents, world, backward)
 

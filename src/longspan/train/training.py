@@ -28,7 +28,7 @@ from longspan.model.float8_layers import device_lack
 from longspan.model.mtp import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_factor
+from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_scaling_factor
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
@@ -68,7 +68,7 @@ def scale_positions(
         )
     factor = 1.0
     if model.rope_scaling:
-        factor = model.rope_factor or smallest_factor(configuration, longest)
+        factor = model.rope_factor or smallest_scaling_factor(configuration, longest)
         scaled = scale_rope(configuration, model.rope_scaling, factor)
     if factor > 1:
         log(
@@ -96,7 +96,7 @@ def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longes
     # The corpus has been checked and its lines logged: "" and the empty log are not read.
     limit = position_limit(scale_positions(configuration, model, longest, "", lambda _: None))
     if limit is not None and tokens > limit:
-        factor = f"model.rope_factor = {smallest_factor(configuration, tokens):g}"
+        factor = f"model.rope_factor = {smallest_scaling_factor(configuration, tokens):g}"
         longer = factor if model.rope_scaling else f'model.rope_scaling = "yarn" and {factor}'
         cut = f"cut documents with eval.{name}.max_document_tokens = {limit}"
         raise ConfigError(
@@ -106,7 +106,7 @@ def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longes
 
 
 def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
-    need = smallest_factor(configuration, longest)
+    need = smallest_scaling_factor(configuration, longest)
     scaling = (
         f"raise model.rope_factor to {need:g}, or leave it out"
         if model.rope_scaling
@@ -191,9 +191,9 @@ def prepare_run_model(
         {model.dtype, *(p.dtype for p in model.parameters() if p.requires_grad)} if config.lora.rank else {model.dtype}
     )
     if images:
-        from longspan.model.take_apart import freeze_images
+        from longspan.model.take_apart import freeze_image_modules
 
-        freeze_images(model, config.encoder.train or encoder_default(config))
+        freeze_image_modules(model, config.encoder.train or encoder_default(config))
     if memory is None or world.device.type != "cuda":  # a plan of memory has checked the GPU
         check_model_fits(config, model, world, training=training)
     computes_in = None if dtypes == {computed_dtype} else computed_dtype  # None: parameters are in that dtype already

@@ -31,7 +31,7 @@ from longspan.model.activations.host_offload import (
     HostOffload,
     HostRange,
     ParkedLayer,
-    check_host_room,
+    check_free_host_memory,
 )
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
@@ -56,7 +56,7 @@ def open_arena(device: str, bytes: int = 0) -> Iterator[HostArena]:
 def test_an_arena_takes_what_is_in_use_at_once_and_takes_it_once(device: str) -> None:
     with open_arena(device) as arena:
         for sizes in ((100, 1000, 256), (1000, 100, 256), (1536,), (1, 0, 1000)):  # the first needs the most
-            ranges = [arena.take(size) for size in sizes]
+            ranges = [arena.take_range(size) for size in sizes]
             assert arena.bytes_in_use == sum(max(256, -(-size // 256) * 256) for size in sizes)
             addresses = sorted((place.memory.data_ptr(), place.memory.numel()) for place in ranges)
             assert all(a + size <= b for (a, size), (b, _) in pairwise(addresses))
@@ -65,7 +65,7 @@ def test_an_arena_takes_what_is_in_use_at_once_and_takes_it_once(device: str) ->
             ranges.clear()
             assert arena.bytes == 1536 and arena.bytes_in_use == 0
         assert arena.parts == 1, "what it grew by is one registration now"
-        ranges = [arena.take(1536), arena.take(5)]
+        ranges = [arena.take_range(1536), arena.take_range(5)]
         assert (arena.bytes, arena.parts) == (1792, 2)
         arena.close()
         assert arena.bytes == 0 and ranges[0].memory.fill_(3).sum() == 3 * 1536, "what is in use stays"
@@ -115,19 +115,19 @@ def test_a_step_takes_the_bytes_of_its_layers_and_the_world_gives_them_back(monk
 def test_an_arena_larger_than_what_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_offload, "free_host_bytes", lambda: 5000)
     arena = HostArena(CPU, 4096)
-    places: list[HostRange] = [arena.take(4096)]
+    places: list[HostRange] = [arena.take_range(4096)]
     with pytest.raises(
         ModelError, match=r"needs 5,120 bytes more .* next to the 4,096 that it has, and 5,000 are free"
     ):
-        arena.take(5001)
-    assert arena.take(300).memory.numel() == 300 and places
+        arena.take_range(5001)
+    assert arena.take_range(300).memory.numel() == 300 and places
 
 
 def _refused(rank: int) -> str:
     with World(Layout(ranks=2), backend="gloo") as world:
-        check_host_room(1 << 20, world)
+        check_free_host_memory(1 << 20, world)
         try:
-            check_host_room((1 << 60) * rank + 1, world)
+            check_free_host_memory((1 << 60) * rank + 1, world)
         except ModelError as error:
             assert error.on_all_ranks
             return str(error)

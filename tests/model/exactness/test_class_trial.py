@@ -15,8 +15,8 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import image_trial, small_copies
-from longspan.model.exactness.check_model import ClassTrial, needs_class_trial, refuse_class, try_class
-from longspan.model.exactness.image_trial import image_reasons, video_tokens
+from longspan.model.exactness.check_model import ClassTrial, needs_class_trial, refuse_inexact_class, try_class
+from longspan.model.exactness.image_trial import reasons_against_images, video_tokens
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
@@ -146,7 +146,7 @@ def _model_with(monkeypatch: pytest.MonkeyPatch, case: str) -> PreTrainedModel:
 def test_rows_that_are_not_alone(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, says = _model_with(monkeypatch, case), NOT_EXACT[case][1]
     with pytest.raises(ModelError, match=f"Qwen3MoeForCausalLM cannot run exactly .*: .*{says}"):
-        refuse_class(model)
+        refuse_inexact_class(model)
     if case == "capacity":
         with pytest.raises(ModelError, match=says), World(Layout(ranks=1), backend=backend()) as world:
             prepare(model, world, shard_parameters=False)
@@ -156,7 +156,7 @@ def test_experts_that_are_not_what_we_compute(monkeypatch: pytest.MonkeyPatch) -
     stock = qwen3_moe.Qwen3MoeExperts.forward
     monkeypatch.setattr(qwen3_moe.Qwen3MoeExperts, "forward", lambda *args: 2 * stock(*args))
     with pytest.raises(ModelError, match=r"layers.0.mlp.experts \(Qwen3MoeExperts\) computes something of its own"):
-        refuse_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
+        refuse_inexact_class(on_meta(Qwen3MoeConfig(num_hidden_layers=2)))
 
 
 def _train(model: PreTrainedModel) -> None:
@@ -180,12 +180,12 @@ def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatc
 
 
 def test_images_that_enter_as_rows_and_positions_alone() -> None:
-    assert image_reasons(CONFIG_MAPPING["llava_next"]()) == ()  # tiles, unpadded, and rows that end lines
-    assert image_reasons(config_of("qwen3-vl")) == ()  # parts for deeper layers, positions of three numbers
+    assert reasons_against_images(CONFIG_MAPPING["llava_next"]()) == ()  # tiles, unpadded, and rows that end lines
+    assert reasons_against_images(config_of("qwen3-vl")) == ()  # parts for deeper layers, positions of three numbers
     assert video_tokens(config_of("qwen3-vl")).placeholder == 59
 
 
 def test_images_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_trial, "SEEN_BY_IMAGES", ())
-    (reason,) = image_reasons(config_of("gemma3"))
+    (reason,) = reasons_against_images(config_of("gemma3"))
     assert reason.startswith("it does more with images than put their rows in the places of their placeholders: logits")

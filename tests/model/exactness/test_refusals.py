@@ -14,8 +14,8 @@ from longspan.comm import World, bind
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
-from longspan.model.exactness.check_model import refuse_unsupported
-from longspan.model.experts.moe import use_experts
+from longspan.model.exactness.check_model import refuse_unsupported_model
+from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.model.seams.call_rules import refuse_shared_layers
@@ -55,7 +55,7 @@ def test_configurations_refused_by_name(case: str) -> None:
     config_class, values, says = REFUSED[case]
     model = build(config_class, **values)
     with pytest.raises(ModelError, match=says) as caught:
-        refuse_unsupported(model)
+        refuse_unsupported_model(model)
     assert type(model).__name__ in str(caught.value)
 
 
@@ -65,11 +65,11 @@ OTHER_HEAD = r"its head \(ForSequenceClassification\) is .*; use LlamaForCausalL
 def test_other_kinds_of_model() -> None:
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
     with torch.device("meta"), pytest.raises(ModelError, match="encoder-decoder"):
-        refuse_unsupported(transformers.T5ForConditionalGeneration(config))
+        refuse_unsupported_model(transformers.T5ForConditionalGeneration(config))
     with torch.device("meta"), pytest.raises(ModelError, match=OTHER_HEAD):
-        refuse_unsupported(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)))
+        refuse_unsupported_model(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES)))
     with pytest.raises(ModelError, match="takes a transformers model"):
-        refuse_unsupported(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
+        refuse_unsupported_model(nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
 
 
 SHARED = {
@@ -92,7 +92,7 @@ def test_the_probe_sees_every_layer_and_changes_nothing() -> None:
     model = tiny("qwen3")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.set_attn_implementation(IMPLEMENTATION)
-    refuse_unsupported(model)
+    refuse_unsupported_model(model)
     calls = record_model(model).calls
     assert [call.module for call in calls] == [layer.self_attn for layer in decoder_layers(model).values()]
     assert all(call.causal and call.window is None and not call.sinks for call in calls)
@@ -164,7 +164,7 @@ def test_models_refused_by_the_probe(case: str) -> None:
     if case == "one among others":
         model.model.layers[1].self_attn = OwnAttention()
     model.set_attn_implementation(IMPLEMENTATION)
-    use_experts(model)
+    connect_experts(model)
     with pytest.raises(ModelError, match=says):
         record_model(model)
 

@@ -112,8 +112,8 @@ def test_a_weight_is_quantised_once_while_it_is_kept(monkeypatch: pytest.MonkeyP
     for keeps, count in ((False, 3), (True, 1), (False, 3)):
         calls.clear()
         with (
-            products.quantise_once(model if keeps else nn.Module()),
-            products.quantise_once(model if keeps else nn.Module()),
+            products.keep_quantised_weights(model if keeps else nn.Module()),
+            products.keep_quantised_weights(model if keeps else nn.Module()),
         ):
             results = [linear_in_float8(x, model.weight, None, here) for _ in range(3)]
             sum(results, torch.zeros(())).sum().backward()

@@ -15,7 +15,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model, without_adapter
-from longspan.model.adapters import find_adapter, unwrap_model
+from longspan.model.adapters import find_adapter, unwrap_peft_model
 from longspan.model.exactness.check_model import check_adapter
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_not_exact_is_refused(case: str) -> None:
     make, layout, message = CASES[case]
-    model, world = unwrap_model(make()), SimpleNamespace(home=layout)
+    model, world = unwrap_peft_model(make()), SimpleNamespace(home=layout)
     with pytest.raises(ModelError, match=message):
         adapter = find_adapter(model)
         assert adapter is not None

@@ -19,7 +19,7 @@ from longspan import Layout, LongspanError, MtpLoss, World, plan_fixed, run_step
 from longspan.errors import CommError, LossError, ModelError
 from longspan.model import add_mtp, load_model, prepare, preset_config, save_model
 from longspan.model.exactness.small_copies import shrink_configuration
-from longspan.model.mtp import count_depths, publication_names, translate_name
+from longspan.model.mtp import count_depths, find_published_naming, translate_published_name
 from longspan.testing import run_ranks
 from longspan.train import build_optimizer, load_checkpoint, save_checkpoint
 from tests.model.mtp.dense import LENGTHS, adapted, with_depths
@@ -313,11 +313,11 @@ def test_a_depth_of_several_layers_is_read_as_it_is_published(tmp_path: Path) ->
     for name in ("enorm", "hnorm", "eh_proj"):
         assert torch.equal(read[f"mtp.layers.0.{name}.weight"], own[f"mtp.layers.0.{name}.weight"].double())
     assert (read["mtp.layers.0.post_norm.weight"] == 4).all()
-    written = publication_names("nemotron_h", 3, 1, 2)
+    written = find_published_naming("nemotron_h", 3, 1, 2)
     assert written is not None and {written(name) for name in read if name.startswith("mtp.")} >= own.keys()
     assert (
-        all(translate_name(written(name), 3, 2) == name for name in read)
-        and publication_names("nemotron_h", 3, 2, 2) is None
+        all(translate_published_name(written(name), 3, 2) == name for name in read)
+        and find_published_naming("nemotron_h", 3, 2, 2) is None
     )
 
 
@@ -333,8 +333,8 @@ def test_a_depth_has_the_layers_that_its_configuration_names() -> None:
 def test_published_names_are_those_that_are_read(model_type: str, depths: int) -> None:
     inside = ("enorm", "hnorm", "eh_proj", "post_norm", "mtp_block.mlp.up_proj", "mtp_block.self_attn.q_proj")
     names = [f"mtp.layers.{depth}.{name}.weight" for depth in range(depths) for name in inside]
-    written = publication_names(model_type, 4, depths)
+    written = find_published_naming(model_type, 4, depths)
     assert written is not None and not {*map(written, names)} & {*names}
-    assert [translate_name(written(name), layers=4) for name in names] == names
+    assert [translate_published_name(written(name), layers=4) for name in names] == names
     assert written("model.layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
-    assert publication_names("qwen3_next", 4, 2) is None and publication_names("llama", 4, 1) is None
+    assert find_published_naming("qwen3_next", 4, 2) is None and find_published_naming("llama", 4, 1) is None

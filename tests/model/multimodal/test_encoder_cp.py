@@ -9,7 +9,7 @@ from longspan import attend
 from longspan.comm import SequenceShard, World, bind
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
-from longspan.model.sharding import gradients_summed_over_slots
+from longspan.model.sharding import sum_gradients_over_slots
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from tests.model.multimodal import encoders
@@ -76,7 +76,7 @@ def _errors(rank: int, dense: dict[tuple[int, ...], Any]) -> list[dict[str, floa
             plan = plan_dynamic(lengths, home, **room) if dynamic else plan_fixed(lengths, home, cp=home.slots)
             world.prepare(plan)
             of_rows = 0.0
-            with gradients_summed_over_slots(module, world):
+            with sum_gradients_over_slots(module, world):
                 for micro_batch in plan.micro_batches:
                     shard = bind(micro_batch, world).with_padding()
                     local = _packed_rows(shard, lengths).to(world.device)

@@ -12,7 +12,7 @@ from longspan.comm import World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model.multimodal.prepare_encoder import check_encoder_prepared, encoder_blocks, prepare_encoder
-from longspan.model.sharding import gradients_summed_over_slots
+from longspan.model.sharding import sum_gradients_over_slots
 from longspan.testing import backend, run_ranks
 from longspan.train.step_end import grad_norm
 from tests.model.multimodal.encoders import Answer, Mlp, OwnViT, dense_answer, encoder, items_of
@@ -49,7 +49,7 @@ def _encode(module: nn.Module, family: str, dtype: torch.dtype, world: World, an
     waves = [wave[world.slot] for wave in DEALT[world.home.slots]]
     encoded = [module([items[i] for i in mine or [0]]) for mine in waves]
     rows = dict[int, Tensor]()
-    with gradients_summed_over_slots(module, world):
+    with sum_gradients_over_slots(module, world):
         for mine, out in zip(waves, encoded, strict=True):
             cotangents = [answer.cotangents[i].to(world.device, dtype) for i in mine]
             rows |= dict(zip(mine, out.detach().split([len(c) for c in cotangents]) if mine else (), strict=True))
@@ -246,7 +246,7 @@ def _kinds_of_items(world: World) -> None:
     torch.manual_seed(3)
     module: Any = prepare_encoder(TwoKinds().double(), world, shard_parameters=False, tp_plan={"*": "replicated"})
     kinds = [3 + slot % 2 for slot in range(world.home.slots)]
-    with gradients_summed_over_slots(module, world):
+    with sum_gradients_over_slots(module, world):
         items = [torch.ones(5, kinds[world.slot], dtype=torch.float64, device=world.device)]
         module(items).sum().backward()
     for linear, features in ((module.three, 3), (module.four, 4)):

@@ -17,7 +17,7 @@ from longspan.errors import CommError, ModelError, PlanError
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.pipeline import PipelineModel, _run_watched_schedule
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage
-from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_model, refuse_inexact_stages
+from longspan.model.pipeline.stages import Stage, StageCopies, StageInput, cut_stages_of_position, refuse_inexact_stages
 from longspan.plan.memory.stage_bytes import stage_layers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
@@ -68,7 +68,7 @@ ENOUGH = [
 
 @pytest.mark.parametrize(("name", "vpp", "pp", "counts"), ENOUGH)
 def test_interleaved_schedules_go_in_equal_rounds(name: str, vpp: int, pp: int, counts: dict[int, int]) -> None:
-    assert {count: PipelineSettings(name, pp, vpp).enough_micro_batches(count) for count in counts} == counts
+    assert {count: PipelineSettings(name, pp, vpp).round_up_micro_batches(count) for count in counts} == counts
 
 
 def _granite() -> PreTrainedModel:
@@ -109,7 +109,7 @@ def _logits_without_shard(model: Any, arguments: dict[str, Any]) -> torch.Tensor
 def _stages(model: PreTrainedModel, count: int, index: int) -> tuple[Stage, ...]:
     parts = find_parts(model)
     refuse_inexact_stages(model, parts)
-    stages = cut_model(model, parts, stage_layers(4, count), count, index)
+    stages = cut_stages_of_position(model, parts, stage_layers(4, count), count, index)
     numbers = sum(parameter.numel() for stage in stages for parameter in stage.parameters())
     assert sum(parameter.numel() for parameter in model.parameters()) <= numbers  # the rest is freed
     return stages
@@ -177,7 +177,7 @@ SHARED: dict[str, tuple[Any, dict[str, tuple[int, ...]]]] = {
 def test_parameters_that_stages_share_are_found(case: str) -> None:
     (change, expected), model = SHARED[case], deep("llama", torch.float32)
     change(model.model.layers, model.model.norm)
-    (stage,) = cut_model(model, find_parts(model), stage_layers(4, 4), 4, 3)
+    (stage,) = cut_stages_of_position(model, find_parts(model), stage_layers(4, 4), 4, 3)
     assert {entry.names[0]: entry.stages for entry in stage.shared} == {
         f"model.{name}": holders for name, holders in expected.items()
     }
@@ -190,15 +190,15 @@ def test_modules_that_stages_share_in_part_and_two_copies_of_a_rank_are_refused(
     model = AutoModelForCausalLM.from_config(config)
     layers, parts = model.model.layers, find_parts(model)
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
-    assert len(cut_model(model, parts, stage_layers(4, 2), 2, 0)) == 1
+    assert len(cut_stages_of_position(model, parts, stage_layers(4, 2), 2, 0)) == 1
     layers[3].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     says = r"layers.3.mlp.up_proj.weight is model.layers.0.* of another .*, and model.layers.3.mlp.up_proj.bias is a"
     with pytest.raises(ModelError, match=says):
-        cut_model(model, parts, stage_layers(4, 2), 2, 1)
+        cut_stages_of_position(model, parts, stage_layers(4, 2), 2, 1)
     layers[2].mlp.up_proj = layers[0].mlp.up_proj
     says = r"layers.0.mlp.up_proj.weight is on the pipeline stages 0, 1, 2, 3 of 4, .* pp 2 has several; use vi"
     with pytest.raises(ModelError, match=says):
-        cut_model(model, parts, stage_layers(4, 4), 2, 0)
+        cut_stages_of_position(model, parts, stage_layers(4, 4), 2, 0)
 
 
 # ---- with ranks

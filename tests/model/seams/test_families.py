@@ -16,10 +16,10 @@ from torch import Tensor
 from longspan import Layout, World, bind, load_model, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_layers, other_towers
+from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_dependent_layers
-from longspan.model.seams.attention_calls import IMPLEMENTATION, keep_layer_arguments
+from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_arguments
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests.model.seams import wrappers
@@ -123,7 +123,7 @@ def test_refused_by_name_on_every_rank() -> None:
 def test_layers_that_need_more_of_earlier_ones_than_their_hidden_states() -> None:
     model, kept = tiny("nemotron"), dict[str, int]()
     model.set_attn_implementation(IMPLEMENTATION)
-    keep_layer_arguments(model)
+    hook_layer_arguments(model)
     stages, parts = (range(1), range(1, 2)), find_parts(model)
     refuse_dependent_layers(model, parts, stages)
     first, second = model.model.layers
@@ -155,9 +155,12 @@ def _trained(rank: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tens
 def test_training_from_a_folder_leaves_the_towers_alone(tmp_path: Path) -> None:
     stock = wrappers.tiny("gemma3").float()
     assert [*decoder_layers(stock)] == [f"model.language_model.layers.{i}" for i in range(2)]
-    assert [type(tower).__name__ for tower in other_towers(stock)] == ["SiglipVisionModel", "Gemma3MultiModalProjector"]
+    assert [type(tower).__name__ for tower in towers_beside_text_model(stock)] == [
+        "SiglipVisionModel",
+        "Gemma3MultiModalProjector",
+    ]
     stock.save_pretrained(tmp_path)
-    towers = {id(parameter) for tower in other_towers(stock) for parameter in tower.parameters()}
+    towers = {id(parameter) for tower in towers_beside_text_model(stock) for parameter in tower.parameters()}
     for trained, saved, refused in run_ranks(_trained, 2, tmp_path):
         for name, parameter in stock.named_parameters():
             assert torch.equal(trained[name], saved[name])

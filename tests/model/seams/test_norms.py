@@ -101,7 +101,7 @@ class Gated(OffByTwo):
 
 def test_a_program_holds_all_features_of_a_group() -> None:
     widths = {1: 16, 16: 16, 17: 32, 32: 32, 33: 64, 4097: 8192}
-    assert {width: norms._Block.of(9, width).columns for width in widths} == widths
+    assert {width: norms._Block.from_sizes(9, width).columns for width in widths} == widths
 
 
 @pytest.mark.parametrize("kind", (OffByTwo, NoEps, Gated))

@@ -15,7 +15,7 @@ from longspan import Group, Layout, LongspanError, MicroBatch, Plan, World, bind
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.call_rules import position_table
-from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_factor
+from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_scaling_factor
 from longspan.testing import backend, run_ranks
 from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, prepare_untried, texts, tiny, worst
@@ -111,7 +111,7 @@ def test_models_that_cannot_be_scaled_are_refused(config: PreTrainedConfig, says
 
 @pytest.mark.parametrize(("longest", "factor"), [(3, 1.0), (16, 1.0), (17, 1.25), (20, 1.25), (21, 1.5), (64, 4.0)])
 def test_the_smallest_factor_is_in_quarters(longest: int, factor: float) -> None:
-    assert smallest_factor(_config(), longest) == factor
+    assert smallest_scaling_factor(_config(), longest) == factor
     assert factor == 1.0 or (position_limit(scale_rope(_config(), "yarn", factor)) or 0) >= longest
 
 

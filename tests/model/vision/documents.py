@@ -71,7 +71,7 @@ class Raw:
 
 def raw(tokens: ImageTokens, name: str = "mixed") -> list[Raw]:
     draw = np.random.default_rng(0)
-    apart = "video" in name and VideoTokens.of(of_config(tokens)).apart
+    apart = "video" in name and VideoTokens.from_configuration(of_config(tokens)).apart
     return [_document(tokens, text, grids, draw, apart=apart) for text, grids in SETS[name]]
 
 
@@ -116,7 +116,9 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
     ids = [document.ids for document in documents]
     rows = [[tokens.rows(image.grid) for image in document.images] for document in documents]
     items, inputs = items_at_placeholders(ids, IMAGE, rows), [x for document in documents for x in document.images]
-    videos = VideoTokens.of(of_config(tokens)) if any(document.videos for document in documents) else None
+    videos = (
+        VideoTokens.from_configuration(of_config(tokens)) if any(document.videos for document in documents) else None
+    )
     if videos is not None:
         rows = [[n for video in document.clips for n in videos.rows(video.grid)] for document in documents]
         items += items_at_placeholders(ids, videos.placeholder, rows)

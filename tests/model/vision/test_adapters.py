@@ -11,8 +11,8 @@ from torch import nn
 from longspan import Layout, World, prepare, run_step, without_adapter
 from longspan.doctor.stock import whole_float64
 from longspan.errors import ModelError
-from longspan.model.layers import is_in_projector, other_towers
-from longspan.model.take_apart import freeze_images
+from longspan.model.layers import is_in_projector, towers_beside_text_model
+from longspan.model.take_apart import freeze_image_modules
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import run_ranks
 from tests.model.lora.adapted import drawn
@@ -29,7 +29,7 @@ FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl") if name in
 
 def adapted(name: str, parts: Sequence[str]) -> Any:
     model = tiny(name)
-    of_towers = {id(linear) for tower in other_towers(model) for linear in tower.modules()}
+    of_towers = {id(linear) for tower in towers_beside_text_model(model) for linear in tower.modules()}
     linears = {n: m for n, m in model.named_modules() if type(m) is nn.Linear and n != "lm_head"}
     part_of = {
         n: LANGUAGE_MODEL if id(m) not in of_towers else PROJECTOR if is_in_projector(n) else TOWER
@@ -122,7 +122,7 @@ NAME = "qwen3-vl"
 
 def with_projector() -> Any:
     model = tiny(NAME)
-    freeze_images(model, "projector")
+    freeze_image_modules(model, "projector")
     return model
 
 
@@ -132,7 +132,7 @@ def _with_projector_error(rank: int, answer: Answer) -> float:
 
 @pytest.mark.whole
 def test_a_frozen_tower_under_a_trained_projector() -> None:
-    answer = answer_of(NAME, trained=partial(freeze_images, trained="projector"))
+    answer = answer_of(NAME, trained=partial(freeze_image_modules, trained="projector"))
     assert not any(".blocks." in name for name in answer.gradients)
     assert max(run_ranks(_with_projector_error, 2, answer)) < BOUND
 

@@ -55,23 +55,23 @@ def test_what_does_not_fit_is_named_with_both_counts() -> None:
         tokens.rows((1, 3, 4))
     with pytest.raises(ModelError, match="Qwen3Config has no image_token_id and vision_config"):
         image_tokens(Qwen3Config())
-    videos = VideoTokens.of(config_of("qwen3-vl"))
+    videos = VideoTokens.from_configuration(config_of("qwen3-vl"))
     assert videos.rows((3, 4, 6)) == [6, 6, 6]
     with pytest.raises(DataError, match=says.format(59) + r"1 video make \[4, 4\]"):
         videos.positions(np.array([1, *[VIDEO] * 8, 2]), np.zeros((0, 3)), [Video((2, 4, 4))])
     with pytest.raises(DataError, match=r"a video has 20 patches and the grid \(2, 4, 4\), which is of 32"):
         videos.inputs(torch.zeros(20, 24), (2, 4, 4))
     with pytest.raises(ModelError, match="LlavaConfig is not of a model that takes videos by a video_token_id"):
-        VideoTokens.of(config_of("llava-clip"))
+        VideoTokens.from_configuration(config_of("llava-clip"))
     lacking = config_of("qwen3-vl")
     lacking.video_token_id = 99  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ModelError, match="token id 99, and Qwen3VLConfig has 62 ids"):
-        VideoTokens.of(lacking)
+        VideoTokens.from_configuration(lacking)
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def test_positions_of_videos_are_those_of_the_model(name: str) -> None:
-    videos, base = VideoTokens.of(config_of(name)), tiny(name).model
+    videos, base = VideoTokens.from_configuration(config_of(name)), tiny(name).model
     assert videos.placeholder == VIDEO and videos.apart == (name == "qwen3-vl")
     for document in raw(videos.images, "videos"):
         if not document.videos:

@@ -133,7 +133,11 @@ def test_random_weights_are_the_same_under_every_home() -> None:
 
 def test_every_seed_draws_other_weights() -> None:
     model = empty_model(_config("tied"), torch.float32)
-    wanted = {"model.layers.1.self_attn.q_proj.weight": LocalPart.of(model.model.layers[1].self_attn.q_proj.weight)}
+    wanted = {
+        "model.layers.1.self_attn.q_proj.weight": LocalPart.from_parameter(
+            model.model.layers[1].self_attn.q_proj.weight
+        )
+    }
     (zero,), (one,), (again,), (high,) = (
         [x for _, x in RandomWeights(model, seed).read(wanted, torch.device("cpu"))] for seed in (0, 1, 1, 2**20)
     )

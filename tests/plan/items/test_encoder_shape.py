@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
-from longspan.model.take_apart import freeze_images
-from longspan.model.vision.image_encoder import split_model
+from longspan.model.take_apart import freeze_image_modules
+from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan import plan_dynamic
 from longspan.plan.items.encoder_shape import EncoderShape
@@ -30,8 +30,8 @@ PRICED = ("llava-clip", "llava-siglip", "gemma3", "paligemma", "qwen2-vl", "qwen
 def counted_flops(name: str, trained: Any) -> int:
     model = tiny(name)
     model.config.vision_config._attn_implementation = "eager"
-    freeze_images(model, trained)
-    encoder = split_model(model).encoder
+    freeze_image_modules(model, trained)
+    encoder = split_off_image_encoder(model).encoder
     for module in encoder.modules():
         if hasattr(module, "use_head"):
             setattr(module, "use_head", False)  # noqa: B010  # SigLIP's, whose output is not read

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Gemma3Confi
 from longspan.checkpoint.export import export_checkpoint
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
-from longspan.model.take_apart import freeze_images
+from longspan.model.take_apart import freeze_image_modules
 from longspan.run.loggers import read_metrics
 from tests.corpus.images.folders import GEMMA_TOKENS, gemma3_folder, qwen_folder, write_images, write_rows
 from tests.model.vision.models import MODELS, MROPE, QWEN, TEXT, tiny
@@ -102,7 +102,7 @@ def test_a_run_with_images_that_see_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("trained", "names"), [("all", 42), ("projector", 5), ("none", 0)])
 def test_parts_that_are_trained(trained: Any, names: int) -> None:
     model = tiny("qwen2.5-vl")
-    freeze_images(model, trained)
+    freeze_image_modules(model, trained)
     of_images = {n for n, p in model.named_parameters() if n.startswith("model.visual.") and p.requires_grad}
     assert len(of_images) == names and (trained != "projector" or all(".merger." in name for name in of_images))
     assert all(p.requires_grad for n, p in model.named_parameters() if not n.startswith("model.visual."))

@@ -35,7 +35,7 @@ MUTATIONS = {
         PASS, '"partial_over_slots" if same_on_tp else "partial"', '"partial"', FAN_IN
     ),
     "the sum over the encoder's slots is left out": Mutation(
-        PASS, "stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))", "pass", COPIES
+        PASS, "stack.enter_context(sum_gradients_over_slots(module, self.encoder.world))", "pass", COPIES
     ),
     "gradients are averaged over the encoder's slots": Mutation(
         PASS, "wave.bridge.back(_row_gradient(wave, output))",

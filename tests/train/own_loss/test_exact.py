@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, run_step, token_log_probs
-from longspan.model.adapters import unwrap_model
+from longspan.model.adapters import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from tests.model.deep import deep
@@ -104,7 +104,7 @@ Dense = tuple[dict[str, Answer], list[np.ndarray]]
 def dense(case: Case) -> Dense:
     """What one process says of each loss, and of each document's tokens the log-probabilities and ALSO (5, n)."""
     model, documents = model_of(case.family, case.layers).to(REFERENCE), documents_of()
-    rows, model = rows_of(model, documents, case.temperature), unwrap_model(model)
+    rows, model = rows_of(model, documents, case.temperature), unwrap_peft_model(model)
     tokens = [np.zeros((5, len(document))) for document in documents]
     for values, row in zip(tokens, rows, strict=True):
         numbers = torch.stack([row.log_probs.detach(), *(getattr(row.at, name) for name in ALSO)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
-from longspan.model.sharding import gradients_summed_over_slots
+from longspan.model.sharding import sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -177,7 +177,7 @@ def _sum_copies(rank: int) -> None:
     with World(Layout(4), backend=backend(), timeout=60) as world:
         module = nn.Linear(1000, 1, bias=False, dtype=torch.bfloat16, device=world.device)
         parts = [torch.randn(1, 1000, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
-        with gradients_summed_over_slots(module, world):
+        with sum_gradients_over_slots(module, world):
             module.weight.grad = parts[rank].to(world.device, copy=True)
         assert module.weight.grad is not None
         assert torch.equal(module.weight.grad.cpu(), torch.stack(parts).double().sum(0).bfloat16())

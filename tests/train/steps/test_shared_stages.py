@@ -25,7 +25,7 @@ from longspan.model import load_model, prepare, save_model
 from longspan.model.exactness.small_copies import shrink_configuration
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.pipeline.stages import shared_parameters, stage_models
+from longspan.model.pipeline.stages import make_stage_models, shared_parameters
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.plan.memory.stage_bytes import stage_layers
@@ -216,7 +216,7 @@ def test_sums_of_copies_are_sent_once_to_each_other_stage() -> None:
     case = Case("1f1b", 4, kind="copies")
     with whole_float64():
         model = zamba2()
-    stages = stage_models(model, find_parts(model), stage_layers(8, case.pp))
+    stages = make_stage_models(model, find_parts(model), stage_layers(8, case.pp))
     sizes = {name: p.nbytes for name, p in model.named_parameters(remove_duplicate=False)}
     expected = 0
     for entry in shared_parameters(model, stages):

@@ -21,7 +21,7 @@ from longspan.corpus.images.image_file import Size, import_pillow
 from longspan.corpus.images.without_torchvision import VideoProcessor, load_stock_processor
 from longspan.errors import DataError
 from longspan.model.vision.image_tokens import GRIDS, IN_DOCUMENT, PIXELS, SIZES, Grid, ImageInput
-from longspan.model.weights.hf_folder import refusal_reason
+from longspan.model.weights.hf_folder import folder_error_text
 
 # Fields of a processor's output that are not about images.
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
@@ -42,7 +42,7 @@ def load_processor(folder: Path) -> "Processor":
     except Exception as error:  # json, transformers and huggingface_hub each raise their own
         raise DataError(
             f"the image processor in {folder} cannot be loaded by transformers without torchvision: "
-            f"{refusal_reason(error, 'give a folder whose processor is one of transformers')}"
+            f"{folder_error_text(error, 'give a folder whose processor is one of transformers')}"
         ) from error
 
 

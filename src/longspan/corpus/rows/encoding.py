@@ -37,7 +37,7 @@ from longspan.corpus.rows.sample import (
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
 from longspan.errors import DataError
-from longspan.model.weights.tokenizer_files import has_processor
+from longspan.model.weights.tokenizer_files import has_image_processor
 
 if TYPE_CHECKING:  # of conversations and images, which texts do without
     from longspan.corpus.rows.chat import ChatEncoding
@@ -195,7 +195,7 @@ class RowEncoding:
     @cached_property
     def images(self) -> "RowImages | None":
         """What makes placeholders of images; None if the tokenizer's folder has no image processor."""
-        if not has_processor(self.tokenizer.folder):
+        if not has_image_processor(self.tokenizer.folder):
             return None
         from longspan.corpus.rows.media import RowImages
 

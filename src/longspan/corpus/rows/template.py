@@ -23,7 +23,7 @@ from longspan.corpus.rows.sample import DATE, RowError, preview, rows_hold, type
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
-from longspan.model.weights.tokenizer_files import ends_of_generation, has_processor
+from longspan.model.weights.tokenizer_files import has_image_processor, read_stop_token_ids
 
 Message = Mapping[str, Any]
 SOME_TOOL = [
@@ -88,7 +88,9 @@ class ChatTemplate:
                 raise DataError(
                     f"cannot read data.chat_template {file!r}: {error}; give a file with a template"
                 ) from error
-        elif not stock.chat_template and has_processor(folder):  # some models' folders have it for the processor only
+        elif not stock.chat_template and has_image_processor(
+            folder
+        ):  # some models' folders have it for the processor only
             stock.chat_template = load_processor(folder.absolute()).stock.chat_template
         if not stock.chat_template:
             raise DataError(
@@ -97,7 +99,7 @@ class ChatTemplate:
             )
         template, with_tools = stock.get_chat_template(), stock.get_chat_template(tools=[{}])  # [{}]: any tools
         special = tuple(sorted((k, str(v)) for k, v in stock.special_tokens_map.items() if isinstance(v, str)))
-        ids = ends_of_generation(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
+        ids = read_stop_token_ids(folder) | ({tokenizer.end} if tokenizer.end is not None else set[int]())
         ends = (tokenizer.engine.id_to_token(i) for i in sorted(ids))  # None for ids that the tokenizer does not have
         return cls(template, with_tools, special, tuple(name for name in ends if name is not None))
 

@@ -31,10 +31,10 @@ _LESS = "keep less on the host (offload_activations, measures with +host, offloa
 
 
 class HostArena:
-    """Memory of the host for tensors of one device: `place = arena.take(bytes)`, and `place.memory` is a tensor there.
+    """Host memory for tensors of one device: `place = arena.take_range(bytes)`; `place.memory` is a tensor in it.
 
     >>> arena = HostArena(torch.device("cpu"), 1024)
-    >>> place = arena.take(100)
+    >>> place = arena.take_range(100)
     >>> place.memory.shape, arena.bytes_in_use, arena.bytes
     (torch.Size([100]), 256, 1024)
 
@@ -67,14 +67,14 @@ class HostArena:
     def bytes_in_use(self) -> int:
         """How many bytes of the arena are in use."""
         with self._lock:
-            self._take_back_ranges()
+            self._reclaim_freed_ranges()
             return self._used
 
-    def take(self, bytes: int) -> "HostRange":
+    def take_range(self, bytes: int) -> "HostRange":
         """Take a range of so many bytes (0 counts as 1), in the first piece with room; the arena grows if none has."""
         size = _round_to_multiple(max(bytes, 1), ALIGNMENT)
         with self._lock:
-            self._take_back_ranges()
+            self._reclaim_freed_ranges()
             if not self._used and len(self._parts) > 1:
                 total = self.bytes
                 self._parts.clear()
@@ -90,12 +90,12 @@ class HostArena:
         return HostRange(self._freed, piece, start, size, bytes)
 
     def close(self) -> None:
-        """Give the memory back: now, or, while ranges are in use, once they are free. A later `take` adds memory."""
+        """Give the memory back, now or once all ranges are free. `take_range` adds memory again."""
         with self._lock:
-            self._take_back_ranges()
+            self._reclaim_freed_ranges()
             self._parts.clear()
 
-    def close_with_world(self, world: World) -> None:
+    def close_when_world_is_left(self, world: World) -> None:
         """Close the arena when the world is left, if the arena still exists then (the world does not keep it)."""
         close = weakref.WeakMethod(self.close)
 
@@ -116,7 +116,7 @@ class HostArena:
         self._parts.append(piece)
         return piece
 
-    def _take_back_ranges(self) -> None:
+    def _reclaim_freed_ranges(self) -> None:
         """The lock must be held."""
         while self._freed:
             part, start, size = self._freed.popleft()
@@ -199,7 +199,7 @@ def _unpin_memory(address: int, copies: torch.cuda.Stream, process: int) -> None
             cudart.cudaHostUnregister(address)
 
 
-def check_host_room(bytes: int, world: World, what: str = "this run keeps on the host") -> None:
+def check_free_host_memory(bytes: int, world: World, what: str = "this run keeps on the host") -> None:
     """Raise ModelError on all ranks where the ranks of a host ask for more bytes together than are free there.
 
     All ranks call it, each with its bytes, before any takes memory; not checked where a host does not say what is free.
@@ -244,14 +244,14 @@ class HostOffload:
         """Make the object by which one call of a layer parks tensors; `first`: a forward pass begins with this call."""
         layer = ParkedLayer(self, None if first else self._last_layer)
         self._last_layer = weakref.ref(layer)
-        self.keep_on_device(layer)
+        self.mark_newest_on_device(layer)
         return layer
 
     def count_empty_layer(self) -> None:
         """Count a layer that parks nothing, so that tensors of the layers before its neighbour leave the device."""
-        self.keep_on_device(None)
+        self.mark_newest_on_device(None)
 
-    def keep_on_device(self, layer: "ParkedLayer | None") -> None:
+    def mark_newest_on_device(self, layer: "ParkedLayer | None") -> None:
         """Note this layer as the newest of the ON_DEVICE layers with tensors on the device; older ones leave it."""
         reference = None if layer is None else weakref.ref(layer)
         if reference is not None and reference in self._on_device:
@@ -278,7 +278,7 @@ class ParkedLayer:
         x, arena = x.detach(), self._offload.arena
         if x.device.type != arena.device.type or not x.numel():
             return x.detach
-        place, index = arena.take(x.numel() * x.element_size()), len(self._on_host)
+        place, index = arena.take_range(x.numel() * x.element_size()), len(self._on_host)
         on_host = place.view_like(x)
         self._on_host.append((place, on_host))
         if (copies := arena.copies) is None:
@@ -294,20 +294,20 @@ class ParkedLayer:
 
     def fetch_tensor(self, index: int, *, ahead: bool = True) -> Tensor:
         """Return a tensor as it was; copies of the layer before, which backward needs next, begin too if `ahead`."""
-        self._offload.keep_on_device(self)  # earlier fetched layers leave the device
+        self._offload.mark_newest_on_device(self)  # earlier fetched layers leave the device
         if index not in self._on_device:
-            self.bring_tensors_back()
+            self.begin_copies_to_device()
         layer_before = self._layer_before() if ahead and self._layer_before is not None else None
         if layer_before is not None and not layer_before._on_device:
-            self._offload.keep_on_device(layer_before)
-            layer_before.bring_tensors_back()
+            self._offload.mark_newest_on_device(layer_before)
+            layer_before.begin_copies_to_device()
         if self._copied is not None:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
         x = self._on_device.pop(index)  # from now on the caller's; a second fetch copies it anew
-        self._check_version(index, x)
+        self._refuse_changed_tensor(index, x)
         return x
 
-    def bring_tensors_back(self) -> None:
+    def begin_copies_to_device(self) -> None:
         """Begin to copy the layer's tensors to the device, unless they are there."""
         copies, device = self._offload.arena.copies, self._offload.arena.device
         absent = [index for index in range(len(self._on_host)) if index not in self._on_device]
@@ -331,10 +331,10 @@ class ParkedLayer:
         if self._copied is not None and self._on_device:
             torch.cuda.current_stream(self._offload.arena.device).wait_event(self._copied)
         for index, x in self._on_device.items():
-            self._check_version(index, x)
+            self._refuse_changed_tensor(index, x)
         self._on_device.clear()
 
-    def _check_version(self, index: int, x: Tensor) -> None:
+    def _refuse_changed_tensor(self, index: int, x: Tensor) -> None:
         if x._version != self._versions.get(index, x._version):
             raise RuntimeError(
                 f"a tensor {tuple(x.shape)} that a layer keeps on the host was modified by an inplace operation before "

@@ -24,8 +24,13 @@ from transformers import PreTrainedModel
 from longspan.attention.saved_outputs import Recording, Reentrant, Result
 from longspan.comm import World
 from longspan.errors import ModelError
-from longspan.model.activations.host_offload import HostArena, HostOffload, check_host_room
-from longspan.model.activations.tiles import autocast_of, draws_at_random, random_states, use_random_states
+from longspan.model.activations.host_offload import HostArena, HostOffload, check_free_host_memory
+from longspan.model.activations.tiles import (
+    current_autocast_factory,
+    has_active_dropout,
+    random_states,
+    use_random_states,
+)
 from longspan.model.layers import Absent, layer_list
 from longspan.model.mtp import MtpBlocks, model_depths
 from longspan.plan.memory.settings import MEASURES, Measure
@@ -64,7 +69,7 @@ class Segments:
                 offload.count_empty_layer()
         elif offload is not None and measure.endswith("+host"):
             keep = offload.open_layer(first=first)
-        with saved_tensors_hooks(link.make_input_hook(keep, x), lambda fetch: fetch()):
+        with saved_tensors_hooks(link.make_pack_hook(keep, x), lambda fetch: fetch()):
             out = checkpoint(run, *args, use_reentrant=False, context_fn=link.contexts)
         link.note_output(out[0] if isinstance(out, tuple) else out)
         self._last_link = weakref.ref(link)
@@ -107,10 +112,10 @@ class _Link:
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
         return self.fetch_input
 
-    def make_input_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
+    def make_pack_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:
         """Keep the input x by `keep`; the checkpoint may save a view of it, so memory tells it from other tensors."""
-        self._autocast = autocast_of(x)
-        self._states = random_states(x.device) if draws_at_random(self._layer) else None
+        self._autocast = current_autocast_factory(x)
+        self._states = random_states(x.device) if has_active_dropout(self._layer) else None
         identity = x.data_ptr(), x.shape, x.dtype
 
         def pack(saved: Tensor) -> Callable[[], Tensor]:
@@ -151,15 +156,15 @@ class _Link:
         return (out[0] if isinstance(out, tuple) else out).detach()
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return self._forget_attention(), Reentrant(self.replay_attention)
+        return self._record_nothing(), Reentrant(self.replay_attention)
 
     @contextmanager
     def replay_attention(self) -> Iterator[None]:
         recording, self._recording = self._recording, None
-        with self._forget_attention() if recording is None else recording.replay_outputs():
+        with self._record_nothing() if recording is None else recording.replay_outputs():
             yield
 
-    def _forget_attention(self) -> AbstractContextManager[None]:
+    def _record_nothing(self) -> AbstractContextManager[None]:
         """A recording all the same, so that autograd saves the same tensors in the pass and in its recomputation."""
         return (
             _EmptyRecording(keep_exchanged=self._keeps_exchanged).record_outputs()
@@ -227,7 +232,7 @@ class Recomputation:
         return cls(measure=cast(Measure, f"{kind}+host" if offload else kind), host_bytes=host_bytes)
 
     @classmethod
-    def parse_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
+    def from_measures(cls, measures: str | Sequence[str], host_bytes: int = 0) -> "Recomputation":
         """Make a Recomputation from one word for all layers, or a word for each; ModelError for an unknown word."""
         words = (measures,) if isinstance(measures, str) else tuple(measures)
         if wrong := [word for word in words if word not in MEASURES]:
@@ -237,7 +242,7 @@ class Recomputation:
         return cls(measures=cast("tuple[Measure, ...]", words), host_bytes=host_bytes)
 
     @property
-    def exchanges_again(self) -> bool:
+    def repeats_exchanges(self) -> bool:
         """Whether any layer is "selective": its backward repeats the all-to-all before attention, but not attention."""
         return any(word.startswith("selective") for word in self.measures or (self.measure,))
 
@@ -273,9 +278,9 @@ class Recomputation:
         if not any(word.endswith("+host") for word in self.measures or (self.measure,)):
             return None
         if self.host_bytes:
-            check_host_room(self.host_bytes, world, "activations on the host take")
+            check_free_host_memory(self.host_bytes, world, "activations on the host take")
         arena = HostArena(world.device, self.host_bytes)
-        arena.close_with_world(world)
+        arena.close_when_world_is_left(world)
         return HostOffload(arena)
 
     def apply_measures(self, model: PreTrainedModel, offload: HostOffload | None) -> None:

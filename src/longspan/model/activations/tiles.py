@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
-from longspan.model.float8.products import quantise_once
+from longspan.model.float8.products import keep_quantised_weights
 from longspan.model.layers import expert_modules
 from longspan.model.mtp import layers_and_depths
 
@@ -56,16 +56,16 @@ def run_in_tiles(
     inputs = [x for x in (*rows, *parameters) if x.requires_grad]
     if not (torch.is_grad_enabled() and inputs):
         with around():
-            return _run_tiles(run, rows, count)
+            return _run_each_tile(run, rows, count)
     nodes: list[Any] = []
     # if only parameters need gradients, an empty tensor that needs one makes `_Keep` a node of the graph
     anchor = None if any(x.requires_grad for x in rows) else rows[0].new_empty(0, dtype=torch.float32)
     same_rows = _Keep.apply(nodes, draws, None if anchor is None else anchor.requires_grad_(), *rows)
-    contexts = autocast_of(rows[0]), around
+    contexts = current_autocast_factory(rows[0]), around
     return _Tiles.apply(run, nodes, count, len(rows), contexts, *same_rows, *parameters)  # pyright: ignore
 
 
-def _run_tiles(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
+def _run_each_tile(run: Callable[..., Tensor], rows: Sequence[Tensor], count: int) -> Tensor:
     out: Tensor | None = None
     start = 0
     for tile in _split_rows(rows, count):
@@ -119,7 +119,7 @@ class _Tiles(torch.autograd.Function):
         ctx.autocast, ctx.around = contexts
         ctx.parameters = tensors[row_tensors:]
         with ctx.around():
-            return _run_tiles(run, tensors[:row_tensors], count)
+            return _run_each_tile(run, tensors[:row_tensors], count)
 
     @staticmethod
     @once_differentiable
@@ -169,7 +169,7 @@ def _add_tile_gradients(
             sums[i] = gradient.to(wide, copy=True) if total is None else total.add_(gradient)
 
 
-def autocast_of(x: Tensor) -> Around:
+def current_autocast_factory(x: Tensor) -> Around:
     """Return a function that makes the autocast context of now again.
 
     Its cache is off: a tile would use the cast weights of the tile before, whose graph autograd has freed.
@@ -181,7 +181,7 @@ def autocast_of(x: Tensor) -> Around:
     return lambda: torch.autocast(kind, dtype, cache_enabled=False)
 
 
-def draws_at_random(module: nn.Module) -> bool:
+def has_active_dropout(module: nn.Module) -> bool:
     """Return whether a module has dropout that is on."""
     return any(isinstance(m, nn.Dropout) and m.p > 0 and m.training for m in module.modules())
 
@@ -218,8 +218,8 @@ class TiledForward:
         if count == 1:
             return self.run(x, *others, **named)
         module, run = self._module, lambda rows: self.run(rows, *others, **named)
-        around = partial(quantise_once, module)  # weights in float8 are made once for all tiles
-        draws = draws_at_random(module)
+        around = partial(keep_quantised_weights, module)  # weights in float8 are made once for all tiles
+        draws = has_active_dropout(module)
         return run_in_tiles(run, (x,), tuple(module.parameters()), count, draws=draws, around=around)
 
 
@@ -234,7 +234,7 @@ def find_mlps(layer: nn.Module) -> dict[str, nn.Module]:
     return mlps
 
 
-def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
+def check_mlp_tiles(model: PreTrainedModel, tile_rows: int) -> None:
     """Raise ModelError, naming modules, where the MLPs or experts of a model cannot run in tiles of so many rows."""
     if tile_rows < 0:
         raise ModelError(f"mlp_tile_rows is {tile_rows}; use 0 (no tiles), or the rows of a tile, such as 16384")
@@ -264,7 +264,7 @@ def check_tiles(model: PreTrainedModel, tile_rows: int) -> None:
         )
 
 
-def tile_layers(model: PreTrainedModel, tile_rows: int) -> None:
+def tile_mlps(model: PreTrainedModel, tile_rows: int) -> None:
     """Let MLPs and experts of the layers here run over tiles of at most so many rows, after layers are split."""
     for layer in layers_and_depths(model).values():
         for mlp in find_mlps(layer).values():

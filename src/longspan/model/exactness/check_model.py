@@ -25,16 +25,16 @@ from longspan.model.adapters import (
     base_module,
     belongs_to_adapter,
     find_adapter,
+    has_trained_copy,
     is_adapted,
-    is_copied,
     peft_modules,
 )
 from longspan.model.exactness.small_copies import (
     parameter_gradients,
     relative_error,
+    run_trial_once,
     shrink_configuration,
-    trial_error,
-    try_once,
+    trial_error_text,
 )
 from longspan.model.experts.moe import mix_experts
 from longspan.model.layers import (
@@ -46,19 +46,19 @@ from longspan.model.layers import (
     reads_other_modalities,
     text_model,
 )
-from longspan.model.mtp import depth_reasons, model_depths, replace_copied_depths, select_depth_weights
+from longspan.model.mtp import depth_reasons, model_depths, select_depth_weights, unwrap_trained_depths_or_undo
 from longspan.model.parts import is_tied
 from longspan.model.seams.attention_calls import attend_separately, defer_temperature, has_temperature
 from longspan.model.seams.call_rules import (
     doctor_hint,
-    find_set_forwards,
     is_prepared,
     is_wrapped_by_others,
     items_text,
+    modules_with_instance_forward,
 )
-from longspan.model.seams.meta_pass import MetaRecord, check_kernel, record_model
+from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_model
 from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
-from longspan.model.seams.rope import depends_on_length, rope_types, types_by_length
+from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.sharding import Placement
 from longspan.model.weights.hf_folder import DEQUANTIZE
 
@@ -69,7 +69,7 @@ _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers tha
 _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
 
 
-def refuse_unsupported(model: nn.Module) -> None:
+def refuse_unsupported_model(model: nn.Module) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
             f"prepare takes a transformers model (PreTrainedModel), got {type(model).__name__}; "
@@ -123,8 +123,8 @@ def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     mixers = find_mixers(model)
     replaced = {"the model itself": model, **mixers}
     # Rotary modules whose frequencies depend on a document's length:
-    replaced |= {name: module for name, module in model.named_modules() if types_by_length(module)}
-    if names := find_set_forwards(replaced.items()):
+    replaced |= {name: module for name, module in model.named_modules() if length_dependent_types(module)}
+    if names := modules_with_instance_forward(replaced.items()):
         yield (
             f"{items_text(names)} has a forward set on the instance (module.forward = …, or accelerate's hooks), which "
             "would be left out; define it in a subclass, or use a forward hook"
@@ -207,10 +207,14 @@ def check_adapter(model: PreTrainedModel, adapter: Adapter, world: World) -> Non
             "embedding, and an adapter of the embedding, which would be trained twice; leave it out of "
             "target_modules, or use pp 1"
         )
-    reasons = [*_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
-    reasons = reasons or [*_layer_reasons(model), *_value_reasons(model), *_parameter_reasons(model)]
+    reasons = [*_adapter_configuration_reasons(adapter)]  # what peft then did to the model is a consequence
+    reasons = reasons or [
+        *_adapter_layer_reasons(model),
+        *_missing_value_reasons(model),
+        *_trained_parameter_reasons(model),
+    ]
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    if staged and is_tied(model) and any(is_adapted(end) or is_copied(end) for end in ends):
+    if staged and is_tied(model) and any(is_adapted(end) or has_trained_copy(end) for end in ends):
         reasons.append(
             "it changes an embedding that is tied to the head, of which the first and the last pipeline stage hold a "
             "copy each; leave embed_tokens and lm_head out, or use pp 1"
@@ -240,7 +244,7 @@ def check_equal_adapters(model: PreTrainedModel, world: World) -> None:
                 )
 
 
-def _configuration_reasons(adapter: Adapter) -> Iterator[str]:
+def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
     config = adapter.config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind != "LORA":
@@ -256,7 +260,7 @@ def _configuration_reasons(adapter: Adapter) -> Iterator[str]:
         yield f"bias is {config.bias!r}, and biases of the base model stay frozen; use bias='none'"
 
 
-def _layer_reasons(model: nn.Module) -> Iterator[str]:
+def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
     for name, module in peft_modules(model).items():
         layer: Any = module
         if is_adapted(module):
@@ -277,11 +281,11 @@ def _layer_reasons(model: nn.Module) -> Iterator[str]:
             return
 
 
-def _value_reasons(model: nn.Module) -> Iterator[str]:
+def _missing_value_reasons(model: nn.Module) -> Iterator[str]:
     if "weights_to_come" in vars(model):
-        from longspan.model.lora import is_drawn_when_prepared
+        from longspan.model.lora import adapter_is_drawn_by_prepare
 
-        if not is_drawn_when_prepared(model):
+        if not adapter_is_drawn_by_prepare(model):
             yield (
                 "prepare reads its base model's weights (sharded=True), before which peft gives an adapter no "
                 "values; load the base with sharded=False: load_model(folder, sharded=False)"
@@ -293,7 +297,7 @@ def _value_reasons(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _parameter_reasons(model: nn.Module) -> Iterator[str]:
+def _trained_parameter_reasons(model: nn.Module) -> Iterator[str]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
         yield (
@@ -315,8 +319,8 @@ def check_encoder_adapter(encoder: nn.Module, adapter: Adapter, tp: int) -> None
     """Raise ModelError, with every reason, for an adapter that is not shown to be exact in an encoder under this tp."""
     if not (modules := peft_modules(encoder)):
         return
-    reasons = [*_configuration_reasons(adapter), *_layer_reasons(encoder)]
-    if copied := [name for name, module in modules.items() if is_copied(module)]:
+    reasons = [*_adapter_configuration_reasons(adapter), *_adapter_layer_reasons(encoder)]
+    if copied := [name for name, module in modules.items() if has_trained_copy(module)]:
         reasons.append(
             f"modules_to_save has {', '.join(copied[:2])}; leave it out and call requires_grad_(True) of that module: "
             "it is saved as one of modules_to_save"
@@ -352,7 +356,7 @@ class ClassTrial:
     draws: tuple[str, ...] = ()
 
 
-def refuse_class(model: PreTrainedModel) -> tuple[str, ...]:
+def refuse_inexact_class(model: PreTrainedModel) -> tuple[str, ...]:
     """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
     trial = try_class(model)
     if trial.reasons:
@@ -366,7 +370,7 @@ def try_class(model: PreTrainedModel) -> ClassTrial:
     """Try a small model of a model's class, once for each configuration. The model itself is not touched."""
     base = innermost_decoder(model)
     key = "class", type(base), base.config.to_json_string()
-    return try_once(key, lambda: _try_small_copy(type(base), base.config, required=has_experts(model)))
+    return run_trial_once(key, lambda: _try_small_copy(type(base), base.config, required=has_experts(model)))
 
 
 def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, required: bool) -> ClassTrial:
@@ -386,7 +390,9 @@ def _try_small_copy(kind: type[PreTrainedModel], config: PreTrainedConfig, *, re
     except Exception as error:  # whatever a constructor or a forward raises
         if not required:
             return ClassTrial()
-        reason = f"a small {kind.__name__} that shows how they route cannot be run on the host ({trial_error(error)})"
+        reason = (
+            f"a small {kind.__name__} that shows how they route cannot be run on the host ({trial_error_text(error)})"
+        )
         return ClassTrial((f"it has experts, and {reason}",))
 
 
@@ -519,10 +525,10 @@ def check_model(
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    with replace_copied_depths(model):
-        refuse_unsupported(model)
+    with unwrap_trained_depths_or_undo(model):
+        refuse_unsupported_model(model)
         assert isinstance(model, PreTrainedModel)  # others were refused
-        class_draws = refuse_class(model) if needs_class_trial(model) else ()
+        class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
         adapter = find_adapter(model)
         if adapter is not None:
             check_adapter(model, adapter, placement.world)
@@ -532,7 +538,7 @@ def check_model(
     connect(model)
     record = record_model(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
-    calls = check_kernel(model, kernel, record.calls, device=device, dtype=dtype)
+    calls = check_kernel_for_calls(model, kernel, record.calls, device=device, dtype=dtype)
     return adapter, calls, record
 
 

@@ -22,13 +22,13 @@ from longspan.model.exactness.small_copies import (
     make_tiny_model,
     parameter_gradients,
     relative_error,
+    run_trial_once,
     shrink_configuration,
-    trial_error,
-    try_once,
+    trial_error_text,
 )
 from longspan.model.layers import base_model, decoder_layers
 from longspan.model.seams.call_rules import has_prefix
-from longspan.model.vision.image_encoder import VisionParts, encode_images, pack_attention, split_model
+from longspan.model.vision.image_encoder import VisionParts, encode_images, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import (
     GRIDS,
     IN_DOCUMENT,
@@ -64,7 +64,7 @@ def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -
     if _SHAPES in parameters:
         return _draw_packed_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
-        return _cut_image(base, side, (channels, image_side, image_side), draw)
+        return _draw_cut_image(base, side, (channels, image_side, image_side), draw)
     if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):  # patches are merged, without a grid
         height, width = (patch * base.config.spatial_merge_size * n for n in side)
         return ImageInput(_draw_pixels((1, channels, height, width), draw), size=(height, width))
@@ -100,7 +100,7 @@ def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Genera
     return ImageInput(pixels, fields={_SHAPES: shapes, MASK: mask.int()})
 
 
-def _cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
+def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """Some models cut an image only where its document has no other: a first side of 3 says that there are three."""
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
@@ -246,7 +246,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
     Each group of frames is an image; the videos have three groups and two, of different shapes, so that exchanged items
     would be seen. ModelError for a model without videos by grids.
     """
-    videos, draw, base = VideoTokens.of(model.config), np.random.default_rng(seed), base_model(model)
+    videos, draw, base = VideoTokens.from_configuration(model.config), np.random.default_rng(seed), base_model(model)
     # words: (before everything; between groups of frames; after each item), `text` of each, of which some are used
     merge, words = videos.images.merge, draw.choice(np.array(ordinary_ids(model.config)), (3, text))
     ids, images, clips = words[0].tolist(), list[ImageInput](), list[TrialVideo]()
@@ -273,13 +273,13 @@ _TOLERANCE = 1e-5  # relative; many norms and the softmax compute in float32, wh
 _FLOOR = 0.01  # of the largest gradient: below, a gradient may be rounding alone, as that of a key's bias is
 
 
-def image_reasons(config: PreTrainedConfig, *, videos: bool = False) -> tuple[str, ...]:
+def reasons_against_images(config: PreTrainedConfig, *, videos: bool = False) -> tuple[str, ...]:
     """Return why images (or videos) do not enter a model of this configuration as rows and positions only.
 
     A small copy is tried once for each configuration; that it cannot be made or run is a reason too.
     """
     key = "videos" if videos else "images", type(config), config.to_json_string()
-    return try_once(key, lambda: tuple(_differences(config, videos=videos)))
+    return run_trial_once(key, lambda: tuple(_image_trial_reasons(config, videos=videos)))
 
 
 def video_tokens(config: PreTrainedConfig) -> VideoTokens:
@@ -291,8 +291,8 @@ def video_tokens(config: PreTrainedConfig) -> VideoTokens:
     >>> video_tokens(AutoConfig.from_pretrained("Qwen3-VL-8B")).rows((3, 4, 6))  # doctest: +SKIP
     [6, 6, 6]
     """
-    tokens = VideoTokens.of(config)
-    if reasons := image_reasons(config, videos=True):
+    tokens = VideoTokens.from_configuration(config)
+    if reasons := reasons_against_images(config, videos=True):
         raise ModelError(
             f"{type(config).__name__} ({config.model_type}) cannot be given videos: {'; '.join(reasons)}; give frames "
             "as images"
@@ -305,21 +305,21 @@ class _Pass(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-def _differences(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
+def _image_trial_reasons(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
     try:
         model = make_tiny_model(shrink_configuration(config, images=True), torch.float64, images=True).train()
         documents = [make_video_document(model)] if videos else make_trial_documents(model, _SIZES)
         named = dict(model.named_parameters())
-        whole = _make_pass(named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
-        parts = split_model(model)
+        whole = _run_documents(named, documents, lambda d: model(**make_stock_arguments(model, d)).logits[0])
+        parts = split_off_image_encoder(model)
         pack_attention(parts.encoder)
         named = dict(parts.language_model.named_parameters()) | dict(parts.encoder.named_parameters())
-        apart = _make_pass(named, documents, partial(_part_logits, parts))
+        apart = _run_documents(named, documents, partial(_logits_from_parts, parts))
     except ModelError as error:
         yield str(error)
         return
     except Exception as error:
-        yield f"a small model that shows what it does with images cannot be run on the host ({trial_error(error)})"
+        yield f"a small model that shows what it does with images cannot be run on the host ({trial_error_text(error)})"
         return
     evidence = "(found with a small model of its class, whole and in parts)"
     error = max(relative_error(a, b) for a, b in zip(apart.logits, whole.logits, strict=True))
@@ -338,7 +338,7 @@ def _differences(config: PreTrainedConfig, *, videos: bool) -> Iterator[str]:
             return
 
 
-def _make_pass(
+def _run_documents(
     parameters: dict[str, nn.Parameter], documents: list[TrialDocument], run: Callable[[Any], Tensor]
 ) -> _Pass:
     logits = [run(document) for document in documents]
@@ -347,7 +347,7 @@ def _make_pass(
     return _Pass([x.detach() for x in logits], parameter_gradients(torch.stack(weighed).sum(), parameters.items()))
 
 
-def _part_logits(parts: VisionParts, document: TrialDocument) -> Tensor:
+def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
     model, ids = parts.language_model, torch.from_numpy(document.ids)[None]
     placeholders = torch.from_numpy(document.at_images.nonzero()[0])
     encoded = [parts.encoder([image]) for image in document.images]

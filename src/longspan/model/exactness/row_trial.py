@@ -53,7 +53,7 @@ class _Rows:
     part: int
 
     @staticmethod
-    def of(world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool) -> "_Rows":
+    def from_documents(world: World, parts: int, longest: int, documents: Sequence[int], *, others: bool) -> "_Rows":
         """A row's number is its index among the rows of all documents, plus _COUNT for each earlier part."""
         lengths = [min(length, longest) for length in _LENGTHS]
         starts = np.cumsum([0, *lengths])
@@ -62,7 +62,7 @@ class _Rows:
         of_slot = tuple(lengths[d] for d in documents) * parts
         slots, n = range(world.home.slots), len(of_slot)
         groups = tuple(Group((slot,), tuple(range(slot * n, (slot + 1) * n)), of_slot) for slot in slots)
-        shard = SeparateRows.of(bind(MicroBatch(groups), world).with_spans({}))
+        shard = SeparateRows.from_shard(bind(MicroBatch(groups), world).with_spans({}))
         return _Rows(numbers, shard, others, parts, world.coordinates.tp if parts > 1 else 0)
 
     def row_numbers(self, rows: int) -> Integers | None:
@@ -70,8 +70,8 @@ class _Rows:
             return self.numbers
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
 
-    def choose_values(self, values: Tensor) -> Tensor:
-        others = (~_is_compared(self.numbers) & self.others).astype(np.int64)
+    def values_of_rows(self, values: Tensor) -> Tensor:
+        others = (~_compared_mask(self.numbers) & self.others).astype(np.int64)
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 
     def as_rows(self, value: Any) -> Tensor | None:
@@ -83,7 +83,7 @@ class _Rows:
         return value[0] if is_batch_of_one and self.row_numbers(value.shape[1]) is not None else None
 
 
-def _is_compared(numbers: Integers) -> Integers:
+def _compared_mask(numbers: Integers) -> Integers:
     # about half of the rows, by a draw that depends on their numbers only
     return np.random.default_rng(_SEED).random(numbers.max(initial=0) + 1)[numbers] < 0.5
 
@@ -101,7 +101,7 @@ class _Allowed(NamedTuple):
     median: bool
 
     @staticmethod
-    def of(dtype: torch.dtype, *, coarse: bool, experts: bool, same_shapes: bool) -> "_Allowed":
+    def for_pass(dtype: torch.dtype, *, coarse: bool, experts: bool, same_shapes: bool) -> "_Allowed":
         """1e-4 is for float32, in which norms and routers may be, whatever the model's type.
 
         In coarse types it is least where every product has the same shapes, and most where rounding may choose other
@@ -161,7 +161,7 @@ class _ObservedPass:
             if (x := self.rows.as_rows(value)) is None:
                 return value
             earlier = before.tensors.get(_Key(name, call, True, next(leaves)))
-            if earlier is None or (places := self._find_places(before, x, earlier)) is None:
+            if earlier is None or (places := self._compared_indices(before, x, earlier)) is None:
                 return value
             return x.index_copy(0, places[0], earlier[places[1]].to(x.dtype)).view_as(value)
 
@@ -178,16 +178,16 @@ class _ObservedPass:
             x = self.tensors[key] = x.detach().clone() if self.before is None else x.detach()
             if self.before is None or (earlier := self.before.tensors.get(key)) is None:
                 continue
-            if (places := self._find_places(self.before, x, earlier)) is not None:
+            if (places := self._compared_indices(self.before, x, earlier)) is not None:
                 inputs = None if added_to is None or added_to.shape != x.shape else added_to[places[0]]
                 self.errors[key] = self._relative_error(x[places[0]], earlier[places[1]], inputs)
 
-    def _find_places(self, before: "_ObservedPass", x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _compared_indices(self, before: "_ObservedPass", x: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor] | None:
         sizes = len(x), len(earlier)
         if sizes not in self._places:
             here, there = self.rows.row_numbers(sizes[0]), before.rows.row_numbers(sizes[1])
             assert here is not None and there is not None
-            compared = np.flatnonzero(_is_compared(here))
+            compared = np.flatnonzero(_compared_mask(here))
             _, *indices = np.intersect1d(here[compared], there, assume_unique=True, return_indices=True)
             places = (to_device(index, x.device) for index in (compared[indices[0]], indices[1]))
             self._places[sizes] = (*places,) if len(indices[0]) else None
@@ -205,7 +205,7 @@ class _ObservedPass:
         errors = (excess / size).nan_to_num(nan=0.0) / self.allowed.error
         return (errors.median() if self.allowed.median else errors.max()).double()
 
-    def find_culprit(self) -> tuple[str, float] | None:
+    def find_module_at_fault(self) -> tuple[str, float] | None:
         """The first module whose outputs differ while its inputs do not, or else the first difference; its error."""
         shares = torch.stack(list(self.errors.values())).tolist() if self.errors else []
         different = {key: share for key, share in zip(self.errors, shares, strict=True) if share > 1}
@@ -220,7 +220,7 @@ class _ObservedPass:
 
 def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     """Raise ModelError on every rank, before a model's first step in a mode, if rows influence each other."""
-    if not is_prepared(model) or backward in _trial_modes(model):
+    if not is_prepared(model) or backward in _tried_modes(model):
         return
     trial = _Trial(model, world)
     with _clean_up_after_trial(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
@@ -230,21 +230,21 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
         if world.control.any_rank(error is not None):
             # by all ranks together; modules name the culprit closer than layers
             raise_first_error(world, trial.find_error(every_module=True) or error)
-    _trial_modes(model).add(backward)
+    _tried_modes(model).add(backward)
 
 
-def try_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def try_rows_before_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Try a prepared model before its first call in a mode, unless a step did so: a hook, for loops of one's own."""
     shard = kwargs.get("shard")
-    if model.training in _trial_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
+    if model.training in _tried_modes(model) or isinstance(shard, SeparateRows) or not isinstance(shard, SequenceShard):
         return
     with _clean_up_after_trial(model):
         if error := _Trial(model, world_of(shard.world_key)).find_error(every_module=False):
             raise error
-    _trial_modes(model).add(model.training)
+    _tried_modes(model).add(model.training)
 
 
-def _trial_modes(model: nn.Module) -> set[bool]:
+def _tried_modes(model: nn.Module) -> set[bool]:
     return vars(model).setdefault("modes_of_row_trial", set[bool]())
 
 
@@ -273,9 +273,9 @@ class _Trial:
             dtype = torch.get_autocast_dtype(world.device.type)
         tf32 = world.device.type == "cuda" and dtype == torch.float32
         coarse = tf32 or torch.finfo(dtype).bits <= 16
-        self.allowed = partial(_Allowed.of, dtype, coarse=coarse, experts=has_experts(model))
+        self.allowed = partial(_Allowed.for_pass, dtype, coarse=coarse, experts=has_experts(model))
         longest = max(_LENGTHS) if rules.position_table is None else rules.position_table.positions
-        rows = partial(_Rows.of, world, rules.row_multiple, longest)
+        rows = partial(_Rows.from_documents, world, rules.row_multiple, longest)
         self.first, self.others = rows(_ALL, others=False), [rows(_FEWER, others=True)]
         if coarse:
             self.others.insert(0, rows(_ALL, others=True))
@@ -287,7 +287,9 @@ class _Trial:
         self.later = torch.randint(vocabulary, (*self.shape, depths), generator=draw).to(world.device)
 
     def find_error(self, *, every_module: bool) -> ModelError | None:
-        differences = [text for stage in self.stages for text in self._differences(stage, every_module=every_module)]
+        differences = [
+            text for stage in self.stages for text in self._difference_texts(stage, every_module=every_module)
+        ]
         if not differences:
             return None
         return ModelError(
@@ -296,13 +298,13 @@ class _Trial:
             f"of that row alone, or leave it out{doctor_hint(self.model)}"
         )
 
-    def _differences(self, stage: nn.Module, *, every_module: bool) -> Iterator[str]:
+    def _difference_texts(self, stage: nn.Module, *, every_module: bool) -> Iterator[str]:
         model = stage.model if isinstance(stage, Stage) else stage
         mode = "training" if self.model.training else "evaluation"
         first_pass = self._run_stage(stage, self.first, None, every_module=every_module)
         for rows in self.others:
             observed = self._run_stage(stage, rows, first_pass, every_module=every_module)
-            if (culprit := observed.find_culprit()) is None:
+            if (culprit := observed.find_module_at_fault()) is None:
                 continue
             module = dict(model.named_modules()).get(culprit[0])
             kind = "" if module is None else type(module).__name__.removeprefix("FSDP")
@@ -331,8 +333,8 @@ class _Trial:
 
     def _run_pass(self, stage: nn.Module, observed: _ObservedPass) -> None:
         rows = observed.rows
-        ids, positions = rows.choose_values(self.ids)[None], rows.shard.position_ids[None]
-        later = {"future_ids": rows.choose_values(self.later).t().contiguous()} if self.later.shape[2] else {}
+        ids, positions = rows.values_of_rows(self.ids)[None], rows.shard.position_ids[None]
+        later = {"future_ids": rows.values_of_rows(self.later).t().contiguous()} if self.later.shape[2] else {}
 
         def note_hidden(hidden: Tensor, head: Callable[[Tensor], Tensor], *deeper: Tensor) -> Tensor:
             observed.note("the last hidden states", hidden)
@@ -360,7 +362,7 @@ class _Trial:
         width = self.model.config.get_text_config().hidden_size
         for _ in range(1 + stage.with_embedding):
             values = torch.randn(*self.shape, width, generator=draw).to(self.world.device, self.model.dtype)
-            inputs.append(rows.choose_values(values).unflatten(0, (rows.parts, -1))[rows.part])
+            inputs.append(rows.values_of_rows(values).unflatten(0, (rows.parts, -1))[rows.part])
         return torch.cat(inputs)[None]
 
 

@@ -33,7 +33,7 @@ from longspan.model.seams.rope import rope_types
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
-def _where_none(**values: Any) -> dict[str, Any]:
+def _defaults_where_none(**values: Any) -> dict[str, Any]:
     return {name: lambda small, n=name: values[n] if small.get(n) is None else small[n] for name in values}
 
 
@@ -45,8 +45,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         )
     },
     "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
-    "deepseek_v2": _where_none(num_experts_per_tok=2),
-    "dots1": _where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
+    "deepseek_v2": _defaults_where_none(num_experts_per_tok=2),
+    "dots1": _defaults_where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
     "dory": {  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
         "num_hidden_layers": 8,
@@ -55,14 +55,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_output_layers": 2,
     },
     "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
-    "lfm2_moe": _where_none(layer_types=["conv", "full_attention"]),
+    "lfm2_moe": _defaults_where_none(layer_types=["conv", "full_attention"]),
     "llama4_vision_model": {
         "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
         "vision_output_dim": lambda small: small["projector_output_dim"],
     },
     "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
     "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
-    "qwen4_exp_text": _where_none(
+    "qwen4_exp_text": _defaults_where_none(
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
     ),
     "reformer": {"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1},
@@ -244,14 +244,14 @@ def small_values(values: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     return small
 
 
-def _rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> int:
+def _count_rotary_pairs(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> int:
     share = rope.get("partial_rotary_factor") or small.get("partial_rotary_factor") or 1.0
     return int((small.get("qk_rope_head_dim") or small.get("head_dim") or sizes.head_size) * share) // 2
 
 
 def _small_rope(rope: Mapping[str, Any], small: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Scaling begins at a length that trials exceed; M-RoPE keeps the share of frames, the others get equal shares."""
-    out, pairs = dict(rope), _rotary_pairs(rope, small, sizes)
+    out, pairs = dict(rope), _count_rotary_pairs(rope, small, sizes)
     for name, value in rope.items():
         if isinstance(value, Mapping):
             out[name] = _small_rope(value, small, sizes)
@@ -382,7 +382,9 @@ def small_image_values(values: dict[str, Any], sizes: Sizes, base: type | None) 
     if isinstance(second_tower := values.get("high_res_vision_config"), dict):
         result["high_res_vision_config"] = second_tower | {"global_attn_indexes": _TOWER["global_attn_indexes"]}
     if hasattr(base, "get_rope_index"):
-        result |= {name: _set_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)}
+        result |= {
+            name: _add_mrope_sections(result[name], sizes) for name in _TEXTS if isinstance(result.get(name), dict)
+        }
     if isinstance(layers := values.get("vision_feature_layer"), list | tuple):
         result["vision_feature_layer"] = [-1, -2][: len(layers)]  # a small tower has them, counted from its end
     tokens = [name for name, value in values.items() if name.endswith(_TOKENS) and isinstance(value, int)]
@@ -410,12 +412,12 @@ def _small_tower(vision: dict[str, Any], width: int | None) -> dict[str, Any]:
     return result
 
 
-def _set_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+def _add_mrope_sections(text: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """The class's own default is for a large head; `small_values` scales sections that a configuration sets."""
     rope = text.get("rope_parameters")
     if not isinstance(rope, dict) or "mrope_section" in rope or any(isinstance(v, dict) for v in rope.values()):
         return text
-    pairs = _rotary_pairs(rope, text, sizes)
+    pairs = _count_rotary_pairs(rope, text, sizes)
     return text | {"rope_parameters": rope | {"mrope_section": [pairs - pairs // 4 * 2, pairs // 4, pairs // 4]}}
 
 
@@ -448,7 +450,7 @@ def shrink_configuration(
     # in turn until the class accepts them: some ask for other heads, widths or a padding id
     for sizes in (usual, wide, equal, both, replace(usual, pad=0), replace(usual, pad=1), replace(both, pad=0)):
         try:
-            values = _small_attributes(config, sizes, 4 if deep else 2)
+            values = _small_configuration_values(config, sizes, 4 if deep else 2)
             small = type(config).from_dict(small_image_values(values, sizes, base))
             _check_small_model(small, sizes, images=images)
             return small
@@ -484,7 +486,9 @@ def make_tiny_model(
 
 def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> PreTrainedModel:
     settings = {"dtype": torch.float32, "experts_implementation": "eager"}
-    automatic: Any = AutoModelForImageTextToText if images or reads_images_alone(config) else AutoModelForCausalLM
+    automatic: Any = (
+        AutoModelForImageTextToText if images or has_only_image_text_class(config) else AutoModelForCausalLM
+    )
     if automatic is AutoModelForCausalLM and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         automatic = AutoModel  # of a text model inside a wrapper
 
@@ -501,20 +505,20 @@ def _make_model(config: PreTrainedConfig, attention: str, *, images: bool) -> Pr
         return make("eager")
 
 
-def reads_images_alone(config: PreTrainedConfig) -> bool:
+def has_only_image_text_class(config: PreTrainedConfig) -> bool:
     """Return whether transformers has a class from images and text to text for a configuration, and no causal one."""
     kind = type(config)
     return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def _small_attributes(config: PreTrainedConfig, sizes: Sizes, least: int) -> dict[str, Any]:
+def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: int) -> dict[str, Any]:
     # with the configurations inside; values in OVERRIDES may be functions of the others
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
     layer_values = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
     small = small_values(layer_values, sizes) | small_periods(values)
-    small |= {name: _small_attributes(value, sizes, least) for name, value in inner.items()}
+    small |= {name: _small_configuration_values(value, sizes, least) for name, value in inner.items()}
     override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}
 
@@ -545,7 +549,7 @@ def _silence_warnings() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
+def run_trial_once(key: Hashable, trial: Callable[[], _T]) -> _T:
     """Try a small copy on the host once for each key in a process, in one thread; random numbers stay as they were."""
     if key not in _results:
         threads = torch.get_num_threads()
@@ -561,7 +565,7 @@ def try_once(key: Hashable, trial: Callable[[], _T]) -> _T:
 _results: dict[Hashable, Any] = {}
 
 
-def trial_error(error: Exception) -> str:
+def trial_error_text(error: Exception) -> str:
     """Write the error of a configuration, a constructor or a forward pass, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 

@@ -24,7 +24,7 @@ from longspan.model.weights.local_tensors import local_tensor
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # whose sums may be in float32
 
 
-def find_kernels(*tensors: Tensor | None) -> Any:
+def find_row_kernels(*tensors: Tensor | None) -> Any:
     """Find the kernels' module if they take these tensors (GPU, `_DTYPES`, contiguous in the last dim); else None."""
     for x in tensors:
         if x is not None and not (x.is_cuda and x.dtype in _DTYPES and x.stride(-1) == 1):
@@ -52,7 +52,7 @@ class Visits(NamedTuple):
     top_k: int
 
     @classmethod
-    def of(cls, order: Tensor, top_k: int) -> "Visits":
+    def from_order(cls, order: Tensor, top_k: int) -> "Visits":
         """Make the visits from their order, a permutation of their numbers."""
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
@@ -87,7 +87,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _add_visits(gradients[0], None, ctx.visits), None, None, None
+        return _compute_visit_sums(gradients[0], None, ctx.visits), None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -95,7 +95,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, outputs: Tensor, weights: Tensor, order: Tensor, place: Tensor, top_k: int) -> Tensor:
         ctx.visits = Visits(order, place, top_k)
         ctx.save_for_backward(outputs, weights)
-        return _add_visits(outputs, weights, ctx.visits)
+        return _compute_visit_sums(outputs, weights, ctx.visits)
 
     @staticmethod
     @once_differentiable
@@ -104,9 +104,9 @@ class _Gather(torch.autograd.Function):
         return *_visit_gradients(gradients[0], outputs, weights, ctx.visits), None, None, None
 
 
-def _add_visits(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
+def _compute_visit_sums(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tensor:
     """Sum the `outputs` (R · top_k, D) of each row's visits, with weights (R, top_k) or without: (R, D)."""
-    if (kernels := find_kernels(outputs, weights)) is None:
+    if (kernels := find_row_kernels(outputs, weights)) is None:
         by_row = outputs.index_select(0, visits.place).unflatten(0, (-1, visits.top_k))
         return (by_row if weights is None else by_row * weights.unsqueeze(2)).sum(1)
     rows, width = len(visits.place) // visits.top_k, outputs.shape[1]
@@ -125,7 +125,7 @@ def _add_visits(outputs: Tensor, weights: Tensor | None, visits: Visits) -> Tens
 
 def _visit_gradients(dout: Tensor, outputs: Tensor, weights: Tensor, visits: Visits) -> tuple[Tensor, Tensor]:
     """Return the gradients of the visits' outputs (R · top_k, D) and weights (R, top_k), from `dout` (R, D)."""
-    if (kernels := find_kernels(outputs, weights, dout)) is None:
+    if (kernels := find_row_kernels(outputs, weights, dout)) is None:
         dout_rows = dout.index_select(0, visits.rows)
         output_gradients = dout_rows * weights.flatten()[visits.order].unsqueeze(1)
         weight_gradients = (dout_rows * outputs).sum(1)[visits.place]
@@ -150,10 +150,10 @@ def apply_gate(experts: nn.Module, x: Tensor) -> Tensor:
     module: Any = experts
     gate = getattr(type(module), "_apply_gate", None)
     is_default = gate is not None and gate is getattr(moe, "_default_apply_gate", None) and _is_silu(module.act_fn)
-    return gate_in_one_pass(x) if is_default and find_kernels(x) is not None else module._apply_gate(x)
+    return apply_silu_gate_kernel(x) if is_default and find_row_kernels(x) is not None else module._apply_gate(x)
 
 
-def gate_in_one_pass(x: Tensor) -> Tensor:
+def apply_silu_gate_kernel(x: Tensor) -> Tensor:
     """Compute SiLU(first half) · second half of rows (S, 2 I), by the kernel: (S, I)."""
     return _Gated.apply(x)  # pyright: ignore[reportReturnType]
 
@@ -191,7 +191,7 @@ def _launch_kernel(name: str, x: Tensor, *others: Tensor) -> None:
     rows, width = len(x), x.shape[1] // 2
     if rows and width:
         blocks = rows, -(-width // _COLUMNS)
-        getattr(find_kernels(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
+        getattr(find_row_kernels(x), name)[blocks](x, *others, x.stride(0), width, COLUMNS=_COLUMNS)
 
 
 _GROUPS_FLOAT8 = (9, 0)  # the one compute capability for which torch 2.11 has grouped float8 products with row scales
@@ -214,13 +214,13 @@ def run_experts(experts: nn.Module, x: Tensor, loads: Loads) -> Tensor:
     """Run experts over rows (S, D) that are sorted by local expert: (S, D), not yet weighted."""
     module: Any = experts
     first_name = "gate_up_proj" if module.has_gate else "up_proj"
-    up, up_bias = _layer_weights(module, first_name)
-    down, down_bias = _layer_weights(module, "down_proj")
+    up, up_bias = _local_weight_and_bias(module, first_name)
+    down, down_bias = _local_weight_and_bias(module, "down_proj")
     float8_up, float8_down = find_float8_weight(module, first_name), find_float8_weight(module, "down_proj")
     if not len(x):  # a slot of padding alone
         weights = [weight for weight in (up, up_bias, down, down_bias) if weight is not None]
         return _NoRows.apply(x, *weights)  # pyright: ignore[reportReturnType]
-    grouped = expert_kernel(x, up, down, float8=float8_up is not None) == "grouped_mm"
+    grouped = expert_product_kind(x, up, down, float8=float8_up is not None) == "grouped_mm"
     if not grouped:  # both layers need the counts: read them from the device once
         loads = Loads(loads.device, loads.host_counts())
     linear = partial(_multiply_by_experts, loads=loads, grouped=grouped, transposed=module.is_transposed)
@@ -278,7 +278,7 @@ def _multiply_by_experts(
     return y + bias[torch.searchsorted(ends, torch.arange(len(x), device=ends.device, dtype=torch.int32), right=True)]
 
 
-def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
+def expert_product_kind(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal["grouped_mm", "loop"]:
     """Return how `run_experts` multiplies these rows (S, D) and weights (e, …, …), with `float8` in float8."""
     can_group = x.is_cuda and not (float8 and torch.cuda.get_device_capability(x.device) != _GROUPS_FLOAT8)
     in_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in (x, *weights))
@@ -286,6 +286,6 @@ def expert_kernel(x: Tensor, *weights: Tensor, float8: bool = False) -> Literal[
     return "grouped_mm" if can_group and in_bfloat16 and aligned else "loop"
 
 
-def _layer_weights(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
+def _local_weight_and_bias(module: Any, name: str) -> tuple[Tensor, Tensor | None]:
     bias = local_tensor(getattr(module, f"{name}_bias")) if module.has_bias else None
     return local_tensor(getattr(module, name)), bias

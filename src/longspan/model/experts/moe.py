@@ -29,7 +29,7 @@ from longspan.layout import Layout
 from longspan.model.activations.tiles import TILE_ROWS, count_tiles, run_in_tiles
 from longspan.model.experts.experts import Loads, Visits, run_experts, spread_rows, sum_visits
 from longspan.model.experts.router import RouterCoefficients, RouterStatistics, RouterSums
-from longspan.model.float8.products import quantise_once
+from longspan.model.float8.products import keep_quantised_weights
 from longspan.model.layers import architecture_name, decoder_layers, expert_modules
 from longspan.model.mtp import PREFIX, mtp_blocks
 from longspan.model.seams.attention_calls import Probe, running_layer
@@ -64,7 +64,7 @@ def router_sizes(model: nn.Module) -> tuple[int, ...]:
     return tuple(int(router.num_experts) for router in router_modules(model).values())  # pyright: ignore
 
 
-def use_experts(model: PreTrainedModel) -> None:
+def connect_experts(model: PreTrainedModel) -> None:
     """Send the model's experts and routers through this module; a model without experts is left as it is."""
     if not expert_modules(model):
         return
@@ -83,7 +83,7 @@ def use_experts(model: PreTrainedModel) -> None:
 
 
 def remove_argument_hooks(layer: nn.Module) -> None:
-    """Take the hooks of `use_experts` from a layer that calls `note_layer_arguments` itself.
+    """Take the hooks of `connect_experts` from a layer that calls `note_layer_arguments` itself.
 
     torch 2.11 cannot end a graph inside a module with hooks: it looks up names of torch.nn in the model's file.
     """
@@ -105,7 +105,7 @@ def _turn_off_router_losses(
     return args, {**kwargs, "output_router_logits": False}
 
 
-def router_statistics(
+def make_router_statistics(
     model: nn.Module, world: World, tokens: int, coefficients: RouterCoefficients | None
 ) -> RouterStatistics | None:
     """Make the statistics of a model's routers for a step of so many tokens; None without known losses of routers.
@@ -169,13 +169,13 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, w
     if isinstance(layer.shard, Probe):
         return torch.empty_like(hidden_states)
     world = world_of(layer.shard.world_key)
-    rows = _real_rows(experts, layer.shard, len(hidden_states), world)
+    rows = _real_row_index(experts, layer.shard, len(hidden_states), world)
     first_slot = world.slot // world.home.ep * world.home.ep
     channel = world.channels.find_channel(range(first_slot, first_slot + world.home.ep)) if world.home.ep > 1 else None
     if len(rows) == len(hidden_states):
-        return _mix_tiles(experts, hidden_states, chosen, weights, layer.shard, channel)
+        return _mix_experts_in_tiles(experts, hidden_states, chosen, weights, layer.shard, channel)
     x, chosen, weights = (tensor.index_select(0, rows) for tensor in (hidden_states, chosen, weights))
-    mixed = _mix_tiles(experts, x, chosen, weights, layer.shard, channel)
+    mixed = _mix_experts_in_tiles(experts, x, chosen, weights, layer.shard, channel)
     return _PlaceRows.apply(mixed, rows, len(hidden_states))  # pyright: ignore[reportReturnType]
 
 
@@ -193,7 +193,7 @@ class _PlaceRows(torch.autograd.Function):
         return gradients[0].index_select(0, ctx.rows), None, None
 
 
-def _mix_tiles(
+def _mix_experts_in_tiles(
     experts: nn.Module, x: Tensor, chosen: Tensor, weights: Tensor, shard: SequenceShard, channel: Channel | None
 ) -> Tensor:
     """With a channel, tiles are counted for the most rows of any slot, so that every member makes as many exchanges."""
@@ -203,7 +203,7 @@ def _mix_tiles(
     if count == 1:
         return mix_experts(experts, x, chosen, weights, channel)
 
-    around = partial(quantise_once, experts)  # weights in float8 are made once for all tiles
+    around = partial(keep_quantised_weights, experts)  # weights in float8 are made once for all tiles
     return run_in_tiles(
         lambda x, weights, chosen: mix_experts(experts, x, chosen, weights, channel),
         (x, weights, chosen),
@@ -213,7 +213,7 @@ def _mix_tiles(
     )
 
 
-def _real_rows(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
+def _real_row_index(experts: nn.Module, shard: SequenceShard, count: int, world: World) -> Tensor:
     local, tp = shard.local_rows, world.home.tp
     if tp > 1 and count == -(-local // tp):
         start = world.coordinates.tp * count
@@ -237,16 +237,16 @@ def mix_experts(
     sorted_experts, order = chosen.flatten().sort(stable=True)  # (R k,)
     bounds = torch.searchsorted(sorted_experts, torch.arange(count + 1, device=x.device))
     loads = bounds.diff()  # (E,): rows for each expert, without waiting for the device
-    visits = Visits.of(order, top_k)
+    visits = Visits.from_order(order, top_k)
     expert_rows = spread_rows(x, visits)  # (R k, D)
     if channel is None:
         outputs = run_experts(experts, expert_rows, Loads(loads))
     else:
-        outputs = _run_on_members(experts, expert_rows, loads, channel)
+        outputs = _run_experts_on_members(experts, expert_rows, loads, channel)
     return sum_visits(outputs, weights, visits).to(x.dtype)
 
 
-def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
+def _run_experts_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Channel) -> Tensor:
     """Rows (S, D) are sorted by expert; outputs come back in the same order."""
     counts = np.asarray(exchange_counts(loads, channel)).reshape(channel.degree, channel.degree, -1)
     sends = counts[channel.index].sum(1).tolist()  # of counts (sender, receiver, receiver's experts)
@@ -257,7 +257,7 @@ def _run_on_members(experts: nn.Module, x: Tensor, loads: Tensor, channel: Chann
     starts = (counts_here.cumsum() - counts_here.ravel()).reshape(counts_here.shape)
     runs = [np.arange(start, start + n) for start, n in zip(starts.T.ravel(), counts_here.T.ravel(), strict=True)]
     order = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
-    visits = Visits.of(torch.from_numpy(order).to(x.device), 1)
+    visits = Visits.from_order(torch.from_numpy(order).to(x.device), 1)
     rows_of_experts = counts_here.sum(0)
     local_loads = Loads(torch.from_numpy(rows_of_experts).to(x.device), rows_of_experts.tolist())
     outputs = run_experts(experts, spread_rows(arrived, visits), local_loads)
@@ -291,7 +291,7 @@ def check_experts(model: PreTrainedModel, home: Layout, *, shard_parameters: boo
             )
         if shard_parameters and home.ep * home.tp > 1:
             for key, parameter in experts.named_parameters(recurse=False):
-                _shard_dim(f"{name}.{key}", parameter.shape, home)  # raises if no dim divides
+                _choose_shard_dim(f"{name}.{key}", parameter.shape, home)  # raises if no dim divides
 
 
 def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPolicy, *, reshard: bool) -> None:
@@ -313,11 +313,11 @@ def shard_experts(model: PreTrainedModel, world: World, policy: MixedPrecisionPo
             reshard_after_forward=reshard,
             mp_policy=policy,
             # without a name for messages, as `check_experts` has raised them
-            shard_placement_fn=lambda parameter: Shard(_shard_dim("", parameter.shape, home)),
+            shard_placement_fn=lambda parameter: Shard(_choose_shard_dim("", parameter.shape, home)),
         )
 
 
-def _shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
+def _choose_shard_dim(name: str, shape: Sequence[int], home: Layout) -> int:
     """Return which dim of an experts' parameter (E, …), cut by `ep`, FSDP2 shards: the first that divides evenly."""
     ranks = home.slots // home.dp_replicate // home.ep * home.tp  # that hold the same experts
     sizes = (shape[0] // home.ep, *shape[1:])

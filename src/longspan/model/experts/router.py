@@ -78,16 +78,16 @@ class RouterStatistics:
         self.counted_ahead: list[RouterSums] = []  # of micro-batches that run again, with a graph
         self.fractions: Tensor | None = None  # F (E,)
 
-    def add_sums(self, *, counting: bool = False) -> RouterSums:
+    def add_micro_batch(self, *, counting: bool = False) -> RouterSums:
         """Make the sums of one more micro-batch; `counting`: it only counts loads, and will run again with a graph."""
         micro_batches = self.counted_ahead if counting else self.micro_batches
         micro_batches.append(RouterSums(self))
         return micro_batches[-1]
 
-    def fix_loads(self) -> None:
+    def compute_load_fractions(self) -> None:
         """Compute F from all micro-batches of the step, before any backward pass; all slots call it together."""
         if self.coefficients.balance:
-            local = _sum_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
+            local = _sum_over_micro_batches([*self.counted_ahead, *self.micro_batches], self.experts)[: self.experts]
             local = local.tolist() if isinstance(local, Tensor) else local  # zeros, without routers on this stage
             loads = self.world.control.sum_over_stages(local, "loads of experts")
             self.fractions = torch.tensor(loads, dtype=torch.float64, device=self.world.device) / self.token_layers
@@ -95,7 +95,7 @@ class RouterStatistics:
 
     def sums(self) -> list[float] | Tensor:
         """Return this rank's loads, sums of probabilities (E each) and sum of z, to be summed over slots."""
-        return _sum_batches(self.micro_batches, self.experts)
+        return _sum_over_micro_batches(self.micro_batches, self.experts)
 
     def losses(self, sums: Sequence[float]) -> RouterLosses:
         """Return the step's balance and z from `sums()` added over all slots: loads (E), probabilities (E), z."""
@@ -103,7 +103,7 @@ class RouterStatistics:
         return RouterLosses(float(self.experts * (loads * probabilities).sum()), sums[-1] / self.token_layers)
 
 
-def _sum_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
+def _sum_over_micro_batches(micro_batches: Sequence[RouterSums], experts: int) -> list[float] | Tensor:
     sums = [router for micro_batch in micro_batches for router in micro_batch.by_router.values()]
     return torch.stack(sums).sum(0) if sums else [0.0] * (2 * experts + 1)
 
@@ -150,7 +150,7 @@ def _logit_gradient(logits: Tensor, statistics: RouterStatistics) -> Tensor:
     p = logits.softmax(-1)
     gradient = torch.zeros_like(p)
     if coefficients.balance:
-        assert statistics.fractions is not None, "a backward pass before fix_loads()"
+        assert statistics.fractions is not None, "a backward pass before compute_load_fractions()"
         balance_gradient = statistics.fractions.to(p.dtype) * (coefficients.balance * statistics.experts / token_layers)
         gradient += p * (balance_gradient - (p * balance_gradient).sum(-1, keepdim=True))
     if coefficients.z:

@@ -43,7 +43,7 @@ def quantise_rows(x: Tensor) -> Scaled:
     >>> quantise_rows(torch.tensor([[1.0, -896.0]])).scales
     tensor([2.])
     """
-    if (kernels := _find_kernels(x)) is None:
+    if (kernels := _find_quantise_kernels(x)) is None:
         return quantise_by_torch(x)
     rows = x.reshape(-1, x.shape[-1])
     values = torch.empty(x.shape, dtype=FLOAT8, device=x.device)
@@ -66,7 +66,7 @@ def quantise_rows(x: Tensor) -> Scaled:
 def quantise_by_torch(x: Tensor) -> Scaled:
     """Convert rows (…, R, C) to float8 by torch's operations; a row of zeros stays zeros."""
     largest = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-30)  # so that factors stay finite
-    return Scaled((x.float() * _factors(largest)).to(FLOAT8), (largest * (1 / 448.0)).squeeze(-1))
+    return Scaled((x.float() * _scaling_factors(largest)).to(FLOAT8), (largest * (1 / 448.0)).squeeze(-1))
 
 
 def quantise_columns(x: Tensor) -> Scaled:
@@ -78,7 +78,7 @@ def quantise_columns(x: Tensor) -> Scaled:
     One kernel finds the largest absolute values of columns, in each of several parts of the rows; a column's is the
     largest over the parts. A second kernel scales.
     """
-    if (kernels := _find_kernels(x)) is None:
+    if (kernels := _find_quantise_kernels(x)) is None:
         return quantise_rows(x.transpose(-2, -1).contiguous())
     rows, width = x.shape[-2:]
     matrices = x.reshape(-1, rows, width)
@@ -92,16 +92,16 @@ def quantise_columns(x: Tensor) -> Scaled:
     tile = {"ROWS": _TILE, "COLUMNS": _TILE}
     kernels.largest_of_columns_kernel[(across, parts.shape[1], count)](matrices, parts, *sizes, **tile)
     largest = parts.amax(1).clamp_min(_LEAST)  # so that factors stay finite
-    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _factors(largest), *sizes, **tile)
+    kernels.quantise_columns_kernel[(down, across, count)](matrices, values, _scaling_factors(largest), *sizes, **tile)
     return Scaled(values, (largest * (1 / 448.0)).view(values.shape[:-1]))
 
 
-def _factors(most: Tensor) -> Tensor:
+def _scaling_factors(most: Tensor) -> Tensor:
     """A true quotient: `448.0 / most` would be torch's rounded reciprocal times 448."""
     return torch.full_like(most, 448.0) / most
 
 
-def _find_kernels(x: Tensor) -> Any:
+def _find_quantise_kernels(x: Tensor) -> Any:
     if not x.is_cuda or x.stride(-1) != 1:
         return None
     return kernel_module()
@@ -145,14 +145,14 @@ _ATTRIBUTE = "float8_weights"
 
 
 class Float8Weight:
-    """A weight in float8: rows for forward, columns for backward, made when needed and kept while `keep(True)`."""
+    """A weight in float8: rows for forward, columns for backward, made when needed, kept after `set_keeping(True)`."""
 
     def __init__(self) -> None:
         self.keeps = False
         self._rows: Scaled | None = None
         self._columns: Scaled | None = None
 
-    def keep(self, keeps: bool) -> None:
+    def set_keeping(self, keeps: bool) -> None:
         """Begin (True) or end (False) keeping the float8 weight; what was kept before is dropped."""
         self.keeps, self._rows, self._columns = keeps, None, None
 
@@ -183,13 +183,13 @@ def find_float8_weight(module: nn.Module, name: str) -> Float8Weight | None:
 _kept_at: dict[int, Float8Weight] = {}  # records that keep, by the memory address of the weight that they belong to
 
 
-def find_kept_weight(weight: Tensor) -> Float8Weight:
+def find_or_make_float8_weight(weight: Tensor) -> Float8Weight:
     """Return the record of a weight in float8 by its address, as graphs know no modules; a new one if none is kept."""
     return _kept_at.get(weight.data_ptr()) or Float8Weight()
 
 
 @contextmanager
-def quantise_once(model: nn.Module) -> Iterator[None]:
+def keep_quantised_weights(model: nn.Module) -> Iterator[None]:
     """Keep weights in float8 from their first product on, for passes between which no weight changes.
 
     A rank then holds one byte for each number (rows), after backward two. Graphs find only weights that are gathered
@@ -201,7 +201,7 @@ def quantise_once(model: nn.Module) -> Iterator[None]:
         for name, float8_weight in vars(module).get(_ATTRIBUTE, {}).items():
             if not float8_weight.keeps:  # one that keeps already does so for an outer scope, which ends later
                 weights.append(float8_weight)
-                float8_weight.keep(True)
+                float8_weight.set_keeping(True)
             local_weight = local_tensor(getattr(module, name).detach())
             # A weight without memory is not gathered by FSDP2; an inner scope may find it gathered.
             if local_weight.untyped_storage().nbytes() and local_weight.data_ptr() not in _kept_at:
@@ -212,7 +212,7 @@ def quantise_once(model: nn.Module) -> Iterator[None]:
         for address in weight_at:
             del _kept_at[address]
         for float8_weight in weights:
-            float8_weight.keep(False)
+            float8_weight.set_keeping(False)
 
 
 @dataclass(frozen=True)
@@ -309,14 +309,14 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         of_rows, experts = None, ctx.experts
         if ctx.needs_input_grad[0]:
-            weight, float8_weight = _read_weight(ctx), ctx.float8_weight
+            weight, float8_weight = _saved_weight(ctx), ctx.float8_weight
             transposed = experts is not None and experts.transposed  # whose rows are then the columns of W
             w = float8_weight.rows(weight) if transposed else float8_weight.columns(weight)
             of_rows = _multiply_scaled(quantise_rows(dy.contiguous()), w, dy.dtype, None, experts)
         return of_rows, dy if ctx.needs_input_grad[1] else None, None, None, None, None
 
 
-def _read_weight(ctx: Any) -> Tensor:
+def _saved_weight(ctx: Any) -> Tensor:
     weight, version = ctx.weight, ctx.weight._version
     if version != ctx.version:
         raise RuntimeError(

@@ -105,7 +105,7 @@ class MultimodalModel(nn.Module):
         prepared.call_rules = replace(call_rules(language_model), in_spans=span_modalities(encoders))
         self.training: bool = language_model.training  # encoders keep the modes of their modules
         _ = world.channels.everyone  # makes its group, on all ranks together
-        check_deep_layers(encoders, language_model)
+        check_deepstack_layers(encoders, language_model)
         hook_item_rows(language_model, tuple(encoders.values()))
 
     @property
@@ -126,7 +126,7 @@ class MultimodalModel(nn.Module):
         )
 
 
-def check_world(model: nn.Module, world: World) -> None:
+def check_world_of_model(model: nn.Module, world: World) -> None:
     """Raise ModelError for a MultimodalModel over another world than this, such as an encoder's."""
     if isinstance(model, MultimodalModel) and model.world is not world:
         raise ModelError(
@@ -185,7 +185,7 @@ def refuse_shared_parameters(modules: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def check_deep_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
+def check_deepstack_layers(encoders: Mapping[str, Encoder], model: PreTrainedModel | PipelineModel) -> None:
     """Raise ModelError, alike on every rank, where DeepStack needs more layers than the first pipeline stage has."""
     if isinstance(model, PipelineModel):
         first_layers = len(model.layers_of_stages[0])
@@ -217,10 +217,10 @@ def hook_item_rows(model: PreTrainedModel | PipelineModel, encoders: Sequence[En
         if has_first_layers:
             deep_layers = max((encoder.deep_layers for encoder in encoders), default=0)
             for index, layer in enumerate([*decoder_layers(embedding_model).values()][:deep_layers]):
-                layer.register_forward_hook(partial(_add_rows, index), with_kwargs=True)
+                layer.register_forward_hook(partial(_add_deep_rows, index), with_kwargs=True)
 
 
-def _add_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
+def _add_deep_rows(index: int, layer: nn.Module, args: Any, kwargs: Mapping[str, Any], out: Any) -> Any:
     shard = kwargs.get("shard") or running_layer().shard  # some models call layers without the keyword
     if not isinstance(shard, SequenceShard):
         return out

@@ -1,6 +1,6 @@
 """An encoder under its own home, over the language model's ranks: sharded or copied, its blocks recomputed and split.
 
-Gradients are plain sums over slots: FSDP2's, or of copies by `gradients_summed_over_slots(module, world)`.
+Gradients are plain sums over slots: FSDP2's, or of copies by `sum_gradients_over_slots(module, world)`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,7 +94,7 @@ def prepare_encoder(
         parameters=shard_parameters, reshard_after_forward=reshard_after_forward, compute_dtype=compute_dtype
     )
     recomputation = Recomputation.from_options(activation_checkpointing)
-    _check_arguments(module, world, sharding)
+    _check_encoder_can_be_prepared(module, world, sharding)
     units = encoder_blocks(module, blocks)  # sharded and recomputed one at a time; none: the encoder as one
     if not units and recomputation.measure != "none":
         raise ModelError(
@@ -102,12 +102,12 @@ def prepare_encoder(
             "blocks=, or switch activation checkpointing off"
         )
     parts = find_split_parts(module, units, world.home.tp, tp_plan)
-    _compare_weights(module, world)
+    _compare_weights_over_ranks(module, world)
     if world.device.type == "cuda":
         split_long_norms(module)
     trials = split_encoder(module, units, parts, world) if world.home.tp > 1 else []
     for block in units.values():
-        _recompute_block(block, recomputation)
+        _wrap_in_checkpoint(block, recomputation)
     for trial in trials:  # once forwards are wrapped: a trial replaces the wrapped one for its call
         trial.hook_next_call()
     if sharding.parameters:
@@ -129,7 +129,7 @@ def check_encoder_prepared(module: nn.Module, world: World) -> None:
         )
 
 
-def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> None:
+def _check_encoder_can_be_prepared(module: nn.Module, world: World, sharding: Sharding) -> None:
     world.check_open()
     name, home = type(module).__name__, world.home
     if module in _PREPARED:
@@ -150,7 +150,7 @@ def _check_arguments(module: nn.Module, world: World, sharding: Sharding) -> Non
         sharding.check_compute_dtype(dtype)
 
 
-def _compare_weights(module: nn.Module, world: World) -> None:
+def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
     samples = dict[str, object]()
     for name, parameter in module.named_parameters():
         numbers = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].double().tolist()
@@ -160,7 +160,7 @@ def _compare_weights(module: nn.Module, world: World) -> None:
     world.control.agree(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
-def _recompute_block(block: nn.Module, recomputation: Recomputation) -> None:
+def _wrap_in_checkpoint(block: nn.Module, recomputation: Recomputation) -> None:
     """FSDP2's hooks on the module stay around the wrapper."""
     if recomputation.measure == "none":
         return

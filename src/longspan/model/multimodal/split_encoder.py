@@ -107,8 +107,8 @@ def find_split_parts(
     callers_styles = _read_caller_styles(module, plan or {})
     if tp == 1:
         return []
-    styles = _find_styles(module) | callers_styles
-    _refuse_unknown(module, blocks, styles)
+    styles = _recognise_styles(module) | callers_styles
+    _refuse_unknown_linears(module, blocks, styles)
     parts = dict[str, dict[str, str]]()
     for name, style in styles.items():
         if style != REPLICATED:
@@ -122,7 +122,7 @@ def find_split_parts(
         is_list_or_block = name in blocks or isinstance(owner, nn.ModuleDict | nn.ModuleList)
         several = is_list_or_block or sum(style == ROWWISE for style in linears.values()) > 1
         split_parts.append(SplitModule(name, owner, linears, several=several))
-    sizes = {f"{count} of {part.name}": size for part in split_parts for count, size in _tp_sizes(part)}
+    sizes = {f"{count} of {part.name}": size for part in split_parts for count, size in _sizes_divided_by_tp(part)}
     check_divided_sizes(sizes, tp, type(module).__name__)
     return split_parts
 
@@ -130,7 +130,7 @@ def find_split_parts(
 # ---- linears and their styles
 
 
-def _find_styles(module: nn.Module) -> dict[str, str]:
+def _recognise_styles(module: nn.Module) -> dict[str, str]:
     """By qualified name, of every linear that is recognised by its name and its neighbours'."""
     styles = dict[str, str]()
     for name, owner in module.named_modules():
@@ -178,7 +178,7 @@ def _read_caller_styles(module: nn.Module, plan: Mapping[str, str]) -> dict[str,
     return styles
 
 
-def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
+def _refuse_unknown_linears(module: nn.Module, blocks: Mapping[str, nn.Module], styles: Mapping[str, str]) -> None:
     unknown = [
         f"{path}.{name} ({child.in_features} to {child.out_features})"
         for path, block in blocks.items()
@@ -198,7 +198,7 @@ def _refuse_unknown(module: nn.Module, blocks: Mapping[str, nn.Module], styles: 
 # ---- sizes
 
 
-def _tp_sizes(part: SplitModule) -> Iterator[tuple[str, int]]:
+def _sizes_divided_by_tp(part: SplitModule) -> Iterator[tuple[str, int]]:
     """Heads are counted by the size of one if there is no number of them; of a fused linear tp must divide the keys."""
     counts = [(name, value) for name, value in part.local_attributes.items() if name in (*HEADS, *KEY_HEADS)]
     yield from counts

@@ -16,7 +16,7 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, decoder_model, text_name
+from longspan.model.layers import Absent, decoder_model, text_model_name
 from longspan.model.mtp import model_depths
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
@@ -24,7 +24,7 @@ from longspan.model.pipeline.stages import (
     Stage,
     StageCopies,
     StageInput,
-    cut_model,
+    cut_stages_of_position,
     refuse_dependent_layers,
     refuse_inexact_stages,
 )
@@ -39,29 +39,29 @@ def add_named_modules(into: nn.Module, models: list[PreTrainedModel], copies: St
         *outer_names, last = name.split(".")
         node = into
         for name_part in outer_names:
-            node = _child_module(node, name_part)
+            node = _get_or_add_child(node, name_part)
         node.add_module(last, module)
     for model in models:
-        _add_children(into, model, _outer_modules(model))
+        _merge_children(into, model, _modules_around_layers(model))
 
 
-def _add_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) -> None:
+def _merge_children(into: nn.Module, source: nn.Module, around: set[nn.Module]) -> None:
     """Modules `around` layers are merged child by child; what is there stays."""
     for name, child in source.named_children():
         if child in around:
-            _add_children(_child_module(into, name), child, around)
+            _merge_children(_get_or_add_child(into, name), child, around)
         elif not isinstance(child, Absent) and name not in into._modules:
             into.add_module(name, child)
 
 
-def _child_module(node: nn.Module, name: str) -> nn.Module:
+def _get_or_add_child(node: nn.Module, name: str) -> nn.Module:
     if name not in node._modules:
         node.add_module(name, nn.Module())
     return node.get_submodule(name)
 
 
-def _outer_modules(model: PreTrainedModel) -> set[nn.Module]:
-    path = text_name(model).split(".")
+def _modules_around_layers(model: PreTrainedModel) -> set[nn.Module]:
+    path = text_model_name(model).split(".")
     outer = {model.get_submodule(".".join(path[: i + 1])) for i in range(len(path))}
     return {*outer, getattr(decoder_model(model), find_parts(model).layers)}
 
@@ -123,7 +123,7 @@ class PipelineModel(nn.Module):
         self._unnamed = {
             f"stages.{stage.index}{'.' * bool(name)}{name}": module
             for stage in self.stages
-            for around in [{stage, stage.model, *_outer_modules(stage.model)}]
+            for around in [{stage, stage.model, *_modules_around_layers(stage.model)}]
             for name, module in stage.named_modules()
             if module in around
         }
@@ -163,14 +163,14 @@ class PipelineModel(nn.Module):
         with self.copies.sum_copied_gradients(world) if backward else nullcontext():
             step, stages = self._make_schedule(len(inputs), backward, world)
             for stage_input in inputs:
-                stage_input.keywords = call_rules(self).put_kernel(stage_input.keywords)
+                stage_input.keywords = call_rules(self).add_kernel_argument(stage_input.keywords)
             for stage in stages:
                 stage.inputs = inputs
             try:
                 _run_watched_schedule(step, world)
             finally:
                 for stage in stages:
-                    stage.drop_step()
+                    stage.drop_step_state()
         if not backward:
             reshard(self)
 
@@ -203,9 +203,9 @@ class PipelineModel(nn.Module):
 
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}  # which a stage sets itself
         self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
-        return CausalLMOutput(logits=self._share_logits(logits, shard))
+        return CausalLMOutput(logits=self._broadcast_logits(logits, shard))
 
-    def _share_logits(self, last_stage_logits: list[Tensor], shard: SequenceShard) -> Tensor:
+    def _broadcast_logits(self, last_stage_logits: list[Tensor], shard: SequenceShard) -> Tensor:
         """Send the last stage's logits, a list of one there and of none elsewhere, to all ranks, which return them."""
         pipeline = world_of(self._world_key).channels.pipeline
         holder = self.pipeline_settings.pp - 1
@@ -228,7 +228,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
     layers = stage_layers(len(getattr(decoder_model(model), parts.layers)), pipeline_settings.stages)
     refuse_inexact_stages(model, parts)
     refuse_dependent_layers(model, parts, layers)
-    return cut_model(model, parts, layers, pipeline_settings.pp, world.coordinates.pp)
+    return cut_stages_of_position(model, parts, layers, pipeline_settings.pp, world.coordinates.pp)
 
 
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:

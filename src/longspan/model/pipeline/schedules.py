@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from longspan.comm import World
 from longspan.errors import ModelError, PlanError
 from longspan.model.pipeline.stages import Stage, StageInput
-from longspan.model.sharding import unshard, widen_gradients
+from longspan.model.sharding import accumulate_gathered_gradients, unshard
 from longspan.model.weights.local_tensors import add_gradient
 
 
@@ -159,7 +159,7 @@ class PipelineSettings:
         """The number of stages, over all pipeline positions."""
         return self.pp * self.virtual_stages
 
-    def enough_micro_batches(self, count: int) -> int:
+    def round_up_micro_batches(self, count: int) -> int:
         """Return the least number of micro-batches, `count` or more, that a training step can take; dummies are added.
 
         torch's interleaved schedules run n in n // pp rounds of equal size, or raise an error.
@@ -201,7 +201,7 @@ class ScheduledStage(PipelineStage):
     def _count_rows(self, stage_input: StageInput) -> int:
         return stage_input.shard.local_rows // self._row_parts * (1 + self._stage.with_embedding)
 
-    def _size_buffers(self, receives: list[Any], infos: Sequence[Any], micro_batch: int) -> list[Any]:
+    def _allocate_receive_buffers(self, receives: list[Any], infos: Sequence[Any], micro_batch: int) -> list[Any]:
         for receive, info in zip(receives, infos, strict=False):
             rows = self._count_rows(self.inputs[micro_batch])
             receive.tensor = info.buffer = receive.tensor.new_empty(1, rows, self._row.shape[2])
@@ -209,11 +209,11 @@ class ScheduledStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         infos = self.args_recv_info[fwd_chunk_id]
-        return self._size_buffers(super().get_fwd_recv_ops(fwd_chunk_id), infos, fwd_chunk_id)
+        return self._allocate_receive_buffers(super().get_fwd_recv_ops(fwd_chunk_id), infos, fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         infos = self.grad_recv_info.get(bwd_chunk_id, ())
-        return self._size_buffers(super().get_bwd_recv_ops(bwd_chunk_id), infos, bwd_chunk_id)
+        return self._allocate_receive_buffers(super().get_bwd_recv_ops(bwd_chunk_id), infos, bwd_chunk_id)
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *flags: Any, **options: Any
@@ -277,7 +277,7 @@ class ScheduledStage(PipelineStage):
         unshard(self.submod)
         if backward_type == "weight":
             compute_weight_gradients(bwd_kwargs["param_groups"])
-            widen_gradients(self.submod)
+            accumulate_gathered_gradients(self.submod)
             return (), None
         (output,), (x,) = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
         gradients = bwd_kwargs["output_grads"]  # None on the last stage, whose output is the loss
@@ -289,7 +289,7 @@ class ScheduledStage(PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    def drop_step(self) -> None:
+    def drop_step_state(self) -> None:
         """Drop all that belongs to a step: a schedule of another number of micro-batches may come next."""
         self.clear_runtime_states()
         self.backward_state.clear()

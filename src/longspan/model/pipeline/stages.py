@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 from longspan.comm import SequenceShard, World
 from longspan.comm.channel import sum_parts
 from longspan.errors import ModelError
-from longspan.model.layers import decoder_model, text_name
+from longspan.model.layers import decoder_model, text_model_name
 from longspan.model.parts import ModelParts, PartCall, copy_for_stage, trace_parts
 from longspan.model.seams.attention_calls import Probe
-from longspan.model.seams.call_rules import find_set_forwards
+from longspan.model.seams.call_rules import modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
@@ -44,7 +44,7 @@ def shared_parameters(model: PreTrainedModel, stages: Sequence[nn.Module]) -> tu
     return tuple(SharedParameter(tuple(names[key]), tuple(holders[key])) for key in names if len(holders[key]) > 1)
 
 
-def refuse_copies(model: PreTrainedModel, stages: Sequence[nn.Module], pp: int) -> None:
+def refuse_parameter_copies(model: PreTrainedModel, stages: Sequence[nn.Module], pp: int) -> None:
     """Raise ModelError where one rank would have two copies of a parameter, or a module shares some of its parameters.
 
     A shared module is registered whole, under its first name in the whole model.
@@ -127,11 +127,11 @@ class StageCopies:
             used = world.control.sum_over_ranks(has_gradient, "count of gradients that stages share")
             for place, holders, count in zip(self._places, self._holders, used, strict=True):
                 if place is not None and count:
-                    _sum_gradient(place.parameter, holders, world)
+                    _sum_copies_of_gradient(place.parameter, holders, world)
 
 
 @torch.no_grad()
-def _sum_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
+def _sum_copies_of_gradient(parameter: nn.Parameter, holders: Sequence[int], world: World) -> None:
     """Each holder adds one slice of all in the order of positions, for equal bits, and sends the sum back."""
     pipeline = world.channels.pipeline
     if parameter.grad is None:  # of a stage that made no use of it in this step
@@ -259,9 +259,9 @@ def refuse_inexact_stages(model: PreTrainedModel, parts: ModelParts) -> None:
     By stand-ins: each part is called once, in order, on what the part before returned, or the embedding too, unchanged;
     and states come out as they went in. Scaling of the embedding comes before the first part.
     """
-    path = text_name(model).split(".")
+    path = text_model_name(model).split(".")
     around = [".".join(path[: i + 1]) for i in range(len(path))]
-    if names := find_set_forwards((name, model.get_submodule(name)) for name in around):
+    if names := modules_with_instance_forward((name, model.get_submodule(name)) for name in around):
         raise ModelError(
             f"{type(model).__name__}: {', '.join(names)} has a forward set on the instance (module.forward = …), which "
             "copies of it in pipeline stages would leave out; define it in a subclass, or use pp 1"
@@ -309,18 +309,18 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
             ) from error
 
 
-def stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
+def make_stage_models(model: PreTrainedModel, parts: ModelParts, layers: Sequence[range]) -> list[PreTrainedModel]:
     last = len(layers) - 1
     return [copy_for_stage(model, parts, indices, first=i == 0, last=i == last) for i, indices in enumerate(layers)]
 
 
-def cut_model(
+def cut_stages_of_position(
     model: PreTrainedModel, parts: ModelParts, layers: Sequence[range], pp: int, position: int
 ) -> tuple[Stage, ...]:
     """Cut a model into the stages of one pipeline position, every pp-th; all other parameters are freed."""
     argument = embedding_argument(trace_parts(model, parts, shard=Probe())[0], parts.layers)
-    models = stage_models(model, parts, layers)
-    refuse_copies(model, models, pp)
+    models = make_stage_models(model, parts, layers)
+    refuse_parameter_copies(model, models, pp)
     shared, here = shared_parameters(model, models), range(position, len(models), pp)
     stages = tuple(Stage(models[i], i, layers, shared, with_embedding=argument is not None) for i in here)
     for layer in [getattr(decoder_model(stage.model), parts.layers)[i] for stage in stages for i in stage.layers]:

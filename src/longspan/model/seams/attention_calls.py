@@ -21,7 +21,7 @@ from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, decoder_layers, reads_other_modalities
 from longspan.model.mtp import layers_and_depths, mtp_blocks
-from longspan.model.seams.call_rules import call_rules, refuse_positions, refuse_randomness
+from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions, refuse_randomness
 
 
 def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
@@ -35,7 +35,7 @@ def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") 
     )
 
 
-def check_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
+def find_one_row_shard(name: str, shard: object, batch: int, rows: int) -> SequenceShard:
     """Return the shard that a layer of this name was called with, if it is one packed row of all the layer's rows."""
     shard = find_shard(name, shard)
     if batch != 1 or rows != shard.local_rows:
@@ -82,17 +82,17 @@ def running_layer() -> RunningLayer:
     return _running.get()
 
 
-def keep_layer_arguments(model: PreTrainedModel) -> None:
+def hook_layer_arguments(model: PreTrainedModel) -> None:
     """Let attention in decoder layers look up what its layer, or the model, was called with, from here on."""
     for layer in (model, *layers_and_depths(model).values()):
         layer.register_forward_pre_hook(_note_arguments, with_kwargs=True)
         layer.register_forward_hook(_forget_arguments, always_call=True)
     for module in model.modules():
         if isinstance(module, PreTrainedModel) or hasattr(module, "gradient_checkpointing"):
-            module.register_forward_pre_hook(_note_in_recomputation)
+            module.register_forward_pre_hook(_wrap_checkpointing_functions)
 
 
-def _note_in_recomputation(module: nn.Module, _: Any) -> None:
+def _wrap_checkpointing_functions(module: nn.Module, _: Any) -> None:
     """Whoever set the checkpointing function; in transformers 5.17 a layer's hooks ran inside its checkpoint."""
     for part in module.modules() if isinstance(module, PreTrainedModel) else (module,):
         run: Any = vars(part).get("_gradient_checkpointing_func")
@@ -104,10 +104,10 @@ def _note_in_recomputation(module: nn.Module, _: Any) -> None:
 
 
 def _checkpoint_with_note(function: Callable[..., Any], run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return function(run_within_layer(run), *args, **options)
+    return function(wrap_to_note_arguments(run), *args, **options)
 
 
-def run_within_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_to_note_arguments(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a layer's forward, a `partial` of its keyword arguments, to note them at every call.
 
     Without a shard among them those of the layer around it are noted, and outside of one nothing is wrapped.
@@ -239,7 +239,7 @@ def sharded_attention(
         shard.calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
-    rows = check_shard(name, shard, query.shape[0], query.shape[2])
+    rows = find_one_row_shard(name, shard, query.shape[0], query.shape[2])
     if attention_mask is not None:
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
@@ -272,17 +272,19 @@ def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
     return world.coordinates.tp * heads
 
 
-def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+def check_model_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[()], dict[str, Any]]:
     """Refuse what would not be exact, on the host, before any collective: a forward pre-hook of a prepared model.
 
     Returns keyword arguments as the model takes them, with a batch dim; calls with a `Probe` are not checked.
     """
     if len(args) > 1:
-        raise ModelError(f"call {_call_text(model)} with keyword arguments; got {len(args)} positional ones")
+        raise ModelError(f"call {_correct_call_text(model)} with keyword arguments; got {len(args)} positional ones")
     inputs = {**({"input_ids": args[0]} if args else {}), **{k: v for k, v in kwargs.items() if v is not None}}
     if isinstance(inputs.get("shard"), Probe):
         return (), inputs
-    shard = find_shard(architecture_name(model), inputs.get("shard"), _call_text(model))
+    shard = find_shard(architecture_name(model), inputs.get("shard"), _correct_call_text(model))
     _refuse_arguments(model, inputs)
     refuse_randomness(model, training=model.training)
     for name in ("input_ids", "inputs_embeds", "position_ids"):
@@ -291,8 +293,8 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     rules = call_rules(model)
     rules.check_rows(shard)
     rules.check_spans(shard)
-    refuse_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
-    return (), rules.put_kernel(inputs) | {"use_cache": False}
+    refuse_documents_beyond_positions(rules.position_table, (shard.micro_batch,), shard.padding_rows)
+    return (), rules.add_kernel_argument(inputs) | {"use_cache": False}
 
 
 def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -311,7 +313,7 @@ def _refuse_arguments(model: nn.Module, inputs: Mapping[str, Any]) -> None:
             raise ModelError(f"{architecture} got {name}=: {reason}")
     if "position_ids" not in inputs:
         raise ModelError(
-            f"{architecture} got no position_ids; the local rows are not consecutive: call {_call_text(model)}"
+            f"{architecture} got no position_ids; the local rows are not consecutive: call {_correct_call_text(model)}"
         )
     if isinstance(model, PreTrainedModel) and reads_other_modalities(model):
         # Values such as flags carry no input. `future_ids` are tokens for depths of multi-token prediction.
@@ -340,7 +342,7 @@ def _make_one_row(name: str, x: Tensor, shard: SequenceShard) -> Tensor:
     return x
 
 
-def _call_text(model: nn.Module) -> str:
+def _correct_call_text(model: nn.Module) -> str:
     return f"{architecture_name(model)}(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)"
 
 
@@ -353,7 +355,7 @@ class SeparateRows(SequenceShard):
     __slots__ = ()
 
     @classmethod
-    def of(cls, shard: SequenceShard) -> "SeparateRows":
+    def from_shard(cls, shard: SequenceShard) -> "SeparateRows":
         """Make a shard with the rows, positions and documents of another, whose rows do not meet: it has its fields."""
         rows = object.__new__(cls)
         rows._set(**{name: getattr(shard, name) for name in SequenceShard.__slots__})

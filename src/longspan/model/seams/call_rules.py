@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.adapters import model_adapter
-from longspan.model.layers import architecture_name, decoder_layers, text_name
+from longspan.model.layers import architecture_name, decoder_layers, text_model_name
 from longspan.plan import MicroBatch
 
 DOCTOR = "; longspan doctor --model"
@@ -72,7 +72,7 @@ def is_wrapped_by_others(module: nn.Module) -> bool:
     return False
 
 
-def find_set_forwards(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def modules_with_instance_forward(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the modules, by name and class, to which somebody gave a forward in place of their class's."""
     return [f"{name} ({type(module).__name__})" for name, module in modules if has_instance_forward(module)]
 
@@ -103,7 +103,7 @@ def refuse_shared_layers(
             )
 
 
-def guard_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
+def guard_prepared_model(prepared: nn.Module, name: str, saves: str = SAVES) -> None:
     """Have a prepared model, and its base model, refuse to be saved, wrapped or generated from; `saves` saves it."""
     modules = [module for module in prepared.modules() if isinstance(module, PreTrainedModel)]
     for module in (prepared, *modules):
@@ -158,8 +158,8 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
     if not isinstance(positions, int):
         return None
     layer_prefixes = tuple(f"{layer}." for layer in decoder_layers(model))
-    for name, module in model.get_submodule(text_name(model)).named_modules():
-        full_name = f"{text_name(model)}.{name}".strip(".")
+    for name, module in model.get_submodule(text_model_name(model)).named_modules():
+        full_name = f"{text_model_name(model)}.{name}".strip(".")
         if full_name.startswith(layer_prefixes) or module is model.get_input_embeddings():
             continue
         if isinstance(module, nn.Embedding) and module.num_embeddings - getattr(module, "offset", 0) == positions:
@@ -170,7 +170,9 @@ def position_table(model: PreTrainedModel) -> PositionTable | None:
     return None
 
 
-def refuse_positions(table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0) -> None:
+def refuse_documents_beyond_positions(
+    table: PositionTable | None, micro_batches: Iterable[MicroBatch], padding_rows: int = 0
+) -> None:
     """Raise ModelError if a document, or rows of padding, go beyond a model's table of positions."""
     if table is None:
         return
@@ -206,7 +208,7 @@ class CallRules:
     prefix: bool = False
     prefix_window: int | None = None
 
-    def put_kernel(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def add_kernel_argument(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Put the model's kernel into the keyword arguments of a call, unless the caller chose one."""
         kernel = {} if self.attention_kernel is None else {"attention_kernel": self.attention_kernel}
         return {**kernel, **arguments}

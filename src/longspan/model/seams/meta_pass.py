@@ -128,16 +128,16 @@ def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> M
     """
     keys = model.config.get_text_config().to_dict()
     rates = {k: v for k, v in keys.items() if "layerdrop" in k and isinstance(v, int | float) and v > 0}
-    calls, training_draws = _run_mode(model, training=True, judged=not rates)
+    calls, training_draws = _record_mode(model, training=True, judged=not rates)
     left_out = tuple(f"{key} {rate:g}" for key, rate in rates.items())
     draws = (*training_draws, *left_out) or class_draws
     if not draws:
         return MetaRecord(calls, (), ())
-    calls, evaluation_draws = _run_mode(model, training=False, judged=True)
+    calls, evaluation_draws = _record_mode(model, training=False, judged=True)
     return MetaRecord(calls, draws, evaluation_draws)
 
 
-def _run_mode(
+def _record_mode(
     model: PreTrainedModel, *, training: bool, judged: bool
 ) -> tuple[tuple[RecordedCall, ...], tuple[str, ...]]:
     # A pass that leaves out layers at random is not judged, nor need it come to its end.
@@ -159,7 +159,7 @@ def _run_mode(
             f"{doctor_hint(model)}"
         ) from error
     if judged:
-        check_calls(model, tuple(probe.calls))
+        check_attention_calls(model, tuple(probe.calls))
     return tuple(probe.calls), _draw_words(draws)
 
 
@@ -217,7 +217,7 @@ def _draws_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return not any(isinstance(value, int | float) and value == 0 for value in switches)
 
 
-def check_kernel(
+def check_kernel_for_calls(
     model: nn.Module, name: str | None, recorded: Sequence[RecordedCall], *, device: torch.device, dtype: torch.dtype
 ) -> tuple[AttendCall, ...]:
     """Check that the kernel `name` (None: any) can do the recorded calls on this device; return these, each once.
@@ -247,11 +247,11 @@ def check_kernel(
 # ---- calls of attention
 
 
-def check_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+def check_attention_calls(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     """Raise ModelError, naming the modules, if the attention calls of a pass show that the model is not exact."""
     mixers = {id(mixer) for mixer in find_mixers(model).values()}  # they read the shard, and raise without one
     _refuse_bypassing_layers(model, mixers | {id(call.module) for call in calls})
-    _refuse_features(model, calls)
+    _refuse_unapplied_features(model, calls)
 
 
 def _refuse_bypassing_layers(model: PreTrainedModel, reached: set[int]) -> None:
@@ -286,7 +286,7 @@ def _reaches_attention(module: nn.Module, reached: set[int]) -> bool:
     return any(id(inner) in reached for inner in module.modules())
 
 
-def _refuse_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
+def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall, ...]) -> None:
     # What the configuration names (a window, a chunk, a soft cap) must reach the calls: else it is applied elsewhere.
     names = {id(module): name for name, module in model.named_modules()}
     config = model.config.get_text_config()

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from longspan.comm.shard import outside_graphs
 from longspan.errors import ModelError
-from longspan.model.seams.attention_calls import Probe, SeparateRows, check_shard, running_layer
+from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
 from longspan.ssm.kernels.call import state_dtype
 
@@ -126,7 +126,7 @@ def _find_ops(name: str, shard: object, batch: int, rows: int) -> MixerOps:
     shard = running_layer().shard if shard is None else shard
     if isinstance(shard, Probe):
         return _SHAPES
-    checked = check_shard(name, shard, batch, rows)
+    checked = find_one_row_shard(name, shard, batch, rows)
     if isinstance(checked, SeparateRows):
         return ROWS_ALONE
     return MixerOps(
@@ -135,7 +135,7 @@ def _find_ops(name: str, shard: object, batch: int, rows: int) -> MixerOps:
     )
 
 
-def _refuse_state(state: Tensor | None) -> None:
+def _refuse_cached_state(state: Tensor | None) -> None:
     if state is not None:
         raise ModelError("a mixer begins with a state of a cache; there is no cache in training: use_cache=False")
 
@@ -169,7 +169,7 @@ def _run_delta_rule(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query, key (1, T, K heads, K), value (1, T, H, V), g (1, T, H, 1 or K), beta (1, T, H) -> (1, T, H, V)."""
-    _refuse_state(initial_state)
+    _refuse_cached_state(initial_state)
     ops = find_ops(shard, len(query), query.shape[1])
     q, k, v, decay, strength = (x.squeeze(0) for x in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
@@ -200,7 +200,7 @@ def _run_mamba2(
     Steps are softplus(dt + bias), cut to `dt_limit`. The state decays by exp(step A), takes step · x at B and is read
     at C; D · x is added to what is read.
     """
-    _refuse_state(initial_states)
+    _refuse_cached_state(initial_states)
     if z is not None:
         raise ModelError("a Mamba 2 layer gives its gate to the scan (z), which no known layer does")
     ops = find_ops(shard, len(x), x.shape[1])

@@ -63,7 +63,7 @@ class _OnePass(torch.autograd.Function):
         rows, gates = _flatten_rows(x), None if gate is None else _flatten_rows(gate)
         out = rows.new_empty(rows.shape)
         inverse = rows.new_empty((len(rows), formula.groups), dtype=torch.float32)  # of the root
-        block = _Block.of(len(rows), rows.shape[1] // formula.groups)
+        block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
         arguments = (rows, gates, weight, out, inverse, len(rows), block.width, rows.stride(0), _row_stride(gates), eps)
         _norm_kernels().norm_rows_kernel[block.count, formula.groups](*arguments, **_kernel_constants(formula, block))
         ctx.save_for_backward(x, weight, gate, inverse)
@@ -76,7 +76,7 @@ class _OnePass(torch.autograd.Function):
         (x, weight, gate, inverse), formula = ctx.saved_tensors, ctx.formula
         rows, gates, dout = _flatten_rows(x), None if gate is None else _flatten_rows(gate), _flatten_rows(gradients[0])
         dx, dgate = rows.new_empty(rows.shape), None if gates is None else gates.new_empty(gates.shape)
-        block = _Block.of(len(rows), rows.shape[1] // formula.groups)
+        block = _Block.from_sizes(len(rows), rows.shape[1] // formula.groups)
         programs = min(block.count, _PROGRAMS)
         parts = rows.new_empty((programs, rows.shape[1]), dtype=torch.float32)
         strides = (rows.stride(0), _row_stride(gates), dout.stride(0))
@@ -98,7 +98,7 @@ class _Block:
     count: int
 
     @classmethod
-    def of(cls, rows: int, width: int) -> "_Block":
+    def from_sizes(cls, rows: int, width: int) -> "_Block":
         columns = max(16, 1 << (width - 1).bit_length())
         at_once = max(1, _TILE // 2 // columns)
         return cls(at_once, width, columns, -(-rows // at_once))
@@ -130,7 +130,7 @@ def _norm_kernels() -> Any:
 MOST = 2**31 - 1  # elements of a call, which torch's kernels count in 32 bits
 
 
-def run_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def run_norm_in_pieces(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a norm over rows x (…, n), by calls of at most MOST elements each."""
     if x.numel() <= MOST:
         return norm(x)
@@ -143,13 +143,13 @@ def split_long_norms(model: nn.Module) -> None:
     """Let layer norms and RMS norms take any number of rows, unless `fuse_norms` set their forward, which does so."""
     for norm in model.modules():
         if type(norm).__name__.endswith(("LayerNorm", "RMSNorm")) and "forward" not in vars(norm):
-            norm.forward = partial(_norm_forward, norm.forward)
+            norm.forward = partial(_forward_in_pieces, norm.forward)
 
 
-def _norm_forward(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
+def _forward_in_pieces(norm: Callable[..., Tensor], x: Tensor, *others: object, **named: object) -> Tensor:
     if others or named:
         return norm(x, *others, **named)
-    return run_in_pieces(norm, x)
+    return run_norm_in_pieces(norm, x)
 
 
 _EPS = ("variance_epsilon", "eps")
@@ -175,10 +175,14 @@ def fuse_norms(model: nn.Module) -> int:
     return len(fused)
 
 
-def use_class_norms(modules: Iterable[nn.Module]) -> None:
+def restore_class_norms(modules: Iterable[nn.Module]) -> None:
     """Remove the forwards that `fuse_norms` and `split_long_norms` set: a compiler fuses the class's own code."""
     for module in modules:
-        if getattr(vars(module).get("forward"), "func", None) in (_run_torch_kernel, _run_own_kernel, _norm_forward):
+        if getattr(vars(module).get("forward"), "func", None) in (
+            _run_torch_kernel,
+            _run_own_kernel,
+            _forward_in_pieces,
+        ):
             del module.forward
 
 
@@ -191,7 +195,7 @@ def _run_torch_kernel(norm: nn.Module, formula: NormFormula, x: Tensor) -> Tenso
     eps = _find_eps(norm)
     if x.numel() <= MOST:  # nearly always: without a function for pieces, which costs the host time
         return rms_norm(x, weight.shape, weight, eps)
-    return run_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, eps), x)
+    return run_norm_in_pieces(lambda rows: rms_norm(rows, weight.shape, weight, eps), x)
 
 
 def _run_own_kernel(norm: nn.Module, formula: NormFormula, x: Tensor, gate: Tensor | None = None) -> Tensor:

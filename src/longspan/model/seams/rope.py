@@ -37,7 +37,7 @@ def position_limit(config: PreTrainedConfig) -> int | None:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
-    rope = _flat_parameters(config) or {}
+    rope = _shared_rope_parameters(config) or {}
     kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
     if kind in ("linear", "dynamic"):
         return int(limit * factor)
@@ -56,7 +56,7 @@ def has_no_positions(config: PreTrainedConfig) -> bool:
     return not rotary or not getattr(text, "use_mem_rope", True)  # a key of Zamba 2
 
 
-def smallest_factor(config: PreTrainedConfig, longest: int) -> float:
+def smallest_scaling_factor(config: PreTrainedConfig, longest: int) -> float:
     """Return the smallest multiple of a quarter by which the limit reaches a document of `longest` tokens."""
     limit = position_limit(config)
     return 1.0 if limit is None else max(1.0, math.ceil(longest / limit / _STEP) * _STEP)
@@ -80,7 +80,7 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             "model.rope_scaling empty"
         )
     config = deepcopy(config)
-    limit, rope = position_limit(config), _flat_parameters(config)
+    limit, rope = position_limit(config), _shared_rope_parameters(config)
     if limit is None or rope is None:
         raise ModelError(
             f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "
@@ -109,7 +109,7 @@ def rope_types(rope: Any) -> set[str]:
     return {str(rope[key]) for key in ("rope_type", "type") if key in rope}.union(*nested)
 
 
-def _flat_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
+def _shared_rope_parameters(config: PreTrainedConfig) -> Mapping[str, Any] | None:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
         return None
@@ -122,7 +122,7 @@ _CALL = "_shard_of_call"
 def choose_frequencies_by_document(model: nn.Module) -> None:
     """Have every rotary module whose frequencies depend on a length see every document by itself."""
     for parent in model.modules():
-        rotary_modules = [child for child in parent.children() if types_by_length(child)]
+        rotary_modules = [child for child in parent.children() if length_dependent_types(child)]
         for rotary in rotary_modules:
             rotary.forward = MethodType(_rotary_forward, rotary)
         if rotary_modules:
@@ -130,7 +130,7 @@ def choose_frequencies_by_document(model: nn.Module) -> None:
             parent.register_forward_hook(_forget_shard, always_call=True)
 
 
-def types_by_length(rotary: nn.Module) -> set[str]:
+def length_dependent_types(rotary: nn.Module) -> set[str]:
     """Return the rope types of a rotary module, one or by type of layer, that choose frequencies by a length."""
     kind = getattr(rotary, "rope_type", None)
     kinds = kind.values() if isinstance(kind, dict) else [kind]
@@ -144,7 +144,7 @@ def depends_on_length(kind: str) -> bool:
 
 def _note_shard(parent: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     for child in parent.children():
-        if types_by_length(child):
+        if length_dependent_types(child):
             child.__dict__[_CALL] = kwargs.get("shard")
 
 
@@ -169,7 +169,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
             "that calls it must get shard= and hand on position_ids of one packed row; use another rope type"
         )
     positions = position_ids.masked_fill(shard.rows < 0, 0)  # rows of padding have no document
-    rows_by_length = _group_rows(shard, rotary, kind, layer_type)
+    rows_by_length = _rows_by_length(shard, rotary, kind, layer_type)
     parts = [_document_frequencies(rotary, layer_type, x, positions, *item) for item in rows_by_length.items()]
     order = np.concatenate(list(rows_by_length.values()))  # the row of each place in the results, one after another
     if len(parts) == 1:
@@ -180,7 +180,7 @@ def _rotary_forward(rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_ty
     return tree_unflatten(joined, structure[0])
 
 
-def _group_rows(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
+def _rows_by_length(shard: SequenceShard, rotary: nn.Module, kind: str, layer_type: str | None) -> dict[int, Integers]:
     """Return the local rows of the documents of each length; lengths that give the same frequencies count as one."""
     rows: dict[int, list[Integers]] = {}
     for shard_part in shard.parts:

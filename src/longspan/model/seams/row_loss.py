@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
 from longspan.model.layers import architecture_name, base_model
-from longspan.model.mtp import deeper_states, layer_inputs, model_depths, refuse_bypass
+from longspan.model.mtp import compute_depth_states, model_depths, note_layer_inputs, refuse_bypassing_depths
 from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.call_rules import doctor_hint
 from longspan.model.seams.meta_pass import run_on_meta
@@ -70,7 +70,7 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
     depend on more than hidden states and output embedding, or the forward does more before its base model, unless this
     is a stage of a model that was `tried`.
     """
-    _check_head(model)
+    _check_output_embedding(model)
     forward, untried = type(model).forward, not tried
 
     @wraps(forward)
@@ -81,14 +81,14 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         if row_loss is None:
             return forward(model, *args, **kwargs)
         # Depths of multi-token prediction are called with what the last layer, which they copy, was called with.
-        with nullcontext() if future_ids is None else layer_inputs(model) as inputs:
+        with nullcontext() if future_ids is None else note_layer_inputs(model) as inputs:
             hidden = base_model(model)(*args, **kwargs).last_hidden_state  # (1, T, D)
         if untried:
             _refuse_other_forward(model, forward, hidden, args, kwargs)
             untried = False
         deeper: tuple[Tensor, ...] = ()
         if future_ids is not None and inputs is not None:  # the second test is for the type checker
-            deeper = deeper_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
+            deeper = compute_depth_states(model, hidden, future_ids, inputs, kwargs.get("shard"))
         return row_loss(hidden.squeeze(0), OutputHead(model, forward), *deeper)
 
     model.forward = forward_with_loss
@@ -96,7 +96,7 @@ def add_row_loss(model: PreTrainedModel, *, tried: bool = False) -> None:
         _try_row_loss(model)
 
 
-def _check_head(model: PreTrainedModel) -> None:
+def _check_output_embedding(model: PreTrainedModel) -> None:
     name, head = type(model).__name__, model.get_output_embeddings()
     if head is None or base_model(model) is model:
         raise ModelError(f"{name} has no output embedding over a base model; use a causal language model")
@@ -129,7 +129,7 @@ def _try_row_loss(model: PreTrainedModel) -> None:
             f"{type(model).__name__}: its forward cannot be cut after its base model ({type(error).__name__}: {error})"
             f"{doctor_hint(model)}"
         ) from error
-    refuse_bypass(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
+    refuse_bypassing_depths(model, [*(call.module for call in probe.calls), *find_mixers(model).values()])
     shape = (2, _output_embedding(model).weight.shape[0])
     if tuple(output.shape) != shape or not output.requires_grad:
         raise ModelError(
@@ -187,12 +187,12 @@ def _refuse_other_forward(
     """
     calls, reads = list[ModelCall](), dict[str, str]()
     inputs = dict(zip([*signature(forward).parameters][1:], args, strict=False)) | dict(kwargs)  # without `self`
-    inputs = {n: _Watched.of(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
+    inputs = {n: _Watched.from_tensor(x, n, reads) if isinstance(x, Tensor) else x for n, x in inputs.items()}
     rows = hidden[:, :_ROWS].detach().requires_grad_()
     try:
         with torch.enable_grad():
             logits = forward(_ModelAfterBase(model, rows, calls), **inputs).logits
-        failed, names = None, _other_parameters(model, logits, rows)
+        failed, names = None, _parameters_beside_head(model, logits, rows)
     except Exception as error:  # what the forward does by itself is the clearer reason, if there is any
         failed, names = error, list[str]()
     reasons = [f"reads {n} itself ({by}), which it may only hand on to its base model" for n, by in reads.items()]
@@ -234,7 +234,7 @@ def _differs_from_step(name: str, value: Any, expected: Any) -> bool:
     return bool(value or expected) and bool(value != expected)
 
 
-def _other_parameters(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
+def _parameters_beside_head(model: PreTrainedModel, logits: Tensor, rows: Tensor) -> list[str]:
     leaves, nodes, seen = set[int](), [logits.grad_fn], set[Any]()
     while nodes:
         node: Any = nodes.pop()
@@ -254,7 +254,7 @@ class _Watched(Tensor):
     _reads: dict[str, str]
 
     @classmethod
-    def of(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
+    def from_tensor(cls, value: Tensor, name: str, reads: dict[str, str]) -> "_Watched":
         watched = value.detach().as_subclass(cls)
         watched._name, watched._reads = name, reads
         return watched

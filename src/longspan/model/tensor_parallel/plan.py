@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import base_module
-from longspan.model.layers import text_name
+from longspan.model.layers import text_model_name
 from longspan.model.mtp import PREFIX
 from longspan.model.seams.mixers import find_mixers
 
@@ -214,7 +214,7 @@ _KINDS: Sequence[tuple[tuple[str, ...], Callable[[Any, int], MixerParts]]] = (
 )
 
 
-def find_tensors(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
+def tensors_of_part(mixer: nn.Module, part_name: str) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield (name in the mixer, owner, name there) of the tensors of a child, or the one tensor, `part_name`."""
     for name, _ in (*mixer.named_parameters(), *mixer.named_buffers()):
         if name == part_name or name.startswith(f"{part_name}."):
@@ -315,7 +315,7 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
             f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"
         )
     base = {**(ours or {}), **(theirs or {})}
-    prefix = text_name(model)
+    prefix = text_model_name(model)
     inside_layers = {inside: style for name, style in base.items() if (inside := name.partition(".*.")[2])}
     return (  # of two styles of a name the later one counts
         {f"{prefix}.{name}": style for name, style in base.items()}
@@ -401,7 +401,7 @@ def check_divided_sizes(sizes: Mapping[str, int], tp: int, model: str) -> None:
         raise ModelError(f"tp {tp} does not divide {' and '.join(wrong[:4])} of {model}; use tp {fitting}")
 
 
-def tp_sizes(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
+def sizes_divided_by_tp(model: PreTrainedModel, styled_modules: list[StyledModule]) -> dict[str, int]:
     """All layers share one entry, as their numbers are alike.
 
     A column-wise linear splits its outputs, a packed one half of them, others inputs; attention's divide where heads

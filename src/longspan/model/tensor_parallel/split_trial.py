@@ -78,7 +78,7 @@ class SplitTrial:
                 raise self._split_error(
                     f"it raises {type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 ) from error
-        slices = {name: _matching_part(x, results.get(name), self._key) for name, x in true.items()}
+        slices = {name: _part_of_this_rank(x, results.get(name), self._key) for name, x in true.items()}
         wrong = _describe_differences(slices, results)
         ranks_that_differ = tp_sum(torch.tensor([float(bool(wrong))], device=world_of(self._key).device), self._key)
         if ranks_that_differ.item():
@@ -125,7 +125,7 @@ def _call_results(
     return results | dict(zip(leaves, gradients, strict=True))
 
 
-def _matching_part(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
+def _part_of_this_rank(true: Tensor | None, result: Tensor | None, key: int) -> Tensor | None:
     if true is None or not isinstance(result, DTensor):
         return true
     (placement,) = result.placements

@@ -27,7 +27,7 @@ from longspan.comm.tp_collectives import (
     tp_sum_split,
 )
 from longspan.errors import ModelError
-from longspan.model.adapters import find_adapter, is_adapted, is_copied, peft_modules
+from longspan.model.adapters import find_adapter, has_trained_copy, is_adapted, peft_modules
 from longspan.model.tensor_parallel.plan import (
     COLWISE,
     GATHERED,
@@ -356,7 +356,7 @@ def split_adapted_linear(module: nn.Module, style: str, world: World, *, sequenc
         gather_outputs(layer, key)
 
 
-def refuse_adapter(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> None:
+def refuse_adapter_under_tp(model: PreTrainedModel, styled_modules: Sequence[StyledModule]) -> None:
     """Raise ModelError, with every reason, for an adapter that would not be exact under tensor parallelism."""
     if reasons := [*_adapter_reasons(model, styled_modules)]:
         raise ModelError(f"the adapter of {type(model).__name__} cannot be split: {'; '.join(reasons)}; use tp 1")
@@ -373,7 +373,7 @@ def _adapter_reasons(model: PreTrainedModel, styled_modules: Sequence[StyledModu
         if getattr(adapter.config, key, False):
             yield f"{key} is set, which is not shown to be exact there"
     modules = peft_modules(model)
-    if copied := [name for name, module in modules.items() if is_copied(module)]:
+    if copied := [name for name, module in modules.items() if has_trained_copy(module)]:
         yield f"modules_to_save ({', '.join(copied[:2])}) are not split"
     styles = {entry.name: entry.style for entry in styled_modules}
     embedding_and_head = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -23,7 +23,7 @@ from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules
 from longspan.model.mtp import layers_and_depths, model_depths
-from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_parts
+from longspan.model.parts import ModelParts, parts_with_outputs, trace_parts, usual_part_names
 from longspan.model.seams.norms import count_groups
 from longspan.model.tensor_parallel import plan as tp_style
 from longspan.model.tensor_parallel.plan import (
@@ -31,14 +31,14 @@ from longspan.model.tensor_parallel.plan import (
     MixerParts,
     StyledModule,
     check_divided_sizes,
-    find_tensors,
     is_first_adapter_matrix,
     layer_experts,
     list_styles,
     mixer_parts,
     refuse_unnamed_parameters,
+    sizes_divided_by_tp,
     split_block_names,
-    tp_sizes,
+    tensors_of_part,
 )
 from longspan.model.tensor_parallel.split_trial import refuse_mixed_features
 from longspan.model.tensor_parallel.styles import (
@@ -47,7 +47,7 @@ from longspan.model.tensor_parallel.styles import (
     ReplacedAttributes,
     Transform,
     View,
-    refuse_adapter,
+    refuse_adapter_under_tp,
     shard_and_view_rows,
     slice_parameter,
     split_adapted_linear,
@@ -160,7 +160,7 @@ def split_mixer(name: str, mixer: nn.Module, world: World, *, sequence_parallel:
         split_adapted_linear(output, ROWWISE, world, sequence_parallel=sequence_parallel)
     else:
         split_rows(output, world, sequence_parallel=sequence_parallel)
-    _apply_views(mixer, views)
+    _wrap_forward_with_views(mixer, views)
 
 
 def _find_feature_norm(mixer: nn.Module, parts: MixerParts) -> nn.Module | None:
@@ -175,15 +175,15 @@ def _shard_and_view_parts(mixer: nn.Module, parts: MixerParts, world: World) -> 
         number: Any = value  # a view gives a tensor otherwise
         yield mixer.get_submodule(owner), attribute, lambda _, number=number: number
     for part_name, rows in parts.rows.items():
-        for name, owner, attribute in find_tensors(mixer, part_name):
+        for name, owner, attribute in tensors_of_part(mixer, part_name):
             view = whole_view if is_first_adapter_matrix(name) else shard_and_view_rows(owner, attribute, rows, world)
             yield owner, attribute, view
     for part_name in parts.whole:
-        for _, owner, attribute in find_tensors(mixer, part_name):
+        for _, owner, attribute in tensors_of_part(mixer, part_name):
             yield owner, attribute, whole_view
 
 
-def _apply_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
+def _wrap_forward_with_views(mixer: nn.Module, views: Mapping[nn.Module, Mapping[str, View]]) -> None:
     inner: Any = mixer.forward
 
     @wraps(inner)
@@ -264,7 +264,7 @@ def final_norm_name(model: PreTrainedModel) -> str:
 
     ModelError without one, or embedding or layers.
     """
-    names = usual_parts(model)
+    names = usual_part_names(model)
     if len(names) != 3:
         raise ModelError(
             f"{type(decoder_model(model)).__name__} has {', '.join(names)}, and no embedding, list of layers and norm "
@@ -273,10 +273,10 @@ def final_norm_name(model: PreTrainedModel) -> str:
     return names[-1]
 
 
-def refuse_model_without_region(model: PreTrainedModel) -> None:
+def refuse_sequence_parallel(model: PreTrainedModel) -> None:
     """Raise ModelError unless a model is embedding, layers and norm, and calls the norm once, last."""
     base, name, norm = decoder_model(model), type(model).__name__, final_norm_name(model)
-    embedding, layers = usual_parts(model)[:2]
+    embedding, layers = usual_part_names(model)[:2]
     parts = parts_with_outputs(model, ModelParts((embedding,), layers, (norm,)))
     if others := [n for n, _ in base.named_parameters() if n.partition(".")[0] not in (embedding, layers, norm)]:
         raise ModelError(
@@ -295,17 +295,17 @@ def refuse_tensor_parallel(model: PreTrainedModel, world: World, *, sequence_par
     """Raise ModelError, before anything is changed, for a model that cannot be split over the world's tp."""
     tp = world.home.tp
     if tp > 1:
-        _list_split_modules(model, tp, sequence_parallel=sequence_parallel)
+        _checked_styled_modules(model, tp, sequence_parallel=sequence_parallel)
         if sequence_parallel:
-            refuse_model_without_region(model)
+            refuse_sequence_parallel(model)
     elif sequence_parallel:
         raise ModelError("sequence_parallel splits rows over tensor-parallel ranks, the home has tp 1; leave it out")
 
 
-def _list_split_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
+def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_parallel: bool) -> list[StyledModule]:
     styled_modules = list_styles(model)
-    refuse_adapter(model, styled_modules)
-    check_divided_sizes(tp_sizes(model, styled_modules), tp, type(model).__name__)
+    refuse_adapter_under_tp(model, styled_modules)
+    check_divided_sizes(sizes_divided_by_tp(model, styled_modules), tp, type(model).__name__)
     for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
             check_mixer(name, module, tp)
@@ -325,7 +325,7 @@ def split_over_ranks(
 
     `sum_expert_gradients` is for parameters that nobody else shards over `world.meshes.expert`.
     """
-    styled_modules = _list_split_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
+    styled_modules = _checked_styled_modules(model, world.home.tp, sequence_parallel=sequence_parallel)
     _ = world.meshes.tp  # made by all ranks together
     places: dict[int, list[tuple[nn.Module, str]]] = {}  # (module, name of the parameter there), by parameter
     for module in model.modules():

@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_model, base_name, other_towers, shallow_module, text_model
+from longspan.model.layers import base_model, base_name, shallow_module, text_model, towers_beside_text_model
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, encoding_order, image_arguments, image_tokens
 from longspan.plan import Group, MicroBatch
 
@@ -94,9 +94,9 @@ class VisionParts:
         return self.encoder.deep_layers
 
 
-def split_model(model: PreTrainedModel) -> VisionParts:
+def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
     """Split a vision-language model into encoder and language model, which is the model itself, now without towers."""
-    base, text, towers = base_model(model), text_model(model), other_towers(model)
+    base, text, towers = base_model(model), text_model(model), towers_beside_text_model(model)
     name_of_base = base_name(model)  # read now: it may differ once the towers are gone
     shell = shallow_module(base)
     for name, child in list(base.named_children()):
@@ -144,10 +144,10 @@ def _packed_attention(
             f"{is_causal}, batch {len(query)}; give its vision_config attn_implementation 'eager'"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, _bind_segments(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
+    return attend(q, k, v, _shard_of_segments(cu_seq_lens_q, q.device), causal=False, scale=scaling)[None], None
 
 
-def _bind_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
+def _shard_of_segments(cu_seqlens: Tensor, device: torch.device) -> SequenceShard:
     """Made once for all layers of a call of the tower, when lengths are read from the device."""
     if cu_seqlens not in _shards:
         lengths = tuple(length for length in cu_seqlens.diff().tolist() if length)

@@ -164,7 +164,7 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
     if _takes_argument(config, "image_sizes", required=True):
         return ImageTokens(placeholder, config=config, unknown="they depend on its size")
     try:
-        return ImageTokens(placeholder, fixed_rows=_fixed_rows(config, vision), config=config)
+        return ImageTokens(placeholder, fixed_rows=_count_fixed_rows(config, vision), config=config)
     except ModelError as error:
         return ImageTokens(placeholder, config=config, unknown=str(error))
 
@@ -175,7 +175,7 @@ def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = Fal
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
 
-def _fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+def _count_fixed_rows(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
     """By running the model's own code on the meta device."""
     size: Any = getattr(vision, "image_size", None)
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -227,7 +227,7 @@ class VideoTokens:
     apart: bool
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "VideoTokens":
+    def from_configuration(cls, config: PreTrainedConfig) -> "VideoTokens":
         """Read what a configuration takes for videos; ModelError where it takes none by grids, or lacks the id."""
         images, model = image_tokens(config), model_class(config)
         placeholder = getattr(config, "video_token_id", None)
@@ -244,7 +244,7 @@ class VideoTokens:
                 f"placeholders of videos are token id {placeholder}, and {type(config).__name__} has {known_ids} ids "
                 "(vocab_size); set video_token_id in config.json to an id of the vocabulary, as the tokenizer has it"
             )
-        return cls(images, placeholder, _are_apart(model, images, placeholder))
+        return cls(images, placeholder, _frame_groups_are_apart(model, images, placeholder))
 
     def rows(self, grid: Grid) -> list[int]:
         """Return the rows of each group of frames of a video.
@@ -299,7 +299,7 @@ def _argument_names(model: Any, method: str) -> frozenset[str]:
     return frozenset() if function is None else frozenset(signature(function).parameters)
 
 
-def _are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
+def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -> bool:
     """Tried with two groups of two rows as one run: a model that wants text makes positions for too few tokens."""
     ids, side = np.array([placeholder] * 4), images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
@@ -325,7 +325,7 @@ def image_signature(model: Any) -> Mapping[str, Parameter]:
     return {name: p for name, p in parameters if name != "self" and p.kind != Parameter.VAR_KEYWORD}
 
 
-def check_fields(model: Any, names: Collection[str]) -> None:
+def check_image_arguments(model: Any, names: Collection[str]) -> None:
     """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
     parameters, kind = image_signature(model), model if isinstance(model, type) else type(model)
     if unknown := [name for name in names if name not in parameters]:
@@ -342,10 +342,10 @@ def check_fields(model: Any, names: Collection[str]) -> None:
         )
 
 
-def check_images(config: PreTrainedConfig, names: Collection[str]) -> None:
+def check_image_arguments_of_config(config: PreTrainedConfig, names: Collection[str]) -> None:
     """Raise DataError unless models of this configuration take these arguments for their images."""
     if (model := model_class(config)) is not None:
-        check_fields(model, names)
+        check_image_arguments(model, names)
 
 
 _HINTS = {SIZES: "size=(height, width)", GRIDS: "grid=(t, h, w)"}
@@ -364,7 +364,7 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
         arguments[GRIDS] = torch.tensor([image.grid for image in inputs], device=like.device)
     if any(image.size is not None for image in inputs):
         arguments[SIZES] = torch.tensor([image.size for image in inputs], device=like.device)
-    check_fields(model, [PIXELS, *arguments, *fields])
+    check_image_arguments(model, [PIXELS, *arguments, *fields])
     pads = SIZES in arguments or MASK in fields
     for name, parts in ({PIXELS: [image.pixels for image in inputs]} | fields).items():
         if len(parts) != len(inputs):

@@ -26,8 +26,8 @@ from transformers.core_model_loading import build_glob_alternation
 
 from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
-from longspan.model.adapters import plain_name
-from longspan.model.layers import decoder_layers, other_towers
+from longspan.model.adapters import name_without_adapter
+from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.weights.local_tensors import LocalPart, local_tensor, tied_names
 
 
@@ -61,7 +61,7 @@ class RandomWeights:
         Each other tower, which has an initialisation of its own; each remaining module, without its children.
         """
         layers = decoder_layers(self._model)
-        towers = {module for module in other_towers(self._model) if isinstance(module, PreTrainedModel)}
+        towers = {module for module in towers_beside_text_model(self._model) if isinstance(module, PreTrainedModel)}
         draw = self._model._init_weights
         yield from ((path, layer, draw) for path, layer in layers.items())
         yield from ((n, module, module._init_weights) for n, module in self._model.named_modules() if module in towers)
@@ -91,10 +91,10 @@ def draw_copy(
     with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(zlib.crc32(path.encode()) ^ (seed * 0x9E3779B1 % 2**32))
         drawn.apply(initialise)  # children before parents, as transformers does
-    if _list_unset(drawn):  # parameters that the model's function leaves to their module's constructor
+    if _unset_parameters(drawn):  # parameters that the model's function leaves to their module's constructor
         for inner in drawn.modules():
             _fill_class_defaults(inner)
-        if unset := _list_unset(drawn):
+        if unset := _unset_parameters(drawn):
             raise ModelError(
                 f"{path}: {', '.join(unset[:4])} ({type(module).__name__}) get no random values by the model's own "
                 "_init_weights; read weights from a folder"
@@ -102,7 +102,7 @@ def draw_copy(
     return drawn
 
 
-def _list_unset(module: nn.Module, *, recurse: bool = True) -> list[str]:
+def _unset_parameters(module: nn.Module, *, recurse: bool = True) -> list[str]:
     parameters = dict(module.named_parameters(recurse=recurse))
     flags = torch.stack([p.isnan().any() for p in parameters.values()]).tolist() if parameters else []
     return [name for name, is_unset in zip(parameters, flags, strict=True) if is_unset]
@@ -110,7 +110,7 @@ def _list_unset(module: nn.Module, *, recurse: bool = True) -> list[str]:
 
 def _fill_class_defaults(module: nn.Module) -> None:
     """With those of a new module, if the class takes no arguments, as Apertus' activations."""
-    unset = _list_unset(module, recurse=False)
+    unset = _unset_parameters(module, recurse=False)
     arguments = signature(type(module)).parameters.values() if unset else ()
     if not unset or any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in arguments):
         return
@@ -135,7 +135,7 @@ def empty_model(
     return model
 
 
-def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
+def choose_image_text_class(config: PreTrainedConfig, images: bool = True) -> Any:
     """Return the image-text-to-text class to load a configuration with, or None to load its causal language model.
 
     With `images` it must have one, ModelError otherwise; else only configurations without a causal model take it.
@@ -151,7 +151,7 @@ def images_class(config: PreTrainedConfig, images: bool = True) -> Any:
     return mapping.get(type(config), None)
 
 
-def find_images_class(config: PreTrainedConfig) -> Any:
+def image_text_class_of_architectures(config: PreTrainedConfig) -> Any:
     """Return the image-text-to-text class of a configuration if its `architectures` name it; else None."""
     mapping: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     image_class = mapping.get(type(config), None)
@@ -258,9 +258,9 @@ class DeferredWeights:
         for model in models:
             allocate_model(model, device)
             for adapted_name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-                name = plain_name(adapted_name)
+                name = name_without_adapter(adapted_name)
                 tensors[self._first_name.get(name, name)].append(tensor)
-        parts = {name: LocalPart.of(copies[0]) for name, copies in tensors.items()}
+        parts = {name: LocalPart.from_parameter(copies[0]) for name, copies in tensors.items()}
         # a rank may hold an empty block of a parameter, which no source need have
         missing = {name for name, part in parts.items() if all(side.stop > side.start for side in part.block)}
         for name, part in self.source.read(parts, device):

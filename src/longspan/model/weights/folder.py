@@ -27,7 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, refusal_reason, weight_files
+from longspan.model.weights.hf_folder import DEQUANTIZE, OWN_MODEL, folder_error_text, weight_files
 from longspan.model.weights.local_tensors import LocalPart, tied_names
 
 _Slices = Mapping[str, Any]  # by file tensor: what is read, a part of it, when it is indexed
@@ -155,7 +155,7 @@ class FolderWeights:
             if name not in self._shapes:
                 self.unread[key] = name
                 continue
-            check_type(key, slices[key], self._dtypes[name], self._folder)
+            refuse_quantized_tensor(key, slices[key], self._dtypes[name], self._folder)
             recipes[name].converter = None if pattern is None else by_pattern[pattern]
             recipes[name].sources[pattern or key].append(key)
         for name, first in self._tied.items():
@@ -204,7 +204,7 @@ class FolderWeights:
             )
 
 
-def check_type(key: str, tensor: Any, dtype: torch.dtype, folder: Path) -> None:
+def refuse_quantized_tensor(key: str, tensor: Any, dtype: torch.dtype, folder: Path) -> None:
     """Raise ModelError for codes (integers, float8), stored in a folder's files, in place of real numbers."""
     stored = str(tensor.get_dtype() if hasattr(tensor, "get_dtype") else tensor.dtype)
     if stored not in _REAL_NUMBERS and dtype.is_floating_point:
@@ -227,7 +227,7 @@ def open_tensors(files: Sequence[Path], stack: ExitStack) -> dict[str, Any]:
                 slices = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
         except Exception as error:  # safetensors and torch raise errors of their own kinds
             size = file.stat().st_size if file.is_file() else 0
-            reason = refusal_reason(error, OWN_MODEL)
+            reason = folder_error_text(error, OWN_MODEL)
             raise ModelError(f"{file} ({size} bytes) cannot be read, perhaps it was cut short: {reason}") from error
         if twice := sorted(slices.keys() & tensors.keys()):
             raise ModelError(

@@ -40,11 +40,11 @@ def read_configuration(path: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(file, **FOLDER_OPTIONS)
     except Exception as error:  # json, huggingface_hub and transformers each raise their own
-        raise ModelError(f"the model in {path} cannot be loaded: {refusal_reason(error, OWN_MODEL)}") from error
-    return plain_configuration(config)
+        raise ModelError(f"the model in {path} cannot be loaded: {folder_error_text(error, OWN_MODEL)}") from error
+    return remove_code_and_quantization(config)
 
 
-def plain_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
+def remove_code_and_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     """Remove from a configuration, and return it, code of its folder, kernels of the hub, and quantized weights."""
     for key in ("auto_map", _QUANTIZED):
         vars(config).pop(key, None)
@@ -53,11 +53,11 @@ def plain_configuration(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(config, key, None)
     for sub_config in (getattr(config, name, None) for name in config.sub_configs):
         if isinstance(sub_config, PreTrainedConfig):
-            plain_configuration(sub_config)
+            remove_code_and_quantization(sub_config)
     return config
 
 
-def refusal_reason(error: Exception, instead: str) -> str:
+def folder_error_text(error: Exception, instead: str) -> str:
     """Return why transformers could not read a folder, in one line, with what to do `instead` of running its code."""
     text = " ".join(str(error).split())
     if "trust_remote_code" in text:

@@ -21,7 +21,7 @@ class LocalPart:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, parameter: Tensor) -> "LocalPart":
+    def from_parameter(cls, parameter: Tensor) -> "LocalPart":
         """Return which block of a parameter this rank holds.
 
         Tensor and expert parallelism cut first, FSDP2 what they leave, both as `torch.chunk` does.

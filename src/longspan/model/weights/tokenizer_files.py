@@ -34,7 +34,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 GENERATION = "generation_config.json"
 
 
-def has_processor(folder: Path | None) -> bool:
+def has_image_processor(folder: Path | None) -> bool:
     """Whether a folder has an image processor."""
     return folder is not None and any((folder / name).is_file() for name in PROCESSOR_FILES[:2])
 
@@ -82,7 +82,7 @@ def copy_generation_settings(source: Path | None, folder: Path) -> None:
         replace_with_copy(source / GENERATION, folder / GENERATION)
 
 
-def ends_of_generation(folder: Path) -> set[int]:
+def read_stop_token_ids(folder: Path) -> set[int]:
     """Read the ids at which a folder's model stops generating; an empty set without generation settings."""
     file = folder / GENERATION
     if not file.is_file():

@@ -23,13 +23,13 @@ from torch.optim import Optimizer
 from longspan.comm import World
 from longspan.comm.all_ranks import run_on_every_rank
 from longspan.errors import ConfigError
-from longspan.model.activations.host_offload import HostArena, HostRange, check_host_room
+from longspan.model.activations.host_offload import HostArena, HostRange, check_free_host_memory
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 
 CUT = 1024  # numbers: a part begins at a multiple, so that kernels treat its numbers as they do in the whole
-ALIGNMENT = 256  # bytes of each state's place on the host, as by `HostArena.take`
+ALIGNMENT = 256  # bytes of each state's place on the host, as by `HostArena.take_range`
 _Settings = Mapping[str, Any]
 # Classes that update each number by itself, and the numbers that they keep of it under a group's settings.
 STATES: dict[type[optim.Optimizer], Callable[[_Settings], int]] = {
@@ -73,7 +73,7 @@ def offload_states(optimizer: Optimizer, world: World, *, bucket_bytes: int = ST
             f"{type(optimizer).__name__} keeps no states with these arguments, so that none can wait on the host; "
             "leave out offload_states (train.offload_states = false)"
         )
-    check_host_room(size, world, "moments of the optimizer on the host (train.offload_states) take")
+    check_free_host_memory(size, world, "moments of the optimizer on the host (train.offload_states) take")
     return OffloadedStates(optimizer, world.device, bucket_bytes=bucket_bytes)
 
 
@@ -311,7 +311,7 @@ class OffloadedStates(Optimizer):
         local = local_tensor(parameter.detach())
         _, tensor = self._places.get((parameter, name), (None, None))
         if tensor is None or tensor.dtype != dtype:
-            place = self._arena.take(local.numel() * dtype.itemsize)
+            place = self._arena.take_range(local.numel() * dtype.itemsize)
             tensor = place.view_like(torch.empty_like(local, dtype=dtype, device="meta"))
             self._places[parameter, name] = place, tensor
         return make_sharded_tensor(parameter.detach(), tensor)

@@ -128,7 +128,7 @@ class RoundingBits:
     def places(self, parameter: nn.Parameter) -> Places:
         places = self._places.get(parameter)
         if places is None:
-            places = self._places[parameter] = Places.of(parameter.shape, LocalPart.of(parameter).block)
+            places = self._places[parameter] = Places.of(parameter.shape, LocalPart.from_parameter(parameter).block)
         return places
 
 

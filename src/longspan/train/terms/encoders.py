@@ -31,7 +31,7 @@ from longspan.model.layers import preserve_modes
 from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import finish_at_last, gradients_summed_over_slots, reshard
+from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradients_over_slots
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.train.passes import Term
@@ -157,7 +157,7 @@ class ModalityPass:
             if not self.training or (self.trains and not module.training):
                 module.train(self.training)
             if self.trains:
-                stack.enter_context(gradients_summed_over_slots(module, self.encoder.world))
+                stack.enter_context(sum_gradients_over_slots(module, self.encoder.world))
             has_ended = False
             try:
                 yield
@@ -272,7 +272,7 @@ class ModalityPass:
         """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
         if not self.trains or not self.waves:
             return
-        with finish_at_last(self.encoder.module) as finish:
+        with defer_until_last_pass(self.encoder.module) as finish:
             for wave in reversed(self.waves):
                 if wave is self.waves[0]:  # the last to run
                     finish()
