@@ -1,6 +1,7 @@
 """Every kernel, block by block with global out and lse, against the dense float64 reference; how errors grow."""
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -447,34 +448,52 @@ def made(dtype: torch.dtype) -> list[torch.Tensor]:
     return drawn((8, 2, 16, 16), sum(DOCUMENTS), dtype, CPU)
 
 
-def by_degree(rank: int, slots: int) -> dict[tuple[str, str], list[float]]:
-    relative: dict[tuple[str, str], list[float]] = {}
+Arithmetic = tuple[torch.dtype, str | None]  # and the kernel's name
+HALF, SUMS, FULL = (torch.bfloat16, None), (torch.bfloat16, "reference"), (torch.float32, None)
+
+
+def by_degree(rank: int, slots: int) -> dict[tuple[str, Arithmetic], list[float]]:
+    relative: dict[tuple[str, Arithmetic], list[float]] = {}
     exact = {dtype: dense(made(dtype), DOCUMENTS) for dtype in (torch.bfloat16, torch.float32) if rank == 0}
+    if rank == 0:
+        relative["rounded once", HALF] = [relative_error(x.bfloat16(), x) for x in exact[torch.bfloat16]]
     ways = {"one process": (1, "p2p"), SLICED: (slots, "a2a")} | {kind: (slots, kind) for kind in TYPES}
     with World(Layout(ranks=slots), backend=backend()) as world:
-        for dtype, (name, (degree, kind)) in itertools.product((torch.bfloat16, torch.float32), ways.items()):
+        for (dtype, kernel), (name, (degree, kind)) in itertools.product((HALF, SUMS, FULL), ways.items()):
             *qkv, dout = made(dtype)
             shard = bind(micro_batch((tuple(range(degree)), DOCUMENTS)), world)
             with patch.object(all_to_all, "SLICE_BYTES", 0 if name == SLICED else all_to_all.SLICE_BYTES):
                 leaves = [shard.scatter(x.to(shard.device)).requires_grad_() for x in qkv]
-                out = attend(*leaves, shard, cp_comm_type=kind)
+                out = attend(*leaves, shard, cp_comm_type=kind, kernel=kernel)
                 out.backward(shard.scatter(dout.to(shard.device)))
             gathered = [shard.gather(x.detach()).cpu() for x in (out, *(leaf.grad for leaf in leaves))]
             if rank == 0:
                 pairs = zip(gathered, exact[dtype], strict=True)
-                relative[str(dtype), name] = [relative_error(a, b) for a, b in pairs]
+                relative[name, (dtype, kernel)] = [relative_error(a, b) for a, b in pairs]
     return relative
 
 
 def test_errors_do_not_grow_from_degree_1_to_4() -> None:
-    """Kernels of GPUs sum heads in another order where a member has fewer of them: dk of one process, of 4 heads and of
-    2 differs from float64 by 4.9e-7, 3.2e-7 and 4.0e-7 on an H200. So one process is what the others compare with."""
+    """Sums and merges add nothing in bfloat16 where the kernel leaves its results in float32, as the reference does.
+
+    Other kernels round each addend of a gradient, and the sum of several is rounded again; one process has one addend.
+    On an H200 dv of one process, 2, 4 and 16 members differs from float64 by 2.3e-3, 2.9e-3, 3.0e-3 and 2.7e-3, rounded
+    alone by 1.7e-3; with six seeds and three kernels no error was over 1.10 times both together. In float32 kernels sum
+    heads in another order where a member has fewer: dk of one process, of 4 heads and of 2 differs by 4.9e-7, 3.2e-7
+    and 4.0e-7.
+    """
     needs(4)
     relative = run_ranks(by_degree, 4, 4)[0]
-    assert len(relative) == 2 * (len(TYPES) + 2)
-    for (dtype, kind), many in relative.items():
-        for name, error, one in zip(("out", "dq", "dk", "dv"), many, relative[dtype, "one process"], strict=True):
-            assert error <= 1.25 * one, (dtype, kind, name, error, one)
+    one, rounded = "one process", relative.pop(("rounded once", HALF))
+    assert len(relative) == 3 * (len(TYPES) + 2)
+    limits = {
+        HALF: [1.1 * math.hypot(*errors) for errors in zip(relative[one, HALF], rounded, strict=True)],
+        SUMS: [1.01 * error for error in relative[one, SUMS]],
+        FULL: [1.25 * error for error in relative[one, FULL]],
+    }
+    for (way, arithmetic), many in relative.items():
+        for name, error, limit in zip(("out", "dq", "dk", "dv"), many, limits[arithmetic], strict=True):
+            assert error <= limit, (*arithmetic, way, name, error, limit)
 
 
 def repeated(rank: int, slots: int) -> dict[tuple[str, str, int], bool]:
