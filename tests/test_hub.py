@@ -13,7 +13,7 @@ from longspan.cli.flags import parse_train
 from longspan.config.defaults import find_folders
 from longspan.config.sections import DataConfig, ModelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.hub import find_local, hub_name
+from longspan.hub import find_local_path, hub_name
 from longspan.train.training import add_configured_adapter
 
 HASH = "c1899de289a04d12100db370d81485cdf75e47ca"
@@ -47,7 +47,7 @@ def test_a_name_in_the_cache_is_its_folder(cache: Path) -> None:
     assert find_folders(config) == config
     assert (hub_name(model), hub_name(rows), hub_name(cache)) == ("Org/tiny", "org/rows", "")
     with pytest.raises(ConfigError, match=r"which is org/rows, has no other.jsonl"):
-        find_local("org/rows/other.jsonl", "data.path", "dataset")
+        find_local_path("org/rows/other.jsonl", "data.path", "dataset")
 
 
 def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +62,9 @@ def test_an_adapter_names_its_base_as_the_hub_does(cache: Path, monkeypatch: pyt
 def test_local_folders_go_before_the_cache_and_other_paths_are_left_to_their_readers(cache: Path) -> None:
     put(cache, "models--Org--tiny", "config.json", "model.safetensors")
     Path("Org/tiny").mkdir(parents=True)
-    assert find_local("Org/tiny", "model.path", weights=True) == "Org/tiny"
+    assert find_local_path("Org/tiny", "model.path", weights=True) == "Org/tiny"
     for path in ("", "tiny", "/no/model", "./no/model", "~/no/model", "s3://no/model", "a/b/c"):
-        assert find_local(path, "model.path") == path
+        assert find_local_path(path, "model.path") == path
 
 
 def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> None:
@@ -74,11 +74,11 @@ def test_a_name_that_is_nowhere_is_refused_before_other_keys(cache: Path) -> Non
     with pytest.raises(ConfigError, match=r"hf download org/no --repo-type dataset --local-dir no .*--model.download"):
         parse_train(["--data.path", "org/no"])
     with pytest.raises(ConfigError, match=r"model.path 'Org/no' cannot be downloaded \(model.download is true\): "):
-        find_local("Org/no", "model.path", download=True, download_key="model.download")
+        find_local_path("Org/no", "model.path", download=True, download_key="model.download")
     folder = put(cache, "models--Org--tiny", "config.json")
-    assert find_local("Org/tiny", "model.config") == str(folder)
+    assert find_local_path("Org/tiny", "model.config") == str(folder)
     with pytest.raises(ConfigError, match="hf download"):  # a folder of a configuration alone lacks weights
-        find_local("Org/tiny", "model.path", weights=True)
+        find_local_path("Org/tiny", "model.path", weights=True)
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_what_is_missing_is_downloaded_once_where_a_key_says_so(downloads: list[
 def test_processes_of_a_host_download_one_after_another(cache: Path, downloads: list[tuple[str, str, bool]]) -> None:
     def find(repo: str) -> str:
         try:
-            return find_local(repo, "model.config", download=True, download_key="model.download")
+            return find_local_path(repo, "model.config", download=True, download_key="model.download")
         except ConfigError as error:
             return str(error)
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished
+from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished_record
 from longspan.bench.calibrate import time_run
 from longspan.cli.flags import check_least, parse_flags
 from longspan.cli.machine import machine_facts
@@ -226,7 +226,7 @@ def eval_ranks(rank: int, settings: EvaluationSettings) -> dict[str, Any]:
         if settings.gpu:
             torch.cuda.empty_cache()
         if not rank:
-            write_unfinished(record, settings.out)
+            write_unfinished_record(record, settings.out)
             print(f"{case.name}: {_line(record['rows'][-1])}", file=sys.stderr, flush=True)
     return record
 

@@ -37,7 +37,7 @@ from longspan import Layout, World
 from longspan.bench.benches import origin_text, write_record
 from longspan.cli.machine import machine_facts
 from longspan.comm import raise_first_error, run_local
-from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank
+from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
 from longspan.comm.channel import Channels
 from longspan.errors import CommError
 from longspan.versions import versions
@@ -60,7 +60,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "step: agreement on the end": lambda world: world.control.any_ranks(False, False),
     "run: errors of a rank, none": lambda world: raise_first_error(world, None),
     "run: work of every rank": lambda world: run_on_every_rank(world, int, CommError),
-    "run: signal received, none": lambda world: received_signal(world, StopSignal().received),
+    "run: signal received, none": lambda world: signal_of_any_rank(world, StopSignal().received),
     "run: broadcast of an object": lambda world: world.control.broadcast_object(DIGEST),
     "run: gather of an object": lambda world: world.control.gather_objects(DIGEST),
     "run: barrier": lambda world: world.control.barrier(),
@@ -138,7 +138,7 @@ def traffic() -> Traffic:
 def _measured(_: int, ranks: int, repeats: int, idle_seconds: float) -> dict[str, float]:
     before = traffic()
     of_parents = list[Traffic]()
-    with mock.patch.object(Channels, "make_parents", _counting(Channels.make_parents, of_parents)):
+    with mock.patch.object(Channels, "make_parent_groups", _counting(Channels.make_parent_groups, of_parents)):
         world = World(Layout(ranks=ranks), backend="gloo")
         world.__enter__()
     with ExitStack() as open_world:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from longspan.bench.benches import origin_text, write_record
-from longspan.checkpoint.saver import make_planner
+from longspan.checkpoint.saver import make_save_planner
 from longspan.plain_text import markdown_table
 
 
@@ -45,7 +45,7 @@ def measure(ranks: int, tensors: int) -> dict[str, Any]:
     """Plan a save of so many ranks."""
     plans = [list_of_rank(rank, ranks, tensors) for rank in range(ranks)]
     sent = ranks * len(pickle.dumps(plans[0]))
-    planner = make_planner()
+    planner = make_save_planner()
     gc.freeze()  # a plan of few tensors would be charged for collecting what was there before
     started = time.process_time()
     planner.create_global_plan(plans)

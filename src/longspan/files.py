@@ -18,15 +18,15 @@ def as_json(value: Mapping[str, Any], indent: int | None = None) -> str:
     >>> as_json({"step": 3, "loss": float("nan")})
     '{"step": 3, "loss": null}'
     """
-    return json.dumps(json_values(value), indent=indent, allow_nan=False)
+    return json.dumps(json_safe_values(value), indent=indent, allow_nan=False)
 
 
-def json_values(value: Any) -> Any:
+def json_safe_values(value: Any) -> Any:
     """Return a record with None in place of every number that is not finite."""
     if isinstance(value, Mapping):
-        return {key: json_values(inner) for key, inner in value.items()}
+        return {key: json_safe_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [json_values(inner) for inner in value]
+        return [json_safe_values(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -19,7 +19,7 @@ def free_host_bytes(root: Path = Path("/"), *, swap: bool = False) -> int | None
     It is the least of what Linux and the process's control groups leave. With `swap`, free swap of the host counts too.
     """
     names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
-    figures = [_read_sizes(root / "proc/meminfo", names), *_room_in_groups(root / "sys/fs/cgroup")]
+    figures = [_read_sizes(root / "proc/meminfo", names), *_free_bytes_of_cgroups(root / "sys/fs/cgroup")]
     known = [figure for figure in figures if figure is not None]
     return max(0, min(known)) if known else None
 
@@ -31,7 +31,7 @@ def _read_sizes(file: Path, names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _room_in_groups(folder: Path) -> list[int]:
+def _free_bytes_of_cgroups(folder: Path) -> list[int]:
     """File pages that were not used lately count as used there, but Linux takes them back when memory is short."""
     rooms = list[int]()
     for base, limit, used, files in (

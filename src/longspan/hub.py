@@ -15,7 +15,7 @@ _SETTINGS = ("*.json", "*.jinja", "*.model", "*.model.v3", "*.txt", "*.tiktoken"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # of which the first are downloaded
 
 
-def find_local(
+def find_local_path(
     path: str,
     key: str,
     kind: Literal["model", "dataset"] = "model",
@@ -26,7 +26,7 @@ def find_local(
 ) -> str:
     """Return a path of this machine as it is, and for a name of the hub the folder that the local cache has of it.
 
-    >>> find_local("Qwen/Qwen3-0.6B", "model.path", weights=True)  # doctest: +SKIP
+    >>> find_local_path("Qwen/Qwen3-0.6B", "model.path", weights=True)  # doctest: +SKIP
     '/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…'
 
     A data set's name may go on with a path inside it. A model's folder must have its weights only with `weights`. With
@@ -84,7 +84,7 @@ def _cached_folder(snapshot: Callable[..., str], repo: str, options: dict[str, A
     return folder if not weights or any(any(Path(folder).glob(pattern)) for pattern in _WEIGHTS) else None
 
 
-def check_push(name: str) -> None:
+def check_push_access(name: str) -> None:
     match = _NAME.fullmatch(name)
     if match is None or match["inside"]:
         raise ConfigError(f"--push {name!r} is no name of the hub; give ORG/NAME, such as my-name/my-model")

@@ -214,7 +214,7 @@ def test_chunks_are_documents_of_one_launch(chunk):
 
 
 def test_whole_spans_are_one_launch_however_many():
-    spans = Spans.of({d: [(i, i + 5) for i in range(2, 90, 7)] for d in range(6)}, range(6), (97,) * 6)
+    spans = Spans.from_documents({d: [(i, i + 5) for i in range(2, 90, 7)] for d in range(6)}, range(6), (97,) * 6)
     (tiling,) = span_tiles(whole((97,) * 6), whole((97,) * 6), spans)
     assert len(tiling) == 6 * 13 and (tiling.left, tiling.right) == (0, None)
 
@@ -242,7 +242,7 @@ def spans_of_documents(draw):
 @settings(max_examples=20, deadline=None)
 def test_tiles_cover_later_rows_of_spans_once(documents, degree, kind):
     lengths, runs = documents
-    spans = Spans.of(runs, range(len(lengths)), lengths)
+    spans = Spans.from_documents(runs, range(len(lengths)), lengths)
     segments = shares_of(kind, lengths, degree)
     for q, k in product(segments, [*segments, whole(lengths)]):
         check_covered(span_tiles(q, k, spans), q, k, later(runs, q, k))
@@ -253,7 +253,7 @@ def check_members(lengths, degree, inner, mask, padding=0, runs=None, partition=
     pad_to = max(lengths) + padding if padding else None
     slots = tuple(range(degree * inner))
     group = Group(slots, tuple(range(len(lengths))), lengths, pad_to=pad_to, partition=partition)
-    spans = Spans.of(runs or {}, group.documents, lengths)
+    spans = Spans.from_documents(runs or {}, group.documents, lengths)
     every = [Members(ShardPart(group, 0, slot, 0, 0), mask, CPU, inner, spans) for slot in slots[::inner]]
     for reader in every:
         mine, window_rows = reader.real_segments(reader.member), reader.window_rows

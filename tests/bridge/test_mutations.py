@@ -23,9 +23,9 @@ NAMES = [  # in which rows are used by several slots, several times, in every or
 OF_SLOTS = '"partial_over_slots": [tuple(members) for members in slots]'
 MUTATIONS = [
     # the sum over uses of a row: by several slots, by one rank, one slot's twice
-    ("comm.row_exchange", "total.index_add_(0, target, wide(pool[source]))", "pass"),
+    ("comm.row_exchange", "total.index_add_(0, target, widen_half_precision(pool[source]))", "pass"),
     ("comm.row_exchange", "x.index_add_(0, target, x[source])", "pass"),
-    ("comm.row_exchange", "wide(pool[source])", "wide(pool[moves.first[target]])"),
+    ("comm.row_exchange", "widen_half_precision(pool[source])", "widen_half_precision(pool[moves.first[target]])"),
     ("layout.exchange", "for group in groups for member", "for group in reversed(groups) for member"),
     # conventions
     ("comm.row_exchange", OF_SLOTS, '"partial_over_slots": None'),

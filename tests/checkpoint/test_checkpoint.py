@@ -26,16 +26,16 @@ from longspan.checkpoint import files as files_module
 from longspan.checkpoint import storage as storage_module
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from longspan.checkpoint.files import (
-    check_contents,
-    check_sizes,
+    check_file_hashes,
+    check_file_sizes,
     complete_checkpoints,
-    create_partial,
+    create_partial_folder,
     newest_good_checkpoint,
-    note_damage,
     publish_checkpoint,
     read_state,
     remove_old_checkpoints,
     step_of,
+    write_damage_notes,
 )
 from longspan.checkpoint.saver import CheckpointSaver
 from longspan.checkpoint.storage import SafetensorsReader, SafetensorsWriter, read_metadata, shard_name
@@ -51,7 +51,7 @@ FIRST, SECOND = shard_name(0), shard_name(1)
 
 
 def check_files(path: Path) -> None:
-    check_contents(path, check_sizes(path))
+    check_file_hashes(path, check_file_sizes(path))
 
 
 def latest_checkpoint(root: Path, log: Any) -> Path | None:
@@ -61,7 +61,7 @@ def latest_checkpoint(root: Path, log: Any) -> Path | None:
 def file_checkpoint(root: Path, step: int) -> Path:
     path = root / f"step-{step:06d}"
     partial = path.with_name(path.name + ".partial")
-    create_partial(partial)
+    create_partial_folder(partial)
     (partial / FIRST).write_bytes(bytes(100))
     written = {file.name: (len(data := file.read_bytes()), sha256(data).hexdigest()) for file in partial.iterdir()}
     publish_checkpoint(partial, path, {"state.json": {"step": step}}, [written])
@@ -121,7 +121,7 @@ def test_damage_is_named_and_skipped(tmp_path: Path, name: str, damage: Any, mes
 def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_path: Path) -> None:
     said = list[str]()
     assert latest_checkpoint(tmp_path / "none", said.append) is None
-    create_partial(tmp_path / "step-000007.partial")
+    create_partial_folder(tmp_path / "step-000007.partial")
     assert latest_checkpoint(tmp_path, said.append) is None
     assert "step-000007.partial: its save was interrupted" in said[0]
     flip(file_checkpoint(tmp_path, 3) / FIRST)
@@ -133,7 +133,7 @@ def test_unfinished_ones_are_skipped_and_damaged_ones_alone_are_an_error(tmp_pat
 def test_the_newest_are_kept(tmp_path: Path, keep: int, left: list[int]) -> None:
     for step in (9, 1, 10, 2):
         file_checkpoint(tmp_path, step)
-    create_partial(tmp_path / "step-000004.partial")
+    create_partial_folder(tmp_path / "step-000004.partial")
     (tmp_path / "notes").mkdir()
     remove_old_checkpoints(tmp_path, keep)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", *(f"step-{step:06d}" for step in left)]
@@ -143,10 +143,10 @@ def test_damaged_ones_neither_count_nor_shadow_good_ones(tmp_path: Path) -> None
     for step in range(1, 8):
         file_checkpoint(tmp_path, step)
     cut(tmp_path / "step-000005" / FIRST)
-    note_damage({tmp_path / "step-000007": "its contents have changed"}, tmp_path / "step-000006")
+    write_damage_notes({tmp_path / "step-000007": "its contents have changed"}, tmp_path / "step-000006")
     remove_old_checkpoints(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [3, 4, 5, 6, 7]
-    note_damage({}, tmp_path / "step-000007")  # restored
+    write_damage_notes({}, tmp_path / "step-000007")  # restored
     remove_old_checkpoints(tmp_path, 3)
     assert sorted(step_of(path) for path in tmp_path.iterdir()) == [4, 5, 6, 7]
 
@@ -405,7 +405,7 @@ def is_on_a_full_disk(rank: int, root: Path, model: nn.Module, world: World, pat
     path = save_checkpoint(root, model, optim, world, step=1, state={"note": "one"}, keep=1)
 
     def begin_on_full_disk(folder: Path) -> None:
-        create_partial(folder)
+        create_partial_folder(folder)
         (folder / SECOND).symlink_to("/dev/full")
 
     def broken(partial: Path, *_: object) -> None:
@@ -413,7 +413,7 @@ def is_on_a_full_disk(rank: int, root: Path, model: nn.Module, world: World, pat
         raise OSError(28, "No space left on device", str(partial))
 
     texts = list[str]()
-    for name, work in (("create_partial", begin_on_full_disk), ("publish_checkpoint", broken)):
+    for name, work in (("create_partial_folder", begin_on_full_disk), ("publish_checkpoint", broken)):
         with patch.context() as changed:
             changed.setattr(checkpoint_module, name, work)
             texts.append(refusal(save_checkpoint, root, model, optim, world, step=2, state={}, keep=1))

@@ -14,7 +14,7 @@ from bench.training.step_peers import peer_cases
 
 from longspan.bench.step.command import main as bench_step
 from longspan.bench.step.command import record_text
-from longspan.bench.step.settings import StepSettings, make_settings, parse_step
+from longspan.bench.step.settings import StepSettings, make_settings, parse_step_flags
 from longspan.cli.main import main
 from longspan.config.file import to_toml
 from longspan.errors import ConfigError
@@ -25,7 +25,7 @@ OWN = f"{THINGS}one_by_one"
 
 
 def settings(*words: str, ranks: int = 2, backend: str = "gloo") -> StepSettings:
-    return make_settings(*parse_step(words), ranks, backend, ["bench"])
+    return make_settings(*parse_step_flags(words), ranks, backend, ["bench"])
 
 
 def test_steps_on_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from longspan.bench.calibrate import (
     Measured,
     Sample,
     Sizes,
-    calibrate_ranks,
+    calibrate_on_rank,
     calibration_text,
     fit_machine,
     fit_samples,
@@ -157,7 +157,7 @@ def _calibrate_two_hosts(rank: int, flags: CalibrateFlags, ranks: int, backend: 
         patch.setattr(calibrate, "LAYERS", 1)
         patch.setattr(calibrate, "TURNS", {})
         patch.setattr(_fsdp_param_group, "foreach_reduce", sum_gradients)
-        return calibrate_ranks(rank, flags, ranks, backend)
+        return calibrate_on_rank(rank, flags, ranks, backend)
 
 
 def test_two_hosts_write_a_machine_that_plans_are_priced_by(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from longspan import __version__
-from longspan.bench.step.settings import parse_step
+from longspan.bench.step.settings import parse_step_flags
 from longspan.cli.eval import EvalFlags, parse_eval
 from longspan.cli.flags import TrainFlags, flag_types, parse_flags, parse_train
 from longspan.cli.main import VERBS, main
@@ -140,7 +140,7 @@ def test_sizes_of_levels_in_every_spelling(words: list[str], sizes: object) -> N
             config = parse_train([*flags, "--world", "4"])[1]
             assert value_of(config, key[2:].replace("-", "_")) == sizes
             assert parse_eval(["runs/x", *flags]).context == parse_train(flags)[0].context
-            assert parse_step(flags)[0].context == replace(parse_train(flags)[0].context, cp_comm_type="auto")
+            assert parse_step_flags(flags)[0].context == replace(parse_train(flags)[0].context, cp_comm_type="auto")
     plan = parse_flags(PlanFlags, [f"--{LEVELS}", *words, "--slots", "8"], "longspan plan")
     assert plan.hierarchical_context_parallel_sizes == sizes
 

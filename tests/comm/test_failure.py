@@ -113,21 +113,21 @@ def watches() -> Iterator[list[Watch]]:
 
 
 def fail_in(watch: Watch, what: str) -> str:
-    with pytest.raises(CommError) as raised, watch.during(what, (0, 1)):
+    with pytest.raises(CommError) as raised, watch.enter_operation(what, (0, 1)):
         raise RuntimeError("connection closed")
     return str(raised.value)
 
 
 def test_every_failure_has_a_report_of_its_own(watches: list[Watch]) -> None:
     first, second = watches
-    with second.during("a gather", (0, 1)):
-        earlier = first.during("an early collective", (0, 1)).__enter__()
+    with second.enter_operation("a gather", (0, 1)):
+        earlier = first.enter_operation("an early collective", (0, 1)).__enter__()
         assert "rank 1 is in 'a gather' of step 0" in fail_in(first, "one")
     second.step = 3
     second.finished = "a later sum"
     assert "rank 1 is computing in step 3, after 'a later sum'" in fail_in(first, "two")
     assert "rank 0 is in 'an early collective'" in fail_in(second, "three"), "rank 0 has not left it"
-    answer = first.failure(earlier, RuntimeError("closed"))
+    answer = first.failure_error(earlier, RuntimeError("closed"))
     assert "rank 0 is in 'an early collective'" in str(answer), "one that was there before is not asked about again"
 
 
@@ -174,7 +174,7 @@ def test_a_message_that_does_not_return_ends_the_process(monkeypatch: pytest.Mon
     thread = AnsweringThread(watch)
 
     def look(*, is_work: bool = False, seconds: float = 20.0, failed: bool = False) -> list[str]:
-        with watch.during("a first message", (0, 1), is_work=is_work) as operation:
+        with watch.enter_operation("a first message", (0, 1), is_work=is_work) as operation:
             operation.started -= seconds
             watch.failed = operation if failed else None
             thread._end_with_stuck_host()
@@ -194,11 +194,11 @@ OUT_OF_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Def
 @pytest.mark.parametrize("error", [*OUT_OF_MEMORY, MemoryError()], ids=repr)
 def test_memory_that_is_short_is_no_failed_collective(error: Exception) -> None:
     watch = Watch(0, (0, 1), 1.0, None)
-    for context in (watch.during("pipeline", (0, 1)), watch.naming("passes", (0, 1))):
+    for context in (watch.enter_operation("pipeline", (0, 1)), watch.name_collectives("passes", (0, 1))):
         with pytest.raises(type(error)) as raised, context:
             raise error
         assert raised.value is error and watch.current is None
-    with pytest.raises(CommError, match="'pipeline' of step 0"), watch.during("pipeline", (0, 1)):
+    with pytest.raises(CommError, match="'pipeline' of step 0"), watch.enter_operation("pipeline", (0, 1)):
         raise RuntimeError("connection closed")
     assert watch.current is None
 
@@ -266,7 +266,9 @@ def hang(rank: int, where: str, folder: Path) -> str:
             dist.all_reduce(x, group=group)
             set_timeout(world, 1)
             own = where == "torch's"  # as FSDP2's
-            with world.watch.naming("forward and backward passes", world.home.ranks) if own else nullcontext():
+            with (
+                world.watch.name_collectives("forward and backward passes", world.home.ranks) if own else nullcontext()
+            ):
                 if rank == 2:
                     time.sleep(60)
                 if where == "collective":
@@ -318,11 +320,11 @@ def test_a_hang_is_named_once_with_what_torch_recorded(where: str, tmp_path: Pat
 
 def test_a_recorder_that_is_off_or_stuck_leaves_a_report_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_reports, "_entries", lambda function: [])
-    assert failure_reports.last_collective() == "", "nothing was recorded in this process"
+    assert failure_reports.last_collective_text() == "", "nothing was recorded in this process"
     monkeypatch.setattr(failure_reports, "PATIENCE", 0.01)
     release = threading.Event()
     monkeypatch.setattr(failure_reports, "_entries", lambda function: release.wait(30) and [])
-    assert failure_reports.last_collective() == ""
+    assert failure_reports.last_collective_text() == ""
     release.set()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench.processes.host_scale import Traffic, traffic
 
-from longspan.comm.all_ranks import StopSignal, raise_first_error, received_signal
+from longspan.comm.all_ranks import StopSignal, raise_first_error, signal_of_any_rank
 from longspan.comm.control_group import PairRounds
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.world import World
@@ -67,9 +67,9 @@ def differences(rank: int) -> list[str]:
             raise_first_error(world, DataError(f"no room for {rank}") if rank in (1, 3) else None)
         raise_first_error(world, None)
         stop = StopSignal()
-        assert received_signal(world, stop.received) == ""
+        assert signal_of_any_rank(world, stop.received) == ""
         stop.received = "SIGTERM" if rank == 2 else ""
-        return [str(plans.value), str(errors.value), received_signal(world, stop.received)]
+        return [str(plans.value), str(errors.value), signal_of_any_rank(world, stop.received)]
 
 
 def in_other_calls(rank: int) -> str:

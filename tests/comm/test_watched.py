@@ -68,7 +68,7 @@ def train_watched(rank: int, config: RunConfig, ranks: int) -> tuple[set[str], s
 def talk(ranks: int) -> list[str]:
     with World(Layout(ranks=ranks), backend="gloo") as world, WatchedCollectives() as mode:
         group, x = world.meshes.fsdp.get_group(), torch.ones(2)
-        with world.watch.naming("passes", world.home.ranks):
+        with world.watch.name_collectives("passes", world.home.ranks):
             dist.all_reduce(x, group=group)
         dist.broadcast(x, 0, group=group)
     return [name.partition(" at")[0] for name in sorted(mode.nameless)]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from longspan.comm import leave_together
 from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.comm.process_groups import ProcessGroups
-from longspan.comm.rendezvous import CONNECTIONS, Place, allow_open_files, wait_for_all_ranks
+from longspan.comm.rendezvous import CONNECTIONS, Place, raise_open_file_limit, wait_for_all_ranks
 from longspan.comm.shard import bind
 from longspan.comm.world import World, world_of
 from longspan.errors import CheckpointError, CommError, DataError
@@ -209,7 +209,7 @@ def test_files_that_a_world_opens_are_allowed(
     changed: list[object] = [None]
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda what, new: changed.append(new))
-    allow_open_files(ranks)
+    raise_open_file_limit(ranks)
     assert changed[-1] == becomes
 
 

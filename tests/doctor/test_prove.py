@@ -17,14 +17,14 @@ from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, prove, run_proo
 from longspan.doctor.stock import (
     EXACT,
     Expected,
+    compute_expected_answers,
+    compute_in_float64,
     compute_stock_answer,
     draw_documents,
-    expect_answers,
     gradient_errors,
-    item_documents,
     make_image_documents,
+    make_item_documents,
     no_video_reason,
-    whole_float64,
 )
 from longspan.doctor.which_model import find_configuration
 from longspan.errors import ConfigError, LayoutError
@@ -51,7 +51,7 @@ def test_half_precision_of_a_mixture_allows_rounding_alone(family: str) -> None:
 
 def _bounds(config: PreTrainedConfig) -> list[Expected]:
     cases = [Case(dtype="float64"), Case(dtype="float32")]
-    expected = expect_answers(config, cases, draw_documents(config, LENGTHS)).values()
+    expected = compute_expected_answers(config, cases, draw_documents(config, LENGTHS)).values()
     assert all(isinstance(answer, Expected) for answer in expected), expected
     return cast(list[Expected], [*expected])
 
@@ -62,7 +62,7 @@ def test_an_ill_conditioned_model_is_allowed_what_rounding_does_and_no_more() ->
     documents = draw_documents(config, LENGTHS)
     changed = [*documents[:-1], np.roll(documents[-1], 1)]
     for dtype, expected in zip((torch.float64, torch.float32), _bounds(config), strict=True):
-        with whole_float64() if dtype == torch.float64 else nullcontext():
+        with compute_in_float64() if dtype == torch.float64 else nullcontext():
             rounded = compute_stock_answer(config, documents, dtype, attention="sdpa")
             wrong = compute_stock_answer(config, changed, dtype)
         errors = [max(gradient_errors(answer.gradients, expected.answer).values()) for answer in (rounded, wrong)]
@@ -129,7 +129,7 @@ def _of_mutants(rank: int, task: Task) -> dict[str, Outcome]:
 
 def _task(config: PreTrainedConfig) -> Task:
     documents = draw_documents(config, LENGTHS)
-    expected = expect_answers(config, [CASE], documents)
+    expected = compute_expected_answers(config, [CASE], documents)
     answers = {key: answer for key, answer in expected.items() if isinstance(answer, Expected)}
     return Task(config, Layout(ranks=2), ((0, CASE),), answers, documents, "gloo", 60.0)
 
@@ -157,11 +157,11 @@ def _leave(rank: int, task: Task) -> Any:
         return _run_cases(rank, task)
 
 
-_run_cases = proving.run_cases
+_run_cases = proving.run_cases_on_rank
 
 
 def test_a_rank_that_dies_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proving, "run_cases", _leave)
+    monkeypatch.setattr(proving, "run_cases_on_rank", _leave)
     cases = (Case(cp=2), Case())
     proof = run_proof(small("llama"), cases, Ranks(2))
     assert [o.status for o in proof.outcomes] == ["crashed", "exact"] and not proof.good
@@ -181,7 +181,7 @@ def test_documents_with_images_have_videos_where_the_model_takes_them(name: str,
     documents = make_image_documents(config)
     assert sum(len(document.videos) for document in documents) == videos
     assert bool(no_video_reason(config)) == (not videos)
-    assert len(item_documents(config, documents).items) == sum(len(document.rows) for document in documents)
+    assert len(make_item_documents(config, documents).items) == sum(len(document.rows) for document in documents)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])

@@ -180,6 +180,6 @@ def test_a_set_is_planned_once() -> None:
 def test_errors_inside_an_evaluation_name_its_step() -> None:
     watch = Watch(0, (0,), 60.0, None)
     watch.step = 3
-    with watch.naming("evaluation", (0,), step=77), watch.naming("passes", (0,)):
-        assert "of step 77" in str(watch.during("sum", (0,))) and "in step 77" in watch.activity().text
-    assert "of step 3" in str(watch.during("sum", (0,))) and "in step 3" in watch.activity().text
+    with watch.name_collectives("evaluation", (0,), step=77), watch.name_collectives("passes", (0,)):
+        assert "of step 77" in str(watch.enter_operation("sum", (0,))) and "in step 77" in watch.activity().text
+    assert "of step 3" in str(watch.enter_operation("sum", (0,))) and "in step 3" in watch.activity().text

@@ -31,7 +31,7 @@ from longspan.model.seams import norms
 from longspan.model.seams.norms import NormFormula, fuse_norms, split_long_norms
 from longspan.plan import plan_fixed
 from longspan.ssm.kernels.call import LocalRuns
-from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first_outputs
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import run_maps
 from longspan.train.loss import row_softmax
@@ -285,7 +285,7 @@ def first_rows_of_runs(device: str, elements: int) -> Errors:
         torch.tensor([width], device=device),
         places[None],
     )
-    write_rows = TORCH_CONVOLUTION.write_first if device == "cpu" else write_first
+    write_rows = TORCH_CONVOLUTION.write_first_outputs if device == "cpu" else write_first_outputs
     write_rows(y, x, arrived, convolution, first)
     windows = [joined[i : i + width] * convolution.weight.double()[:, i] for i in range(width + 1)]
     exact = torch.stack(windows).sum(0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longspan import Group, Layout, MicroBatch, Plan, World, plan_fixed, prepare, run_step
 from longspan.attention.kernels import find_kernel
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model import execution
 from longspan.testing import backend, run_ranks
@@ -73,7 +73,7 @@ def _step(model: nn.Module, plan: Plan, world: World) -> tuple[float, dict[str, 
 def _errors(rank: int, home: Layout, names: Sequence[str], most: int, options: dict[str, Any]) -> dict[str, float]:
     """The largest relative error of each case, list of measures and plan."""
     errors, plan = dict[str, float](), _plan(home)
-    with World(home, backend=backend()) as world, whole_float64():
+    with World(home, backend=backend()) as world, compute_in_float64():
         for name in names:
             make, lists = CASES[name]
             lists = lists[-most:]

@@ -17,8 +17,8 @@ import torch
 from transformers import Trainer
 
 from longspan.checkpoint.checkpoint import read_optimizer_values
-from longspan.checkpoint.export import _read_tensors, _weights_in
-from longspan.checkpoint.files import check_sizes, create_partial, publish_checkpoint, read_state
+from longspan.checkpoint.export import _read_tensors, _stored_weights
+from longspan.checkpoint.files import check_file_sizes, create_partial_folder, publish_checkpoint, read_state
 from longspan.checkpoint.storage import Chunk, read_metadata, shard_name, write_chunks
 from longspan.errors import CheckpointError
 from longspan.hf.files import FilesPart, load_without_code
@@ -39,7 +39,7 @@ class Hostile:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     path, rows = tmp_path / "step-000001", {0: 2, 2: 1}
-    create_partial(path.with_name("step-000001.partial"))
+    create_partial_folder(path.with_name("step-000001.partial"))
     digests = {}
     for rank, (first, count) in enumerate(rows.items()):
         chunk = Chunk(WEIGHT, torch.float64, (first, 0), (count, 5))
@@ -79,7 +79,7 @@ def test_a_header_that_does_not_fit_its_file_is_named(
     stored: Path, change: Callable[[Any, Any], Any], message: str
 ) -> None:
     metadata = read_metadata(stored)
-    weights = _read_tensors(stored, metadata, _weights_in(metadata))
+    weights = _read_tensors(stored, metadata, _stored_weights(metadata))
     assert torch.equal(weights["weight"], torch.full((3, 5), 7.0, dtype=torch.float64))
     change_header(stored / shard_name(0), change)
     with pytest.raises(CheckpointError, match=rf"step-000001: .*{message}.*; copy the checkpoint again"):
@@ -114,7 +114,7 @@ def test_a_manifest_names_files_of_its_folder_only(stored: Path) -> None:
     manifest["files"]["../other"] = [1, "0"]
     (stored / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"manifest.json names '../other', which is not a file of this folder"):
-        check_sizes(stored)
+        check_file_sizes(stored)
 
 
 def load_random_states(folder: Path) -> None:

@@ -13,7 +13,7 @@ from longspan.comm import SequenceShard, ShardPart
 from longspan.ssm import causal_conv, linear_scan
 from longspan.ssm.chains import Chains
 from longspan.ssm.conv import find_halo
-from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first
+from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, arrived_gradients, write_first_outputs
 from longspan.testing import backend
 from tests.reference import relative_error
 
@@ -184,7 +184,9 @@ def first_row_errors(
         for exact, results in ((False, found), (True, wanted)):
             x_, dout_, arrived_, weight_, bias_ = (t.double() if exact else t for t in (x, dout, arrived, weight, bias))
             convolution, y = Convolution(weight_, bias_ if extras else None, extras), torch.zeros_like(x_)
-            (TORCH_CONVOLUTION.write_first if exact else write_first)(y, x_, arrived_, convolution, halo.first)
+            (TORCH_CONVOLUTION.write_first_outputs if exact else write_first_outputs)(
+                y, x_, arrived_, convolution, halo.first
+            )
             gradients = (TORCH_CONVOLUTION.arrived_gradients if exact else arrived_gradients)(
                 dout_, x_, arrived_, convolution, halo.first
             )

@@ -145,11 +145,11 @@ def test_rows_before_runs_travel_while_own_rows_are_convolved() -> None:
     def noting(name: str) -> Any:
         return lambda *given: (noted.append(name), getattr(TORCH_CONVOLUTION, name)(*given))[1]
 
-    passes = {name: noting(name) for name in ("forward", "write_first", "arrived_gradients", "backward")}
+    passes = {name: noting(name) for name in ("forward", "write_first_outputs", "arrived_gradients", "backward")}
     kernel = dataclasses.replace(TORCH_CONVOLUTION, **passes)
     x = torch.zeros(int(chains.lengths.sum()), 2, requires_grad=True)
     out = conv._CausalConv.apply((chains,), kernel, True, x, torch.ones(2, 4))  # pyright: ignore
-    assert noted == ["sent", "forward", "arrived", "write_first"]
+    assert noted == ["sent", "forward", "arrived", "write_first_outputs"]
     noted.clear()
     out.sum().backward()  # pyright: ignore
     assert noted == ["arrived_gradients", "sent", "backward", "arrived"]
@@ -162,8 +162,8 @@ OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
         "is_first = np.diff(document, prepend=-1) != 0": "is_first = np.arange(len(order)) == 0",
     },
     "state_pass": {
-        "apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)": "states",
-        "_put_local_runs(entering, state, local_numbers[runs[:count]])": "pass",
+        "map_states(gathered.transitions(runs_before[:count]), state[:count], states)": "states",
+        "_put_local_runs(entering, state, local_number_of_run[runs[:count]])": "pass",
         ".mT, gradient, gradients[:continuing])": ".mT, 0 * gradient, gradients[:continuing])",
     },
     "kernels.scan": {
@@ -173,7 +173,7 @@ OF_MODULES = {  # what stands in a module of ssm once, and what takes its place
     },
     "conv": {
         "gradients_of_part[0].index_add_(0, find_halo(part.chains, width).rows, handle.wait())": "handle.wait()",
-        "kernel.write_first(y, x_part, arrived_rows, convolution, halo.first)": "pass",
+        "kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)": "pass",
         "np.minimum(lengths[readers], self._width)": "np.minimum(lengths[readers], 1)",
         "kernel.arrived_gradients(": "0 * kernel.arrived_gradients(",
     },

@@ -102,12 +102,12 @@ def test_folds_are_those_of_the_recurrence() -> None:
     "old, new",
     [
         (
-            "apply_maps(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps))",
+            "map_states(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps))",
             "pick_rows(result, pieces_before)",
         ),
         (
-            "apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))",
-            "apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(b, continuing))",
+            "map_states(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))",
+            "map_states(next_transitions, pick_rows(b, continuing), pick_rows(b, continuing))",
         ),
         ("next_transitions @ pick_rows(m, continuing)", "pick_rows(m, continuing) @ next_transitions"),
         (

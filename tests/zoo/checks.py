@@ -1,7 +1,7 @@
 """Checks that silent errors of others do not happen here: each gives this rank's relative error, or counts errors.
 
-Every rank of the world enters a check, under `whole_float64`; a result that is missing is infinite. What a model should
-give is what the unchanged transformers model says of documents one by one, in one process.
+Every rank of the world enters a check, under `compute_in_float64`; a result that is missing is infinite. What a model
+should give is what the unchanged transformers model says of documents one by one, in one process.
 """
 
 import ast
@@ -24,7 +24,7 @@ from longspan.attention import attend
 from longspan.checkpoint.files import (
     checkpoint_path,
     complete_checkpoints,
-    create_partial,
+    create_partial_folder,
     partial_path,
     publish_checkpoint,
     remove_old_checkpoints,
@@ -38,10 +38,10 @@ from longspan.doctor.stock import (
     Answer,
     collect_gradients,
     compute_stock_answer,
+    errors_of_missing_gradients,
     gradient_errors,
     loss_error,
     make_stock_model,
-    missing_errors,
 )
 from longspan.evaluation.evaluate import evaluate
 from longspan.layout import Layout
@@ -145,7 +145,7 @@ def model_error(model: Any, answer: Answer, world: World) -> float:
     """The worst error of this rank's gradients, and of those that no rank has, which count as 0; all ranks call it."""
     errors = gradient_errors(collect_gradients(model), answer)
     names = {name for of_rank in world.control.gather_objects([*errors], "names of gradients") for name in of_rank}
-    return max([*errors.values(), *missing_errors(names, answer).values()], default=float("inf"))
+    return max([*errors.values(), *errors_of_missing_gradients(names, answer).values()], default=float("inf"))
 
 
 # ---- losses and gradients
@@ -352,7 +352,7 @@ def newest_checkpoint(world: World) -> float:
         root = Path(folder)
         first, second = (checkpoint_path(root, step) for step in (1, 2))
         for path in (first, second):
-            create_partial(partial_path(path))
+            create_partial_folder(partial_path(path))
         publish_checkpoint(partial_path(first), first, {"step": 1}, [])
         newest = complete_checkpoints(root)[:1] == [first]
         remove_old_checkpoints(root, keep=1)

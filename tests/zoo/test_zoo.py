@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from longspan import World
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import LongspanError
 from longspan.testing import run_ranks
 from tests.mutation import mutated
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 def measure_error(known: KnownError, world: World) -> float:
     """The worst relative error that a check finds on any rank; infinite for one that is no number."""
-    with whole_float64():
+    with compute_in_float64():
         errors = world.control.gather_objects(known.check(world), "errors of a check")
     return max(error if error == error else float("inf") for error in errors)
 

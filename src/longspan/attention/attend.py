@@ -37,7 +37,7 @@ from longspan.attention.rows import accumulation_dtype, cast_rows, take_rows
 from longspan.attention.saved_outputs import active_recording
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
@@ -316,7 +316,7 @@ def find_comm_pattern(kind: str, where: str = "") -> tuple[Forward, Backward]:
     )
 
 
-@outside_graphs
+@break_graphs_around
 def attend(
     q: Tensor,
     k: Tensor,

@@ -89,7 +89,7 @@ def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
     write_text(path.with_suffix(".md"), markdown)
 
 
-def write_unfinished(record: dict[str, Any], out: str) -> None:
+def write_unfinished_record(record: dict[str, Any], out: str) -> None:
     """Write what has been measured so far, for a bench that may be interrupted; with out "" nothing is written."""
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,7 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
     figures: dict[str, Any] = {}
     fitted: dict[str, float] = {}
 
-    def line(part: Part, *names: str, rows: Sequence[Sample] | None = None) -> dict[str, float]:
+    def fit_line(part: Part, *names: str, rows: Sequence[Sample] | None = None) -> dict[str, float]:
         """The seconds of one of each of these counts; notes what the samples of the part should take."""
         rows = parts.get(part, []) if rows is None else rows
         counts = [[sample.counts.get(name, 0.0) for name in names] for sample in rows]
@@ -102,10 +102,10 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
         fitted.update(zip((sample.name for sample in rows), (columns @ solution).tolist(), strict=True))
         return {name: value for name, value in zip(names, solution, strict=True) if value}
 
-    attention = line("attention", "flops", "flops a row", "calls")
+    attention = fit_line("attention", "flops", "flops a row", "calls")
     if flop := attention.get("flops"):
         figures |= {"attention_flops_per_second": 1 / flop, "half_speed_rows": attention.get("flops a row", 0.0) / flop}
-    if byte := line("memory", "bytes", "calls").get("bytes"):
+    if byte := fit_line("memory", "bytes", "calls").get("bytes"):
         figures["memory_bytes_per_second"] = 1 / byte
     machine = replace(base, **figures)
     others = list[tuple[Sample, float]]()  # what of a step is attention and passes over memory, half of it at most
@@ -115,18 +115,21 @@ def fit_samples(samples: Sequence[Sample], base: Machine, *, known: bool = False
         other += s.counts["passes"] * LAYER_BYTES / machine.memory_bytes_per_second
         others.append((s, min(other, s.seconds / 2)))
     products = [replace(s, seconds=s.seconds - other) for s, other in others]
-    steps = line("step", "flops", "micro-batches", "steps", rows=products)
+    steps = fit_line("step", "flops", "micro-batches", "steps", rows=products)
     fitted |= {s.name: fitted[s.name] + other for s, other in others}
     if flop := steps.get("flops"):
         figures |= {"product_flops_per_second": 1 / flop, "micro_batch_seconds": steps.get("micro-batches", 0.0)}
-    if host := line("host", "layers", "groups", "documents", "steps"):
+    if host := fit_line("host", "layers", "groups", "documents", "steps"):
         figures |= {f"{name}_seconds": host.get(f"{name}s", 0.0) for name in ("layer", "group", "document")}
     for level in LEVELS:
         wires: dict[str, Wire] = {}
         for kind in KINDS:
             rows = [s for s in parts.get("link", []) if (s.level, s.kind) == (level, kind)]
             if rows:
-                message, longest = line("link", "bytes", "messages", rows=rows), max(s.counts["bytes"] for s in rows)
+                message, longest = (
+                    fit_line("link", "bytes", "messages", rows=rows),
+                    max(s.counts["bytes"] for s in rows),
+                )
                 latency = message.get("messages", 0.0)
                 # Where the latency hides all bytes, the longest message takes a tenth more.
                 wires[kind] = Wire(latency, 1 / message["bytes"] if "bytes" in message else 10 * longest / latency)
@@ -208,7 +211,7 @@ class Trial(NamedTuple):
             self.run()
 
 
-def calibrate_ranks(rank: int, flags: "CalibrateFlags", ranks: int, backend: str) -> Measured:
+def calibrate_on_rank(rank: int, flags: "CalibrateFlags", ranks: int, backend: str) -> Measured:
     """Open a world and measure everything; returns the same on every rank."""
     with World(Layout(ranks), backend=None if backend == "nccl" else "gloo", timeout=flags.timeout_seconds) as world:
         bench = _Bench(flags, world)
@@ -263,7 +266,7 @@ class _Bench:
         tokens, length, shape = self.sizes.tokens, self.sizes.document, self.shape
         for tokens_of_slot, count in [*((n, 1) for n in tokens), (tokens[0], 2), (tokens[0], 4)]:
             per_slot, rows = tokens_of_slot // length, tokens_of_slot * count
-            attention = shape.layers * self._flops(rows * length)
+            attention = shape.layers * self._attention_flops(rows * length)
             sample = Sample(
                 part="step",
                 name=f"step: {count} x {tokens_of_slot:,} tokens a slot, documents of {length:,}",
@@ -277,7 +280,7 @@ class _Bench:
                     "passes": rows * (shape.layers + shape.dense_layers) / 2 * shape.hidden,
                 },
             )
-            yield Trial(sample, self._step_call(self._plan_step(length, per_slot, count)))
+            yield Trial(sample, self._make_step_call(self._plan_step(length, per_slot, count)))
 
     def _host_trials(self) -> Iterator[Trial]:
         """So few rows that the host decides the time."""
@@ -294,7 +297,7 @@ class _Bench:
                 plan = replace(plan, micro_batches=(MicroBatch(tuple(split)),))
             layers = self.shape.decoder_layers * batches
             counts = {"steps": 1, "layers": layers, "groups": layers * groups, "documents": layers * documents}
-            yield Trial(Sample(part="host", name=f"host: {name}", counts=counts), self._step_call(plan))
+            yield Trial(Sample(part="host", name=f"host: {name}", counts=counts), self._make_step_call(plan))
 
     def _plan_step(self, length: int, per_slot: int, count: int) -> Plan:
         home = self.replicas.home
@@ -302,7 +305,7 @@ class _Bench:
         assert len(plan.micro_batches) == count, (len(plan.micro_batches), count)
         return plan
 
-    def _step_call(self, plan: Plan) -> Callable[[], object]:
+    def _make_step_call(self, plan: Plan) -> Callable[[], object]:
         self.replicas.prepare(plan)
         random = np.random.default_rng(0)
         documents = [random.integers(0, VOCABULARY, length) for length in plan.lengths]
@@ -335,13 +338,13 @@ class _Bench:
                 for n in (heads, kv_heads, kv_heads, heads)
             )
             inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-            flops = self._flops(count * length**2)
+            flops = self._attention_flops(count * length**2)
             counts = {"calls": 1, "flops": flops, "flops a row": flops / length}
             name = f"attention: {count * length:,} rows in pieces of {length:,}"
             call = partial(_attend_both_ways, inputs, gradient, shard)
             yield Trial(Sample(part="attention", name=name, counts=counts), call)
 
-    def _flops(self, squares: float) -> float:
+    def _attention_flops(self, squares: float) -> float:
         """Of one layer's attention by the sum of squared lengths, half of which are causal pairs. Forward has two
         products of 2 FLOPs for each feature and pair, backward five.
         """
@@ -367,42 +370,50 @@ class _Bench:
         find = world.channels.find_channel
         if size > 1:
             peers = find(host)
-            yield from self._trials("inside", "exchange", lambda n: self._exchange(peers, n // (size - 1), {*host}))
-            yield from self._trials("inside", "gather", lambda n: self._gather(peers, n // (size - 1)))
-            yield from self._trials("inside", "point", lambda n: self._shift(peers, n))
+            yield from self._trials_of_sizes(
+                "inside", "exchange", lambda n: self._make_exchange_call(peers, n // (size - 1), {*host})
+            )
+            yield from self._trials_of_sizes(
+                "inside", "gather", lambda n: self._make_gather_call(peers, n // (size - 1))
+            )
+            yield from self._trials_of_sizes("inside", "point", lambda n: self._make_shift_call(peers, n))
         if len(hosts) > 1:
             everyone, others = find(range(slots)), {*range(slots)} - {*host}
             in_place = [h[place] for h in hosts if len(h) > place]
             ring = find(in_place) if len(in_place) > 1 else None
             far = slots - smallest
-            yield from self._trials("across", "exchange", lambda n: self._exchange(everyone, n // far, others))
-            yield from self._trials("across", "gather", lambda n: self._gather(everyone, n * smallest // (slots - 1)))
-            yield from self._trials("across", "point", lambda n: self._shift(ring, n))
+            yield from self._trials_of_sizes(
+                "across", "exchange", lambda n: self._make_exchange_call(everyone, n // far, others)
+            )
+            yield from self._trials_of_sizes(
+                "across", "gather", lambda n: self._make_gather_call(everyone, n * smallest // (slots - 1))
+            )
+            yield from self._trials_of_sizes("across", "point", lambda n: self._make_shift_call(ring, n))
 
-    def _trials(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
+    def _trials_of_sizes(self, level: Level, kind: str, make: Callable[[int], Callable[[], object]]) -> Iterator[Trial]:
         for size in MESSAGE_BYTES[self.device]:
             turns = next((count for limit, count in TURNS.items() if size <= limit), 1)
             name, counts = f"{kind} {level}: {size:,} bytes", {"messages": 1, "bytes": float(size)}
             yield Trial(Sample(part="link", name=name, counts=counts, level=level, kind=kind), make(size), turns)
 
-    def _exchange(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
+    def _make_exchange_call(self, channel: Channel, block: int, partners: set[int]) -> Callable[[], object]:
         """Return a call that sends `block` bytes to each partner but this slot; other members send none."""
         slots = [self.world.home.coordinates(rank).slot for rank in channel.ranks]
         rows = [block if slot in partners - {self.world.slot} else 0 for slot in slots]
-        x = self._bytes(sum(rows))
+        x = self._byte_tensor(sum(rows))
         return lambda: channel.all_to_all_rows(x, rows, rows, "bench calibrate").wait()
 
-    def _gather(self, channel: Channel, block: int) -> Callable[[], object]:
-        x = self._bytes(max(1, block))
+    def _make_gather_call(self, channel: Channel, block: int) -> Callable[[], object]:
+        x = self._byte_tensor(max(1, block))
         return lambda: channel.all_gather(x, [len(x)] * channel.degree, "bench calibrate").wait()
 
-    def _shift(self, channel: Channel | None, size: int) -> Callable[[], object]:
+    def _make_shift_call(self, channel: Channel | None, size: int) -> Callable[[], object]:
         if channel is None or channel.degree == 1:
             return lambda: None
-        x, into = self._bytes(size), self._bytes(size)
+        x, into = self._byte_tensor(size), self._byte_tensor(size)
         return lambda: channel.shift(x, into, "bench calibrate").wait()
 
-    def _bytes(self, size: int) -> Tensor:
+    def _byte_tensor(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.world.device)
 
 
@@ -437,7 +448,7 @@ def main(argv: Sequence[str]) -> int:
     flags.check_flags()
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
-    measured = run_on_ranks(calibrate_ranks, (flags, ranks, backend), ranks)
+    measured = run_on_ranks(calibrate_on_rank, (flags, ranks, backend), ranks)
     if is_reporting():
         calibration = fit_machine(measured, ranks, backend)
         write_text(flags.out, json.dumps(calibration.machine.to_json(), indent=1) + "\n")

@@ -29,20 +29,20 @@ from longspan.checkpoint.files import (
     OPTIMIZER,
     STATE,
     Digest,
-    as_root,
-    check_contents,
-    check_sizes,
+    check_file_hashes,
+    check_file_sizes,
     checkpoint_path,
     complete_checkpoints,
-    create_partial,
+    create_partial_folder,
     newest_good_checkpoint,
-    note_damage,
     partial_path,
     publish_checkpoint,
     read_checkpoint_json,
     read_state,
     remove_folder,
     remove_old_checkpoints,
+    require_local_root,
+    write_damage_notes,
 )
 from longspan.checkpoint.storage import DTYPES, SafetensorsReader, SafetensorsWriter, first_failure_text, read_metadata
 from longspan.comm import World, leave_together
@@ -77,17 +77,17 @@ def save_checkpoint(
     written, beside weights of `save_model`. Returns the checkpoint's folder. Raises CheckpointError on every rank if
     any could not write, and CommError with the rank that is lost; an older checkpoint is never damaged.
     """
-    root = as_root(root)
+    root = require_local_root(root)
     path = checkpoint_path(root, step)
     folder = partial_path(path)
     tensors, values = contents_to_save(model, optimizer, world, weights=weights)
-    run_on_first_rank(world, lambda: create_partial(folder), CheckpointError)
+    run_on_first_rank(world, lambda: create_partial_folder(folder), CheckpointError)
     try:
         writer = SafetensorsWriter(folder, leave_together(world))
-        with world.watch.during(f"writing of checkpoint {path.name}", world.home.ranks, is_work=True):
+        with world.watch.enter_operation(f"writing of checkpoint {path.name}", world.home.ranks, is_work=True):
             dcp.save(tensors, storage_writer=writer, process_group=world.control.group)
         written = world.control.gather_objects((writer.digests, values))
-        contents = contents_of_ranks({"step": step, **(state or {})}, written)
+        contents = join_contents_of_ranks({"step": step, **(state or {})}, written)
         run_on_first_rank(world, lambda: publish_checkpoint(folder, path, *contents), CheckpointError)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         if is_first_rank(world) or world.watch.has_died(world.home.ranks[0]):  # then every other rank removes it
@@ -109,12 +109,12 @@ def find_checkpoint(root: str | Path, world: World, log: LogLine = print, *, not
     skipped and logged on the first rank; with `note`, damage is also written into the checkpoint, which
     `save_checkpoint` then counts as no good one. Raises CheckpointError if some were saved to the end, all damaged now.
     """
-    root = as_root(root)
+    root = require_local_root(root)
     paths = run_on_first_rank(world, lambda: complete_checkpoints(root, log), CheckpointError)
     local_log = log if is_first_rank(world) else lambda _: None
     newest, damage = newest_good_checkpoint(paths, partial(check_checkpoint, world=world), local_log)
     if note:
-        run_on_first_rank(world, lambda: note_damage(damage, newest), CheckpointError)
+        run_on_first_rank(world, lambda: write_damage_notes(damage, newest), CheckpointError)
     return newest
 
 
@@ -123,10 +123,10 @@ def check_checkpoint(path: Path, world: World) -> None:
 
     All ranks call it together: each reads a part of the files.
     """
-    files = run_on_first_rank(world, lambda: check_sizes(path), CheckpointError)
+    files = run_on_first_rank(world, lambda: check_file_sizes(path), CheckpointError)
     by_size, ranks = sorted(files, key=lambda name: files[name], reverse=True), world.home.ranks
     local_files = {name: files[name] for name in by_size[ranks.index(world.rank) :: len(ranks)]}
-    run_on_every_rank(world, lambda: check_contents(path, local_files), CheckpointError)
+    run_on_every_rank(world, lambda: check_file_hashes(path, local_files), CheckpointError)
 
 
 def load_checkpoint(
@@ -143,7 +143,7 @@ def load_checkpoint(
     `weights` the model stays as it is. Raises CheckpointError where the folder is missing, belongs to another model, or
     lacks weights or moments that are asked for, and CommError where a rank is lost.
     """
-    path = as_root(path)
+    path = require_local_root(path)
     state, stored, metadata = run_on_first_rank(
         world, lambda: (read_state(path), read_optimizer_values(path), read_metadata(path)), CheckpointError
     )
@@ -165,7 +165,7 @@ def load_checkpoint(
         raise_first_error(world, CheckpointError(text) if lacking else None)
         others |= {name: stored.numbers[name] for name in numbers}
     try:
-        with world.watch.during(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
+        with world.watch.enter_operation(f"reading of checkpoint {path.name}", world.home.ranks, is_work=True):
             reader = SafetensorsReader(path, metadata, leave_together(world))
             dcp.load(tensors, storage_reader=reader, process_group=world.control.group)
     except CommError:
@@ -202,7 +202,7 @@ class OptimizerValues(NamedTuple):
         )
 
 
-def contents_of_ranks(
+def join_contents_of_ranks(
     state: dict[str, Any], written: Sequence[tuple[dict[str, Digest], OptimizerValues]]
 ) -> tuple[dict[str, Any], list[dict[str, Digest]]]:
     """Return the JSON files of a checkpoint, and the digests of its other files, from what each rank has written."""

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.checkpoint.files import (
-    check_contents,
-    check_sizes,
+    check_file_hashes,
+    check_file_sizes,
     checkpoints_root,
     complete_checkpoints,
     newest_good_checkpoint,
@@ -232,7 +232,7 @@ def export_checkpoint(
         saved = None
         if run.lora.rank:
             metadata = read_metadata(checkpoint)
-            saved = make_saved_adapter(run, config, _read_tensors(checkpoint, metadata, _weights_in(metadata)))
+            saved = make_saved_adapter(run, config, _read_tensors(checkpoint, metadata, _stored_weights(metadata)))
         if saved is not None and as_adapter:
             if dtype == "auto":  # as adapters are trained
                 file_dtype = torch.float64 if run.model.dtype == "float64" else torch.float32
@@ -282,7 +282,7 @@ def _read_stock_configuration(run_dir: Path) -> PreTrainedConfig:
 def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -> Path:
 
     def check_files(path: Path) -> None:
-        check_contents(path, check_sizes(path))
+        check_file_hashes(path, check_file_sizes(path))
 
     if checkpoint is not None:
         check_files(checkpoint)
@@ -296,7 +296,7 @@ def _choose_good_checkpoint(root: Path, checkpoint: Path | None, log: LogLine) -
 def _weight_groups(checkpoint: Path, empty: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Layers come in the order of the `empty` model. Raises ModelError for a weight that the model has not."""
     metadata = read_metadata(checkpoint)
-    entries = _weights_in(metadata)
+    entries = _stored_weights(metadata)
     # Weights of a vision-language model are stored under the names of its two modules.
     stored_names = map_stock_names(entries)
     stored = {name: entries[stored_name] for name, stored_name in stored_names.items()}
@@ -323,7 +323,7 @@ def _read_tensors(
     return tensors
 
 
-def _weights_in(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+def _stored_weights(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {
         name.removeprefix("model."): entry
         for name, entry in metadata.state_dict_metadata.items()

@@ -14,7 +14,7 @@ from longspan.errors import CheckpointError
 from longspan.files import parse_json, write_durably
 
 
-def as_root(root: str | Path) -> Path:
+def require_local_root(root: str | Path) -> Path:
     """Return the folder of this name. Raises CheckpointError for the URL of a store."""
     if "://" in str(root):
         raise CheckpointError(f"{root} is no folder: mount the store on all machines, and name the folder of the mount")
@@ -23,7 +23,7 @@ def as_root(root: str | Path) -> Path:
 
 def checkpoints_root(run_dir: Path, named: str) -> Path:
     """Return `named` (`run.checkpoints`), or the run's folder `checkpoints` if it is ""."""
-    return as_root(named) if named else run_dir / "checkpoints"
+    return require_local_root(named) if named else run_dir / "checkpoints"
 
 
 FORMAT = 2  # of what is written here; longspan 0.1 to 0.3 wrote format 1 (format_1.py)
@@ -44,7 +44,7 @@ def step_of(path: Path) -> int:
     return int(digits) if digits.isdigit() and path.name.startswith("step-") else -1
 
 
-def create_partial(partial: Path) -> None:
+def create_partial_folder(partial: Path) -> None:
     remove_folder(partial)
     partial.mkdir(parents=True)
 
@@ -87,7 +87,7 @@ def publish_checkpoint(
 def remove_old_checkpoints(root: Path, keep: int, *, best: int = 0) -> None:
     """Remove unfinished checkpoints, and those older than the newest `keep` good ones (0: older ones stay).
 
-    A checkpoint whose sizes are wrong, or that `note_damage` marked, is no good one. That of step `best` stays.
+    A checkpoint whose sizes are wrong, or that `write_damage_notes` marked, is no good one. That of step `best` stays.
     """
     remove_unfinished_saves(root)
     good = [path for path in complete_checkpoints(root) if _looks_good(path)]
@@ -136,7 +136,7 @@ def newest_good_checkpoint(paths: Sequence[Path], check: Check, log: LogLine) ->
     return None, damage
 
 
-def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
+def write_damage_notes(damage: Mapping[Path, str], good: Path | None) -> None:
     """Write into each damaged checkpoint what is wrong, so that it does not count as good when older ones are removed.
 
     An earlier note in `good` is removed: its files may have been restored.
@@ -148,7 +148,7 @@ def note_damage(damage: Mapping[Path, str], good: Path | None) -> None:
             (path / DAMAGED).write_text(text + "\n", encoding="utf-8")
 
 
-def check_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
+def check_file_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
     """Compare the files of a checkpoint with its manifest; returns the manifest's size and hash of each by name.
 
     Raises CheckpointError for a file that is missing or of another size, and for another `version` of the format.
@@ -162,7 +162,7 @@ def check_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
     return files
 
 
-def check_contents(path: Path, files: Mapping[str, Digest]) -> None:
+def check_file_hashes(path: Path, files: Mapping[str, Digest]) -> None:
     """Raise CheckpointError for the first of these files of a checkpoint that holds other bytes than were written."""
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = pool.map(_digest, [path / name for name in files])
@@ -184,7 +184,7 @@ def _list_checkpoints(root: Path) -> list[Path]:
 
 def _looks_good(path: Path) -> bool:
     try:
-        check_sizes(path)
+        check_file_sizes(path)
     except CheckpointError:
         return False
     return not (path / DAMAGED).exists()

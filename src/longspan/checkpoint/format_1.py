@@ -20,17 +20,17 @@ from longspan.checkpoint.files import (
     MANIFEST,
     OPTIMIZER,
     STATE,
-    check_contents,
-    check_sizes,
+    check_file_hashes,
+    check_file_sizes,
     complete_checkpoints,
-    create_partial,
+    create_partial_folder,
     partial_path,
     publish_checkpoint,
     read_checkpoint_json,
     remove_folder,
     step_of,
 )
-from longspan.checkpoint.storage import Chunk, not_data_text, shard_name, write_chunks
+from longspan.checkpoint.storage import Chunk, shard_name, unreadable_data_text, write_chunks
 from longspan.errors import CheckpointError, LongspanError
 
 
@@ -42,21 +42,21 @@ def convert_checkpoint(path: Path) -> Path:
 
     Raises CheckpointError for a damaged one.
     """
-    check_contents(path, check_sizes(path, version=1))
+    check_file_hashes(path, check_file_sizes(path, version=1))
     table, partial, old = _read_table(path), partial_path(path), path.with_name(f"{path.name}.format-1")
-    create_partial(partial)
+    create_partial_folder(partial)
     try:
         digests = {}
         for number, name in enumerate(table["files"]):
             places = {chunk: place for chunk, file, *place in _chunks(table) if file == number}
             if places:
                 digests[shard_name(number)] = write_chunks(
-                    partial / shard_name(number), places, _reader(path / name, places)
+                    partial / shard_name(number), places, _make_chunk_reader(path / name, places)
                 )
         optimizer = {}  # entries by name, as an optimizer has them: of settings only the names count
         for name, (number, *place) in table["values"].items():
             setting = name.startswith("optimizer.param_groups.")
-            value = None if setting else _load(path / table["files"][number], *place)
+            value = None if setting else _load_pickled_bytes(path / table["files"][number], *place)
             optimizer[name.removeprefix("optimizer.")] = value
         optimizer |= {
             name.removeprefix("optimizer."): ... for name in table["tensors"] if name.startswith("optimizer.")
@@ -91,9 +91,9 @@ def _chunks(table: dict[str, Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-def _reader(file: Path, places: dict[Chunk, list[int]]) -> Callable[[Chunk], Tensor]:
+def _make_chunk_reader(file: Path, places: dict[Chunk, list[int]]) -> Callable[[Chunk], Tensor]:
     def read(chunk: Chunk) -> Tensor:
-        tensor = _load(file, *places[chunk])
+        tensor = _load_pickled_bytes(file, *places[chunk])
         if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or tensor.dtype != chunk.dtype:
             raise CheckpointError(f"{file} has something else than {chunk} there; copy the checkpoint again")
         return tensor
@@ -101,14 +101,14 @@ def _reader(file: Path, places: dict[Chunk, list[int]]) -> Callable[[Chunk], Ten
     return read
 
 
-def _load(file: Path, first: int, length: int) -> Any:
+def _load_pickled_bytes(file: Path, first: int, length: int) -> Any:
     with file.open("rb") as stream:
         stream.seek(first)
         data = io.BytesIO(stream.read(length))
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(not_data_text(file, error)) from error
+        raise CheckpointError(unreadable_data_text(file, error)) from error
 
 
 def main(words: list[str]) -> int:

@@ -25,16 +25,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import OptimizerValues, contents_of_ranks, contents_to_save, save_checkpoint
+from longspan.checkpoint.checkpoint import OptimizerValues, contents_to_save, join_contents_of_ranks, save_checkpoint
 from longspan.checkpoint.files import (
     Digest,
-    as_root,
     checkpoint_path,
-    create_partial,
+    create_partial_folder,
     partial_path,
     publish_checkpoint,
     remove_folder,
     remove_old_checkpoints,
+    require_local_root,
 )
 from longspan.checkpoint.storage import SafetensorsWriter, first_failure_text
 from longspan.comm import World, on_all_ranks
@@ -238,9 +238,9 @@ class RunningSave:
             self.phase = "publishing"
             if self.given_up:
                 raise CheckpointError(f"{folder} came too late")
-            return publish_checkpoint(folder, self.path, *contents_of_ranks(self.state, written))
+            return publish_checkpoint(folder, self.path, *join_contents_of_ranks(self.state, written))
 
-        collectives.all_reduce("copy", finish_copies, lambda _: create_partial(folder))
+        collectives.all_reduce("copy", finish_copies, lambda _: create_partial_folder(folder))
         self.phase = "planning"
         writer = SafetensorsWriter(folder, writing())
         dcp.save(self.staging.tensors, storage_writer=writer, planner=planner, process_group=group)
@@ -250,7 +250,7 @@ class RunningSave:
 _series = count()
 
 
-def make_planner() -> DefaultSavePlanner:
+def make_save_planner() -> DefaultSavePlanner:
     """Return torch's planner for a series of saves, which plans once: by this key torch keeps what ranks planned."""
     planner = DefaultSavePlanner(enable_plan_caching=True)
     planner._cached_plans_key = f"longspan {next(_series)}"
@@ -307,7 +307,7 @@ class CheckpointSaver:
         timeout: float = 1800.0,
         log: LogLine = print,
     ) -> None:
-        self.root: Path = as_root(root)
+        self.root: Path = require_local_root(root)
         self.keep: int = keep
         self.best: int = 0
         self.timeout: float = float(timeout)
@@ -315,14 +315,14 @@ class CheckpointSaver:
         self._world, self._log = world, log if is_first_rank(world) else lambda _: None
         self._background = background
         self._running: RunningSave | None = None
-        self._stage, self._planner = Stage(world.device), make_planner()
+        self._stage, self._planner = Stage(world.device), make_save_planner()
         self._preparing: threading.Thread | None = None
         if background:
             groups = world.process_groups
             group = groups.make_group(world.home.ranks, "saves", backend="gloo", timeout=self.timeout)
             assert group is not None
             self._group = group
-            with world.watch.during("making the saves group", world.home.ranks, is_work=True):
+            with world.watch.enter_operation("making the saves group", world.home.ranks, is_work=True):
                 # gloo finds peers through the launcher's store, which is gone when ranks whose launcher was killed
                 # save once more: one empty message of each kind connects them now.
                 collectives = _DistWrapper(group, True, 0)
@@ -406,7 +406,7 @@ class CheckpointSaver:
         if not failures and not any(over for _, _, over in reports):
             return
         self._running, save.given_up = None, True
-        self._planner = make_planner()  # ranks may have kept different plans
+        self._planner = make_save_planner()  # ranks may have kept different plans
         if self._world.control.any_rank(not save.ended.wait(_ENDS)):
             self._background = False  # the group may have a message of these threads under way
             self._log("the next checkpoints are written while training waits: the threads of this one have not ended")
@@ -431,7 +431,7 @@ class CheckpointSaver:
         if save is None:
             return
         started, world = time.monotonic(), self._world
-        with world.watch.during(f"writing of checkpoint {save.path.name}", world.home.ranks, is_work=True):
+        with world.watch.enter_operation(f"writing of checkpoint {save.path.name}", world.home.ranks, is_work=True):
             while not save.ended.wait(_POLL) and not self._is_over(save):
                 pass
             if isinstance(save.failure, RuntimeError) and not isinstance(save.failure, LongspanError):
@@ -469,7 +469,7 @@ class CheckpointSaver:
             self._preparing.join()
         self._background = False
         self._world.watch.background = str
-        self._planner = make_planner()  # which holds no copies
+        self._planner = make_save_planner()  # which holds no copies
         self._stage.close()
 
     def _check_room_on_hosts(self, size: int) -> bool:

@@ -237,7 +237,7 @@ def _read_header(file: Path) -> list[StoredChunk]:
     return places
 
 
-def not_data_text(file: Path, error: Exception) -> str:
+def unreadable_data_text(file: Path, error: Exception) -> str:
     """Why a file of tensors and plain values is not read, and what to do; torch advises to run what is in it."""
     reason = f"holds something else than tensors and plain values, or is damaged ({type(error).__name__})"
     if match := re.search(r"GLOBAL (\S+)", " ".join(str(error).split())):

@@ -46,16 +46,16 @@ from longspan.evaluation.request import (
     SubjectResult,
     changed_keys,
     document_rows,
-    fit_evaluation,
-    fit_home,
-    named_paths,
+    find_saved_weights,
+    fit_evaluation_plans,
+    fit_home_to_ranks,
+    parse_named_paths,
     results_record,
-    saved_weights,
     set_differences,
 )
 from longspan.evaluation.result import HELD_OUT, evaluation_table
-from longspan.files import as_json, json_values, os_error_text, read_json
-from longspan.hub import find_local
+from longspan.files import as_json, json_safe_values, os_error_text, read_json
+from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
@@ -169,11 +169,11 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         )
     flag_keys = frozenset(flag[2:] for flag, _, _ in split_flags(argv) if "." in flag)
     refuse_training_keys(flag_keys)
-    first = _make_subject(argv, saved_weights(flags.target), flags, flag_keys)
-    config = fit_home(first.config, ranks, flag_keys)
+    first = _make_subject(argv, find_saved_weights(flags.target), flags, flag_keys)
+    config = fit_home_to_ranks(first.config, ranks, flag_keys)
     subjects = [replace(first, config=config)]
     if flags.compare:
-        weights = saved_weights(flags.target if flags.compare == BASE else flags.compare)
+        weights = find_saved_weights(flags.target if flags.compare == BASE else flags.compare)
         second = _make_subject(argv, replace(weights, base=flags.compare == BASE), flags, flag_keys)
         other = replace(
             second.config,
@@ -185,9 +185,9 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         subjects.append(replace(second, config=other))
     return EvalRequest(
         subjects=tuple(subjects),
-        paths=tuple(named_paths(flags.data).items()),
+        paths=tuple(parse_named_paths(flags.data).items()),
         max_document_tokens=flags.max_document_tokens,
-        tokenizer=find_local(flags.tokenizer, "--tokenizer"),
+        tokenizer=find_local_path(flags.tokenizer, "--tokenizer"),
         degrees=degrees,
         metrics=flags.metrics,
         flag_keys=flag_keys,
@@ -256,10 +256,10 @@ def main(argv: Sequence[str]) -> int:
     if is_reporting():
         record = results_record(results, processes.ranks)
         if flags.out:
-            rows = (json.dumps(json_values(row), ensure_ascii=False) + "\n" for row in document_rows(results))
+            rows = (json.dumps(json_safe_values(row), ensure_ascii=False) + "\n" for row in document_rows(results))
             write_text(Path(flags.out, "results.json"), as_json(record, indent=1) + "\n")
             write_text(Path(flags.out, "documents.jsonl"), "".join(rows))
-            write_text(Path(flags.out, "report.html"), eval_page(json_values(record)))
+            write_text(Path(flags.out, "report.html"), eval_page(json_safe_values(record)))
         print(as_json(record) if flags.json else "\n\n".join(result_tables(results, processes.ranks)))
         if flags.out:
             print(f"Open {Path(flags.out) / 'report.html'}", file=sys.stderr if flags.json else sys.stdout)
@@ -275,7 +275,7 @@ def _check_writable(folder: str) -> None:
 
 
 def _count_run_ranks(target: str) -> int:
-    run_dir = saved_weights(target).run_dir
+    run_dir = find_saved_weights(target).run_dir
     values: Any = None
     with suppress(OSError, ValueError):
         values = read_json(run_dir / "run.json") if run_dir else None
@@ -286,7 +286,7 @@ def _count_run_ranks(target: str) -> int:
 def check_request(request: EvalRequest, ranks: int) -> Layout:
     home = home_of(request.subjects[0].config.parallel, ranks)
     for subject in request.subjects:  # before heads and documents are read
-        config = fit_evaluation(subject.config, home, None, 1, request.flag_keys)
+        config = fit_evaluation_plans(subject.config, home, None, 1, request.flag_keys)
         check_config(replace(config, data=replace(config.data, max_document_tokens=0)), ranks, training=False)
     return home
 

@@ -12,7 +12,7 @@ from longspan.cli.flags import Word, parse_flags
 from longspan.errors import ConfigError, plural
 from longspan.evaluation.request import split_target
 from longspan.files import as_json
-from longspan.hub import check_push, push_folder
+from longspan.hub import check_push_access, push_folder
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.public and not flags.push:
         raise ConfigError("--public is given without --push; add --push ORG/NAME, or leave it out")
     if flags.push:
-        check_push(flags.push)
+        check_push_access(flags.push)
     from longspan.checkpoint.export import export_checkpoint
     from longspan.cli.model_card import write_card
 

@@ -19,7 +19,7 @@ from longspan.cli.plans.question import GpuFlags, asks_for_gpus, parse_question
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.hub import find_local, hub_name
+from longspan.hub import find_local_path, hub_name
 from longspan.layout import Layout
 from longspan.plan import Plan, PlanOptions, plan_dynamic, plan_fixed, plan_padded
 from longspan.plan.check import check_comm_types, heads_allow_degree, replace_argument_names
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     if not asks_for_degree and asks_for_gpus(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
-    flags = replace(flags, model=find_local(flags.model, "--model"))
+    flags = replace(flags, model=find_local_path(flags.model, "--model"))
     if flags.planner not in ("auto", *PLANNERS):
         check_planner(flags.planner, "--planner")
     try:

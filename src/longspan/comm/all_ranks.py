@@ -100,7 +100,7 @@ def is_first_rank(world: World) -> bool:
     return world.rank == world.home.ranks[0]
 
 
-def first_rank_warns(world: World) -> AbstractContextManager[Any]:
+def silence_warnings_of_other_ranks(world: World) -> AbstractContextManager[Any]:
     """Leave out warnings that are the same on all ranks, on all but the first."""
     return nullcontext() if is_first_rank(world) else warnings.catch_warnings(action="ignore")
 
@@ -148,8 +148,8 @@ class StopSignal:
     ...         work()
 
     These are SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2, without those of `save_on`, which ask for a save:
-    `save_asked` is the name of the last one until `answer_save`. A second one that stops, more than a second later,
-    raises Interrupted. Open it in the main thread.
+    `save_asked` is the name of the last one until `forget_save_request`. A second one that stops, more than a second
+    later, raises Interrupted. Open it in the main thread.
     """
 
     def __init__(self, save_on: Collection[str] = ()) -> None:
@@ -167,11 +167,11 @@ class StopSignal:
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
-    def reason(self) -> str:
+    def stop_reason(self) -> str:
         """Why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
         return f"{self.received} was received" if self.received else ""
 
-    def answer_save(self) -> None:
+    def forget_save_request(self) -> None:
         """Forget the signals that asked for a save until now, as that save is under way."""
         self.save_asked = ""
 
@@ -190,7 +190,7 @@ class StopSignal:
             raise Interrupted(number)
 
 
-def received_signal(world: World, name: str) -> str:
+def signal_of_any_rank(world: World, name: str) -> str:
     """Return the signal of this `name` (as `stop.received`) that any rank received, else ""; entered by all ranks."""
     first = world.control.first_object(name or None, "gather of host values")
     return "" if first is None else first[1]

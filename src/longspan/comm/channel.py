@@ -125,7 +125,7 @@ class Channel:
         Tensors without elements are dropped on both sides. Between two members, tensors match in their order here.
         `result` is what the handle's `wait()` returns; `work_bytes` is that of `Handle`.
         """
-        parent, operation = self.group, self.watch.during(what, self.ranks)
+        parent, operation = self.group, self.watch.enter_operation(what, self.ranks)
         ops: list[dist.P2POp] = []
         for member, tensor in sends:
             if tensor.numel():
@@ -192,7 +192,7 @@ class Channel:
         what: str,
     ) -> Handle:
         sends, receives = map(list, counts)
-        with self.watch.during(what, self.ranks) as operation:
+        with self.watch.enter_operation(what, self.ranks) as operation:
             work = communicator.alltoall_base(into, x, receives, sends)
         return self._make_handle(operation, (work,), x, lambda: into, into.nbytes)
 
@@ -213,7 +213,7 @@ class Channel:
                 padded = x.new_zeros((max(counts), *x.shape[1:]))
                 padded[: len(x)].copy_(x)
             buffer = x.new_empty((self.degree * max(counts), *x.shape[1:]))
-            with self.watch.during(what, self.ranks) as operation:
+            with self.watch.enter_operation(what, self.ranks) as operation:
                 work = _all_gather_single(buffer, padded, group=communicator, async_op=True)
             return self._make_handle(operation, (work,), padded, lambda: buffer, buffer.nbytes)
         buffer = x.new_empty((sum(counts), *x.shape[1:]))
@@ -259,7 +259,7 @@ class Channel:
         return f"Channel(ranks {excerpt(self.ranks)}, index {self.index})"
 
 
-def wide(x: Tensor) -> Tensor:
+def widen_half_precision(x: Tensor) -> Tensor:
     """Return a half-precision tensor in float32, the dtype of sums over ranks; another as it is."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
@@ -291,18 +291,18 @@ class CommunicatorChoice:
         """Return the slots that get communicators now, in plan order."""
         groups = [group for micro_batch in plan.micro_batches for group in micro_batch.groups if group.degree > 1]
         one_degree = len({group.degree for group in groups}) == 1
-        candidates = [group.slots for group in groups if self._may_gain(group.slots)]
+        candidates = [group.slots for group in groups if self._may_get_communicator(group.slots)]
         self._seen.update(candidates)
         chosen_groups: list[tuple[int, ...]] = []
         for slots in dict.fromkeys(candidates):  # one that was chosen may have taken the room of the next
-            if self._may_gain(slots) and (one_degree or self._seen[slots] > 1):
+            if self._may_get_communicator(slots) and (one_degree or self._seen[slots] > 1):
                 chosen_groups.append(slots)
                 self._chosen.add(slots)
                 self._load.update(slots)
                 del self._seen[slots]
         return chosen_groups
 
-    def _may_gain(self, slots: tuple[int, ...]) -> bool:
+    def _may_get_communicator(self, slots: tuple[int, ...]) -> bool:
         """A communicator is never given up."""
         has_room = all(self._load[slot] < self.max_groups for slot in slots)
         return has_room and slots not in self._chosen and slots == tuple(sorted(slots))
@@ -385,7 +385,7 @@ class Channels:
         ranks = self._home.ranks
         return Channel(self._groups, ranks, ranks.index(self._rank), torch.device("cpu"), "control")
 
-    def make_parents(self) -> None:
+    def make_parent_groups(self) -> None:
         """Make the groups on which the slots of every plane talk point to point; entered by all ranks."""
         self._groups.make_parent("plane", self._home.planes(), "parent")
         self._warm_up_channel(self.find_channel(range(self._home.slots)))
@@ -425,6 +425,6 @@ class Channels:
     def _warm_up_group(self, group: ProcessGroup, ranks: Sequence[int]) -> None:
         """After a group's first collective any of its members may talk point to point."""
         if self._device.type == "cuda":
-            with self._groups.watch.during("warming a communicator", ranks):
+            with self._groups.watch.enter_operation("warming a communicator", ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
                 torch.cuda.synchronize(self._device)

@@ -79,13 +79,13 @@ class PairRounds:
         if self._partner is not None:
             value = combine(value, exchange(self._partner, value, sends=False))
         for bit in self._bits:
-            partner_value = exchange(self._member(bit), value)
+            partner_value = exchange(self._partner_at_bit(bit), value)
             value = combine(partner_value, value) if self._place & bit else combine(value, partner_value)
         if self._partner is not None:
             exchange(self._partner, value, receives=False)
         return value
 
-    def _member(self, bit: int) -> int:
+    def _partner_at_bit(self, bit: int) -> int:
         """The first member of the place with this bit flipped."""
         place = self._place ^ bit
         return 2 * place if place < self._pairs else place + self._pairs
@@ -159,7 +159,7 @@ class ControlGroup:
         """
         words = torch.frombuffer(bytearray.fromhex(digest.zfill(64)), dtype=torch.int64)
         message = torch.cat([words, ~words, torch.tensor(flags, dtype=torch.int64)])  # max of ~w is ~(min of w)
-        with self._watch.during(f"comparison of {what}", self.home.ranks):
+        with self._watch.enter_operation(f"comparison of {what}", self.home.ranks):
             largest = self._rounds.reduce(message, torch.maximum, "comparison")
         if torch.equal(largest[:4], ~largest[4:8]):
             return tuple(map(bool, largest[8:].tolist()))
@@ -187,7 +187,7 @@ class ControlGroup:
         For small host data. `combine` gets two values, those of neighbouring runs of ranks. A value None is left out;
         where all are None, None is returned.
         """
-        with self._watch.during(what, self.home.ranks):
+        with self._watch.enter_operation(what, self.home.ranks):
             return self._rounds.reduce_object(value, combine, what)
 
     def first_object(self, value: T | None, what: str) -> tuple[int, T] | None:
@@ -215,7 +215,7 @@ class ControlGroup:
     def sum_over_slots(self, values: Sequence[float], what: str = "sum over slots") -> list[float]:
         """Return sums over the slots of this plane, in float64 and in one order: the same bits on every rank."""
         local = torch.tensor(list(values), dtype=torch.float64)
-        with self._watch.during(what, self.plane):
+        with self._watch.enter_operation(what, self.plane):
             return self._rounds_of_plane.reduce(local, torch.add, what).tolist()
 
     def sum_over_ranks(self, values: Sequence[float], what: str = "sum over ranks") -> list[float]:
@@ -237,14 +237,14 @@ class ControlGroup:
         total = torch.from_numpy(values).clone()
         if total.nbytes < _LARGE:
             return self._reduce(total, torch.add, what).numpy()
-        with self._watch.during(what, self.home.ranks):
+        with self._watch.enter_operation(what, self.home.ranks):
             dist.all_reduce(total, op=dist.ReduceOp.SUM, group=self.group)
         return total.numpy()
 
-    def largest_of(self, values: Sequence[float], what: str) -> list[float]:
+    def largest_over_ranks(self, values: Sequence[float], what: str) -> list[float]:
         """Return the largest of all ranks' values at each index of the list."""
         return self._reduce(torch.tensor(list(values), dtype=torch.float64), torch.maximum, what).tolist()
 
     def _reduce(self, x: Tensor, combine: Callable[[Tensor, Tensor], Tensor], what: str) -> Tensor:
-        with self._watch.during(what, self.home.ranks):
+        with self._watch.enter_operation(what, self.home.ranks):
             return self._rounds.reduce(x, combine, what)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore, Store
 
-from longspan.comm.rendezvous import new_connection
+from longspan.comm.rendezvous import clone_store_connection
 from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.layout.layout import excerpt
@@ -26,21 +26,21 @@ _c10d: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccess
 PATIENCE = 2.0  # seconds in which a recorder answers, next to a device that is stuck
 
 
-def last_collective() -> str:
+def last_collective_text() -> str:
     """Return the first collective that NCCL has not completed, else the last that was started; "" for none.
 
     torch's flight recorder keeps the last 2,000 of each process (TORCH_FR_BUFFER_SIZE, 0 turns it off; torch 2.11 to
     2.15 have it on). Nothing is raised here: a report without this is a report still. Behind a stuck device a recorder
     may never answer, and then only a thread of its own waits for it.
 
-    >>> last_collective()
+    >>> last_collective_text()
     'gloo:all_reduce number 4 of the group "control", [8] Float'
     """
     results = list[str]()
 
     def read() -> None:
         with suppress(Exception):
-            results.append(_read_last_collective())
+            results.append(_read_last_collective_text())
 
     thread = threading.Thread(target=read, name="longspan recorder", daemon=True)
     thread.start()
@@ -48,7 +48,7 @@ def last_collective() -> str:
     return results[0] if results else ""
 
 
-def _read_last_collective() -> str:
+def _read_last_collective_text() -> str:
     nccl = _entries("_dump_nccl_trace_json")
     unfinished = next((entry for entry in nccl if entry["state"] != "completed"), None)
     if unfinished is not None:
@@ -145,8 +145,8 @@ class FailureReports:
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
         self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
-    def connect_again(self) -> None:
-        self._root = new_connection(self._root)
+    def open_own_connection(self) -> None:
+        self._root = clone_store_connection(self._root)
         self._store = PrefixStore(self._prefix, self._root)
 
     def post_departure(self, error: str, *, echo: bool) -> None:
@@ -161,7 +161,7 @@ class FailureReports:
     def has_departures(self) -> bool:
         return self._store.check(["left"])
 
-    def open_request(self) -> int:
+    def unanswered_request_number(self) -> int:
         """Return the number of a report that this rank has not answered for; 0 if there is none."""
         following = self._answered + 1
         return following if self._store.check([f"{following}/requested"]) else 0
@@ -173,7 +173,7 @@ class FailureReports:
                 self._append_entry(f"{number}/answers", {"rank": self._rank, **activity._asdict()})
                 self._answered, self._answered_at = number, time.monotonic()
 
-    def report(self, activity: Activity, since: float) -> FailureReport:
+    def request_report(self, activity: Activity, since: float) -> FailureReport:
         """Return the report of a collective that this rank entered at the monotonic time `since`.
 
         If this rank has answered for a report since then, that report is of the same failure; otherwise the next one is

@@ -104,7 +104,7 @@ class ProcessGroups:
         # only host values travel over this group's gloo side: its tensors, if it has any, go over NCCL
         takes_host_values = kind in ("control", "saves") or backend != "gloo"
         connecting = defer_connections() if takes_host_values else nullcontext()
-        with self.watch.during(f"making the {kind} group", ranks, is_work=True), connecting:
+        with self.watch.enter_operation(f"making the {kind} group", ranks, is_work=True), connecting:
             group = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=f"longspan {kind}"
             )

@@ -40,7 +40,7 @@ class Place:
     node: str = ""  # the name of its node, for messages
 
 
-def allow_open_files(size: int) -> None:
+def raise_open_file_limit(size: int) -> None:
     """Raise this process's limit of open files to what a world of `size` ranks opens, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     need = OTHER_FILES + CONNECTIONS * size
@@ -239,7 +239,7 @@ def defer_connections() -> Iterator[None]:
             del os.environ[_LAZY]
 
 
-def new_connection(store: Store) -> Store:
+def clone_store_connection(store: Store) -> Store:
     """Its requests wait for 10 s at most."""
     connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
     connection.set_timeout(timedelta(seconds=10))

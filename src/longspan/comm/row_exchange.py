@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.comm.channel import Channel, wide
+from longspan.comm.channel import Channel, widen_half_precision
 from longspan.comm.shard import to_device
 from longspan.errors import CommError, LayoutError
 from longspan.layout import Exchange
@@ -70,7 +70,7 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
     """
     dtype = x.dtype
     if moves.widened:
-        x = wide(x)
+        x = widen_half_precision(x)
     if moves.folds:
         x = x.clone()
         for source, target in moves.folds:
@@ -83,9 +83,9 @@ def carry_rows(x: Tensor, moves: DeviceMoves, channel: Channel, what: str) -> Te
     handle.wait()
     result = pool[moves.places]
     if moves.further_addends:
-        total = wide(pool[moves.first])
+        total = widen_half_precision(pool[moves.first])
         for source, target in moves.further_addends:
-            total.index_add_(0, target, wide(pool[source]))
+            total.index_add_(0, target, widen_half_precision(pool[source]))
         result.index_copy_(0, moves.summed_rows, total.to(result.dtype))
     return result.to(dtype)
 

@@ -105,7 +105,7 @@ def to_device(x: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def lay_out(
+def lay_out_local_rows(
     micro_batch: MicroBatch, parts: Sequence[ShardPart]
 ) -> tuple[Integers, Integers, Integers, npt.NDArray[np.int32]]:
     """Return the packed row and position of each local row, and the document and boundaries of each local segment."""
@@ -158,7 +158,7 @@ def packed_order(micro_batch: MicroBatch, starts: Sequence[int]) -> Integers:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def outside_graphs(fn: Function) -> Function:
+def break_graphs_around(fn: Function) -> Function:
     """Make torch.compile end its graph before a call of this function and begin another after it.
 
     Where no compiled code runs, the function is called directly: torch's switch costs the host ten more calls.
@@ -270,7 +270,7 @@ class SequenceShard(Immutable):
         seed: tuple[int, int] = (0, 0),
     ) -> None:
         parts = parts_of_slot(micro_batch, slot, world_key, padding)
-        rows, positions, documents, cu_seqlens = lay_out(micro_batch, parts)
+        rows, positions, documents, cu_seqlens = lay_out_local_rows(micro_batch, parts)
         self._set(
             micro_batch=micro_batch,
             slot=slot,
@@ -307,7 +307,7 @@ class SequenceShard(Immutable):
         The host computes it. A GPU, asked how many there are, would let the host wait for all queued work.
         """
         if (index := self.derived.real_rows.get((start, stop))) is None:
-            rows = lay_out(self.micro_batch, self.parts)[0][start:stop]
+            rows = lay_out_local_rows(self.micro_batch, self.parts)[0][start:stop]
             index = to_device(np.flatnonzero(rows >= 0), self.device)
             self.derived._set(real_rows=MappingProxyType({**self.derived.real_rows, (start, stop): index}))
         return index
@@ -338,7 +338,7 @@ class SequenceShard(Immutable):
         Raises LayoutError, naming the document, for runs that are empty, overlap or lie outside the document.
         """
         groups = self.micro_batch.groups
-        return self._with_spans(tuple(Spans.of(spans, group.documents, group.lengths) for group in groups))
+        return self._with_spans(tuple(Spans.from_documents(spans, group.documents, group.lengths) for group in groups))
 
     def _with_spans(self, spans: tuple[Spans, ...] | None) -> "SequenceShard":
         shard = object.__new__(SequenceShard)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from longspan.comm.channel import EVENT_BYTES, Channel, _all_gather_single, wide
-from longspan.comm.shard import outside_graphs
+from longspan.comm.channel import EVENT_BYTES, Channel, _all_gather_single, widen_half_precision
+from longspan.comm.shard import break_graphs_around
 from longspan.comm.world import world_of
 
 Gradient = Literal["identical", "partial"]
@@ -27,7 +27,7 @@ GATHER_GRADIENTS = "gather of gradients over tp"
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@outside_graphs
+@break_graphs_around
 def tp_copy(x: Tensor, world_key: int) -> Tensor:
     """Return x, which all ranks hold and each uses for its part of a computation; backward sums their gradients."""
     if not torch.is_grad_enabled():
@@ -37,25 +37,27 @@ def tp_copy(x: Tensor, world_key: int) -> Tensor:
     )
 
 
-@outside_graphs
+@break_graphs_around
 def tp_copy_parameter(x: Tensor, world_key: int) -> Tensor:
     """Return a parameter as `tp_copy` does; its gradient in half precision is summed in float32 and rounded once."""
     if not torch.is_grad_enabled():
         return x
 
     def backward(gradient: Tensor) -> Tensor:
-        return _all_reduce(wide(gradient), world_key, "sum of parameters' gradients over tp").to(gradient.dtype)
+        return _all_reduce(widen_half_precision(gradient), world_key, "sum of parameters' gradients over tp").to(
+            gradient.dtype
+        )
 
     return _apply_collective(x, lambda x: x.view_as(x), backward)
 
 
-@outside_graphs
+@break_graphs_around
 def tp_sum(x: Tensor, world_key: int) -> Tensor:
     """Return the sum of every rank's tensor; the gradient is identical and passes as it is."""
     return _apply_collective(x, lambda x: _all_reduce(x, world_key, "sum over tp"), lambda gradient: gradient)
 
 
-@outside_graphs
+@break_graphs_around
 def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Tensor:
     """Join every rank's tensor end to end along `dim`.
 
@@ -65,33 +67,37 @@ def tp_gather(x: Tensor, world_key: int, dim: int, *, gradient: Gradient) -> Ten
 
     def backward(gathered: Tensor) -> Tensor:
         if gradient == "identical":
-            return _slice(gathered, world_key, dim)
+            return _slice_of_this_rank(gathered, world_key, dim)
         return _reduce_scatter(gathered, world_key, dim, "sum of row gradients over tp")
 
     return _apply_collective(x, lambda x: _all_gather(x, world_key, dim, "gather over tp"), backward)
 
 
-@outside_graphs
+@break_graphs_around
 def tp_gather_parameter(x: Tensor, world_key: int) -> Tensor:
     """Join every rank's rows of a parameter; a partial gradient is summed as in `tp_copy_parameter`."""
 
     def backward(gradient: Tensor) -> Tensor:
-        rows_gradient = _reduce_scatter(wide(gradient), world_key, 0, "sum of parameters' gradients over tp")
+        rows_gradient = _reduce_scatter(
+            widen_half_precision(gradient), world_key, 0, "sum of parameters' gradients over tp"
+        )
         return rows_gradient.to(gradient.dtype)
 
     return _apply_collective(x, lambda x: _all_gather(x, world_key, 0, "gather of parameters over tp"), backward)
 
 
-@outside_graphs
+@break_graphs_around
 def tp_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of a tensor that every rank holds; backward gathers the slices' gradients."""
     dim = dim % x.ndim
     return _apply_collective(
-        x, lambda x: _slice(x, world_key, dim), lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS)
+        x,
+        lambda x: _slice_of_this_rank(x, world_key, dim),
+        lambda part: _all_gather(part, world_key, dim, GATHER_GRADIENTS),
     )
 
 
-@outside_graphs
+@break_graphs_around
 def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     """Return this rank's slice of the sum of every rank's tensor; backward gathers the slices' gradients."""
     dim = dim % x.ndim
@@ -110,7 +116,7 @@ def tp_place(world_key: int) -> tuple[int, int]:
 
 def _run_collective(channel: Channel, what: str, start: Callable[[ProcessGroup], Any], received: Tensor) -> None:
     """Note a collective for failure reports, which fills `received`, and let what is launched next wait for it."""
-    with channel.watch.during(what, channel.ranks) as operation:
+    with channel.watch.enter_operation(what, channel.ranks) as operation:
         work = start(channel.group)
         work.wait()
         if received.nbytes < EVENT_BYTES:  # an event takes the host as long as the collective itself
@@ -149,7 +155,7 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
     return sum_slice
 
 
-def _slice(x: Tensor, world_key: int, dim: int) -> Tensor:
+def _slice_of_this_rank(x: Tensor, world_key: int, dim: int) -> Tensor:
     index, degree = tp_place(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)

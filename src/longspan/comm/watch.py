@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports, last_collective
+from longspan.comm.failure_reports import ANSWER_SECONDS, Activity, FailureReport, FailureReports, last_collective_text
 from longspan.errors import CommError, LongspanError, RankLostError
 from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.layout.layout import excerpt
@@ -38,13 +38,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def one_line(error: BaseException) -> str:
+def error_in_one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).partition(" This is typically caused by")[0]
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 class Operation:
-    """One collective of this rank, from entering to leaving: `with watch.during("ring forward", ranks): ...`.
+    """One collective of this rank, from entering to leaving: `with watch.enter_operation("ring forward", ranks): ...`.
 
     A backend's error or time-out inside becomes a CommError that names the collective, the step and the ranks, with a
     failure report. Inside another one, this rank is in the inner one until it ends. One that `is_work` has computing or
@@ -78,7 +78,7 @@ class Operation:
     ) -> None:
         try:
             if isinstance(error, RuntimeError) and not isinstance(error, LongspanError) and not is_out_of_memory(error):
-                raise self.watch.failure(self, error) from error
+                raise self.watch.failure_error(self, error) from error
             self.watch.finished = self.what
         finally:
             self.watch.current = self.outer
@@ -113,11 +113,11 @@ class Watch:
         self.last: tuple[Operation, Callable[[], bool]] | None = None
         self._passed = torch.cuda.Event() if gpu else None  # recorded by `watch_stream`
 
-    def during(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
+    def enter_operation(self, what: str, ranks: Sequence[int], *, is_work: bool = False) -> Operation:
         return Operation(self, what, ranks, is_work=is_work)
 
     @contextmanager
-    def naming(self, what: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
+    def name_collectives(self, what: str, ranks: Sequence[int], step: int | None = None) -> Iterator[None]:
         """Name collectives in this context that others start, such as FSDP2's: where one fails, the error is of `what`.
 
         `step` is the one that errors inside name (None: the world's). Errors that no backend raised pass as they are.
@@ -128,7 +128,7 @@ class Watch:
             yield
         except RuntimeError as error:
             if is_backend_error(error):
-                raise self.failure(operation, error) from error
+                raise self.failure_error(operation, error) from error
             raise
         finally:
             self.named = operation.outer
@@ -155,12 +155,12 @@ class Watch:
         operation, has_passed = self.last
         return None if has_passed() else operation
 
-    def leave(self, error: BaseException) -> None:
+    def report_leaving(self, error: BaseException) -> None:
         """Tell the others, before this rank goes, that it leaves with an error."""
         if self.reports is not None:
-            self.reports.post_departure(one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
+            self.reports.post_departure(error_in_one_line(error), echo=bool(getattr(error, "seen_from_outside", False)))
 
-    def failure(self, operation: Operation, error: BaseException) -> CommError:
+    def failure_error(self, operation: Operation, error: BaseException) -> CommError:
         """Return the error to raise for a collective that failed here, with a failure report.
 
         The rank that collected the report has all of it, in at most 20 lines; the others have its causes, in one line.
@@ -176,7 +176,7 @@ class Watch:
             f"{'; '.join(report.causes)}"
         )
         if report.reporter in (self.rank, -1):
-            text = "\n  ".join([text, *report.activities, *self.notes, f"the backend said: {one_line(error)}"])
+            text = "\n  ".join([text, *report.activities, *self.notes, f"the backend said: {error_in_one_line(error)}"])
         else:
             text = f"{text} (rank {report.reporter} prints what each rank does)"
         failure = (CommError if report.own_error else RankLostError)(text)
@@ -190,7 +190,7 @@ class Watch:
         it computes; it is in `named` code, where torch starts collectives, of which torch's record says which was the
         last.
         """
-        recorded = last_collective()
+        recorded = last_collective_text()
         operation = self.current or next((watch.current for watch in self.open_watches() if watch.current), None)
         if operation is not None:
             text, name = f"in {operation} for {time.monotonic() - operation.started:.1f} s", operation.what
@@ -215,7 +215,7 @@ class Watch:
         if self.reports is None:
             return FailureReport(("this process has no store to ask through",))
         try:
-            return self.reports.report(self.activity(), operation.started)
+            return self.reports.request_report(self.activity(), operation.started)
         except RuntimeError:
             served = "the store does not answer, so the rank or launcher that served it is gone"
             return FailureReport((served + self.reports.store_node_text(),))
@@ -264,10 +264,10 @@ class AnsweringThread:
                 continue
             try:
                 if silent_since < math.inf:  # the last question failed
-                    reports.connect_again()
+                    reports.open_own_connection()
                 if reports.has_news():
                     self._end_waiting_for_lost_rank(reports)
-                    if number := reports.open_request():
+                    if number := reports.unanswered_request_number():
                         reports.post_answer(number, self.watch.activity())
                 silent_since = math.inf
             except RuntimeError as error:
@@ -278,7 +278,7 @@ class AnsweringThread:
                         f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that "
                         f"leave with an error: the store has not answered for {SILENT_SECONDS:g} s; a collective still "
                         f"ends after {self.watch.timeout:g} s, so check the process that serves the store "
-                        f"({one_line(error)})"
+                        f"({error_in_one_line(error)})"
                     )
 
     def _end_with_stuck_device(self) -> None:
@@ -323,9 +323,9 @@ class AnsweringThread:
                 self._end_process(operation, f"a rank left {LEFT_SECONDS:g} s ago or more, and others wait for it")
 
     def _end_process(self, operation: Operation, why: str) -> None:
-        failure = self.watch.failure(operation, RuntimeError(why))
+        failure = self.watch.failure_error(operation, RuntimeError(why))
         _write_line(str(failure))
-        self.watch.leave(failure)
+        self.watch.report_leaving(failure)
         os.kill(os.getpid(), signal.SIGABRT)
 
 

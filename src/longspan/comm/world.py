@@ -26,11 +26,11 @@ from longspan.comm.process_groups import ByRanks, Meshes, ProcessGroups
 from longspan.comm.rendezvous import (
     BOTH,
     Place,
-    allow_open_files,
     choose_device,
+    clone_store_connection,
     destroy_groups,
     init_default_group,
-    new_connection,
+    raise_open_file_limit,
     shared_store,
     wait_for_all_ranks,
     wait_until_destroyed,
@@ -122,13 +122,13 @@ class World:
         wait_until_destroyed(self.timeout)
         self._made_default = not dist.is_initialized()
         place = _torchrun_place(self.home) if self._made_default else _existing_place(self.home)
-        self._take_place(place)
-        allow_open_files(place.size)
+        self._set_rank_and_device(place)
+        raise_open_file_limit(place.size)
         store = shared_store(place, self.timeout) if self._made_default else dist.distributed_c10d._get_default_store()
         self._open_channels(place, store, wait_for_all_ranks(store, place, self.timeout))
         return self
 
-    def _take_place(self, place: Place) -> None:
+    def _set_rank_and_device(self, place: Place) -> None:
         """Errors here are this rank's: nothing was sent. The machine is an H200 for any GPU."""
         backend, device, max_groups = self._arguments
         self.rank: int = place.rank
@@ -144,9 +144,12 @@ class World:
         """Keys in the store have this prefix; the step is that of open worlds."""
         reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
-            reports = FailureReports(self.rank, self.home.ranks, new_connection(store), f"{prefix}/watch")
+            reports = FailureReports(self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch")
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
-        self.watch.open_watches, self.watch.step = _watches, max((watch.step for watch in _watches()), default=0)
+        self.watch.open_watches, self.watch.step = (
+            _watches_of_open_worlds,
+            max((watch.step for watch in _watches_of_open_worlds()), default=0),
+        )
         self.process_groups: ProcessGroups = ProcessGroups(backend=self.backend, timeout=self.timeout, watch=self.watch)
         self.meshes: Meshes = Meshes(self.home, self.coordinates.pp, self.process_groups, self.device.type)
         self.key: int = next(_keys)
@@ -161,7 +164,7 @@ class World:
             self.channels: Channels = Channels(
                 self.home, self.rank, self.device, self.process_groups, self.meshes, self.max_groups
             )
-            self.channels.make_parents()
+            self.channels.make_parent_groups()
             # As the home's first rank sees them, for every rank must choose alike: slots of a node, and the seed.
             slots = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", len(self.home.ranks))) // self.home.tp)
             reads_nodes = reports is not None and place.rank == self.home.ranks[0]
@@ -190,7 +193,7 @@ class World:
 
     def _leave_world(self, error: BaseException | None) -> None:
         if error is not None:
-            self.watch.leave(error)
+            self.watch.report_leaving(error)
         self._answering.stop()
         self.meshes.forget_meshes()
         groups = self.process_groups.drop_groups()
@@ -249,7 +252,7 @@ class World:
 
     @step.setter
     def step(self, step: int) -> None:
-        for watch in (self.watch, *_watches()):
+        for watch in (self.watch, *_watches_of_open_worlds()):
             watch.step = step
 
 
@@ -257,7 +260,7 @@ def open_worlds() -> list[World]:
     return [world for world in list(_worlds.values()) if "watch" in vars(world)]
 
 
-def _watches() -> list[Watch]:
+def _watches_of_open_worlds() -> list[Watch]:
     return [world.watch for world in open_worlds()]
 
 

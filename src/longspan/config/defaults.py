@@ -15,7 +15,7 @@ from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
 from longspan.config.plan_section import EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
-from longspan.hub import find_local
+from longspan.hub import find_local_path
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
 
@@ -89,7 +89,7 @@ def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     What is missing is downloaded where model.download says so. Raises ConfigError for a name that is nowhere.
     """
     model, data = config.model, config.data
-    find_model = partial(find_local, download=model.download, download_key="model.download")
+    find_model = partial(find_local_path, download=model.download, download_key="model.download")
     find_data = partial(find_model, kind="dataset")
     sources = [
         replace(source, path=find_data(source.path, f"data.sources[{number}].path"))

@@ -27,7 +27,7 @@ from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_c
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
 from longspan.files import read_json, write_atomically
-from longspan.hub import find_local
+from longspan.hub import find_local_path
 
 LogLine = Callable[[str], None]
 
@@ -165,7 +165,11 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
 
 def find_root(path: str, *, key: str = "data.path") -> Path:
     """Find the folder or file of a corpus. Raises DataError if it does not exist or is a file of another kind."""
-    root = Path(sysconfig.get_path("stdlib")) if path == STDLIB else Path(find_local(path, key, "dataset")).expanduser()
+    root = (
+        Path(sysconfig.get_path("stdlib"))
+        if path == STDLIB
+        else Path(find_local_path(path, key, "dataset")).expanduser()
+    )
     if not root.exists():
         raise DataError(f"{key} {path!r} does not exist; give {STDLIB!r}, or a folder or file of {_KINDS}")
     if root.is_file() and not root.name.endswith(SUFFIXES):

@@ -27,15 +27,15 @@ from longspan.doctor.stock import (
     Expected,
     choose_every_expert,
     collect_gradients,
+    compute_expected_answers,
+    compute_in_float64,
     draw_documents,
     error_text,
-    expect_answers,
+    errors_of_missing_gradients,
     gradient_errors,
-    item_documents,
     loss_error,
     make_image_documents,
-    missing_errors,
-    whole_float64,
+    make_item_documents,
 )
 from longspan.doctor.which_model import register_class
 from longspan.errors import CommError, LongspanError, ModelError, plural
@@ -158,7 +158,7 @@ class Task:
     image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
 
 
-def run_cases(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
+def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outcome]]:
     """Run every case in one world; returns the world's facts and the outcomes by number. The first error in a step is
     raised, and ends the world.
     """
@@ -192,9 +192,11 @@ class CaseRun:
         self._began = time.perf_counter()
         expected = task.expected[first.dtype, False, first.encoder > 0]
         # float64 without casts to float32, as the stock model ran
-        self.mode: Callable[[], AbstractContextManager[Any]] = whole_float64 if expected.whole else nullcontext
+        self.mode: Callable[[], AbstractContextManager[Any]] = compute_in_float64 if expected.whole else nullcontext
         config = choose_every_expert(task.config) if expected.every_expert else task.config
-        self.documents: Any = item_documents(task.config, task.image_documents) if first.encoder else task.documents
+        self.documents: Any = (
+            make_item_documents(task.config, task.image_documents) if first.encoder else task.documents
+        )
         options = PrepareOptions(activation_checkpointing=first.recompute, sequence_parallel=first.sequence_parallel)
         encoder: Any = None
         if first.encoder:
@@ -257,7 +259,7 @@ class CaseRun:
         errors: dict[str, float] = {}
         for rank_errors in self.world.control.gather_objects(errors_here, "errors of gradients"):
             errors |= {name: max(error, errors.get(name, 0.0)) for name, error in rank_errors.items()}
-        errors |= missing_errors(set(errors), stock)
+        errors |= errors_of_missing_gradients(set(errors), stock)
         losses = [loss_error(result.loss, stock.loss)]
         if case.router_losses and result.router is not None:
             losses += [loss_error(a, b) for a, b in zip(result.router, stock.routers, strict=True)]
@@ -315,7 +317,7 @@ def run_proof(config: PreTrainedConfig, cases: Sequence[Case], ranks: Ranks) -> 
         image_failure = "refused", str(error).partition(DOCTOR)[0]
     except Exception as error:
         image_failure = "not built", error_text(error)
-    expected = expect_answers(config, cases, documents, image_documents)
+    expected = compute_expected_answers(config, cases, documents, image_documents)
     cases_of_homes: dict[Layout, list[tuple[int, Case]]] = {}
     for number, case in enumerate(cases):
         if case.encoder and image_failure is not None:
@@ -346,9 +348,9 @@ def _run_home_cases(task: Task, ranks: Ranks, worlds: list[WorldFacts]) -> dict[
     count, seconds = len(task.home.ranks), ranks.timeout + SECONDS_PER_CASE * len(task.cases)
     try:
         if ranks.launch is not None:
-            world, outcomes = ranks.launch(run_cases, task, count, seconds)
+            world, outcomes = ranks.launch(run_cases_on_rank, task, count, seconds)
         else:
-            world, outcomes = run_local(run_cases, count, (task,), timeout=seconds, grace=5.0)[0]
+            world, outcomes = run_local(run_cases_on_rank, count, (task,), timeout=seconds, grace=5.0)[0]
     except Exception as error:
         if len(task.cases) > 1 and ranks.launch is None:  # nothing here can start torchrun's processes again
             alone = [replace(task, cases=(numbered,)) for numbered in task.cases]

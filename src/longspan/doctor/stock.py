@@ -1,7 +1,7 @@
 """What the cases of a proof should give: the stock model's answers to documents one by one, and tolerances.
 
 Its attention is transformers' eager one, the only one with every model's soft caps and sinks. In float64 the casts to
-float32 inside models are left out, on both sides of a comparison (`whole_float64`).
+float32 inside models are left out, on both sides of a comparison (`compute_in_float64`).
 """
 
 import copy
@@ -72,7 +72,7 @@ def no_video_reason(config: PreTrainedConfig) -> str:
     return ""
 
 
-def item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
+def make_item_documents(config: PreTrainedConfig, documents: Sequence[TrialDocument]) -> ItemDocuments:
     """Return the documents as `run_step` takes them, with images of all documents before frames of all videos."""
     ids = [document.ids for document in documents]
     of_images, of_videos = zip(*(_split_items(document, document.rows) for document in documents), strict=True)
@@ -114,7 +114,7 @@ class _Float64(TorchFunctionMode):
 
 
 @contextmanager
-def whole_float64() -> Iterator[None]:
+def compute_in_float64() -> Iterator[None]:
     """Cast to float64, inside the `with` block, whatever a model casts to float32. torch leaves modes out of a backward
     pass, which may recompute layers: there the mode is entered again.
     """
@@ -297,7 +297,7 @@ def gradient_errors(gradients: dict[str, Tensor], stock: Answer) -> dict[str, fl
     return errors
 
 
-def missing_errors(names: set[str], stock: Answer) -> dict[str, float]:
+def errors_of_missing_gradients(names: set[str], stock: Answer) -> dict[str, float]:
     """The errors of gradients of the stock model that are not among `names`; a missing one counts as 0."""
     none = {name: torch.zeros_like(exact) for name, exact in stock.gradients.items() if name not in names}
     return gradient_errors(none, stock)
@@ -332,7 +332,7 @@ class Expected:
     every_expert: bool = False
 
 
-def expect_answers(
+def compute_expected_answers(
     config: PreTrainedConfig,
     cases: Sequence[Case],
     documents: Sequence[Any],
@@ -351,13 +351,15 @@ def expect_answers(
         plain = answers.get((name, False, with_images))
         chosen = plain.every_expert if isinstance(plain, Expected) else None
         try:
-            answers[name, with_routers, with_images] = _expect_answer(config, answer_of, getattr(torch, name), chosen)
+            answers[name, with_routers, with_images] = _compute_expected_answer(
+                config, answer_of, getattr(torch, name), chosen
+            )
         except Exception as error:  # of the model's own code
             answers[name, with_routers, with_images] = error_text(error)
     return answers
 
 
-def _expect_answer(
+def _compute_expected_answer(
     config: PreTrainedConfig, answer_of: Callable[..., Answer], dtype: torch.dtype, every_expert: bool | None
 ) -> Expected:
     """In half precision the tolerance is ROUNDING times the error of the stock model's own pass in that precision,
@@ -382,7 +384,7 @@ def _expect_answer(
         return Expected(answers[0], tolerance, every_expert=every is not config)
     answer = answer_of(config, weights=dtype) if dtype == torch.float32 else None
     try:
-        with whole_float64():  # scans and norms in float64 too
+        with compute_in_float64():  # scans and norms in float64 too
             exact = answer_of(config, weights=dtype, compute=torch.float64)
             nudged = [answer_of(config, weights=dtype, compute=torch.float64, nudge=seed) for seed in (1, 2)]
     except (RuntimeError, TypeError):  # such as a product of two dtypes

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from longspan.errors import ConfigError, import_object
-from longspan.hub import find_local
+from longspan.hub import find_local_path
 from longspan.model.weights.hf_folder import read_configuration
 
 
@@ -29,7 +29,7 @@ def find_configuration(name: str) -> PreTrainedConfig:
     language model of its configuration nor that from images and text to text, and for a configuration without either;
     ModelError for a folder that cannot be read.
     """
-    path, architecture = Path(find_local(name, "--model")), None
+    path, architecture = Path(find_local_path(name, "--model")), None
     if path.exists() or "/" in name:
         config = read_configuration(path)
     elif name in CONFIG_MAPPING:

@@ -153,11 +153,11 @@ def evaluate(
     for documents that cannot be read, and EvaluationStopped where `options` stop it: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
-    inputs = move_rows(_check_inputs(model, documents, choice, world))
-    plan, naming = inputs.plan, world.watch.naming("evaluation", world.home.ranks, step=options.step)
+    inputs = move_rows(_checked_step_inputs(model, documents, choice, world))
+    plan, naming = inputs.plan, world.watch.name_collectives("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as added_bytes:
         portions = Portions(inputs, options, started)
-        totals = portions.run()
+        totals = portions.evaluate_all()
     if totals.rows != plan.targets:  # the mean would be wrong
         raise PlanError(
             f"the slots counted {totals.rows} targets, the plan has {plan.targets}; is a document left out?"
@@ -171,13 +171,15 @@ def evaluate(
         cp=degree,
         seconds=time.perf_counter() - started,
         # Without the parameters that stayed gathered, which are no activations.
-        activation_bytes=int(world.control.largest_of([added_bytes[0] - portions.gathered], "peaks of memory")[0])
+        activation_bytes=int(
+            world.control.largest_over_ranks([added_bytes[0] - portions.gathered], "peaks of memory")[0]
+        )
         if added_bytes
         else None,
     )
 
 
-def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
+def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
     if isinstance(choice, Plan):
         return check_step(model, choice, documents, world, backward=False)
     language_model = model
@@ -185,7 +187,7 @@ def _check_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, w
         check_world_of_model(model, world)  # as `check_step` does, which comes only after planning
         language_model = model.language_model
     documents = StepDocuments(model, documents, _document_lengths(documents))
-    plan = _cached_plan(_forward_choice(choice, language_model, documents), documents.lengths, world.home)
+    plan = _cached_plan(_choice_for_evaluation(choice, language_model, documents), documents.lengths, world.home)
     return check_step(model, plan, documents, world, backward=False)
 
 
@@ -234,7 +236,7 @@ def _cached_plan(choice: PlanChoice, lengths: tuple[int, ...], home: Layout) -> 
     return choice.plan(lengths, home)
 
 
-def _forward_choice(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
+def _choice_for_evaluation(choice: PlanChoice, model: nn.Module, documents: StepDocuments) -> PlanChoice:
     multiple, options = call_rules(model).row_multiple, choice.options
     rows = options.row_multiple if options.row_multiple % multiple == 0 else multiple
     targets = sum(documents.targets_by_document)
@@ -269,7 +271,7 @@ class Portions:
         self.terms = input_terms(inputs)
         self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
 
-    def run(self) -> Totals:
+    def evaluate_all(self) -> Totals:
         """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""
         # One micro-batch where something may end it early; a pipeline, which each portion fills, begins large.
         size = 1 if self.options.stopped is not None and self.world.home.pp == 1 else self.largest

@@ -17,10 +17,10 @@ from longspan.comm import World
 from longspan.comm.all_ranks import (
     LogLine,
     StopSignal,
-    first_rank_warns,
     is_first_rank,
     run_on_every_rank,
     run_on_first_rank,
+    silence_warnings_of_other_ranks,
 )
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
@@ -41,7 +41,7 @@ from longspan.evaluation.request import (
     SubjectResult,
     changed_keys,
     changes_line,
-    fit_evaluation,
+    fit_evaluation_plans,
 )
 from longspan.model import load_model
 from longspan.model.load import check_folder_weights
@@ -85,7 +85,7 @@ def evaluate_saved(
     if request.paths:
         sets = _build_sets(request, checked[0].tokenizer, world, log)
     else:
-        sets = run_on_every_rank(world, lambda: {"": _open_held_out(first)}, DataError)
+        sets = run_on_every_rank(world, lambda: {"": _open_held_out_documents(first)}, DataError)
     fit = partial(_fit_subject, request, sets=sets, world=world, log=log)
     fits = [run_on_every_rank(world, partial(fit, weights), ConfigError) for weights in checked]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
@@ -146,7 +146,7 @@ def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
         )
 
 
-def _open_held_out(subject: Subject) -> CorpusDocuments:
+def _open_held_out_documents(subject: Subject) -> CorpusDocuments:
     run_dir, config = subject.weights.run_dir, subject.config
     if run_dir is None:
         raise ConfigError(
@@ -214,7 +214,7 @@ def load_saved_model(
     checkpoint = checked.checkpoint
     if checkpoint is None:
         load = partial(load_model, checked.subject.weights.path, dtype=config.model.dtype, sharded=True)
-        with first_rank_warns(world):
+        with silence_warnings_of_other_ranks(world):
             model = run_on_every_rank(world, lambda: load(config=configuration, images=images), ModelError)
         return prepare_run_model(config, world, model, training=False, images=images), 0
 
@@ -266,7 +266,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else use_training_rows(first.config).context
     usual = set_node_size(set_usual_partition(replace(subject.config, context=context)), world)
-    config = fit_evaluation(usual, world.home, heads, longest, flag_keys)
+    config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlanChoice.evaluation(config, heads=heads)
     is_cap_fixed = "context.eval_max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
     for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
@@ -315,7 +315,7 @@ class _Evaluator:
                     name=name,
                     metrics=self.metrics,
                     token_bytes=bytes_of_ids,
-                    stopped=stop.reason,
+                    stopped=stop.stop_reason,
                     progress=partial(self.progress, title),
                 )
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)

@@ -17,7 +17,7 @@ from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
 from longspan.evaluation.result import Evaluation
-from longspan.hub import find_local
+from longspan.hub import find_local_path
 from longspan.layout import Layout
 from longspan.plan.check import heads_allow_degree
 from longspan.plan.micro_batch import fit_level_sizes
@@ -85,9 +85,9 @@ class EvalRequest:
     home_changes: tuple[Change, ...] = ()
 
 
-def saved_weights(target: str) -> SavedWeights:
+def find_saved_weights(target: str) -> SavedWeights:
     """Find the weights that a run's folder, a checkpoint or a Hugging Face folder holds. Raises CheckpointError."""
-    local = target if Path(target).parent.is_dir() else find_local(target, "the model", weights=True)
+    local = target if Path(target).parent.is_dir() else find_local_path(target, "the model", weights=True)
     path = Path(local)  # step_of gives −1 for a path that is not named as a checkpoint
     if step_of(path) >= 0 or not path.is_dir() or (path / "config.toml").is_file():
         return SavedWeights(path, *split_target(path))
@@ -114,10 +114,10 @@ def split_target(target: Path) -> tuple[Path, Path | None]:
     return run_dir, target if is_checkpoint else None
 
 
-def named_paths(words: Sequence[str]) -> dict[str, str]:
+def parse_named_paths(words: Sequence[str]) -> dict[str, str]:
     """Read the paths of --data by the name of their set: NAME=PATH, or PATH, which is named by its last part.
 
-    >>> named_paths(["wiki=/data/enwiki.jsonl", "notes/code"])
+    >>> parse_named_paths(["wiki=/data/enwiki.jsonl", "notes/code"])
     {'wiki': '/data/enwiki.jsonl', 'code': 'notes/code'}
 
     Raises ConfigError for a name that is missing or stands twice.
@@ -135,10 +135,10 @@ def named_paths(words: Sequence[str]) -> dict[str, str]:
     return paths
 
 
-def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> RunConfig:
+def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> RunConfig:
     """Fit the configuration to a number of ranks: each degree that is not of `flag_keys` becomes one that fits.
 
-    >>> fit_home(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ()).parallel.tp
+    >>> fit_home_to_ranks(replace(RunConfig(), parallel=ParallelConfig(tp=4, pp=2)), 6, ()).parallel.tp
     2
 
     A degree that fits is the greatest common divisor of the run's and of what the degrees before it leave of the ranks.
@@ -163,7 +163,7 @@ def fit_home(config: RunConfig, ranks: int, flag_keys: Collection[str]) -> RunCo
     return config
 
 
-def fit_evaluation(
+def fit_evaluation_plans(
     config: RunConfig, home: Layout, heads: int | None, longest: int, flag_keys: Collection[str]
 ) -> RunConfig:
     """Fit the plans of evaluation to this home: nearest degree, sizes of its levels, a cap that holds `longest` tokens.

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 import longspan
 from longspan.checkpoint.files import complete_checkpoints, read_state, sync_to_disk
-from longspan.checkpoint.storage import not_data_text
+from longspan.checkpoint.storage import unreadable_data_text
 from longspan.comm.all_ranks import is_first_rank, result_or_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, ConfigError, ModelError
 from longspan.hf.one_process import StockTrainer
@@ -92,7 +92,7 @@ def load_without_code(file: Path) -> Any:
     except OSError:
         raise
     except Exception as error:  # a damaged file raises anything
-        raise CheckpointError(not_data_text(file, error)) from error
+        raise CheckpointError(unreadable_data_text(file, error)) from error
 
 
 class FilesPart(StockTrainer):
@@ -260,7 +260,7 @@ class FilesPart(StockTrainer):
         except OSError:  # of the disk, and not of the file's content: `run_on_every_rank` reports it
             raise
         except Exception as error:  # a damaged file, or one of something else, may raise anything
-            raise CheckpointError(not_data_text(folder, error)) from error
+            raise CheckpointError(unreadable_data_text(folder, error)) from error
 
     def _load_best_model(self) -> None:
         best_folder = Path(self.state.best_model_checkpoint)

@@ -22,7 +22,7 @@ from transformers import set_seed
 import longspan
 from longspan.comm import World
 from longspan.comm.all_ranks import is_first_rank, leave_together
-from longspan.comm.watch import one_line
+from longspan.comm.watch import error_in_one_line
 from longspan.data.document import Document
 from longspan.errors import CommError, ConfigError, LongspanError, ModelError
 from longspan.hf.one_process import StockTrainer
@@ -113,7 +113,7 @@ def _make_shared_error(error: BaseException, what: str) -> LongspanError:
     if isinstance(error, LongspanError):
         with suppress(Exception):
             return pickle.loads(pickle.dumps(error))
-    return CommError(f"the first rank, which makes {what} for all, failed with {one_line(error)}")
+    return CommError(f"the first rank, which makes {what} for all, failed with {error_in_one_line(error)}")
 
 
 ANSWERS = ("_generate_single_turn", "_generate", "_generate_and_score_completions")

@@ -262,7 +262,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:
             if not getattr(error, "on_all_ranks", False):
-                self.world.watch.leave(error)
+                self.world.watch.report_leaving(error)
             raise
 
     def end(self) -> None:

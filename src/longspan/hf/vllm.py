@@ -12,7 +12,7 @@ from typing import Any
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longspan.comm.all_ranks import result_or_first_error
-from longspan.comm.watch import one_line
+from longspan.comm.watch import error_in_one_line
 from longspan.errors import CommError
 
 
@@ -63,7 +63,7 @@ class LongspanVLLM(VLLMGeneration):
         answers = result_or_first_error(
             self._world,
             lambda: generate_stock(prompts_here, None, num_generations),
-            lambda error: CommError(f"vLLM failed to make answers: {one_line(error)}"),
+            lambda error: CommError(f"vLLM failed to make answers: {error_in_one_line(error)}"),
         )
         # vLLM gives several lists, such as ids and log-probabilities, with an entry for each answer, or None for one.
         fields_of_ranks = zip(*self._world.control.gather_objects(answers, "answers of vLLM"), strict=True)

@@ -16,7 +16,14 @@ import numpy as np
 
 from longspan.errors import LayoutError
 from longspan.layout.layout import check_degree, excerpt
-from longspan.layout.segments import Integers, Segments, expand_runs, is_integer, make_read_only, segments_from_runs
+from longspan.layout.segments import (
+    Integers,
+    Segments,
+    expand_runs,
+    is_integer_type,
+    make_read_only,
+    segments_from_runs,
+)
 
 NO_TARGET = -100  # the label of a row that predicts nothing, as Hugging Face has it
 
@@ -36,7 +43,7 @@ def check_lengths(lengths: Iterable[object]) -> tuple[int, ...]:
         raise LayoutError(f"lengths are {lengths!r}; give a sequence of integers, one per document") from error
     if not {*map(type, values)} <= {int} or min(values, default=1) < 1:
         for index, value in enumerate(values):
-            if not is_integer(type(value)) or value < 1:
+            if not is_integer_type(type(value)) or value < 1:
                 raise LayoutError(
                     f"length {index} is {value!r} ({type(value).__name__}); a length is an integer number of rows, at "
                     "least 1: convert it with int(…) if it is whole, and leave empty documents out"

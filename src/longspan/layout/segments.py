@@ -107,7 +107,7 @@ def expand_runs(start: NDArray[Any], stop: NDArray[Any]) -> Integers:
     return np.repeat(start - integers_before, sizes) + np.arange(total, dtype=np.int64)
 
 
-def is_integer(kind: type) -> bool:
+def is_integer_type(kind: type) -> bool:
     """Python and numpy integers are counts, bools are not."""
     return issubclass(kind, (int, np.integer)) and kind is not bool
 
@@ -130,7 +130,7 @@ class Spans:
 
     A row of such a run, as of an image's tokens, sees the later rows of the run beyond what its mask lets it see.
 
-    >>> spans = Spans.of({7: [(2, 6)]}, documents=(3, 7), lengths=(5, 8))
+    >>> spans = Spans.from_documents({7: [(2, 6)]}, documents=(3, 7), lengths=(5, 8))
     >>> spans.document.tolist(), spans.start.tolist(), spans.stop.tolist()
     ([1], [2], [6])
     """
@@ -140,7 +140,7 @@ class Spans:
     stop: Integers
 
     @staticmethod
-    def of(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
+    def from_documents(by_document: SpansOfDocuments, documents: Sequence[int], lengths: Sequence[int]) -> "Spans":
         """Collect the spans of a group's documents, in the group's order, with document ids as indices into the group.
 
         Runs of one row are left out: the row has no later row to see. Raises LayoutError, naming the document, for
@@ -185,13 +185,13 @@ class Spans:
         return f"Spans({len(self)} runs)"
 
 
-NO_SPANS = Spans.of({}, (), ())
+NO_SPANS = Spans.from_documents({}, (), ())
 
 
 def _check_span_runs(spans: Iterable[Sequence[int]], document: int, length: int) -> list[tuple[int, int]]:
     pairs, end = list(spans), 0
     for span in pairs:
-        if len(span) != 2 or not all(is_integer(type(position)) for position in span):
+        if len(span) != 2 or not all(is_integer_type(type(position)) for position in span):
             raise LayoutError(f"document {document} has the span {span!r}; a span is (start, stop), two integers")
         start, stop = span
         if not end <= start < stop <= length:

@@ -190,7 +190,7 @@ class WholeWeights:
         if first_only:
             receivers = [0] if entry.stage and (world.slot, world.coordinates.tp) == (0, 0) else []
         sends, receives = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
-        with world.watch.naming(f"gathering of {name}", world.home.ranks):
+        with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
                 whole_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
@@ -226,7 +226,9 @@ def save_model(
     if inside is not language_model:  # a PeftModel: the parameters of the model inside have other names
         refuse_unprepared_model(inside)
     file_dtype = None if dtype is None else torch_dtype(dtype)
-    with world.watch.naming(f"writing of {target}", world.home.ranks):  # for DTensor's gathers, which name nothing
+    with world.watch.name_collectives(
+        f"writing of {target}", world.home.ranks
+    ):  # for DTensor's gathers, which name nothing
         _save_weights(inside, encoders, target, world, tokenizer, file_dtype)
 
 

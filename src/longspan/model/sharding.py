@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.channel import wide
+from longspan.comm.channel import widen_half_precision
 from longspan.errors import ModelError
 from longspan.model.activations.host_offload import HostOffload
 from longspan.model.activations.recompute import Recomputation
@@ -318,7 +318,7 @@ def _gradient_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _sum_over_slots(gradients: Sequence[Tensor], world: World) -> None:
     """A reduce-scatter and an all-gather of one flat buffer; half precision is summed in float32."""
     channel = world.channels.find_channel(tuple(range(world.home.slots)))
-    flat = wide(torch.cat([gradient.flatten() for gradient in gradients]))
+    flat = widen_half_precision(torch.cat([gradient.flatten() for gradient in gradients]))
     counts = [len(part) for part in flat.tensor_split(channel.degree)]
     part = channel.reduce_scatter(flat, counts, "sum of gradients").wait()
     flat = torch.cat(channel.all_gather(part, counts, "sum of gradients").wait())

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from longspan.errors import ConfigError
-from longspan.files import json_values
+from longspan.files import json_safe_values
 from longspan.plain_text import seconds_text
 from longspan.report.page import Part, content_policy, finite, head, page, section
 from longspan.report.run_folder import RunFolder, number
@@ -260,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
         title, value = live_page(follower.read())
         if name == "":
             return self._send_text(200, "text/html", page(title, value, live=True))
-        answer = json.dumps(json_values({"over": over, "page": {"name": title, **value}}), separators=(",", ":"))
+        answer = json.dumps(json_safe_values({"over": over, "page": {"name": title, **value}}), separators=(",", ":"))
         mark = blake2b(answer.encode(), digest_size=8).hexdigest()
         if mark == shown_mark:
             return self._send_text(204, "application/json", "")

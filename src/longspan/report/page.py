@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from longspan import __version__
-from longspan.files import json_values
+from longspan.files import json_safe_values
 
 Part = dict[str, Any]
 
@@ -49,7 +49,7 @@ def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
     """The page that draws a value; a `live` one asks its server for newer ones. What the page shows is in it. The JSON
     holds no `<`, so that no text in it ends its element or begins another.
     """
-    data = json.dumps(json_values({"name": title, "live": live, **value}), separators=(",", ":"))
+    data = json.dumps(json_safe_values({"name": title, "live": live, **value}), separators=(",", ":"))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

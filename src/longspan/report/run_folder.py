@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from longspan.errors import ConfigError, PlanError, plural
-from longspan.files import json_values, parse_json
+from longspan.files import json_safe_values, parse_json
 from longspan.plan import Plan
 from longspan.plan.plan import find_plan
 from longspan.run.facts import RunFacts
@@ -216,7 +216,7 @@ def _read_rows(metrics: Path, *, live: bool) -> tuple[list[dict[str, Any]], list
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         words = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else "{}"
-        value = json_values(parse_json(words))
+        value = json_safe_values(parse_json(words))
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

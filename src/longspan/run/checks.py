@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from longspan.checkpoint.files import as_root
+from longspan.checkpoint.files import require_local_root
 from longspan.config.defaults import encoder_default
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
@@ -71,7 +71,7 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
     if train.keep_best and training:
         BestFigure.of(train.keep_best).check_sets({entry.name for entry in config.evaluations})
     if run.checkpoints:
-        as_root(run.checkpoints)
+        require_local_root(run.checkpoints)
 
 
 def check_needs(config: RunConfig) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from longspan.comm.all_ranks import StopSignal, received_signal, run_on_every_rank
+from longspan.comm.all_ranks import StopSignal, run_on_every_rank, signal_of_any_rank
 from longspan.errors import EvaluationStopped, RunFolderError
 from longspan.evaluation.evaluate import evaluate, list_degree_choices
 from longspan.evaluation.metrics import EvaluationOptions
@@ -54,7 +54,7 @@ class Evaluations:
             evaluation = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)
             if evaluation is not None:
                 self._record_evaluations(entry, [evaluation])
-            elif signal := received_signal(self.run.world, self.stop.received):
+            elif signal := signal_of_any_rank(self.run.world, self.stop.received):
                 return signal
         return ""
 
@@ -66,7 +66,7 @@ class Evaluations:
             for evaluation in self._final_evaluations(entry, done):
                 if evaluation is not None:
                     evaluations.append(evaluation)
-                elif signal := received_signal(self.run.world, self.stop.received):
+                elif signal := signal_of_any_rank(self.run.world, self.stop.received):
                     return Final(stopped=signal)
             if not self._is_recorded(entry, done):
                 self._record_evaluations(entry, evaluations)
@@ -88,7 +88,7 @@ class Evaluations:
             name=entry.name,
             metrics=entry.metrics,
             token_bytes=entry.token_bytes,
-            stopped=self.stop.reason,
+            stopped=self.stop.stop_reason,
             progress=partial(self.display.show_eval_progress, entry.name),
         )
         try:

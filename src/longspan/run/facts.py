@@ -7,7 +7,7 @@ from typing import Any
 
 from longspan.errors import plural
 from longspan.evaluation.result import SAME, Evaluation, evaluation_table, largest_difference
-from longspan.files import json_values
+from longspan.files import json_safe_values
 from longspan.versions import versions
 
 LOCK = "run.lock"  # in a run's folder; locked by the run that is at work in it
@@ -83,7 +83,7 @@ class TrainResult:
             "world": self.world,
             "versions": versions(),
         }
-        return json_values(values)
+        return json_safe_values(values)
 
     def degrees_text(self) -> str:
         if len(self.final) < 2:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from longspan.config.file import nearest_hint
 from longspan.errors import ConfigError, import_object
-from longspan.files import as_json, json_values, name_file_in_errors, parse_json, read_lines, write_atomically
+from longspan.files import as_json, json_safe_values, name_file_in_errors, parse_json, read_lines, write_atomically
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -294,6 +294,6 @@ def read_json_row(line: bytes) -> dict[str, Any] | None:
         row = parse_json(line.decode("utf-8", "replace"))
         step = row.get("step") if isinstance(row, dict) else None
         is_row = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MOST_STEPS
-        return json_values(row) if is_row else None
+        return json_safe_values(row) if is_row else None
     except (ValueError, RecursionError):  # no JSON, or nested too deeply for the parser
         return None

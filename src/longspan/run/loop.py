@@ -24,11 +24,11 @@ from longspan.comm.all_ranks import (
     LogLine,
     StopSignal,
     is_first_rank,
-    received_signal,
     result_or_error,
     run_on_every_rank,
+    signal_of_any_rank,
 )
-from longspan.comm.watch import is_out_of_memory, one_line
+from longspan.comm.watch import error_in_one_line, is_out_of_memory
 from longspan.comm.world import open_worlds
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, RunFolderError
@@ -87,7 +87,7 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            first = f"rank {run.world.rank} was out of memory in step {step}: {one_line(error)}"
+            first = f"rank {run.world.rank} was out of memory in step {step}: {error_in_one_line(error)}"
             error.add_note(f"{first}\n{_memory_table(run)}{_write_snapshot(run)}")
         raise
 
@@ -100,7 +100,7 @@ def _write_snapshot(run: TrainingRun) -> str:
         file.parent.mkdir(exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(file))
     except (OSError, RuntimeError) as error:
-        return f"\nno snapshot of its allocator: {one_line(error)}"
+        return f"\nno snapshot of its allocator: {error_in_one_line(error)}"
     return f"\nits allocator's snapshot is {file} (https://pytorch.org/memory_viz)"
 
 
@@ -231,7 +231,7 @@ class Steps:
         flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
         slow = world.rank + 1 if self._slow_slots.is_slow else 0
         figures = (saves.saver.has_failed, slow, self._allocator.of_step)
-        stops, saves_now, minutes, save_failed, slow_rank, most_retries = world.control.largest_of(
+        stops, saves_now, minutes, save_failed, slow_rank, most_retries = world.control.largest_over_ranks(
             [*map(float, flags), *map(float, figures)], "agreement on a flag"
         )
         stopped = save_on = ""
@@ -239,9 +239,9 @@ class Steps:
             saves.saver.raise_failure()
         if stops:
             raise_first_error(world, failure)
-            stopped = received_signal(world, stop.received)
+            stopped = signal_of_any_rank(world, stop.received)
         if saves_now:
-            save_on = received_signal(world, stop.save_asked)
+            save_on = signal_of_any_rank(world, stop.save_asked)
         if text := self._allocator.warning(most_retries):
             self._log(text)
         if slow_rank:
@@ -333,7 +333,7 @@ class _Loop:
                     save_plan(run, plan, f"step-{saves.done:06d}")
                 if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
-                    stop.answer_save()  # also what other ranks received meanwhile
+                    stop.forget_save_request()  # also what other ranks received meanwhile
                 saves.reserve_memory()
                 if agreed.save_on and not stopped:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, first_rank_warns, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
 from longspan.config.defaults import warn_about_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
@@ -96,7 +96,7 @@ def set_up_model(
         vocabulary = _corpus_vocabulary_size(data, config)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
 
-    with first_rank_warns(world):
+    with silence_warnings_of_other_ranks(world):
         model = run_on_every_rank(world, load, ModelError)
     run_dir, architecture = Path(config.run.dir), type(model).__name__
     keep = partial(keep_model_files, run_dir, config.model, configuration, architecture, log)

@@ -107,11 +107,11 @@ class Chains:
     def local_places(self) -> range:
         """From the first to the last place at which this member has a run in `local_chains`."""
         table = self.local_chains
-        places = np.flatnonzero(((table >= 0) & (self.local_numbers[table] >= 0)).any(0))
+        places = np.flatnonzero(((table >= 0) & (self.local_number_of_run[table] >= 0)).any(0))
         return range(int(places[0]), int(places[-1]) + 1) if len(places) else range(0)
 
     @cached_property
-    def local_numbers(self) -> Integers:
+    def local_number_of_run(self) -> Integers:
         """For each run of all members its number among this member's; −1 for another member's."""
         number = np.full(len(self.runs.member), -1)
         number[self.local_indices] = np.arange(len(self.local_indices))

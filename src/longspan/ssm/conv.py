@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import Handle, SequenceShard, to_device
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers, expand_runs
 from longspan.ssm.chains import Chains, shard_chains
@@ -114,7 +114,7 @@ def find_halo(chains: Chains, width: int) -> Halo:
     return chains.halos[width]
 
 
-@outside_graphs
+@break_graphs_around
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, shard: SequenceShard, *, silu: bool = False) -> Tensor:
     """Compute y_t = Σ_i weight[:, W − 1 − i] · x_{t − i} + bias in each document: x (T, C), weight (C, W) -> (T, C).
 
@@ -165,7 +165,7 @@ class _CausalConv(torch.autograd.Function):
             y = kernel.forward(x_part, convolution, part_chains.local_runs, halo.isolated) if len(x_part) else x_part
             arrived_rows = x.new_empty((0, x.shape[1])) if handle is None else handle.wait()
             if len(arrived_rows):
-                kernel.write_first(y, x_part, arrived_rows, convolution, halo.first)
+                kernel.write_first_outputs(y, x_part, arrived_rows, convolution, halo.first)
             outs.append(y)
             arrived.append(arrived_rows)
         ctx.save_for_backward(x, *parameters, *arrived)

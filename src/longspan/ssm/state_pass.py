@@ -17,12 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.comm import SequenceShard
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import LayoutError
 from longspan.layout.segments import Integers
 from longspan.ssm.chains import Chains, Passing, shard_chains
 from longspan.ssm.kernels import TORCH, Inputs, Recurrence, ScanKernel, choose_scan_kernel
-from longspan.ssm.kernels.call import Forward, SavedScan, apply_maps, index_on_device, pick_rows, put_rows, state_dtype
+from longspan.ssm.kernels.call import (
+    Forward,
+    SavedScan,
+    index_on_device,
+    map_states,
+    pick_rows,
+    put_rows,
+    state_dtype,
+)
 from longspan.ssm.kernels.packages import fla_function, fla_lack
 
 
@@ -56,7 +64,7 @@ class ForwardFold:
         entering = v.new_zeros(shape, dtype=state_dtype(v.dtype))
         if not self._passing.any:
             return entering
-        table, local_numbers = self.chains.local_chains, self.chains.local_numbers
+        table, local_number_of_run = self.chains.local_chains, self.chains.local_number_of_run
         gathered = self._gathered.wait()
         state = entering[:0]
         for place in range(1, self.chains.local_places.stop):  # up to this member's last run in any chain
@@ -64,9 +72,9 @@ class ForwardFold:
             count = int((runs >= 0).sum())  # chains that go on, which come first
             states = gathered.states(runs_before[:count])
             state = (
-                states if place == 1 else apply_maps(gathered.transitions(runs_before[:count]), state[:count], states)
+                states if place == 1 else map_states(gathered.transitions(runs_before[:count]), state[:count], states)
             )
-            _put_local_runs(entering, state, local_numbers[runs[:count]])
+            _put_local_runs(entering, state, local_number_of_run[runs[:count]])
         return entering
 
 
@@ -94,7 +102,7 @@ class BackwardFold:
         if not passing.any:
             return leaving
         gathered = self._gathered.wait()
-        table, local_numbers = self._chains.local_chains, self._chains.local_numbers
+        table, local_number_of_run = self._chains.local_chains, self._chains.local_number_of_run
         gradient, first_place = leaving[:0], self._chains.local_places.start
         for place in range(table.shape[1] - 1, first_place, -1):  # down to the run after this member's first
             runs = table[:, place]
@@ -102,10 +110,10 @@ class BackwardFold:
             continuing = len(gradient)  # chains with a run after this one, which come first
             gradients = gathered.states(runs[:count])
             if continuing:
-                later = apply_maps(gathered.transitions(runs[:continuing]).mT, gradient, gradients[:continuing])
+                later = map_states(gathered.transitions(runs[:continuing]).mT, gradient, gradients[:continuing])
                 gradients = later if continuing == count else torch.cat([later, gradients[continuing:]])
             gradient = gradients
-            _put_local_runs(leaving, gradient, local_numbers[table[:count, place - 1]])
+            _put_local_runs(leaving, gradient, local_number_of_run[table[:count, place - 1]])
         return leaving
 
 
@@ -149,11 +157,11 @@ class _GatheredSummaries:
         return windows.index_select(0, index_on_device(first_rows, self._rows.device)).view(shape)
 
 
-def _put_local_runs(into: Tensor, values: Tensor, local_numbers: Integers) -> None:
-    """`local_numbers` are the runs' numbers among this member's (−1: not here, left out)."""
-    local = (local_numbers >= 0).nonzero()[0]
+def _put_local_runs(into: Tensor, values: Tensor, local_number_of_run: Integers) -> None:
+    """`local_number_of_run` are the runs' numbers among this member's (−1: not here, left out)."""
+    local = (local_number_of_run >= 0).nonzero()[0]
     if len(local):
-        put_rows(into, local_numbers[local], pick_rows(values, local))
+        put_rows(into, local_number_of_run[local], pick_rows(values, local))
 
 
 def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
@@ -167,7 +175,7 @@ def unit_vectors(x: Tensor, epsilon: float) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + epsilon)
 
 
-@outside_graphs
+@break_graphs_around
 def linear_scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, shard: SequenceShard, scale: float = 1.0
 ) -> Tensor:
@@ -245,7 +253,7 @@ class _StatePass(torch.autograd.Function):
         inputs = Inputs(*tensors)
         parts = [inputs.rows(part_chains.part.start, part_chains.part.stop) for part_chains in chains]
         scans = [
-            _member_kernel(kernel, part_chains).forward(part, part_chains.local_runs, scale)
+            _kernel_unless_empty(kernel, part_chains).forward(part, part_chains.local_runs, scale)
             for part, part_chains in zip(parts, chains, strict=True)
         ]
         folds = [
@@ -272,7 +280,7 @@ class _StatePass(torch.autograd.Function):
             del activations_and_states[len(activations_and_states) - count :]
             start, stop = chains.part.start, chains.part.stop
             saved = SavedScan(states, tuple(activations), dout[start:stop])
-            local = _member_kernel(ctx.kernel, chains).backward(
+            local = _kernel_unless_empty(ctx.kernel, chains).backward(
                 inputs.rows(start, stop), chains.local_runs, ctx.scale, saved
             )
             fold = BackwardFold(chains, states, transitions, local.entry_gradients)
@@ -283,7 +291,7 @@ class _StatePass(torch.autograd.Function):
         return None, None, None, *results, *([None] if inputs.beta is None else [])
 
 
-def _member_kernel(kernel: ScanKernel, chains: Chains) -> ScanKernel:
+def _kernel_unless_empty(kernel: ScanKernel, chains: Chains) -> ScanKernel:
     """Other kernels than torch's operations need rows."""
     return kernel if len(chains.lengths) else TORCH
 

@@ -182,7 +182,7 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     model, world, backward = passes.model, passes.world, passes.backward
     run = _run_stages if isinstance(model, PipelineModel) else _run_model
-    naming = world.watch.naming("forward and backward passes", world.home.ranks)
+    naming = world.watch.name_collectives("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
     stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or keeps_parameters_gathered(model)
     quantised = keep_quantised_weights(model) if stay_whole and len(batches) > 1 else nullcontext()
@@ -265,11 +265,13 @@ def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     assert isinstance(model, PipelineModel)
     if passes.counts_loads:
         with torch.no_grad():
-            model.run([_stage_input(passes, batch, None) for batch in batches], backward=False)
+            model.run_micro_batches([_stage_input(passes, batch, None) for batch in batches], backward=False)
     passes.compute_load_fractions()
     count = model.pipeline_settings.round_up_micro_batches(len(batches)) if passes.backward else len(batches)
     padding = [padding_batch(passes.plan, passes.world, passes.depths) for _ in range(count - len(batches))]
-    model.run([_stage_input(passes, batch, total) for batch in (*batches, *padding)], backward=passes.backward)
+    model.run_micro_batches(
+        [_stage_input(passes, batch, total) for batch in (*batches, *padding)], backward=passes.backward
+    )
     return total
 
 

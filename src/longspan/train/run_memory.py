@@ -324,7 +324,7 @@ def memory_budget(config: RunConfig, world: World) -> MemoryBudget:
         free, all_bytes = torch.cuda.mem_get_info(world.device)
         device = int(GPU_SHARE * min(all_bytes, free + CONTEXT_BYTES))
     # The control group has only a maximum.
-    negative_bytes = world.control.largest_of([-float(device), -float(host)], "the least free memory")
+    negative_bytes = world.control.largest_over_ranks([-float(device), -float(host)], "the least free memory")
     return MemoryBudget(device=int(-negative_bytes[0]), host=int(-negative_bytes[1]))
 
 

@@ -137,7 +137,7 @@ def run_step(
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()
-    with world.watch.naming("gradient norm and optimizer", world.home.ranks):
+    with world.watch.name_collectives("gradient norm and optimizer", world.home.ranks):
         sums = StepEnd(model, passes, batches, optimizer, max_grad_norm, meanwhile).finish_step(loss_sum)
         term_results = [term.results(values) for term, values in zip(terms, sums.of_terms, strict=True)]
     return StepResult(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, first_rank_warns
+from longspan.comm.all_ranks import LogLine, silence_warnings_of_other_ranks
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import ModelConfig, RunConfig, key_checkpointing
@@ -184,7 +184,7 @@ def prepare_run_model(
     """
     _check_comm_types_fit_layers(config, model)
     computed_dtype = compute_dtype(config.model, world.device.type)
-    with first_rank_warns(world):  # about the adapter
+    with silence_warnings_of_other_ranks(world):  # about the adapter
         adapted_model = add_configured_adapter(config, model) if config.lora.rank else model
     # Parameters of an adapter may be in another dtype than the model's.
     dtypes = (

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from longspan import Layout, World, plan_fixed, prepare, run_step
 from longspan.corpus.image_documents import ImageDocuments, show_images
 from longspan.corpus.images.processor import load_processor
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import DataError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.layers import base_model
@@ -79,7 +79,7 @@ def _opened(content: Any) -> Any:
 
 
 def stock_answer(documents: ImageDocuments, config: Any, made: list[Mapping[str, Tensor]]) -> Answer:
-    with whole_float64():
+    with compute_in_float64():
         model = make_tiny_model(config, torch.float64, images=True).train()
         losses = list[Tensor]()
         for document, inputs in zip(documents, made, strict=True):
@@ -100,10 +100,10 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
-    with whole_float64():  # processors on torchvision compute in torch's default type
+    with compute_in_float64():  # processors on torchvision compute in torch's default type
         documents, config, made = family_documents(name, folder / str(rank))
     answer, errors = stock_answer(documents, config, made), dict[str, float]()
-    with whole_float64(), World(Layout(2), timeout=60) as world:
+    with compute_in_float64(), World(Layout(2), timeout=60) as world:
         for cp in (1, 2):
             model = prepare(make_tiny_model(config, torch.float64, images=True), world, encoder=Layout(2))
             longest = -(-max(documents.lengths) // cp)
@@ -119,7 +119,7 @@ def errors_of(rank: int, name: str, folder: Path) -> dict[str, float]:
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_rows_are_those_of_the_stock_processor(name: str, tmp_path: Path) -> None:
     documents, config, made = family_documents(name, tmp_path)
-    with whole_float64():
+    with compute_in_float64():
         base: Any = base_model(make_tiny_model(config, torch.float64, images=True))
     for number, (document, inputs) in enumerate(zip(documents, made, strict=True)):
         assert ids_of(document) == inputs["input_ids"][0].tolist()

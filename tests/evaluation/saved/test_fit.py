@@ -10,7 +10,7 @@ from longspan.cli.eval import check_request, make_request, parse_eval
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.request import changed_keys, changes_line, fit_evaluation, fit_home
+from longspan.evaluation.request import changed_keys, changes_line, fit_evaluation_plans, fit_home_to_ranks
 from longspan.layout import Layout
 from longspan.run.checks import check_config, check_longest_of_set
 from longspan.train.plans import PlanChoice, home_of
@@ -41,13 +41,13 @@ def test_a_home_has_the_nearest_degrees_that_fit(
 ) -> None:
     large = load_config(None, BASE | {"model.preset": "qwen3-30b-a3b"})  # 48 layers, 128 experts
     config = replace(large, parallel=ParallelConfig(**before))
-    fitted = fit_home(config, ranks, flag_keys)
+    fitted = fit_home_to_ranks(config, ranks, flag_keys)
     assert fitted.parallel == ParallelConfig(**after)
     assert {change.key for change in changed_keys(config, fitted)} == {
         f"parallel.{key}" for key in before if before[key] != getattr(fitted.parallel, key)
     }
     if not flag_keys:
-        fitted = fit_evaluation(fitted, home_of(fitted.parallel, ranks), None, 1, flag_keys)
+        fitted = fit_evaluation_plans(fitted, home_of(fitted.parallel, ranks), None, 1, flag_keys)
         check_config(replace(fitted, data=replace(fitted.data, max_document_tokens=0)), ranks, training=False)
 
 
@@ -56,13 +56,13 @@ def test_a_home_has_the_nearest_degrees_that_fit(
 )
 def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, flag_keys: set[str], tp: int) -> None:
     config = replace(load_config(None, BASE), encoder=EncoderSection(tp=4))
-    fitted = fit_home(config, ranks, flag_keys)
+    fitted = fit_home_to_ranks(config, ranks, flag_keys)
     changes = [change.key for change in changed_keys(config, fitted)]
     assert fitted.encoder.tp == tp and changes == ["encoder.tp"] * (tp != 4)
 
 
 def entry_at(config: RunConfig, slots: int, *flag_keys: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
-    fitted = fit_evaluation(config, Layout(ranks=slots), heads, longest, flag_keys)
+    fitted = fit_evaluation_plans(config, Layout(ranks=slots), heads, longest, flag_keys)
     return fitted.context.evaluation, changes_line(changed_keys(config, fitted), slots)
 
 
@@ -118,7 +118,7 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     config = load_config(None, BASE | keys)
     assert entry_at(config, 4, longest=1001)[0].max_tokens_per_slot == 501
     tall = replace(config, parallel=ParallelConfig(tp=2, sequence_parallel=True))
-    fitted = fit_evaluation(tall, Layout(8, tp=2), 8, 1001, ())
+    fitted = fit_evaluation_plans(tall, Layout(8, tp=2), 8, 1001, ())
     assert fitted.context.evaluation.max_tokens_per_slot == 502
 
 
@@ -130,7 +130,7 @@ def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
     )
     choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
     assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(4, 4)] * 3
-    fitted = fit_home(config, 2, ())
+    fitted = fit_home_to_ranks(config, 2, ())
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlanChoice.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
     line = changes_line(changed_keys(config, fitted), 2)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from longspan.comm import World
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -64,7 +64,7 @@ def _errors(rank: int, rows: Sequence[Row], exact: dict[str, Any]) -> list[dict[
 
 def _errors_in(home: Layout, cases: Sequence[Case], options: dict[str, Any], exact: dict[str, Any]) -> dict[str, float]:
     errors, plan, plain = dict[str, float](), make_plan(home), {**exact}
-    with World(home, backend=backend()) as world, whole_float64():
+    with World(home, backend=backend()) as world, compute_in_float64():
         for name, words, size, rows in cases:
             if name not in plain:
                 plain[name] = take_step(prepare_untried(MODELS[name](), world, **options), plan, world)
@@ -108,7 +108,7 @@ def test_tiles_and_segments_are_the_plain_step(rows: list[Row]) -> None:
     """The few are compared with the stock model, whose loss counts for the step's and for the evaluation's."""
     exact = dict[str, Any]()
     for name in {name for _, cases, _ in FEW for name, *_ in cases if rows is FEW}:
-        with whole_float64():
+        with compute_in_float64():
             loss, gradients = dense_answer(MODELS[name](), texts(LENGTHS))
         exact[name] = 2 * loss, gradients
     for of_rank in run_ranks(_errors, len(rows[0][0].ranks), rows, exact):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan.comm import World
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -84,7 +84,7 @@ def stock_step(family: str) -> MoeStock:
 
 def outcomes(rank: int, homes: dict[str, Sequence[str]], stock: dict[str, MoeStock]) -> dict[Case, float | str]:
     answers: dict[Case, float | str] = {}
-    with whole_float64():
+    with compute_in_float64():
         for name, families in homes.items():
             with World(HOMES[name], backend=backend()) as world:
                 for family in families:
@@ -119,7 +119,7 @@ def _error(family: str, world: World, stock: MoeStock, *, in_parts: bool) -> flo
 def _answers(ranks: int, in_ci: bool) -> list[dict[Case, float | str]]:
     homes = {name: [f for f, few in rows.items() if few is in_ci] for name, rows in ROWS.items()}
     homes = {name: families for name, families in homes.items() if len(HOMES[name].ranks) == ranks}
-    with whole_float64():
+    with compute_in_float64():
         stock = {family: stock_step(family) for families in homes.values() for family in families}
     return run_ranks(outcomes, ranks, homes, stock, timeout=900)
 
@@ -176,7 +176,7 @@ def _mutated(rank: int, stock: dict[str, MoeStock]) -> dict[str, float | str]:
 
 @pytest.mark.whole
 def test_a_term_that_is_dropped_is_noticed() -> None:
-    with whole_float64():
+    with compute_in_float64():
         stock = {family: stock_step(family) for family in CI}
     for name, answer in run_ranks(_mutated, 2, stock, timeout=300)[0].items():
         assert isinstance(answer, str) or answer > 1e-6, (name, answer)

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from longspan.comm import World
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
 from longspan.model import prepare, without_adapter
 from longspan.model.adapters import peft_modules
@@ -144,7 +144,7 @@ OF_FOUR_MIXERS = {"tp 2, cp 2": (Home(TP_OF_4, SEQUENCE_PARALLEL | FULL, partiti
 
 
 def _answers(rank: int, table: Table, of_mixers: bool) -> dict[tuple[str, str], Exact]:
-    with whole_float64() if of_mixers else nullcontext():
+    with compute_in_float64() if of_mixers else nullcontext():
         return {case: dense_answer(*case) for _, cases in table.values() for case in cases}
 
 
@@ -157,7 +157,7 @@ def _compare(
             for number, (family, adapter) in enumerate(cases):
                 base = not (of_mixers or number or home.options or home.layout.pp > 1 or home.layout.ep > 1)
                 how: dict[str, Any] = {"trial": not errors, "base": base, "exact": exact[family, adapter]}
-                with whole_float64() if of_mixers else nullcontext():
+                with compute_in_float64() if of_mixers else nullcontext():
                     errors[f"{name}, {family}, {adapter}"] = errors_of(home, family, adapter, world, **how)
     return errors
 

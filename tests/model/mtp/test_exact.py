@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longspan import Document, DocumentLoss, Layout, MtpLoss, World, prepare, run_step
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.plan import Plan, plan_dynamic, plan_fixed, plan_padded
 from longspan.testing import run_ranks
@@ -137,7 +137,7 @@ def _model(case: Case) -> Any:
 
 @cache
 def _wanted(case: Case) -> Answer:
-    with whole_float64():
+    with compute_in_float64():
         return dense(_model(case).train(), texts(LENGTHS), _masks(case), _weights(case))
 
 
@@ -155,7 +155,7 @@ def _errors(rank: int, rows: Rows, wanted: dict[Case, Answer]) -> list[dict[str,
 def _errors_in(home: Layout, cases: list[Case], wanted: dict[Case, Answer]) -> dict[str, float]:
     """The largest relative error of each case and plan."""
     errors, mtp = dict[str, float](), MtpLoss(weight=WEIGHT)
-    with World(home) as world, whole_float64():
+    with World(home) as world, compute_in_float64():
         for case in cases:
             exact, masks, documents = wanted[case], _masks(case), list[Any](texts(LENGTHS))
             if case.labelled:
@@ -207,7 +207,7 @@ def _own_losses_and_types(rank: int, exact: Answer) -> tuple[dict[str, float], l
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
         of_documents = DocumentLoss(lambda sums, _: -sums.sum())  # one set of documents in several micro-batches
         losses: dict[str, Any] = {"of tokens": lambda log_probs, at: -log_probs, "of documents": of_documents}
-        with whole_float64():
+        with compute_in_float64():
             model = prepare_untried(with_depths("qwen3", 2), world)
             for name, loss in losses.items():
                 settings: dict[str, Any] = {"loss": loss, "divisor": plan.targets, "loss_chunk_rows": 5}
@@ -277,7 +277,7 @@ def _mutated_errors(rank: int, family: str, mutations: dict[str, tuple[str, str,
         model = with_depths(family, 2)
         return adapted(model, modules_to_save=["mtp"]) if mutations.keys() == OF_WHOLE_DEPTHS.keys() else model
 
-    with World(Layout(ranks=2)) as world, whole_float64():
+    with World(Layout(ranks=2)) as world, compute_in_float64():
         exact = dense(make().train(), documents)
         plan = plan_fixed(LENGTHS, world.home, cp=2, max_tokens_per_slot=24)
         for name in each_mutated(mutations):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longspan import Group, Layout, MicroBatch, MtpLoss, SequenceShard, World, plan_fixed, prepare, run_step
 from longspan.bridge.bridge import AHEAD, embedding_arguments
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.multimodal.multimodal_model import _SpliceHook  # pyright: ignore[reportPrivateUsage]
 from longspan.model.vision.image_tokens import image_tokens
@@ -28,7 +28,7 @@ FAMILIES = [name for name in ("llava-clip", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
 
 @cache
 def wanted(name: str) -> tuple[Answer, tuple[float, ...]]:
-    with whole_float64():
+    with compute_in_float64():
         model = add_drawn_depths(tiny(name), DEPTHS).train()
         documents = raw(image_tokens(model.config))
         ids = [document.ids for document in documents]
@@ -65,7 +65,7 @@ def all_of(ranks: int) -> list[Case]:
 
 def _error(case: Case) -> float:
     answer, of_depths = wanted(case.name)
-    with whole_float64(), World(case.home) as world:
+    with compute_in_float64(), World(case.home) as world:
         model = prepare(add_drawn_depths(tiny(case.name), DEPTHS), world, encoder=case.encoder, **dict(case.options))
         documents = documents_of(image_tokens(config_of(case.name)))
         plan = case.plan(documents.lengths, documents.targets)

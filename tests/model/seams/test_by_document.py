@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Layout, Plan, World, plan_dynamic, plan_fixed, plan_padded, prepare, run_step
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.exactness.check_model import refuse_unsupported_model
 from longspan.model.execution import model_execution
@@ -83,7 +83,7 @@ def _dense(family: str) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of stock transformers: a model for each document, for its frequencies stay as they grew."""
     total, gradients, targets = 0.0, dict[str, Tensor](), sum(LENGTHS) - len(LENGTHS)
     for document in texts(LENGTHS):
-        with whole_float64():
+        with compute_in_float64():
             of_one = answer(_model(family), [document], targets=targets)
         total += of_one.loss
         gradients = {name: gradients.get(name, 0) + x for name, x in of_one.gradients.items()}
@@ -115,7 +115,7 @@ TABLES: dict[str, list[Row]] = {
 def _sharded(rank: int, rows: list[Row]) -> list[dict[str, tuple[float, dict[str, Tensor]]]]:
     steps: list[dict[str, tuple[float, dict[str, Tensor]]]] = []
     for family, axes, more, names in rows:
-        with World(Layout(2, **axes)) as world, whole_float64():
+        with World(Layout(2, **axes)) as world, compute_in_float64():
             model = (prepare if "moshi" in family else prepare_untried)(_model(family), world, **more)
             steps.append({})
             for name in names:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan import Layout, World, bind, load_model, plan_fixed, prepare, run_step, save_model
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.parts import find_parts
@@ -70,7 +70,7 @@ def _errors(
     """The largest error of each row, the gradients that are here, and those of the stock model."""
     errors: dict[str, tuple[float, set[str], set[str]]] = {}
     for family, axes, kind, options in rows:
-        with World(Layout(ranks=ranks, **axes), backend=backend()) as world, whole_float64():
+        with World(Layout(ranks=ranks, **axes), backend=backend()) as world, compute_in_float64():
             (ours, documents), (loss, exact) = _model_and_texts(family), stock[family]
             model = (prepare_untried if errors else prepare)(ours, world, **options)
             vars(model)["modes_of_row_trial"] = {False, True}  # trials of rows take as long as two steps
@@ -87,7 +87,7 @@ def _errors(
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.whole] * (n != "2 ranks")) for n in TABLES])
 def test_equals_the_stock_model(name: str) -> None:
     ranks, rows = TABLES[name]
-    with whole_float64():
+    with compute_in_float64():
         stock = {family: dense_answer(*_model_and_texts(family)) for family in {family for family, *_ in rows}}
     answers = run_ranks(_errors, ranks, ranks, rows, stock, timeout=240)
     assert len(answers[0]) == len(rows)

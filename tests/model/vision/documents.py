@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan import Document, ItemDocuments
 from longspan.data.item_documents import items_at_placeholders
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.model.seams.call_rules import has_prefix
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
 from tests.model.stock import gradients_of
@@ -156,7 +156,7 @@ class Answer:
 
 def answer_of(name: str, documents: str = "mixed", trained: Any = None, make: Any = None) -> Answer:
     """What the stock model, or the one that `make` gives, says; `trained(model)` freezes what is not trained."""
-    with whole_float64():
+    with compute_in_float64():
         model = (tiny(name) if make is None else make()).train()
         if trained is not None:
             trained(model)

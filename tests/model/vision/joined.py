@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from longspan import Layout, MultimodalModel, Plan, World, plan_dynamic, plan_fixed, prepare, run_step
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.model.multimodal.multimodal_model import map_stock_names
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.testing import backend
@@ -67,7 +67,7 @@ class _Errors:
 
 def step(case: Case, answer: Answer, *, trial: bool = True) -> dict[str, float]:
     """The errors of one step; with a trial of rows before it, or not."""
-    with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
+    with compute_in_float64(), World(case.home, backend=backend(), timeout=60) as world:
         make = prepare if trial else prepare_untried
         model = make(tiny(case.name), world, encoder=case.encoder, **dict(case.options))
         if not trial:

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from longspan import Layout, World, prepare, run_step, without_adapter
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.layers import is_in_projector, towers_beside_text_model
 from longspan.model.take_apart import freeze_image_modules
@@ -46,7 +46,7 @@ def wanted(name: str, parts: tuple[str, ...]) -> Answer:
 
 def step_error(case: Case, answer: Answer, make: Callable[[], Any], *, of_adapters: bool = True) -> float:
     """The largest relative error of a step of the model."""
-    with whole_float64(), World(case.home) as world:
+    with compute_in_float64(), World(case.home) as world:
         model = prepare(make(), world, encoder=case.encoder, **dict(case.options))
         documents = documents_of(image_tokens(config_of(case.name)))
         result = run_step(model, case.plan(documents.lengths, documents.targets), documents, world)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.model.vision import image_encoder
 from longspan.model.vision.image_encoder import split_off_image_encoder
 from longspan.model.vision.image_tokens import image_tokens
@@ -14,7 +14,7 @@ from tests.model.vision.models import config_of, here, tiny
 
 
 def encoded(name: str, *, packed: bool) -> dict[str, Tensor]:
-    with whole_float64():
+    with compute_in_float64():
         encoder = split_off_image_encoder(tiny(name)).encoder
         if packed:
             image_encoder.pack_attention(encoder)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from longspan.files import json_values
+from longspan.files import json_safe_values
 from longspan.run.loggers import RunStart
 
 
@@ -16,7 +16,7 @@ class FileLogger:
     def log(self, row: Mapping[str, Any], step: int) -> None:
         assert row["step"] == step
         self._summary |= not self._rows and (self._start.dir / "summary.json").exists()
-        self._rows.append(json_values(row))
+        self._rows.append(json_safe_values(row))
 
     def close(self) -> None:
         session = {"done": self._start.done, "rows": self._rows, "summary": self._summary, "closed": True}

@@ -19,11 +19,11 @@ from longspan.comm import run_local
 from longspan.doctor.stock import (
     Answer,
     collect_gradients,
+    compute_in_float64,
     compute_stock_answer,
     draw_documents,
     gradient_errors,
     loss_error,
-    whole_float64,
 )
 from longspan.errors import LayoutError, ModelError, PlanError
 from longspan.layout import Layout
@@ -135,7 +135,7 @@ def _run(
     rank: int, drawn: Draw, documents: list[np.ndarray], plan: Plan, evaluation: Plan, exact: Answer
 ) -> tuple[float, str]:
     """The largest error and of what it is, or 0 and why the draw is refused."""
-    with World(drawn.home, backend=backend(), timeout=60) as world, whole_float64():
+    with World(drawn.home, backend=backend(), timeout=60) as world, compute_in_float64():
         try:
             model = prepare(make_tiny_model(drawn.config, torch.float64), world, **drawn.settings)
         except (ModelError, LayoutError) as refusal:
@@ -160,7 +160,7 @@ def test_drawn_models_are_exact() -> None:
         drawn = draw(seed)
         lengths, *plans = lengths_and_plans(drawn)
         documents = draw_documents(drawn.config, lengths, seed)
-        with whole_float64():
+        with compute_in_float64():
             exact = compute_stock_answer(drawn.config, documents, torch.float64)
         answers = run_local(_run, len(drawn.home.ranks), (drawn, documents, *plans, exact), timeout=300)
         error, of = max(answers)

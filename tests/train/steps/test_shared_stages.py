@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from longspan.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from longspan.comm import World
 from longspan.comm.channel import Channel
-from longspan.doctor.stock import whole_float64
+from longspan.doctor.stock import compute_in_float64
 from longspan.layout import Layout
 from longspan.model import load_model, prepare, save_model
 from longspan.model.exactness.small_copies import shrink_configuration
@@ -92,7 +92,7 @@ class Case:
 
 @cache
 def wanted(layers: int = 8) -> Answer:
-    with whole_float64():
+    with compute_in_float64():
         return answer(zamba2(layers), texts(LENGTHS))
 
 
@@ -127,7 +127,7 @@ def _errors(model: PipelineModel, case: Case, expected: Answer, world: World) ->
 
 def _compare(rank: int, cases: Sequence[Case], expected: Answer) -> list[dict[str, float]]:
     found = []
-    with whole_float64():
+    with compute_in_float64():
         for case in cases:
             with World(case.home, backend=backend(), timeout=60) as world:
                 found.append(_errors(case.prepared(world), case, expected, world))
@@ -175,7 +175,7 @@ MUTANTS: dict[str, tuple[Change, Callable[[dict[str, float]], bool]]] = {
 
 def _mutants(rank: int, expected: Answer) -> dict[str, dict[str, float]]:
     found, case = {}, CASES[1]
-    with whole_float64(), World(case.home, backend=backend(), timeout=60) as world:
+    with compute_in_float64(), World(case.home, backend=backend(), timeout=60) as world:
         for name, (change, _) in MUTANTS.items():
             with mutated(change):
                 found[name] = _errors(case.prepared(world), case, expected, world)
@@ -202,7 +202,7 @@ def _bytes_sent(rank: int, case: Case) -> int:
 
     with (
         patch.object(Channel, "exchange", counted),
-        whole_float64(),
+        compute_in_float64(),
         World(case.home, backend=backend(), timeout=60) as world,
     ):
         model = case.prepared(world)
@@ -214,7 +214,7 @@ def _bytes_sent(rank: int, case: Case) -> int:
 def test_sums_of_copies_are_sent_once_to_each_other_stage() -> None:
     """Of each of k copies all stages together send twice what the others add of it."""
     case = Case("1f1b", 4, kind="copies")
-    with whole_float64():
+    with compute_in_float64():
         model = zamba2()
     stages = make_stage_models(model, find_parts(model), stage_layers(8, case.pp))
     sizes = {name: p.nbytes for name, p in model.named_parameters(remove_duplicate=False)}
@@ -250,7 +250,7 @@ def _compare_copies(model: PipelineModel, optimizer: torch.optim.Optimizer, worl
 def _save_and_resume(rank: int, saved: Case, resumed: Case, folder: Path) -> None:
     """Two steps, a checkpoint and a folder, and two more; the same after the checkpoint in another home, and in one
     without stages."""
-    with whole_float64():
+    with compute_in_float64():
         with World(saved.home, backend=backend(), timeout=60) as world:
             model = saved.prepared(world)
             optimizer = build_optimizer(model, "adamw", 1e-2, 0.1)

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from longspan.bench.benches import origin_text, show_record, write_unfinished
-from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, parse_step
+from longspan.bench.benches import origin_text, show_record, write_unfinished_record
+from longspan.bench.step.settings import PLANNERS, StepSettings, make_settings, parse_step_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import run_on_ranks
 from longspan.comm import World
@@ -178,7 +178,7 @@ def _report_row(record: dict[str, Any], settings: StepSettings, rank: int) -> No
     """The first rank writes the record with its newest row, so that rows survive an interruption."""
     if rank:
         return
-    write_unfinished(record, settings.out)
+    write_unfinished_record(record, settings.out)
     row = record["rows"][-1]
     seconds, speed = row.get("seconds", 0.0), row.get("tokens_per_second_per_device", 0.0)
     outcome = row.get("missing") or f"{seconds:.3f} s, {speed:.0f} tokens/s a device"
@@ -256,7 +256,7 @@ CPU_RANKS = 2
 
 
 def main(argv: Sequence[str], peers: Peers | None = None) -> int:
-    flags, config = parse_step(argv)
+    flags, config = parse_step_flags(argv)
     ranks, backend = flags.processes(CPU_RANKS)
     settings = make_settings(flags, config, ranks, backend, ["longspan", "bench", "step", *argv])
     if not (settings.planners or peers):

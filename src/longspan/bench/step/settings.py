@@ -77,7 +77,7 @@ class StepFlags(BenchFlags, SourceFlags):
             raise ConfigError(f"--layers is {self.layers}; it must be at least 0")
 
 
-def parse_step(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
+def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
     """Parse the flags; returns them and the configuration of the file with the keys that flags change. Flags are parsed
     a second time with the values of the file that they name as defaults.
     """

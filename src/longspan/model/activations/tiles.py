@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.float8.products import keep_quantised_weights
 from longspan.model.layers import expert_modules
@@ -35,7 +35,7 @@ def count_tiles(rows: int, tile_rows: int) -> int:
     return max(1, -(-rows // tile_rows)) if tile_rows else 1
 
 
-@outside_graphs
+@break_graphs_around
 def run_in_tiles(
     run: Callable[..., Tensor],
     rows: Sequence[Tensor],

@@ -223,7 +223,10 @@ def try_rows(model: nn.Module, world: World, *, backward: bool) -> None:
     if not is_prepared(model) or backward in _tried_modes(model):
         return
     trial = _Trial(model, world)
-    with _clean_up_after_trial(model), world.watch.naming("trial of rows outside attention", world.home.ranks):
+    with (
+        _clean_up_after_trial(model),
+        world.watch.name_collectives("trial of rows outside attention", world.home.ranks),
+    ):
         if not (backward and model.training):  # a model in training keeps the modules that its user froze as they are
             model.train(backward)
         error = trial.find_error(every_module=False)

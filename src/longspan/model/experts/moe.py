@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from longspan.comm import SequenceShard, World
 from longspan.comm.channel import Channel
 from longspan.comm.row_exchange import all_to_all_rows, exchange_counts
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.comm.world import world_of
 from longspan.errors import ModelError
 from longspan.layout import Layout
@@ -133,7 +133,7 @@ def _note_before_experts(attention: nn.Module, args: tuple[Any, ...], kwargs: Ma
     note_layer_arguments(kwargs)
 
 
-@outside_graphs
+@break_graphs_around
 def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
     """Note a layer's shard and sums of routers, from its keyword arguments, for the routers and experts inside."""
     shard, router = kwargs.get("shard"), kwargs.get("router")
@@ -143,7 +143,7 @@ def note_layer_arguments(kwargs: Mapping[str, Any]) -> None:
     _layer_arguments.set(None if shard is None else _LayerArguments(shard, router))
 
 
-@outside_graphs
+@break_graphs_around
 def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
     layer = _layer_arguments.get()
     if layer is None or layer.sums is None or isinstance(layer.shard, Probe):
@@ -154,7 +154,7 @@ def _record_routing(router: nn.Module, args: tuple[Any, ...], output: tuple[Tens
     return (chosen_experts, weights, logits) if experts_first else (logits, weights, chosen_experts)
 
 
-@outside_graphs
+@break_graphs_around
 def experts_forward(experts: nn.Module, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute transformers' experts function: rows (T, D), their experts and weights (T, k) to sums (T, D).
 

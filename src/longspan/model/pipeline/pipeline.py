@@ -151,7 +151,7 @@ class PipelineModel(nn.Module):
         """Whether a stage of this rank needs token ids (the first) or labels (the last)."""
         return any(stage.first or stage.last for stage in self.stages)
 
-    def run(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
+    def run_micro_batches(self, inputs: Sequence[StageInput], *, backward: bool) -> None:
         """Run one step: every micro-batch through every stage, and back with `backward`, which adds to `.grad`.
 
         All ranks enter with as many inputs. CommError names a rank that does not answer; ModelError for a shard without
@@ -202,7 +202,7 @@ class PipelineModel(nn.Module):
             return logits[0].new_zeros((), dtype=torch.float64)
 
         keywords = {name: value for name, value in kwargs.items() if name != "use_cache"}  # which a stage sets itself
-        self.run([StageInput(shard, input_ids, make_output, keywords)], backward=False)
+        self.run_micro_batches([StageInput(shard, input_ids, make_output, keywords)], backward=False)
         return CausalLMOutput(logits=self._broadcast_logits(logits, shard))
 
     def _broadcast_logits(self, last_stage_logits: list[Tensor], shard: SequenceShard) -> Tensor:
@@ -234,7 +234,7 @@ def cut_into_stages(model: PreTrainedModel, world: World, pipeline_settings: Pip
 def _run_watched_schedule(step: Callable[[], None], world: World) -> None:
     """Errors of a collective, or of no stage, are raised inside the watch, which adds its report of the ranks."""
     failure: BaseException | None = None
-    with world.watch.during("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
+    with world.watch.enter_operation("pipeline of micro-batches", world.channels.pipeline.ranks, is_work=True):
         try:
             step()
         except RuntimeError as error:

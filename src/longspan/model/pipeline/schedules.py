@@ -224,7 +224,7 @@ class ScheduledStage(PipelineStage):
         """
         stage_input = self.inputs[fwd_chunk_id]
         if not self.is_first:
-            with self._world.watch.during(
+            with self._world.watch.enter_operation(
                 "hand-off between pipeline stages", self._world.channels.pipeline.ranks
             ) as operation:
                 self._world.watch.watch_stream(operation)

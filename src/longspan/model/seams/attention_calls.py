@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from longspan.attention import attend
 from longspan.comm import SequenceShard, world_of
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, decoder_layers, reads_other_modalities
 from longspan.model.mtp import layers_and_depths, mtp_blocks
@@ -206,7 +206,7 @@ _BOUNDS = ("seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_lengt
 PARTS_OF_POSITIONS = (3, 4)  # M-RoPE: time, height and width; of four, the position in the text comes first
 
 
-@outside_graphs
+@break_graphs_around
 def sharded_attention(
     module: nn.Module,
     query: Tensor,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.errors import ModelError
 from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 from longspan.ssm import causal_conv, linear_scan, scan_kernel, unit_vectors
@@ -68,7 +68,7 @@ def run_outside_graphs(module: nn.Module) -> None:
     module.forward = MethodType(_forward_outside_graphs, module)
 
 
-@outside_graphs
+@break_graphs_around
 def _forward_outside_graphs(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module.forward_outside_graphs(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from longspan.errors import DataError, PlanError, plural
 from longspan.layout import Layout, Partition
 from longspan.layout.layout import excerpt
-from longspan.layout.segments import Integers, Segments, expand_runs, is_integer, make_read_only
+from longspan.layout.segments import Integers, Segments, expand_runs, is_integer_type, make_read_only
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
 from longspan.plan.dynamic.planner import plan_dynamic
 from longspan.plan.micro_batch import MicroBatch
@@ -222,7 +222,7 @@ def _check_item_types(index: int, item: object) -> None:
         numbers = [item.document, *(number for start, stop in item.spans for number in (start, stop))]
     except TypeError:
         numbers = [None]
-    if not all(is_integer(type(number)) for number in numbers):
+    if not all(is_integer_type(type(number)) for number in numbers):
         raise DataError(
             f"item {index} is {item!r}; its document is an integer and its spans pairs of them, as in "
             "Item(0, ((2, 6), (7, 9)))"

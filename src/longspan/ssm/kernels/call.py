@@ -15,7 +15,7 @@ from longspan.comm import to_device
 from longspan.layout.segments import Flags, Integers
 
 
-def apply_maps(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
+def map_states(transition: Tensor, state: Tensor, added: Tensor) -> Tensor:
     """M S + B of (n, H, ·, ·); M (n, H, 1, 1) is one number a head, by which S is multiplied."""
     if transition.shape[2:] == (1, 1):
         return torch.addcmul(added, transition, state)

@@ -61,7 +61,7 @@ class ConvolutionKernel:
     """A kernel by its name.
 
     `forward(x, convolution, runs, isolated)` gives y (T, C) from x (T, C) of at least one row, zeros before every run;
-    `write_first(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
+    `write_first_outputs(y, x, arrived, convolution, first)` writes into it the first rows of runs that rows arrive for.
     `arrived_gradients(dout, x, arrived, convolution, first)` gives the gradients of arrived rows,
     `backward(dout, x, arrived, convolution, runs, before)` all others, of parameters that require none perhaps None.
     """
@@ -69,7 +69,7 @@ class ConvolutionKernel:
     name: str
     forward: Callable[[Tensor, Convolution, LocalRuns, RowsBefore], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor, Convolution, LocalRuns, RowsBefore], ConvolutionGradients]
-    write_first: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
+    write_first_outputs: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], None]
     arrived_gradients: Callable[[Tensor, Tensor, Tensor, Convolution, FirstRows], Tensor]
 
 
@@ -93,7 +93,9 @@ def _torch_backward(
     return dx, dweight, dbias
 
 
-def _torch_write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
+def _torch_write_first_outputs(
+    y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows
+) -> None:
     y.index_copy_(0, first.rows, _convolve_runs(x.index_select(0, first.rows), arrived, convolution, first.before))
 
 
@@ -119,13 +121,13 @@ def _convolve_runs(x: Tensor, arrived: Tensor, convolution: Convolution, before:
 
 
 TORCH_CONVOLUTION = ConvolutionKernel(
-    "torch", _torch_forward, _torch_backward, _torch_write_first, _torch_arrived_gradients
+    "torch", _torch_forward, _torch_backward, _torch_write_first_outputs, _torch_arrived_gradients
 )
 
 _BLOCK = 256  # channels of a program
 
 
-def write_first(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
+def write_first_outputs(y: Tensor, x: Tensor, arrived: Tensor, convolution: Convolution, first: FirstRows) -> None:
     grid, arguments, sizes = _launch_arguments(y, x, arrived, convolution, first)
     triton_kernel("write_first_kernel")[grid](*arguments, **sizes)
 
@@ -187,7 +189,7 @@ def _fla_backward(
     return dx.squeeze(0), dweight, dbias
 
 
-FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_first, arrived_gradients)
+FLA_CONVOLUTION = ConvolutionKernel("fla", _fla_forward, _fla_backward, write_first_outputs, arrived_gradients)
 
 
 def choose_convolution(x: Tensor) -> ConvolutionKernel:

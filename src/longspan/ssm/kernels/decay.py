@@ -15,8 +15,8 @@ from longspan.ssm.kernels.packages import (
     chunk_cumsum,
     fla_function,
     fla_lack,
-    match_inputs,
-    run_indices,
+    gradients_like_inputs,
+    run_index_arguments,
     triton_kernel,
 )
 
@@ -104,7 +104,7 @@ class DecayForward:
         scan_chunks(self._additions, self._decays.whole, states, self._runs, into=h)
         compute_outputs = fla_function("ops.common.chunk_o", "chunk_fwd_o")
         arguments = {"q": q, "k": k, "v": v, "h": h, "g": self._decays.g}
-        shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
+        shared = {"chunk_size": CHUNK, **run_index_arguments(self._runs)}
         return compute_outputs(**arguments, scale=self._scale, **shared).squeeze(0)
 
 
@@ -138,12 +138,12 @@ class DecayBackward:
         dh = torch.empty_like(self._h)
         scan_chunks(self._added_gradients, self._decays.whole, leaving, self._runs, into=dh, backwards=True)
         arguments = {"q": q, "k": k, "g": self._decays.g, "do": self._do.unsqueeze(0), "dh": dh, "scale": self._scale}
-        shared = {"chunk_size": CHUNK, **run_indices(self._runs)}
+        shared = {"chunk_size": CHUNK, **run_index_arguments(self._runs)}
         compute_read_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk, _, dg = compute_read_gradients(**arguments, v=v, h=self._h, **shared)
         dv = fla_function("ops.common.chunk_o", "chunk_bwd_dv")(**arguments, **shared)
         dg = chunk_cumsum(dg.squeeze(0), self._runs, reverse=True).unsqueeze(-1)
-        return match_inputs((dq, dk, dv, dg), self._inputs)
+        return gradients_like_inputs((dq, dk, dv, dg), self._inputs)
 
 
 def chunk_additions(keys: Tensor, values: Tensor, weight: Tensor, runs: LocalRuns) -> Tensor:

@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 from longspan.layout.segments import Integers
-from longspan.ssm.kernels.call import CHUNK, Inputs, LocalRuns, Recurrence, SavedScan, apply_maps, pick_rows, put_rows
+from longspan.ssm.kernels.call import (
+    CHUNK,
+    Inputs,
+    LocalRuns,
+    Recurrence,
+    SavedScan,
+    map_states,
+    pick_rows,
+    put_rows,
+)
 from longspan.ssm.kernels.packages import (
     add_batch_dim,
     chunk_cumsum,
     fla_function,
     fla_lack,
-    match_inputs,
-    run_indices,
+    gradients_like_inputs,
+    run_index_arguments,
     triton_kernel,
 )
 
@@ -73,7 +82,7 @@ class Pieces:
             maps = first_pieces[continuing] + place
             next_transitions = pick_rows(transitions, maps)
             b = _replace_rows(
-                b, continuing, apply_maps(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))
+                b, continuing, map_states(next_transitions, pick_rows(b, continuing), pick_rows(states, maps))
             )
             m = _replace_rows(m, continuing, next_transitions @ pick_rows(m, continuing))
         return b, m
@@ -93,7 +102,7 @@ class Pieces:
             put_rows(
                 result,
                 pieces_before + 1,
-                apply_maps(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps)),
+                map_states(pick_rows(transitions, maps), pick_rows(result, pieces_before), pick_rows(states, maps)),
             )
         return result
 
@@ -108,7 +117,7 @@ class Pieces:
         for place in range(1, int(self._counts[runs].max(initial=1))):
             continuing = np.flatnonzero(self._counts[runs] > place)
             maps = last_pieces[continuing] - place - self.first
-            gradient_before = apply_maps(
+            gradient_before = map_states(
                 pick_rows(transitions, maps).mT, pick_rows(result, continuing), pick_rows(entry_gradients, maps)
             )
             result = _replace_rows(result, continuing, gradient_before)
@@ -131,7 +140,7 @@ class Pieces:
             put_rows(
                 result,
                 pieces_after - 1,
-                apply_maps(
+                map_states(
                     pick_rows(transitions, maps).mT, pick_rows(result, pieces_after), pick_rows(entry_gradients, maps)
                 ),
             )
@@ -241,7 +250,7 @@ class DeltaStates:
 def compute_chunk_states(rows: NamedRows, states: Tensor, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     scan_states = fla_function(_MODULE, "chunk_gated_delta_rule_fwd_h")
     h, new_values, _ = scan_states(
-        **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_indices(runs)
+        **rows, initial_state=states, chunk_size=CHUNK, chunk_offsets=runs.chunk_ends, **run_index_arguments(runs)
     )
     return h, new_values
 
@@ -267,7 +276,7 @@ class DeltaGradients:
         `states` are those that enter pieces, `leaving` the gradients at their final states.
         """
         scan_gradients, runs = fla_function(_MODULE, "chunk_gated_delta_rule_bwd_dhu"), self._pieces.runs
-        chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_indices(runs)}
+        chunk_arguments = {"chunk_size": CHUNK, "chunk_offsets": runs.chunk_ends, **run_index_arguments(runs)}
         dh, _, dv = scan_gradients(**self._rows, h0=states, dht=leaving, scale=self._scale, **chunk_arguments)
         return dh, dv
 
@@ -297,7 +306,7 @@ class KimiForward:
         chunk_kernel = fla_function("ops.kda.chunk_intra", "chunk_kda_fwd_intra")
         arguments = {"q": self._q, "k": k, "v": v, "gk": self._g, "beta": beta, "scale": scale}
         # w and u as above; kg: keys decayed to the chunk's end; qk, kk: matrices of a chunk's row pairs.
-        w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_indices(self._runs))
+        w, u, _, kg, self._qk, kk = chunk_kernel(**arguments, chunk_size=CHUNK, **run_index_arguments(self._runs))
         self._states = DeltaStates({"k": kg, "w": w, "u": u, "gk": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, self._qk, kk, self._states.transitions)
@@ -307,7 +316,7 @@ class KimiForward:
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "v": new_values, "g": self._g, "A": self._qk, "h": h, "scale": self._scale}
         compute_outputs = fla_function("ops.gla.chunk", "chunk_gla_fwd_o_gk")
-        return compute_outputs(**arguments, chunk_size=CHUNK, **run_indices(self._runs)).squeeze(0)
+        return compute_outputs(**arguments, chunk_size=CHUNK, **run_index_arguments(self._runs)).squeeze(0)
 
 
 class KimiBackward:
@@ -322,7 +331,7 @@ class KimiBackward:
         self._g, self._qk, self._kk, transitions, self._entering = saved.activations
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
         q, k, v, _, beta = add_batch_dim(inputs)
-        indices = run_indices(self._runs)
+        indices = run_index_arguments(self._runs)
         recompute = fla_function("ops.kda.wy_fast", "recompute_w_u_fwd")
         # qg: queries decayed from the chunk's start, kg: keys decayed to its end.
         w, _, qg, kg = recompute(q=q, k=k, v=v, beta=beta, A=self._kk, gk=self._g, **indices)
@@ -350,9 +359,9 @@ class KimiBackward:
             dht=self._states.leaving_gradients(leaving),
             g=self._g,
             chunk_size=CHUNK,
-            **run_indices(self._runs),
+            **run_index_arguments(self._runs),
         )
-        return match_inputs((dq, dk, dv, dg, dbeta), self._inputs)
+        return gradients_like_inputs((dq, dk, dv, dg, dbeta), self._inputs)
 
 
 _WY = "ops.gated_delta_rule.wy_fast"
@@ -377,7 +386,9 @@ class DeltaForward:
         self._g = chunk_cumsum(inputs.g.squeeze(-1), self._runs)
         chunk_kernel = fla_function("ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_intra")
         # a: the inverse of a matrix of each chunk's pairs of rows; w and u: a and beta times decayed keys, and values.
-        w, u, a = chunk_kernel(k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_indices(self._runs))
+        w, u, a = chunk_kernel(
+            k=self._k, v=v, g=self._g, beta=beta, chunk_size=CHUNK, **run_index_arguments(self._runs)
+        )
         self._states = DeltaStates({"k": self._k, "w": w, "u": u, "g": self._g}, pieces)
         self.summaries = self._states.summaries
         self.activations = (self._g, a, self._states.transitions)
@@ -387,7 +398,7 @@ class DeltaForward:
         self.activations = (*self.activations, entering)
         arguments = {"q": self._q, "k": self._k, "v": new_values, "h": h, "g": self._g, "scale": self._scale}
         return fla_function("ops.common.chunk_o", "chunk_fwd_o")(
-            **arguments, chunk_size=CHUNK, **run_indices(self._runs)
+            **arguments, chunk_size=CHUNK, **run_index_arguments(self._runs)
         ).squeeze(0)
 
 
@@ -399,7 +410,7 @@ class DeltaBackward:
         self._inputs, self._runs, self._scale = inputs, pieces.runs, scale
         self._g, self._a, transitions, self._entering = saved.activations
         self._q, self._k, self._v, _, self._beta = add_batch_dim(inputs)
-        indices = run_indices(self._runs)
+        indices = run_index_arguments(self._runs)
         recompute = fla_function(_WY, "recompute_w_u_fwd")
         self._w, self._u = recompute(k=self._k, v=self._v, beta=self._beta, A=self._a, g=self._g, **indices)
         self._do = saved.dout.to(inputs.v.dtype).contiguous().unsqueeze(0)
@@ -418,7 +429,7 @@ class DeltaBackward:
     def gradients(self, leaving: Tensor) -> tuple[Tensor, ...]:
         """Those of k and g have two parts: from the outputs, and from the products u and w of each chunk (WY)."""
         dh, dv = self._states.chunk_gradients(self._entering, self._states.leaving_gradients(leaving))
-        indices = run_indices(self._runs)
+        indices = run_index_arguments(self._runs)
         arguments = {**self._shared_rows, "v": self._new_values, "w": self._w, "h": self._h, "dv": dv, "dh": dh}
         compute_gradients = fla_function("ops.common.chunk_o", "chunk_bwd_dqkwg")
         dq, dk_outputs, dw, dg_outputs = compute_gradients(**arguments, scale=self._scale, chunk_size=CHUNK, **indices)
@@ -426,4 +437,4 @@ class DeltaBackward:
         arguments = {"k": self._k, "v": self._v, "beta": self._beta, "g": self._g, "A": self._a, "dw": dw, "du": dv}
         dk_wy, dv, dbeta, dg_wy = fla_function(_WY, "prepare_wy_repr_bwd")(**arguments, **indices)
         dg = chunk_cumsum((dg_outputs + dg_wy).squeeze(0), self._runs, reverse=True).unsqueeze(-1)
-        return match_inputs((dq, dk_outputs + dk_wy, dv, dg, dbeta), self._inputs)
+        return gradients_like_inputs((dq, dk_outputs + dk_wy, dv, dg, dbeta), self._inputs)

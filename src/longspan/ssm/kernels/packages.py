@@ -22,7 +22,7 @@ def add_batch_dim(inputs: Inputs) -> tuple[Tensor, ...]:
     return tuple(x.unsqueeze(0) for x in inputs if x is not None)
 
 
-def match_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
+def gradients_like_inputs(gradients: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
     tensors = (x for x in inputs if x is not None)
     return tuple(gradient.squeeze(0).to(x.dtype) for gradient, x in zip(gradients, tensors, strict=True))
 
@@ -35,10 +35,10 @@ def chunk_cumsum(g: Tensor, runs: LocalRuns, *, reverse: bool = False) -> Tensor
     """
     sum_in_chunks = fla_function("ops.utils", "chunk_local_cumsum")
     options = {"reverse": True} if reverse else {"scale": fla_function("ops.utils.constant", "RCP_LN2")}
-    return sum_in_chunks(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **options, **run_indices(runs))
+    return sum_in_chunks(g.unsqueeze(0).contiguous(), chunk_size=CHUNK, **options, **run_index_arguments(runs))
 
 
-def run_indices(runs: LocalRuns) -> dict[str, Tensor]:
+def run_index_arguments(runs: LocalRuns) -> dict[str, Tensor]:
     return {"cu_seqlens": runs.ends, "chunk_indices": runs.chunk_indices}
 
 

@@ -432,7 +432,7 @@ class Encoding:
         return EncoderTimes(seconds / len(self._world.home.ranks), predicted)
 
     def _name_part(self, part: str) -> AbstractContextManager[None]:
-        return self._world.watch.naming(part, self._world.home.ranks)
+        return self._world.watch.name_collectives(part, self._world.home.ranks)
 
 
 def _encoder_planning(encoder: Encoder) -> EncoderPlanning:
