@@ -47,15 +47,15 @@ DIGEST = "0f" * 32
 
 def calls_of_a_step(world: World) -> None:
     """What a step of a run asks of all ranks: `World.prepare` and the reading of rows compare plans."""
-    world.control.agree(DIGEST)
-    world.control.agree(DIGEST)
+    world.control.compare_digests(DIGEST)
+    world.control.compare_digests(DIGEST)
     world.control.sum_over_ranks([1.0, 2.0, 3.0])
     world.control.any_ranks(False, False)
 
 
 CALLS: dict[str, Callable[[World], object]] = {
     "step: all of the following, the first twice": calls_of_a_step,
-    "step: comparison of plans": lambda world: world.control.agree(DIGEST),
+    "step: comparison of plans": lambda world: world.control.compare_digests(DIGEST),
     "step: loss and norm": lambda world: world.control.sum_over_ranks([1.0, 2.0, 3.0]),
     "step: agreement on the end": lambda world: world.control.any_ranks(False, False),
     "run: errors of a rank, none": lambda world: raise_first_error(world, None),

@@ -1,4 +1,4 @@
-"""Microseconds of the maps of runs (`delta.run_maps`) beside fla-core's (`fla.ops.cp`), bfloat16, on one GPU.
+"""Microseconds of the maps of runs (`delta.compute_run_maps`) beside fla-core's (`fla.ops.cp`), bfloat16, on one GPU.
 
 python bench/training/state_maps.py   # the table of bench/records/state-maps-H200.md, about a minute
 """
@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 from triton.testing import do_bench_cudagraph
 
 from longspan.ssm.kernels.call import LocalRuns
-from longspan.ssm.kernels.delta import run_maps
+from longspan.ssm.kernels.delta import compute_run_maps
 
 GPU, SIZE = torch.device("cuda"), 128
 print("| rows | heads | pieces | ours | fla-core's |\n| --- | --- | --- | --- | --- |")
@@ -25,7 +25,7 @@ for rows in (8192, 16384, 65536):
         for pieces in (1, 64 // heads):
             runs = LocalRuns(np.full(pieces, rows // pieces), GPU)
             maps = torch.empty(pieces, heads, SIZE, 2 * SIZE, device=GPU)
-            ours = partial(run_maps, {"k": k, "w": w, "u": u, "g": g}, runs)
+            ours = partial(compute_run_maps, {"k": k, "w": w, "u": u, "g": g}, runs)
             theirs = partial(chunk_cp_fwd_h, k, w, u, maps, g=g, cu_seqlens=runs.ends, multi_seqs=True)
             times = [1e3 * do_bench_cudagraph(call, return_mode="median") for call in (ours, theirs)]
             print(f"| {rows:,} | {heads} | {pieces} | {times[0]:,.1f} | {times[1]:,.1f} |", flush=True)

@@ -59,7 +59,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
     "all_to_all": {  # rows and heads where they belong, and what a recomputed layer exchanges once more
         ".sum(2) for x": "[:, :, 0] for x",
         "sum_addends(self._kv_addends, ": "sum_addends(self._kv_addends[:1], ",
-        "own_pairs += [ring.own_gradients(later_queries) for later_queries in queries[len(early) :]]": "pass",
+        "own_pairs += [ring.own_block_gradients(later_queries) for later_queries in queries[len(early) :]]": "pass",
         "None if orders is None else orders[1]": "None",
         "arrived if orders is None else join_columns((arrived,), orders[0])": "arrived",
         "start = self.own_heads.start + slice_index": "start = slice_index",

@@ -134,15 +134,15 @@ def test_every_failure_has_a_report_of_its_own(watches: list[Watch]) -> None:
 def test_a_store_that_fails_for_a_while_is_asked_again(
     watches: list[Watch], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    calls, has_news = [], FailureReports.has_news
+    calls, has_departure_or_request = [], FailureReports.has_departure_or_request
 
     def fails_at_first(reports: FailureReports) -> bool:
         calls.append(reports)
         if len(calls) <= 4:
             raise RuntimeError("connection reset by peer")
-        return has_news(reports)
+        return has_departure_or_request(reports)
 
-    monkeypatch.setattr(FailureReports, "has_news", fails_at_first)
+    monkeypatch.setattr(FailureReports, "has_departure_or_request", fails_at_first)
     while len(calls) < 4:
         time.sleep(0.05)
     assert "rank 1 is computing in step 0" in fail_in(watches[0], "one")
@@ -156,7 +156,7 @@ def test_a_store_that_stays_silent_is_told_of_and_gpus_are_watched_on(
         raise RuntimeError("connection reset by peer")
 
     monkeypatch.setattr(answering, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(FailureReports, "has_news", fails)
+    monkeypatch.setattr(FailureReports, "has_departure_or_request", fails)
     said, looked = "", list[int]()
     while said.count("answers for no more failure reports") < 2:
         time.sleep(0.05)

@@ -211,7 +211,7 @@ def test_messages_that_travel_beside_kernels_go_on_streams_of_high_priority(monk
     options: list[Any] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **more: options.append(more["pg_options"]))
-    watch: Any = SimpleNamespace(rank=5, during=lambda *what, **more: nullcontext())
+    watch: Any = SimpleNamespace(rank=5, enter_operation=lambda *what, **more: nullcontext())
     groups = ProcessGroups(backend="cpu:gloo,cuda:nccl", timeout=9.0, watch=watch)
     for kind, backend_ in (("parent", None), ("communicator", None), ("slots", None), ("tp", None), ("parent", "gloo")):
         assert groups.make_group((0, 1), kind, backend=backend_) is None

@@ -60,9 +60,11 @@ def differences(rank: int) -> list[str]:
     with World(Layout(ranks=4), backend="gloo", timeout=60) as world:
         world.step = 12
         with pytest.raises(CommError) as plans:
-            world.control.agree(("5f0c" if rank < 3 else "91ab") * 16)
+            world.control.compare_digests(("5f0c" if rank < 3 else "91ab") * 16)
         with pytest.raises(CommError, match="hold 2 different"):  # comparisons of different things meet, too
-            world.control.agree(("5f0c" if rank < 3 else "91ab") * 16, what="plans" if rank < 3 else "weights")
+            world.control.compare_digests(
+                ("5f0c" if rank < 3 else "91ab") * 16, what="plans" if rank < 3 else "weights"
+            )
         with pytest.raises(DataError) as errors:
             raise_first_error(world, DataError(f"no room for {rank}") if rank in (1, 3) else None)
         raise_first_error(world, None)
@@ -102,7 +104,7 @@ def traffic_of_calls(ranks: int) -> tuple[Traffic, Traffic]:
         world.control.barrier()
         before = traffic()
         for _ in range(CALLS):
-            world.control.agree("0f" * 32)
+            world.control.compare_digests("0f" * 32)
         return opened, traffic() - before
 
 
@@ -125,14 +127,14 @@ def test_sockets_and_messages_grow_with_the_rounds_and_differences_are_named(two
 
 
 def requests_of_watching() -> tuple[int, list[str]]:
-    asked, has_news = list[str](), FailureReports.has_news
+    asked, has_departure_or_request = list[str](), FailureReports.has_departure_or_request
 
     def counted(self: FailureReports) -> bool:
         asked.append("news")
-        return has_news(self)
+        return has_departure_or_request(self)
 
     with (
-        patch.object(FailureReports, "has_news", counted),
+        patch.object(FailureReports, "has_departure_or_request", counted),
         World(Layout(ranks=2), backend="gloo", timeout=60) as world,
     ):
         world.control.barrier()

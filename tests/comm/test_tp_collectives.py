@@ -12,7 +12,7 @@ from longspan.comm.tp_collectives import (
     tp_copy,
     tp_copy_parameter,
     tp_gather,
-    tp_place,
+    tp_index_and_degree,
     tp_split,
     tp_sum,
     tp_sum_split,
@@ -49,7 +49,7 @@ def _check_all(rank: int) -> None:
 
 
 def _check(home: Layout, world: World) -> None:
-    (me, tp), slot = tp_place(world.key), world.slot + 10 * world.coordinates.pp
+    (me, tp), slot = tp_index_and_degree(world.key), world.slot + 10 * world.coordinates.pp
     assert (me, tp) == (world.coordinates.tp, home.tp)
     parts = [_numbers(1, ROWS, WIDTH, seed=100 * slot + member) for member in range(tp)]
     part, total = parts[me], torch.stack(parts).sum(0)

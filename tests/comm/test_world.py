@@ -53,7 +53,9 @@ def visit(rank: int, home: Layout) -> None:
             )
             assert world.control.any_rank(rank == n - 1) and not world.control.any_rank(False)
             assert world.control.any_ranks(rank == 0, False, rank == n - 1) == (True, False, True)
-            assert not world.control.agree("0f" * 32) and world.control.agree("0f" * 32, flag=rank == n - 1)
+            assert not world.control.compare_digests("0f" * 32) and world.control.compare_digests(
+                "0f" * 32, flag=rank == n - 1
+            )
             world.step = 3
             assert world.watch.step == world.step == 3
             check_files(world, files)

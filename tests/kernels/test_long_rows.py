@@ -33,7 +33,7 @@ from longspan.plan import plan_fixed
 from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first_outputs
 from longspan.ssm.kernels.decay import scan_chunks
-from longspan.ssm.kernels.delta import run_maps
+from longspan.ssm.kernels.delta import compute_run_maps
 from longspan.train.loss import row_softmax
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.model.stock import texts, tiny
@@ -319,7 +319,10 @@ def maps_of_runs(device: str, elements: int) -> Errors:
     g = -torch.rand(1, rows, heads, device=device)
     runs = LocalRuns(np.array([rows - last, last]), torch.device(device))
     isolated = LocalRuns(np.array([last]), torch.device(device))
-    of_both, exact = run_maps(named(slice(None)), runs), run_maps(named(slice(rows - last, rows)), isolated)
+    of_both, exact = (
+        compute_run_maps(named(slice(None)), runs),
+        compute_run_maps(named(slice(rows - last, rows)), isolated),
+    )
     pairs = zip(("states", "transitions"), of_both, exact, strict=True)
     return {name: relative_error(a[1].double(), b[0].double()) for name, a, b in pairs}
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import World, prepare
 from longspan.model.exactness import check_model, row_trial
 from longspan.model.seams import row_loss
-from longspan.model.seams.meta_pass import MetaRecord, record_model
+from longspan.model.seams.meta_pass import MetaRecord, record_calls_and_draws
 from longspan.testing import backend
 
 VOCABULARY = 61
@@ -178,7 +178,7 @@ def dense_answer(model: PreTrainedModel, documents: Sequence[np.ndarray]) -> tup
 def without_trials() -> Iterator[None]:
     """Models' classes, rows and losses are not tried before their steps: trials take as long as two steps."""
     with (
-        patch.object(check_model, "try_class", lambda model: check_model.ClassTrial()),
+        patch.object(check_model, "try_small_model_of_class", lambda model: check_model.ClassTrial()),
         patch.object(row_loss, "_try_row_loss"),
         patch.object(row_trial, "_tried_modes", lambda model: {False, True}),
     ):
@@ -187,7 +187,7 @@ def without_trials() -> Iterator[None]:
 
 def prepare_untried(model: PreTrainedModel, world: World, **options: Any) -> Any:
     """A prepared model that is not tried, neither now nor before its steps."""
-    with without_trials(), patch.object(check_model, "record_model", _record_once):
+    with without_trials(), patch.object(check_model, "record_calls_and_draws", _record_once):
         prepared = prepare(model, world, **options)
     vars(prepared)["modes_of_row_trial"] = {False, True}
     return prepared
@@ -204,7 +204,7 @@ def _record_once(model: PreTrainedModel, class_draws: tuple[str, ...]) -> MetaRe
         *((name, type(module), module.extra_repr()) for name, module in modules.items()),
     )
     if key not in _RECORDS:
-        record, names = record_model(model, class_draws), {module: name for name, module in modules.items()}
+        record, names = record_calls_and_draws(model, class_draws), {module: name for name, module in modules.items()}
         _RECORDS[key] = record, [names[call.module] for call in record.calls]
     record, names = _RECORDS[key]
     calls = (replace(call, module=modules[name]) for call, name in zip(record.calls, names, strict=True))

@@ -48,7 +48,7 @@ from longspan.checkpoint.storage import DTYPES, SafetensorsReader, SafetensorsWr
 from longspan.comm import World, leave_together
 from longspan.comm.all_ranks import LogLine, is_first_rank, raise_first_error, run_on_every_rank, run_on_first_rank
 from longspan.errors import CheckpointError, CommError, plural
-from longspan.model.adapters import entries_trained_with_adapter, model_adapter
+from longspan.model.adapters import adapter_of_prepared_model, entries_trained_with_adapter
 
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)  # no list of parameters, which differs between stages
 SOME_BY_NAME = replace(BY_NAME, strict=False)  # weights that are not named stay as they are
@@ -175,7 +175,7 @@ def load_checkpoint(
     # For an optimizer without moments torch would make some (see the module), and nothing else is to be set.
     optimizers = [optimizer] if optimizer is not None and optimizer.state else []
     moments = tensors["optimizer"] | others if optimizers else {}
-    options = BY_NAME if model_adapter(model) is None else SOME_BY_NAME
+    options = BY_NAME if adapter_of_prepared_model(model) is None else SOME_BY_NAME
     if weights:
         set_model_state_dict(model, tensors["model"], options=options)
     if optimizers:
@@ -198,7 +198,7 @@ class OptimizerValues(NamedTuple):
         updated = names_with_moments(entries)
         return cls(
             {n: x for n, x in entries.items() if isinstance(x, int | float) and not n.startswith(SETTINGS)},
-            {name: keys for name, keys in settings_by_parameter(entries).items() if name not in updated},
+            {name: keys for name, keys in setting_names_by_parameter(entries).items() if name not in updated},
         )
 
 
@@ -276,7 +276,7 @@ def names_with_moments(names: Iterable[str]) -> set[str]:
     return {".".join(parts[:count]) for parts in moments for count in range(1, len(parts))}
 
 
-def settings_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
+def setting_names_by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
     """Return the names of each parameter's settings, without what schedulers add."""
     settings = dict[str, list[str]]()
     for name in sorted(name.removeprefix(SETTINGS) for name in names if name.startswith(SETTINGS)):
@@ -304,7 +304,7 @@ def drop_absent_moments(
     updated = {name: p for name, p in model.named_parameters() if name in local_moments}
     absent = [name for name in updated if name not in saved_moments]
     lacking = [name for name in absent if name not in settings]
-    local_settings = settings_by_parameter(tensors["optimizer"])
+    local_settings = setting_names_by_parameter(tensors["optimizer"])
     other_settings = [
         name for name in absent if not saved_moments and name in settings and settings[name] != local_settings[name]
     ]

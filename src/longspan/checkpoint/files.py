@@ -75,7 +75,7 @@ def publish_checkpoint(
     written = sum(size for size, _ in files.values())
     for name, values in contents.items():
         write_durably(partial / name, json.dumps(values, indent=1))
-        files[name] = _digest(partial / name)
+        files[name] = _file_digest(partial / name)
     write_durably(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
     sync_to_disk(partial)
     remove_folder(path)  # a damaged checkpoint of the same step, over which rename would fail
@@ -165,7 +165,7 @@ def check_file_sizes(path: Path, version: int = FORMAT) -> dict[str, Digest]:
 def check_file_hashes(path: Path, files: Mapping[str, Digest]) -> None:
     """Raise CheckpointError for the first of these files of a checkpoint that holds other bytes than were written."""
     with ThreadPoolExecutor(max_workers=4) as pool:
-        digests = pool.map(_digest, [path / name for name in files])
+        digests = pool.map(_file_digest, [path / name for name in files])
         for (name, (_, sha256)), (_, digest) in zip(files.items(), digests, strict=True):
             if digest != sha256:
                 raise CheckpointError(f"checkpoint {path}: {name} has other contents than were written")
@@ -226,7 +226,7 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _digest(path: Path) -> Digest:
+def _file_digest(path: Path) -> Digest:
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 

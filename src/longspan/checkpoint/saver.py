@@ -340,7 +340,7 @@ class CheckpointSaver:
         if not self._background or self._preparing is not None:
             return
         tensors, _ = contents_to_save(model, optimizer, self._world)
-        if self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
+        if self._hosts_have_room(self._stage.bytes_to_take(tensors)):
             self._preparing = self._start_thread(partial(self._stage.take_memory, tensors))
 
     def save(
@@ -362,7 +362,7 @@ class CheckpointSaver:
         if self._preparing is not None:
             self._preparing.join()
         tensors, values = contents_to_save(model, optimizer, self._world)
-        if not self._background or not self._check_room_on_hosts(self._stage.bytes_to_take(tensors)):
+        if not self._background or not self._hosts_have_room(self._stage.bytes_to_take(tensors)):
             path = save_checkpoint(
                 self.root, model, optimizer, self._world, step=step, state=state, keep=self.keep, best=self.best
             )
@@ -388,7 +388,7 @@ class CheckpointSaver:
     def has_failed(self) -> bool:
         """Whether the save in progress failed on this rank, or is over its limit; `raise_failure` raises it on all."""
         save = self._running
-        return save is not None and (save.failure is not None or self._is_over(save))
+        return save is not None and (save.failure is not None or self._is_over_time_limit(save))
 
     def raise_failure(self) -> None:
         """Raise CheckpointError on every rank if the save in progress failed, or is over its limit, on any of them."""
@@ -396,7 +396,7 @@ class CheckpointSaver:
         if save is None:
             return
         reports = self._world.control.gather_objects(
-            (save.phase, save.failure_text, self._is_over(save)), "failures of a checkpoint"
+            (save.phase, save.failure_text, self._is_over_time_limit(save)), "failures of a checkpoint"
         )
         failures = [  # torch names the rank in some of its errors
             text if text.endswith(f"(on rank {rank})") else f"{text} (on rank {rank})"
@@ -432,7 +432,7 @@ class CheckpointSaver:
             return
         started, world = time.monotonic(), self._world
         with world.watch.enter_operation(f"writing of checkpoint {save.path.name}", world.home.ranks, is_work=True):
-            while not save.ended.wait(_POLL) and not self._is_over(save):
+            while not save.ended.wait(_POLL) and not self._is_over_time_limit(save):
                 pass
             if isinstance(save.failure, RuntimeError) and not isinstance(save.failure, LongspanError):
                 raise save.failure  # of the backend: a rank is lost
@@ -472,7 +472,7 @@ class CheckpointSaver:
         self._planner = make_save_planner()  # which holds no copies
         self._stage.close()
 
-    def _check_room_on_hosts(self, size: int) -> bool:
+    def _hosts_have_room(self, size: int) -> bool:
         """`size` bytes are for this rank. Without room training waits for this and all later saves."""
         reports = self._world.control.gather_objects((gethostname(), size, free_host_bytes()), "room for copies")
         for host in dict.fromkeys(name for name, _, _ in reports):
@@ -499,7 +499,7 @@ class CheckpointSaver:
         thread.start()
         return thread
 
-    def _is_over(self, save: RunningSave) -> bool:
+    def _is_over_time_limit(self, save: RunningSave) -> bool:
         return not save.ended.is_set() and time.monotonic() - save.started > self.timeout
 
     def _note_figures(self, save: RunningSave) -> None:

@@ -45,13 +45,13 @@ from longspan.evaluation.request import (
     Subject,
     SubjectResult,
     changed_keys,
+    differences_by_set,
     document_rows,
     find_saved_weights,
     fit_evaluation_plans,
     fit_home_to_ranks,
     parse_named_paths,
     results_record,
-    set_differences,
 )
 from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
@@ -315,7 +315,7 @@ def result_tables(results: Sequence[SubjectResult], ranks: int) -> Iterator[str]
     table, and the tables of the differences.
     """
     first = results[0]
-    pairs = [(difference, other) for other in results[1:] for difference in set_differences(first, other)]
+    pairs = [(difference, other) for other in results[1:] for difference in differences_by_set(first, other)]
     if pairs:
         yield "\n".join(
             f"{of.name or HELD_OUT}: loss of {first.weights.title} {of.first:.6f}, of {other.weights.title} "

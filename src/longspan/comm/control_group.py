@@ -143,16 +143,18 @@ class ControlGroup:
     def _watch(self) -> Watch:
         return self._groups.watch
 
-    def agree(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
+    def compare_digests(self, digest: str, *, flag: bool = False, what: str = "plans", hint: str = "") -> bool:
         """Compare a hexadecimal digest over all ranks; returns whether the `flag` is set on any of them.
 
         Raises CommError with the ranks that hold each of the different digests: `what` names what was compared, and
         `hint` says what to do.
         """
-        return self.agree_on_flags(digest, flag, what=what, hint=hint)[0]
+        return self.compare_digests_and_flags(digest, flag, what=what, hint=hint)[0]
 
-    def agree_on_flags(self, digest: str, *flags: bool, what: str = "plans", hint: str = "") -> tuple[bool, ...]:
-        """Compare a digest as `agree` does, and as many flags on every rank; returns which are set on any.
+    def compare_digests_and_flags(
+        self, digest: str, *flags: bool, what: str = "plans", hint: str = ""
+    ) -> tuple[bool, ...]:
+        """Compare a digest as `compare_digests` does, and as many flags on every rank; returns which are set on any.
 
         One message of maxima does it: of the digest's four words, of their complements, and of the flags. Comparisons
         of all kinds match one another, so that ranks which compare different things find that out, and do not wait.

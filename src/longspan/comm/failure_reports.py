@@ -154,7 +154,7 @@ class FailureReports:
         with suppress(RuntimeError):  # the store is gone: the others will notice by themselves
             self._append_entry("left", {"rank": self._rank, "error": error, "echo": echo})
 
-    def has_news(self) -> bool:
+    def has_departure_or_request(self) -> bool:
         """A rank has left with an error or requested a report, so far; one request to the store."""
         return self._store.check(["news"])
 

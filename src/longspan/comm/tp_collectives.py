@@ -108,7 +108,7 @@ def tp_sum_split(x: Tensor, world_key: int, dim: int) -> Tensor:
     )
 
 
-def tp_place(world_key: int) -> tuple[int, int]:
+def tp_index_and_degree(world_key: int) -> tuple[int, int]:
     """Return (this rank's index, number of ranks) among its slot's tensor-parallel ranks."""
     world = world_of(world_key)
     return world.coordinates.tp, world.home.tp
@@ -156,7 +156,7 @@ def _reduce_scatter(x: Tensor, world_key: int, dim: int, what: str) -> Tensor:
 
 
 def _slice_of_this_rank(x: Tensor, world_key: int, dim: int) -> Tensor:
-    index, degree = tp_place(world_key)
+    index, degree = tp_index_and_degree(world_key)
     assert x.shape[dim] % degree == 0, (x.shape, dim, degree)
     return x.detach().chunk(degree, dim)[index].clone(memory_format=torch.contiguous_format)
 

@@ -265,7 +265,7 @@ class AnsweringThread:
             try:
                 if silent_since < math.inf:  # the last question failed
                     reports.open_own_connection()
-                if reports.has_news():
+                if reports.has_departure_or_request():
                     self._end_waiting_for_lost_rank(reports)
                     if number := reports.unanswered_request_number():
                         reports.post_answer(number, self.watch.activity())

@@ -228,7 +228,7 @@ class World:
         """
         if plan.slots != self.home.slots:
             raise CommError(f"the plan is for {plan.slots} slots, the home has {self.home.slots}; plan for this home")
-        self.control.agree(plan.digest())
+        self.control.compare_digests(plan.digest())
         self.channels.make_communicators(plan)
 
     def check_open(self) -> None:

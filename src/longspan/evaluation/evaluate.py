@@ -317,9 +317,9 @@ class Portions:
         """The first portion compares items and plan and agrees on gathering; later ones, whether the last took long."""
         if first:
             if self.items is not None:
-                self.world.control.agree(self.items.digest(), what="lists of items")
+                self.world.control.compare_digests(self.items.digest(), what="lists of items")
             room = self._gathering_bytes()
-            any_ended, no_room = self.world.control.agree_on_flags(self.plan.digest(), ended, not room)
+            any_ended, no_room = self.world.control.compare_digests_and_flags(self.plan.digest(), ended, not room)
             self.gathered: int = 0 if no_room else room
             return any_ended
         self.any_long: bool

@@ -247,7 +247,7 @@ def results_record(results: Sequence[SubjectResult], ranks: int) -> dict[str, An
     if len(first.sets) == 1:
         record = first.sets[0].evaluation.row() | record
     for other in others:
-        record["compare"] = other.record() | {"differences": [asdict(row) for row in set_differences(first, other)]}
+        record["compare"] = other.record() | {"differences": [asdict(row) for row in differences_by_set(first, other)]}
     return record
 
 
@@ -274,11 +274,11 @@ class Difference:
     by_length: tuple[tuple[int, int, float, float, int], ...] = ()  # tokens from, to, first, other, documents
 
 
-def set_differences(first: SubjectResult, other: SubjectResult) -> list[Difference]:
-    return [_set_difference(*pair) for pair in zip(first.sets, other.sets, strict=True)]
+def differences_by_set(first: SubjectResult, other: SubjectResult) -> list[Difference]:
+    return [_difference_of_set(*pair) for pair in zip(first.sets, other.sets, strict=True)]
 
 
-def _set_difference(first: SetResult, other: SetResult) -> Difference:
+def _difference_of_set(first: SetResult, other: SetResult) -> Difference:
     """The error of the ratio Σ sums / Σ counts follows from the documents' residuals sum − mean · count."""
     losses = first.evaluation.document_losses, other.evaluation.document_losses, first.evaluation.plan.lengths
     rows = [(a.sum, b.sum, a.count, length) for a, b, length in zip(*losses, strict=True) if a.count]

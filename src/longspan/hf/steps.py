@@ -301,7 +301,7 @@ class StepsPart(StockTrainer):
             prepared.train(training)  # the pass has put the model into evaluation mode
 
     def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
-        self.world.control.agree(
+        self.world.control.compare_digests(
             digest or documents_digest(documents),
             what="batches of a Trainer",
             hint="all ranks of a longspan trainer read the same rows; seed samplers, collators and datasets alike",

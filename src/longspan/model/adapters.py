@@ -79,7 +79,7 @@ def find_adapter(model: nn.Module) -> Adapter | None:
     return Adapter(name, config, max(rates, default=0.0))
 
 
-def model_adapter(model: nn.Module) -> Adapter | None:
+def adapter_of_prepared_model(model: nn.Module) -> Adapter | None:
     """Return the adapter of a prepared model; None if it has none."""
     return getattr(model, "adapter", None)
 
@@ -106,7 +106,7 @@ def name_without_adapter(name: str) -> str:
 
 def entries_trained_with_adapter(model: nn.Module, entries: Mapping[str, Value]) -> dict[str, Value]:
     """Select the values of what is trained with an adapter, by weight name; all of them without an adapter."""
-    if model_adapter(model) is None:
+    if adapter_of_prepared_model(model) is None:
         return dict(entries)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in entries.items() if belongs_to_adapter(name) or name in trained}

@@ -29,7 +29,7 @@ from longspan.model.mtp import (
 )
 from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.weights.fill import WeightSource, draw_copy, empty_model, is_empty, persistent_buffers
+from longspan.model.weights.fill import WeightSource, draw_copy, empty_model, has_meta_parameters, persistent_buffers
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
@@ -87,7 +87,7 @@ def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSo
     if (weights := vars(model).get("weights_to_come")) is not None:
         weights.source = _JoinedWeights(weights.source, source)
         return
-    if is_empty(mtp):  # a model of names and shapes only
+    if has_meta_parameters(mtp):  # a model of names and shapes only
         return
     tensors: dict[str, Tensor] = {f"{PREFIX}.{name}": x for name, x in mtp.state_dict(keep_vars=True).items()}
     device = next(mtp.parameters()).device

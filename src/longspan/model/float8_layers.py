@@ -22,7 +22,7 @@ from longspan.model.float8.products import (
     find_float8_weight,
     find_or_make_float8_weight,
     linear_in_float8,
-    multiply,
+    multiply_scaled_rows,
     quantise_by_torch,
 )
 from longspan.model.layers import decoder_layers, expert_modules
@@ -162,13 +162,13 @@ def _run_linear(linear: nn.Linear, input: Tensor) -> Tensor:
 
 @torch.library.custom_op("longspan::float8_linear", mutates_args=())
 def _linear(x: Tensor, values: Tensor, scales: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return multiply(Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias)
+    return multiply_scaled_rows(Scaled(values, scales), find_or_make_float8_weight(weight).rows(weight), x.dtype, bias)
 
 
 @torch.library.custom_op("longspan::float8_row_gradient", mutates_args=())
 def _row_gradient(dy: Tensor, values: Tensor, scales: Tensor, weight: Tensor) -> Tensor:
     """Only the dtype of dy (S, N) is read; it is `values` times `scales`, and the weight (N, K)."""
-    return multiply(Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype)
+    return multiply_scaled_rows(Scaled(values, scales), find_or_make_float8_weight(weight).columns(weight), dy.dtype)
 
 
 @_linear.register_fake

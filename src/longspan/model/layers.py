@@ -35,7 +35,7 @@ class Absent(nn.Module):
         return (x, *[None] * (self.outputs - 1)) if self.outputs else x
 
 
-def shallow_module(module: Any) -> Any:
+def copy_shallow_module(module: Any) -> Any:
     """Copy a module but not its children: a child that is replaced in the copy stays in the original."""
     twin = copy.copy(module)  # with torch's tables of parameters, buffers, children and hooks shared
     for name, value in vars(module).items():
@@ -113,7 +113,7 @@ def is_in_projector(module: str) -> bool:
     return any(word in module for word in _PROJECTORS)
 
 
-def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+def named_layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the list of decoder layers, in a wrapper's text model, and its name; ModelError if there is none."""
     count = model.config.get_text_config().num_hidden_layers
     text_prefix = text_model_name(model) if reads_other_modalities(model) else ""
@@ -125,13 +125,13 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the decoder layers that are here, by qualified name, in order; ModelError without a list of them."""
-    name, layers = layer_list(model)
+    name, layers = named_layer_list(model)
     return {f"{name}.{i}": layer for i, layer in enumerate(layers) if not isinstance(layer, Absent)}
 
 
 def final_norm(model: PreTrainedModel) -> nn.Module | None:
     """Find the norm after the decoder layers: `norm`, or the last child named as one; None if none is on this rank."""
-    parent_of_layers = model.get_submodule(layer_list(model)[0].rpartition(".")[0])
+    parent_of_layers = model.get_submodule(named_layer_list(model)[0].rpartition(".")[0])
     for module in (decoder_model(model), parent_of_layers):
         if isinstance(norm := getattr(module, "norm", None), nn.Module):
             return norm

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.adapters import Adapter, adapter_parameters, model_adapter, peft_modules
+from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_parameters, peft_modules
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
 from longspan.model.seams.call_rules import SAVES, refuse_call
-from longspan.model.weights.fill import WeightSource, is_empty
+from longspan.model.weights.fill import WeightSource, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart
 
 
@@ -142,7 +142,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         task_type="CAUSAL_LM",
         modules_to_save=[*new.whole] or None,
     )
-    empty = is_empty(model)
+    empty = has_meta_parameters(model)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names in transformers that peft reads
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = new.base or None
@@ -272,7 +272,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     Raises ModelError for a model that has no adapter.
     """
     modules: list[Any] = [*peft_modules(model).values()]
-    if not modules and model_adapter(model) is None:
+    if not modules and adapter_of_prepared_model(model) is None:
         raise ModelError(
             f"{type(model).__name__} has no adapter to leave out; call without_adapter with the model that prepare "
             "returned"
@@ -289,7 +289,7 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 
 def refuse_adapter_left_out(model: nn.Module) -> None:
     """Raise ModelError before a model is trained while its adapter, the only part that is trained, is left out."""
-    if model_adapter(model) is None:
+    if adapter_of_prepared_model(model) is None:
         return
     modules: list[Any] = [*peft_modules(model).values()]
     if any(module._disable_adapters for module in modules):

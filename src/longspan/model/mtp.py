@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.bridge.bridge import embedding_arguments
 from longspan.errors import ModelError
 from longspan.model.adapters import belongs_to_adapter, has_trained_copy, is_adapted
-from longspan.model.layers import architecture_name, decoder_layers, layer_list
+from longspan.model.layers import architecture_name, decoder_layers, named_layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
 
@@ -164,7 +164,7 @@ class LayerInputs:
 @contextmanager
 def note_layer_inputs(model: PreTrainedModel) -> Iterator[LayerInputs]:
     """Note what a pass inside gives the last decoder layer, which depths copy."""
-    inputs, last_layer = LayerInputs(model), layer_list(model)[1][-1]
+    inputs, last_layer = LayerInputs(model), named_layer_list(model)[1][-1]
     handle = last_layer.register_forward_pre_hook(inputs.note_call, with_kwargs=True, prepend=True)
     try:
         yield inputs

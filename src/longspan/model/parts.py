@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
-from longspan.model.layers import Absent, decoder_model, shallow_module, text_model_name, towers_beside_text_model
+from longspan.model.layers import Absent, copy_shallow_module, decoder_model, text_model_name, towers_beside_text_model
 from longspan.model.mtp import PREFIX, model_depths
 
 
@@ -178,17 +178,17 @@ def copy_for_stage(
     """
     tied = is_tied(model)
     embeds = tied or bool(model_depths(model))  # what comes after the layers needs the embedding
-    stage = base = shallow_module(model)
+    stage = base = copy_shallow_module(model)
     for name in filter(
         None, text_model_name(model).split(".")
     ):  # copies also a wrapper's modules around its text model
-        base._modules[name] = shallow_module(base._modules[name])
+        base._modules[name] = copy_shallow_module(base._modules[name])
         base = base._modules[name]
     parts_here = dict.fromkeys(parts.before, first or (embeds and last)) | dict.fromkeys(parts.after, last)
     embeddings = [name for name, module in base.named_children() if module is model.get_input_embeddings()]
     for name, module in base.named_children():
         if name == parts.layers:
-            base._modules[name] = stage_layers = shallow_module(module)
+            base._modules[name] = stage_layers = copy_shallow_module(module)
             for i, (number, layer) in enumerate(module._modules.items()):
                 if i not in layers:
                     stage_layers._modules[number] = Absent(layer, parts.outputs)

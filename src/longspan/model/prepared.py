@@ -44,7 +44,7 @@ from longspan.model.seams.attention_calls import (
 from longspan.model.seams.call_rules import (
     CallRules,
     guard_prepared_model,
-    has_prefix,
+    has_bidirectional_prefix,
     is_prepared,
     make_layers_causal,
     position_table,
@@ -184,7 +184,7 @@ def prepare(
     options = replace(options or PrepareOptions(), **changes)
     if encoder is None:
         return prepare_language_model(model, world, options)
-    from longspan.model.take_apart import EncoderHome, join_parts, take_apart_or_undo
+    from longspan.model.take_apart import EncoderHome, prepare_and_join_encoder, take_apart_or_undo
 
     home = encoder
     if isinstance(home, Layout):
@@ -203,7 +203,7 @@ def prepare(
             check_encoder_adapter(parts.encoder, adapter, home.home.tp)
         language_model: Any = prepare_language_model(model, world, options)
         language_model.adapter = adapter  # also if only the encoder has one
-        prepared = join_parts(parts, language_model, world, home, weights)
+        prepared = prepare_and_join_encoder(parts, language_model, world, home, weights)
     redirect_peft_model(model, prepared)
     return prepared
 
@@ -259,7 +259,7 @@ def prepare_language_model(
         record.draws,
         record.draws_in_evaluation,
         placement.row_multiple,
-        prefix=has_prefix(model.config),
+        prefix=has_bidirectional_prefix(model.config),
         prefix_window=getattr(model.config.get_text_config(), "sliding_window", None),
     )
     weights = pop_deferred_weights(model)  # None: the model has its weights already

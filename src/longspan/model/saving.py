@@ -23,10 +23,10 @@ from longspan.comm import World, result_or_first_error
 from longspan.errors import ModelError
 from longspan.model.adapters import (
     Adapter,
+    adapter_of_prepared_model,
     belongs_to_adapter,
     entries_trained_with_adapter,
     is_adapted,
-    model_adapter,
     name_without_adapter,
     unwrap_peft_model,
 )
@@ -108,7 +108,7 @@ class WholeWeights:
 
         A weight in an adapted module has the scaling of its adapter.
         """
-        self._world, self._adapter = world, model_adapter(model)
+        self._world, self._adapter = world, adapter_of_prepared_model(model)
         stages = [stage.model for stage in model.stages] if isinstance(model, PipelineModel) else [model]
         self._local: dict[str, Tensor] = {}
         entries = list[_Entry]()
@@ -242,7 +242,7 @@ def _save_weights(
 ) -> None:
     """All ranks gather a unit of weights (a layer) after another, and learn at once if the first cannot write."""
     writes = world.rank == world.home.ranks[0]
-    if (adapter := model_adapter(model)) is not None:
+    if (adapter := adapter_of_prepared_model(model)) is not None:
         modules, states = _trained_encoder_states(encoders)
         units = chain(_weight_units(model, world), *(_gathered_units(state, writes=writes) for state in states))
         cast = ({name: x.to(dtype=file_dtype) for name, x in unit.items()} for unit in units)
@@ -396,7 +396,7 @@ def load_weights(model: PreTrainedModel | PipelineModel, folder: str | Path, wor
     """
     folder = Path(folder)
     as_error = partial(_make_load_error, folder)
-    if (adapter := model_adapter(model)) is not None:
+    if (adapter := adapter_of_prepared_model(model)) is not None:
         result_or_first_error(world, lambda: _read_adapter(model, adapter, folder), as_error)
         return
     empty = empty_stock_model(model)

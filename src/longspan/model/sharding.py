@@ -29,7 +29,7 @@ from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.mtp import model_depths
 from longspan.model.seams.call_rules import refuse_shared_layers
 from longspan.model.tensor_parallel.tensor_parallel import refuse_tensor_parallel, split_over_ranks
-from longspan.model.weights.fill import is_empty
+from longspan.model.weights.fill import has_meta_parameters
 from longspan.model.weights.local_tensors import local_tensor, set_earlier_gradients_aside
 
 _RESHARDS: WeakKeyDictionary[FSDPModule, bool] = WeakKeyDictionary()  # whether it frees parameters after forward
@@ -408,7 +408,7 @@ class Placement:
             tile_mlps(model, self.mlp_tile_rows)
         self.recomputation.apply_measures(model, offload)
         if has_copies:
-            if not is_empty(root):  # a model without memory is filled on its device later
+            if not has_meta_parameters(root):  # a model without memory is filled on its device later
                 nn.Module.to(root, world.device)
         else:
             if has_experts:

@@ -159,7 +159,7 @@ class EncoderHome:
     tp_plan: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def join_parts(
+def prepare_and_join_encoder(
     parts: VisionParts,
     language_model: PreTrainedModel | PipelineModel,
     world: World,

@@ -262,7 +262,7 @@ def read_and_agree(read: Callable[[], T], digest: str, world: World, **names: st
         result = read()
     except Exception as error:  # a corpus may raise anything: the other ranks must learn of it
         failure = reading_error(error, world)
-    if world.control.agree(digest, flag=failure is not None, **names):
+    if world.control.compare_digests(digest, flag=failure is not None, **names):
         raise_first_error(world, failure)
     return result  # pyright: ignore[reportReturnType]
 

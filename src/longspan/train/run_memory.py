@@ -305,7 +305,7 @@ def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[int, MemoryPl
     """Return the rows of a slot, the plan of memory and ""; or why the model's bytes cannot be counted."""
     given_rows = run.config.context.max_tokens_per_slot
     try:
-        ModelNumbers.from_config(run.model, run.ahead.home, run.settings)
+        ModelNumbers.from_configuration(run.model, run.ahead.home, run.settings)
     except PlanError as error:
         rows = given_rows if isinstance(given_rows, int) else run.ahead.rows_to_try(run.config)[-1 if run.gpu else 0]
         return rows, None, str(error)

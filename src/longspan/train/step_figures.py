@@ -13,7 +13,7 @@ from torch import nn
 from longspan.comm import World
 from longspan.config.sections import RunConfig
 from longspan.errors import PlanError
-from longspan.model.adapters import model_adapter
+from longspan.model.adapters import adapter_of_prepared_model
 from longspan.model.execution import model_execution
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Cost, Plan
@@ -90,7 +90,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
         shape=shape,
         images=images,
         trained=trained,
-        frozen=model_adapter(model) is not None,
+        frozen=adapter_of_prepared_model(model) is not None,
         devices=len(world.home.ranks),
         peak=peak_tflops(device, _product_dtype(model_execution(model).compute_dtype)),
         priced_here=known or bool(config.run.machine),

@@ -23,7 +23,7 @@ from longspan.errors import DataError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.layers import base_model
 from longspan.model.vision.image_encoder import encode_images
-from longspan.model.vision.image_tokens import image_signature, image_tokens
+from longspan.model.vision.image_tokens import image_feature_parameters, image_tokens
 from longspan.testing import run_ranks
 from tests.corpus.images.families import FAMILIES, family_config, family_folder, image_processor
 from tests.corpus.images.folders import TURNS, saved, write_images
@@ -125,7 +125,7 @@ def test_ids_and_rows_are_those_of_the_stock_processor(name: str, tmp_path: Path
         assert ids_of(document) == inputs["input_ids"][0].tolist()
         images = [documents.read(i) for i, item in enumerate(documents.items) if item.document == number]
         if images:
-            taken = {k: _wide(x) for k, x in inputs.items() if k in image_signature(base)}
+            taken = {k: _wide(x) for k, x in inputs.items() if k in image_feature_parameters(base)}
             with torch.no_grad():
                 rows = base.get_image_features(**taken, return_dict=True).pooler_output
                 rows = rows if isinstance(rows, Tensor) else torch.cat([*rows])

@@ -9,7 +9,7 @@ import pytest
 from longspan import Layout, plan_fixed
 from longspan.config.file import load_config
 from longspan.evaluation.metrics import Bucket, Mean
-from longspan.evaluation.request import SavedWeights, SetResult, SubjectResult, set_differences
+from longspan.evaluation.request import SavedWeights, SetResult, SubjectResult, differences_by_set
 from longspan.evaluation.result import Evaluation
 
 LENGTHS = (100, 40, 300, 7, 129)
@@ -38,7 +38,7 @@ def result(means: np.ndarray) -> SubjectResult:
 
 
 def test_the_difference_is_that_of_the_losses_and_its_error_that_of_documents() -> None:
-    (made,) = set_differences(result(FIRST), result(OTHER))
+    (made,) = differences_by_set(result(FIRST), result(OTHER))
     paired = OTHER - FIRST
     assert made.difference == pytest.approx((paired * COUNTS).sum() / COUNTS.sum(), rel=1e-12)
     residuals = COUNTS * (paired - made.difference) / COUNTS.sum()

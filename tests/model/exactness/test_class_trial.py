@@ -15,7 +15,12 @@ from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.model import prepare
 from longspan.model.exactness import image_trial, small_copies
-from longspan.model.exactness.check_model import ClassTrial, needs_class_trial, refuse_inexact_class, try_class
+from longspan.model.exactness.check_model import (
+    ClassTrial,
+    needs_class_trial,
+    refuse_inexact_class,
+    try_small_model_of_class,
+)
 from longspan.model.exactness.image_trial import reasons_against_images, video_tokens
 from longspan.plan import plan_fixed
 from longspan.testing import backend
@@ -42,7 +47,7 @@ def forgotten() -> Iterator[None]:
 def test_a_model_of_true_sizes_is_tried_with_a_small_one(family: str) -> None:
     model = on_meta(CONFIG_MAPPING[family]())
     before, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    assert try_class(model) == ClassTrial()
+    assert try_small_model_of_class(model) == ClassTrial()
     assert torch.equal(before, torch.random.get_rng_state()) and torch.get_num_threads() == threads
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -167,7 +172,7 @@ def _train(model: PreTrainedModel) -> None:
 
 def test_draws_of_experts_are_refused_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model("phimoe")
-    assert try_class(model).draws and not try_class(model).reasons
+    assert try_small_model_of_class(model).draws and not try_small_model_of_class(model).reasons
     with pytest.raises(ModelError, match=r"PhimoeForCausalLM draws .*: exponential_ .*it does so by its code"):
         _train(model)
     monkeypatch.setattr(Block, "forward", _with_noise)

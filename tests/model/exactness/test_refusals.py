@@ -19,7 +19,7 @@ from longspan.model.experts.moe import connect_experts
 from longspan.model.layers import decoder_layers
 from longspan.model.prepared import IMPLEMENTATION
 from longspan.model.seams.call_rules import refuse_shared_layers
-from longspan.model.seams.meta_pass import record_model
+from longspan.model.seams.meta_pass import record_calls_and_draws
 from longspan.plan import plan_fixed
 from longspan.testing import backend
 from longspan.train import run_step
@@ -93,7 +93,7 @@ def test_the_probe_sees_every_layer_and_changes_nothing() -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.set_attn_implementation(IMPLEMENTATION)
     refuse_unsupported_model(model)
-    calls = record_model(model).calls
+    calls = record_calls_and_draws(model).calls
     assert [call.module for call in calls] == [layer.self_attn for layer in decoder_layers(model).values()]
     assert all(call.causal and call.window is None and not call.sinks for call in calls)
     after = model.state_dict()
@@ -115,7 +115,7 @@ def test_a_forward_may_read_values_for_which_the_probe_makes_up_zeros(how: str) 
     model = tiny("llama")
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: (READS[how](args[0]), None)[1])
     model.set_attn_implementation(IMPLEMENTATION)
-    assert len(record_model(model).calls) == 2
+    assert len(record_calls_and_draws(model).calls) == 2
 
 
 PROBED = {
@@ -166,7 +166,7 @@ def test_models_refused_by_the_probe(case: str) -> None:
     model.set_attn_implementation(IMPLEMENTATION)
     connect_experts(model)
     with pytest.raises(ModelError, match=says):
-        record_model(model)
+        record_calls_and_draws(model)
 
 
 # ---- what is drawn at random outside attention: evaluated as it is, refused in training
@@ -202,7 +202,7 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def training_draws(model: PreTrainedModel) -> tuple[str, ...]:
-    return record_model(model).draws
+    return record_calls_and_draws(model).draws
 
 
 @pytest.mark.parametrize("name", RANDOM)
@@ -272,7 +272,7 @@ def test_draws_of_more_than_a_number_are_seen(name: str) -> None:
     model, before = noisy((DRAWS | QUIET)[name]), torch.get_rng_state()
     model.set_attn_implementation("longspan")
     assert training_draws(model) == (() if name in QUIET else (f"{name.partition(' of rows')[0]} (1 call)",))
-    assert record_model(model).draws_in_evaluation == ()
+    assert record_calls_and_draws(model).draws_in_evaluation == ()
     assert torch.equal(torch.get_rng_state(), before)  # of the host, as it was
 
 

@@ -163,4 +163,4 @@ def test_a_step_of_every_kind_of_layer_is_near_bfloat16(preset: str, compiled: s
 
 def test_scaled_rows_of_nothing() -> None:
     empty = Scaled(torch.empty(0, 64, device="cuda", dtype=torch.float8_e4m3fn), torch.empty(0, device="cuda"))
-    assert products.multiply(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)
+    assert products.multiply_scaled_rows(empty, quantise_rows(numbers(32, 64)), torch.bfloat16).shape == (0, 32)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan import Document, ItemDocuments
 from longspan.data.item_documents import items_at_placeholders
 from longspan.doctor.stock import compute_in_float64
-from longspan.model.seams.call_rules import has_prefix
+from longspan.model.seams.call_rules import has_bidirectional_prefix
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, Video, VideoTokens, image_tokens
 from tests.model.stock import gradients_of
 from tests.model.vision.models import IMAGE, VIDEO, tiny
@@ -131,7 +131,7 @@ def documents_of(tokens: ImageTokens, name: str = "mixed") -> ItemDocuments:
             tokens.positions(ids[d], grids) if videos is None else videos.positions(ids[d], grids, documents[d].clips)
         )
 
-    if tokens.config is not None and has_prefix(tokens.config):
+    if tokens.config is not None and has_bidirectional_prefix(tokens.config):
         return ItemDocuments([Document(d.ids, labels=d.labels(True)) for d in documents], items, inputs, positions)
     return ItemDocuments(ids, items, inputs, positions)
 
@@ -183,7 +183,7 @@ def _loss(model: PreTrainedModel, document: Raw) -> tuple[Tensor, int]:
             images["second_per_grid_ts"] = torch.tensor([video.seconds for video in document.clips]).float()
     if model.config.model_type == "gemma3":  # its mask knows images by them
         images["token_type_ids"] = (ids == IMAGE).int()
-    if prefix := has_prefix(model.config):
+    if prefix := has_bidirectional_prefix(model.config):
         images["token_type_ids"] = (torch.arange(ids.shape[1]) >= document.prefix).int()[None]
     logits = model(input_ids=ids, use_cache=False, **images).logits[0]
     labels = torch.from_numpy(document.labels(prefix))[1:]

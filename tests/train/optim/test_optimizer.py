@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from longspan.checkpoint.checkpoint import settings_by_parameter
+from longspan.checkpoint.checkpoint import setting_names_by_parameter
 from longspan.comm import World
 from longspan.config.sections import TrainConfig
 from longspan.errors import ConfigError
@@ -95,7 +95,7 @@ def test_modules_have_rates_of_their_own() -> None:
     assert build_optimizer(model, lr={"encoder": 0.1}).param_groups[0]["lr"] == 0.1
     # what a scheduler adds is no setting of an optimizer
     names = ("param_groups.head.weight.lr", "param_groups.head.weight.initial_lr", "param_groups.head.weight.eps")
-    assert settings_by_parameter(names) == {"head.weight": ["eps", "lr"]}
+    assert setting_names_by_parameter(names) == {"head.weight": ["eps", "lr"]}
 
 
 # ---- learning rates

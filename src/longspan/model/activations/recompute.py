@@ -31,7 +31,7 @@ from longspan.model.activations.tiles import (
     random_states,
     use_random_states,
 )
-from longspan.model.layers import Absent, layer_list
+from longspan.model.layers import Absent, named_layer_list
 from longspan.model.mtp import MtpBlocks, model_depths
 from longspan.plan.memory.settings import MEASURES, Measure
 
@@ -255,7 +255,7 @@ class Recomputation:
                 f"segment_layers is {size}: of so many layers that recompute the first one's input is kept, and no "
                 "layer recomputes; use activation_checkpointing 'full' or 'selective', or segment_layers 0"
             )
-        layers, depths = len(layer_list(model)[1]), len(model_depths(model))
+        layers, depths = len(named_layer_list(model)[1]), len(model_depths(model))
         if self.measures is not None and len(self.measures) != layers + depths:
             depths_text = f" and {depths} depths of multi-token prediction" if depths else ""
             raise ModelError(
@@ -302,7 +302,7 @@ class Recomputation:
                 module.register_forward_pre_hook(lambda *_: offload.count_empty_layer())
 
     def _layer_measures(self, model: PreTrainedModel) -> list[tuple[str, nn.Module, Measure]]:
-        name, layers = layer_list(model)
+        name, layers = named_layer_list(model)
         local_layers = [(i, f"{name}.{i}", layer) for i, layer in enumerate(layers) if not isinstance(layer, Absent)]
         for number, depth in enumerate(model_depths(model)):
             block = depth.mtp_block

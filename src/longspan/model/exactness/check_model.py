@@ -56,7 +56,7 @@ from longspan.model.seams.call_rules import (
     items_text,
     modules_with_instance_forward,
 )
-from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_model
+from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
 from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.sharding import Placement
@@ -358,7 +358,7 @@ class ClassTrial:
 
 def refuse_inexact_class(model: PreTrainedModel) -> tuple[str, ...]:
     """Raise ModelError, with every reason, for a model of a class that would not be exact; returns its random draws."""
-    trial = try_class(model)
+    trial = try_small_model_of_class(model)
     if trial.reasons:
         raise ModelError(
             f"{type(model).__name__} cannot run exactly over a sharded sequence: {'; '.join(trial.reasons)}"
@@ -366,7 +366,7 @@ def refuse_inexact_class(model: PreTrainedModel) -> tuple[str, ...]:
     return trial.draws
 
 
-def try_class(model: PreTrainedModel) -> ClassTrial:
+def try_small_model_of_class(model: PreTrainedModel) -> ClassTrial:
     """Try a small model of a model's class, once for each configuration. The model itself is not touched."""
     base = innermost_decoder(model)
     key = "class", type(base), base.config.to_json_string()
@@ -420,7 +420,7 @@ class _Pass(NamedTuple):
     outputs: dict[str, list[Tensor]]  # of modules, (R, …) each, in the order in which they were called
 
 
-def _run_rows(model: PreTrainedModel, order: Tensor) -> _Pass:
+def _run_rows_in_order(model: PreTrainedModel, order: Tensor) -> _Pass:
     """A row's number in `order` is its token id, and seeds its gradient."""
     outputs: dict[str, list[Tensor]] = {}
     torch.manual_seed(0)
@@ -452,25 +452,25 @@ def _row_reasons(model: PreTrainedModel) -> Iterator[str]:
     # Gradients and experts are compared only if outputs are equal, since other outputs have other gradients.
     # Buffers that are not saved may only log what was run; if results depend on them, rows differ below.
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    all_rows = _run_rows(model, torch.arange(_ROWS))
+    all_rows = _run_rows_in_order(model, torch.arange(_ROWS))
     order = torch.randperm(_ROWS)
-    pieces = [_run_rows(model, order[piece]) for piece in _PIECES]
+    pieces = [_run_rows_in_order(model, order[piece]) for piece in _PIECES]
     evidence = f"(found with a small {type(model).__name__} of {_ROWS} rows, whole and in {len(pieces)} pieces)"
     buffers_after = dict(model.named_buffers())
     if changed := [name for name, buffer in buffers.items() if not torch.equal(buffers_after[name], buffer)]:
         yield f"its forward pass in training changes {changed[0]} by the rows that it is given {evidence}"
     error = relative_error(torch.cat([piece_pass.rows for piece_pass in pieces]), all_rows.rows[order])
     if error > _TOLERANCE:
+        first = _first_differing_module(all_rows, pieces, order)
         yield (
-            f"rows influence each other outside attention, first in {_first_difference(all_rows, pieces, order)}: "
-            f"outputs differ by {error:.1e} {evidence}"
+            f"rows influence each other outside attention, first in {first}: outputs differ by {error:.1e} {evidence}"
         )
         return
     yield from _gradient_reasons(all_rows, pieces, evidence)
     yield from _expert_reasons(model)
 
 
-def _first_difference(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
+def _first_differing_module(whole: _Pass, parts: Sequence[_Pass], order: Tensor) -> str:
     # A module that is not called equally often for each piece cannot be compared.
     for name, outs in whole.outputs.items():
         for i, out in enumerate(outs):
@@ -536,7 +536,7 @@ def check_model(
         if adapter is not None:  # last, as it compares ranks, each of which has passed its own checks
             check_equal_adapters(model, placement.world)
     connect(model)
-    record = record_model(model, class_draws)
+    record = record_calls_and_draws(model, class_draws)
     device, dtype = placement.world.device, placement.dtype_of(model)
     calls = check_kernel_for_calls(model, kernel, record.calls, device=device, dtype=dtype)
     return adapter, calls, record

@@ -27,7 +27,7 @@ from longspan.model.exactness.small_copies import (
     trial_error_text,
 )
 from longspan.model.layers import base_model, decoder_layers
-from longspan.model.seams.call_rules import has_prefix
+from longspan.model.seams.call_rules import has_bidirectional_prefix
 from longspan.model.vision.image_encoder import VisionParts, encode_images, pack_attention, split_off_image_encoder
 from longspan.model.vision.image_tokens import (
     GRIDS,
@@ -39,7 +39,7 @@ from longspan.model.vision.image_tokens import (
     Video,
     VideoTokens,
     image_arguments,
-    image_signature,
+    image_feature_parameters,
     image_tokens,
 )
 from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
@@ -50,13 +50,13 @@ _SQUARE = ("kimi_k25", "paddleocr_vl")  # families whose patches are (n, C, p, p
 _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixel_values"
 
 
-def sample_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
+def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> ImageInput:
     """Draw an image in the form that a model takes, which its class's image function shows.
 
     `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
     model cuts images, or in tiles; for packed tiles see `_draw_packed_tiles`.
     """
-    parameters, vision = image_signature(base), base.config.vision_config
+    parameters, vision = image_feature_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
     patch, image_side = (_first_side(getattr(vision, name, None)) for name in ("patch_size", "image_size"))
     if GRIDS in parameters:
@@ -77,7 +77,7 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
     Models with `image_merge_sizes` get 1 for an even width and 2 for an odd one, so that trials have both.
     """
     fields, frames = dict[str, Tensor](), getattr(base.config.vision_config, "temporal_patch_size", None) or 1
-    if _MERGES in image_signature(base):
+    if _MERGES in image_feature_parameters(base):
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
     patch, patch_shape = _first_side(base.config.vision_config.patch_size), (frames * width,)
@@ -105,7 +105,7 @@ def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.
     size = (tile[1] * side[0] // 2, tile[2] * side[1] // 2)
     count_tiles: Any = getattr(sys.modules[type(base).__module__], "image_size_to_num_patches")  # noqa: B009
     tiles = count_tiles(image_size=size, grid_pinpoints=base.config.image_grid_pinpoints, patch_size=tile[1])
-    if IN_DOCUMENT not in image_signature(base):
+    if IN_DOCUMENT not in image_feature_parameters(base):
         return ImageInput(_draw_pixels((tiles, *tile), draw), size=size)
     images = 1 if side[0] < 3 else 3
     pixels = _draw_pixels((tiles if images == 1 else 1, *tile), draw)
@@ -114,7 +114,7 @@ def _draw_cut_image(base: Any, side: Side, tile: tuple[int, int, int], draw: np.
 
 def _draw_tiles(base: Any, side: Side, tile: tuple[int, int, int], draw: np.random.Generator) -> ImageInput:
     """As many as the shorter side; a mask of pixels hides a patch at the right of the last one of an odd width."""
-    parameters, tiles = image_signature(base), min(side)
+    parameters, tiles = image_feature_parameters(base), min(side)
     pixels, fields = _draw_pixels((tiles, *tile), draw), dict[str, Tensor]()
     if _FINE in parameters:
         fields[MASK] = torch.ones(tiles, dtype=torch.bool)
@@ -137,7 +137,7 @@ def _draw_pixels(shape: tuple[int, ...], draw: np.random.Generator) -> Tensor:
     return torch.from_numpy(draw.normal(size=shape))
 
 
-_SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `sample_image` takes them
+_SIDES = ((2, 3), (1, 2), (3, 2))  # of images, as `draw_image` takes them
 TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids")  # 1 at images, 2 at videos, as processors make them
 
 
@@ -165,7 +165,7 @@ class TrialDocument:
 
     def kinds(self, model: PreTrainedModel, *, images: bool) -> Tensor:
         """Return the kinds of tokens (1, T) that the model gets: 1 at images, 2 at videos; else 1 after a prefix."""
-        if not images or has_prefix(model.config):
+        if not images or has_bidirectional_prefix(model.config):
             return token_kinds(model, len(self.ids), self.prefix)
         # placeholders of videos are in both masks, so that their sum is 2
         kinds = self.at_images.astype(np.int64) + (0 if self.at_videos is None else self.at_videos)
@@ -181,7 +181,7 @@ class TrialVideo(NamedTuple):
 
 def token_kinds(model: PreTrainedModel, rows: int, prefix: int = 1) -> Tensor:
     """Return the kinds (1, T) that a model gets for the tokens of a text: 0, and 1 after a prefix if it has one."""
-    kinds = torch.arange(rows) >= (prefix if has_prefix(model.config) else rows)
+    kinds = torch.arange(rows) >= (prefix if has_bidirectional_prefix(model.config) else rows)
     return kinds.long()[None]
 
 
@@ -192,7 +192,7 @@ def make_trial_documents(
     tokens, draw = image_tokens(model.config), np.random.default_rng(seed)
     words = np.array(ordinary_ids(model.config))
     base, most = base_model(model), max((images for _, images in sizes), default=0)
-    images = [sample_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
+    images = [draw_image(base, tokens.merge, side, draw) for side in (_SIDES * most)[:most]]
     with torch.no_grad():
         pool = [(image, len(encode_images(base, [image])[0])) for image in images]
     return [_make_document(tokens, draw.choice(words, text), pool[:count], draw) for text, count in sizes]
@@ -235,7 +235,7 @@ def _make_document(
     inputs, rows = tuple(x for x, _ in images), tuple(n for _, n in images)
     at_images = np.array(ids) == tokens.placeholder
     prefix = 0
-    if tokens.config is not None and has_prefix(tokens.config):
+    if tokens.config is not None and has_bidirectional_prefix(tokens.config):
         prefix = min(len(ids), int(np.flatnonzero(at_images).max(initial=2)) + 2)
     return TrialDocument(np.array(ids), inputs, rows, positions, at_images, prefix=prefix)
 
@@ -256,7 +256,7 @@ def make_video_document(model: PreTrainedModel, text: int = 9, seed: int = 0) ->
             grid = (groups, merge * side[0], merge * side[1])
             clips.append(TrialVideo(len(images), Video(grid, seconds=1.5 - number / 2)))  # 1.5 and 0.5
         for group in range(groups):
-            images.append(sample_image(base, merge, side, draw))
+            images.append(draw_image(base, merge, side, draw))
             words_between = words[1, :2].tolist() if videos.apart and group > 0 else []
             ids += [*words_between, *[placeholder] * (side[0] * side[1])]
         ids += words[2, : 2 + number].tolist()  # another number of words after each item

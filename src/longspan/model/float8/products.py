@@ -122,7 +122,7 @@ FAST_SUMS = True
 The difference is far smaller than the rounding of float8, and does not depend on neighbouring rows."""
 
 
-def multiply(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply_scaled_rows(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """Multiply rows x (S, K) with the rows of w (N, K), and add a bias (N,): (S, N)."""
     if not x.values.is_cuda:
         y = x.dequantise() @ w.dequantise().t()
@@ -331,7 +331,7 @@ def _multiply_scaled(
 ) -> Tensor:
     """Multiply rows x (S, K) with the rows of w (N, K), and add a bias; of experts, w is (e, N, K), without bias."""
     if experts is None:
-        return multiply(x, w, dtype, bias)
+        return multiply_scaled_rows(x, w, dtype, bias)
     if experts.counts is None:  # one grouped product
         sums = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_SUMS}
         columns = w.values.transpose(-2, -1)
@@ -339,7 +339,9 @@ def _multiply_scaled(
     counts = list(experts.counts)
     pieces = zip(x.values.split(counts), x.scales.split(counts), w.values, w.scales, strict=True)
     # cuBLAS has no product whose scales do not begin at a multiple of 16 bytes, as those of a piece may not.
-    return torch.cat([multiply(Scaled(rows, s.clone()), Scaled(matrix, m), dtype) for rows, s, matrix, m in pieces])
+    return torch.cat(
+        [multiply_scaled_rows(Scaled(rows, s.clone()), Scaled(matrix, m), dtype) for rows, s, matrix, m in pieces]
+    )
 
 
 def _weight_gradient(x: Tensor, dy: Tensor, experts: ExpertRows | None) -> Tensor:

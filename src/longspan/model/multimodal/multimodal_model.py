@@ -22,7 +22,7 @@ from longspan.comm import SequenceShard, World
 from longspan.errors import ModelError
 from longspan.layout import Layout
 from longspan.layout.layout import excerpt
-from longspan.model.adapters import Adapter, model_adapter
+from longspan.model.adapters import Adapter, adapter_of_prepared_model
 from longspan.model.execution import model_execution
 from longspan.model.layers import decoder_layers
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -116,7 +116,7 @@ class MultimodalModel(nn.Module):
     @property
     def adapter(self) -> Adapter | None:
         """The adapter of the language model; None if it has none."""
-        return model_adapter(self.language_model)
+        return adapter_of_prepared_model(self.language_model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ModelError: a step goes through both modules with `run_step` or `evaluate`."""
@@ -238,7 +238,7 @@ class _SpliceHook:
         root.register_forward_pre_hook(self._note_shard, with_kwargs=True)
         root.register_forward_hook(self._forget_shard, always_call=True)
         self._ahead = 0  # how many tokens ahead of its row the embedding is called now (multi-token prediction)
-        embedding.register_forward_pre_hook(self._take_ahead, with_kwargs=True)
+        embedding.register_forward_pre_hook(self._note_lookahead, with_kwargs=True)
         embedding.register_forward_hook(self._splice_rows)
 
     def _note_shard(self, root: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -248,7 +248,7 @@ class _SpliceHook:
     def _forget_shard(self, *_: Any) -> None:
         self._shard = None
 
-    def _take_ahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _note_lookahead(self, embedding: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         self._ahead = kwargs.get(AHEAD, 0)
         return args, {name: value for name, value in kwargs.items() if name != AHEAD}
 

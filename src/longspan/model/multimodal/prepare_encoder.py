@@ -27,7 +27,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
     """
     names = {child: name for name, child in module.named_modules()}
     if blocks is None:
-        lists = dict(_outer_lists(module, ""))
+        lists = dict(_outermost_block_lists(module, ""))
         most_children = max((len(children._modules) for children in lists.values()), default=0)
         return {
             f"{name}.{i}": block
@@ -47,7 +47,7 @@ def encoder_blocks(module: nn.Module, blocks: Sequence[nn.Module] | None = None)
     return {name: module for module, name in names.items() if module in chosen}
 
 
-def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_block_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         qualified = f"{path}.{name}".lstrip(".")
         # A Sequential of blocks of one class, as in timm's vision towers; a block has children.
@@ -57,7 +57,7 @@ def _outer_lists(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
         if isinstance(child, nn.ModuleList) or is_list:
             yield qualified, child
         else:
-            yield from _outer_lists(child, qualified)
+            yield from _outermost_block_lists(child, qualified)
 
 
 _PREPARED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the key of the world of each prepared encoder
@@ -157,7 +157,7 @@ def _compare_weights_over_ranks(module: nn.Module, world: World) -> None:
         samples[name] = tuple(parameter.shape), numbers
     hint = "Seed every rank alike (torch.manual_seed), or load the same weights, before prepare_encoder"
     digest = sha256(repr(samples).encode()).hexdigest()
-    world.control.agree(digest, what=f"weights of {type(module).__name__}", hint=hint)
+    world.control.compare_digests(digest, what=f"weights of {type(module).__name__}", hint=hint)
 
 
 def _wrap_in_checkpoint(block: nn.Module, recomputation: Recomputation) -> None:

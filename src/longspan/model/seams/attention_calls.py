@@ -249,7 +249,7 @@ def sharded_attention(
         return attend_separately(query, key, value, scaling), None
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
-    first_head = _first_head(module, q.shape[1], rows) if dropout else 0
+    first_head = _first_head_index(module, q.shape[1], rows) if dropout else 0
     layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
     return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None
 
@@ -257,7 +257,7 @@ def sharded_attention(
 AttentionInterface.register(IMPLEMENTATION, sharded_attention)
 
 
-def _first_head(module: nn.Module, heads: int, shard: SequenceShard) -> int:
+def _first_head_index(module: nn.Module, heads: int, shard: SequenceShard) -> int:
     """The index of this rank's first query head among all of the layer's, by which dropout's masks go."""
     world = world_of(shard.world_key)
     tp, all_heads = world.home.tp, getattr(getattr(module, "config", None), "num_attention_heads", None)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.adapters import model_adapter
+from longspan.model.adapters import adapter_of_prepared_model
 from longspan.model.layers import architecture_name, decoder_layers, text_model_name
 from longspan.plan import MicroBatch
 
@@ -243,7 +243,7 @@ def call_rules(model: nn.Module) -> CallRules:
     return getattr(model, "call_rules", None) or CallRules(type(model).__name__)
 
 
-def has_prefix(config: PreTrainedConfig) -> bool:
+def has_bidirectional_prefix(config: PreTrainedConfig) -> bool:
     """Return whether rows at the start of a document see each other in both directions (PaliGemma's prompts)."""
     return config.model_type in _WITH_PREFIX
 
@@ -251,7 +251,7 @@ def has_prefix(config: PreTrainedConfig) -> bool:
 def make_layers_causal(model: nn.Module) -> None:
     """Set `is_causal`, which transformers sets False in models with prefixes; the shard has their spans."""
     config: Any = model.config
-    if not has_prefix(config):
+    if not has_bidirectional_prefix(config):
         return
     for module in model.modules():
         if getattr(module, "config", None) is config.get_text_config() and hasattr(module, "is_causal"):
@@ -290,7 +290,7 @@ def _remedy_text(config: Any, draws: str, *, in_evaluation: bool) -> str:
 
 def refuse_two_pass_dropout(model: nn.Module, losses: str) -> None:
     """Raise ModelError if training drops attention weights, or inputs of an adapter; `losses` need two equal passes."""
-    config, adapter = getattr(model, "config", None), model_adapter(model)
+    config, adapter = getattr(model, "config", None), adapter_of_prepared_model(model)
     values = {} if config is None else config.get_text_config().to_dict()
     if adapter is not None:
         values["lora_dropout"] = adapter.dropout

@@ -120,7 +120,7 @@ class MetaRecord:
     draws_in_evaluation: tuple[str, ...]
 
 
-def record_model(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> MetaRecord:
+def record_calls_and_draws(model: PreTrainedModel, class_draws: tuple[str, ...] = ()) -> MetaRecord:
     """Record a model's calls of attention and its random draws, by a pass on the meta device in training mode.
 
     Of models that draw, a pass in evaluation mode shows both. ModelError names decoder layers that are not exact, or a
@@ -191,7 +191,7 @@ class _CallNames(TorchFunctionMode):
 class _Draws(TorchDispatchMode):
     """Counts operators that read a generator's seed, by torch's own mark, and return more than one number.
 
-    A scalar decides whether a layer is left out, drawn whatever the rate is: `record_model` reads rates.
+    A scalar decides whether a layer is left out, drawn whatever the rate is: `record_calls_and_draws` reads rates.
     """
 
     def __init__(self, names: _CallNames, calls: Counter[str]) -> None:

@@ -21,7 +21,7 @@ from longspan.comm.tp_collectives import (
     tp_copy_parameter,
     tp_gather,
     tp_gather_parameter,
-    tp_place,
+    tp_index_and_degree,
     tp_split,
     tp_sum,
     tp_sum_split,
@@ -146,11 +146,11 @@ def split_query_key_value(linear: nn.Linear, world: World, widths: Sequence[int]
     """
     names = ["weight"] if linear.bias is None else ["weight", "bias"]
     part_widths = tuple(widths) or (linear.out_features // 3,) * 3
-    wrap_forward(linear, views=dict.fromkeys(names, partial(_three_part_rows, key=world.key, widths=part_widths)))
+    wrap_forward(linear, views=dict.fromkeys(names, partial(_query_key_value_rows, key=world.key, widths=part_widths)))
 
 
-def _three_part_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
-    index, degree = tp_place(key)
+def _query_key_value_rows(x: Tensor, key: int, widths: tuple[int, ...]) -> Tensor:
+    index, degree = tp_index_and_degree(key)
     return torch.cat([part.chunk(degree)[index] for part in tp_copy_parameter(x, key).split(widths)])
 
 
@@ -238,7 +238,7 @@ def split_vocabulary(embedding: nn.Embedding, world: World, *, sequence_parallel
     """Let each rank look up ids in its slice of the vocabulary, zeros for others; the sum over tp is the embedding."""
     module: Any = embedding
     inner, key = embedding.forward, world.key
-    index, degree = tp_place(key)
+    index, degree = tp_index_and_degree(key)
     width = embedding.num_embeddings // degree
     first, padding = index * width, embedding.padding_idx
     local_padding = padding - first if padding is not None and first <= padding < first + width else None
@@ -279,7 +279,7 @@ def split_expert_rows(experts: nn.Module, key: int, *, sum_gradients: bool) -> N
 def _take_row_part(value: Any, *, rows: int, key: int) -> Any:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != rows:
         return value
-    index, degree = tp_place(key)
+    index, degree = tp_index_and_degree(key)
     missing = -rows % degree
     if missing:
         value = torch.cat([value, value.new_zeros((missing, *value.shape[1:]))])

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from longspan.comm import World
-from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_place, tp_split, tp_sum
+from longspan.comm.tp_collectives import tp_copy, tp_copy_parameter, tp_gather, tp_index_and_degree, tp_split, tp_sum
 from longspan.errors import ModelError, plural
 from longspan.model.adapters import is_adapted
 from longspan.model.layers import Absent, decoder_model, expert_modules
@@ -114,7 +114,7 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
     sums_of_groups = [group_features.square().sum(-1) for group_features in y.split(sizes, -1)]
     sums = torch.stack(sums_of_groups, -1)  # (…, groups here)
     sums = F.pad(sums, (groups.start, count - groups.stop))  # (…, count)
-    means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_place(key)[1] // count)
+    means = tp_copy(tp_sum(sums, key), key) / (y.shape[-1] * tp_index_and_degree(key)[1] // count)
     means_here = means[..., groups.start : groups.stop].split(1, -1)
     return torch.cat([mean.expand(*mean.shape[:-1], size) for mean, size in zip(means_here, sizes, strict=True)], -1)
 
@@ -122,7 +122,7 @@ def _means_over_ranks(y: Tensor, groups: range, sizes: list[int], count: int, ke
 Views = dict[nn.Module, dict[str, View]]
 
 
-def check_mixer(name: str, mixer: nn.Module, tp: int) -> None:
+def refuse_unsplittable_mixer(name: str, mixer: nn.Module, tp: int) -> None:
     """Raise ModelError for an unknown mixer, or one with an unknown norm over features; tp is checked elsewhere."""
     norm: Any = _find_feature_norm(mixer, mixer_parts(name, mixer, tp))
     if norm is None:
@@ -212,7 +212,7 @@ def split_residuals(model: PreTrainedModel, styled_modules: list[StyledModule], 
         wrap_forward(depth.hnorm, enter=partial(tp_split, world_key=key, dim=ROWS))
         wrap_forward(depth.post_norm, leave=partial(tp_gather, world_key=key, dim=ROWS, gradient="identical"))
     for name, layer in layers_and_depths(model).items():
-        norms, blocks_of_all_rows = residual_regions(name, layer, styled_modules)
+        norms, blocks_of_all_rows = single_and_full_row_modules(name, layer, styled_modules)
         for norm in norms:
             _sum_row_gradients(norm, key)
         for block in blocks_of_all_rows:
@@ -232,7 +232,7 @@ def _sum_row_gradients(module: nn.Module, key: int) -> None:
         sum_partial_gradients(inner, key)
 
 
-def residual_regions(
+def single_and_full_row_modules(
     name: str, layer: nn.Module, styled_modules: list[StyledModule]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the children of a decoder layer that work on single rows, and those that must be given all rows.
@@ -248,7 +248,7 @@ def residual_regions(
         elif is_adapted(module) or not any(True for _ in module.children()):  # a norm, or a linear of whole features
             single_row_modules.append(module)
         elif any(block.startswith(f"{child_name}.") for block in blocks):  # a layer around layers, as in Zamba 2
-            inside = residual_regions(child_name, module, styled_modules)
+            inside = single_and_full_row_modules(child_name, module, styled_modules)
             single_row_modules += inside[0]
             full_row_modules += inside[1]
         elif child_name not in blocks:
@@ -308,12 +308,12 @@ def _checked_styled_modules(model: PreTrainedModel, tp: int, *, sequence_paralle
     check_divided_sizes(sizes_divided_by_tp(model, styled_modules), tp, type(model).__name__)
     for name, module, style, _ in styled_modules:
         if style == tp_style.MIXER:
-            check_mixer(name, module, tp)
+            refuse_unsplittable_mixer(name, module, tp)
     refuse_unnamed_parameters(model, styled_modules)
     refuse_mixed_features(model, styled_modules)
     if sequence_parallel:
         for name, layer in layers_and_depths(model).items():
-            residual_regions(name, layer, styled_modules)  # here only to raise, as the next line
+            single_and_full_row_modules(name, layer, styled_modules)  # here only to raise, as the next line
         final_norm_name(model)
     return styled_modules
 

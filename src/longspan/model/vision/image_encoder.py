@@ -18,7 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from longspan.attention import attend
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
-from longspan.model.layers import base_model, base_name, shallow_module, text_model, towers_beside_text_model
+from longspan.model.layers import base_model, base_name, copy_shallow_module, text_model, towers_beside_text_model
 from longspan.model.vision.image_tokens import ImageInput, ImageTokens, encoding_order, image_arguments, image_tokens
 from longspan.plan import Group, MicroBatch
 
@@ -98,7 +98,7 @@ def split_off_image_encoder(model: PreTrainedModel) -> VisionParts:
     """Split a vision-language model into encoder and language model, which is the model itself, now without towers."""
     base, text, towers = base_model(model), text_model(model), towers_beside_text_model(model)
     name_of_base = base_name(model)  # read now: it may differ once the towers are gone
-    shell = shallow_module(base)
+    shell = copy_shallow_module(base)
     for name, child in list(base.named_children()):
         if child in towers:
             del base._modules[name]

@@ -23,13 +23,13 @@ from longspan.layout import Integers
 IMAGE, VIDEO = 1, 2  # of mm_token_type_ids, where text is 0
 
 
-def model_class(config: PreTrainedConfig | None) -> Any:
+def headless_model_class(config: PreTrainedConfig | None) -> Any:
     """Return the class of the model below the head; None if transformers has none."""
     mapping: Any = MODEL_MAPPING
     return mapping.get(type(config), None)
 
 
-def rope_index(
+def compute_rope_positions(
     model: Any, config: PreTrainedConfig | None, ids: Integers, kinds: Integers, **media: Tensor
 ) -> Integers:
     """Compute positions (3, T) of a document by the model's own `get_rope_index`.
@@ -127,12 +127,12 @@ class ImageTokens:
 
         DataError where `kinds` raises it, and if two images have no text between them.
         """
-        model = model_class(self.config)
+        model = headless_model_class(self.config)
         if model is None or not hasattr(model, "get_rope_index") or not len(grids):
             return None
         ids, grids = np.asarray(ids, dtype=np.int64), np.asarray(grids, dtype=np.int64)
         kinds = self.kinds(ids, grids)
-        return rope_index(model, self.config, ids, kinds, image_grid_thw=torch.from_numpy(grids))
+        return compute_rope_positions(model, self.config, ids, kinds, image_grid_thw=torch.from_numpy(grids))
 
     def kinds(self, ids: npt.NDArray[np.int64], grids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the kind of each token (T,): text 0, image 1.
@@ -170,7 +170,7 @@ def image_tokens(config: PreTrainedConfig) -> ImageTokens:
 
 
 def _takes_argument(config: PreTrainedConfig, name: str, *, required: bool = False) -> bool:
-    features = getattr(model_class(config), "get_image_features", None)
+    features = getattr(headless_model_class(config), "get_image_features", None)
     parameter = None if features is None else signature(features).parameters.get(name)
     return parameter is not None and not (required and parameter.default is not Parameter.empty)
 
@@ -229,7 +229,7 @@ class VideoTokens:
     @classmethod
     def from_configuration(cls, config: PreTrainedConfig) -> "VideoTokens":
         """Read what a configuration takes for videos; ModelError where it takes none by grids, or lacks the id."""
-        images, model = image_tokens(config), model_class(config)
+        images, model = image_tokens(config), headless_model_class(config)
         placeholder = getattr(config, "video_token_id", None)
         feature_arguments = _argument_names(model, "get_video_features")
         position_arguments = _argument_names(model, "get_rope_index")
@@ -284,13 +284,13 @@ class VideoTokens:
         in_videos = mark_placeholders(
             ids, self.placeholder, [n for counts in rows for n in counts], plural(len(videos), "video")
         )
-        config, model = self.images.config, model_class(self.images.config)
+        config, model = self.images.config, headless_model_class(self.images.config)
         media = {_GRIDS: torch.tensor([video.grid for video in videos])}
         if len(grids):
             media["image_grid_thw"] = torch.from_numpy(grids)
         if _SECONDS in _argument_names(model, "get_rope_index"):  # of float32, as processors give them
             media[_SECONDS] = torch.tensor([video.seconds for video in videos], dtype=torch.float32)
-        return rope_index(model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media)
+        return compute_rope_positions(model, config, ids, self.images.kinds(ids, grids) + VIDEO * in_videos, **media)
 
 
 @cache
@@ -304,7 +304,7 @@ def _frame_groups_are_apart(model: Any, images: ImageTokens, placeholder: int) -
     ids, side = np.array([placeholder] * 4), images.merge
     grids = {_GRIDS: torch.tensor([[2, side, 2 * side]])}
     try:
-        rope_index(model, images.config, ids, np.array([VIDEO] * 4), **grids)
+        compute_rope_positions(model, images.config, ids, np.array([VIDEO] * 4), **grids)
     except RuntimeError:  # positions of the first group only, which do not fill four tokens
         return True
     return False
@@ -315,7 +315,7 @@ MASK = "pixel_attention_mask"  # of images of several sizes, or of patches, that
 IN_DOCUMENT = "batch_num_images"  # LLaVA-OneVision: how many images a document has; a single one is cut into tiles
 
 
-def image_signature(model: Any) -> Mapping[str, Parameter]:
+def image_feature_parameters(model: Any) -> Mapping[str, Parameter]:
     """Return the parameters of `get_image_features` of a model or class by name; ModelError for one without it."""
     features = getattr(model, "get_image_features", None)
     if features is None:
@@ -327,7 +327,7 @@ def image_signature(model: Any) -> Mapping[str, Parameter]:
 
 def check_image_arguments(model: Any, names: Collection[str]) -> None:
     """Raise DataError unless a model, or class, takes these arguments for its images and asks for no others."""
-    parameters, kind = image_signature(model), model if isinstance(model, type) else type(model)
+    parameters, kind = image_feature_parameters(model), model if isinstance(model, type) else type(model)
     if unknown := [name for name in names if name not in parameters]:
         raise DataError(
             f"images have {', '.join(unknown)}, and get_image_features of {kind.__name__} takes "
@@ -344,7 +344,7 @@ def check_image_arguments(model: Any, names: Collection[str]) -> None:
 
 def check_image_arguments_of_config(config: PreTrainedConfig, names: Collection[str]) -> None:
     """Raise DataError unless models of this configuration take these arguments for their images."""
-    if (model := model_class(config)) is not None:
+    if (model := headless_model_class(config)) is not None:
         check_image_arguments(model, names)
 
 
@@ -372,7 +372,7 @@ def image_arguments(model: Any, inputs: Sequence[ImageInput], like: Tensor) -> d
         dtypes = [like.dtype if x.is_floating_point() else x.dtype for x in parts]
         parts = [x.to(like.device, dtype, non_blocking=True) for x, dtype in zip(parts, dtypes, strict=True)]
         arguments[name] = _join_images(name, parts, pads=pads)
-    if MASK in image_signature(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
+    if MASK in image_feature_parameters(model) and arguments[PIXELS].ndim == 4:  # Idefics: (documents, tiles, 3, H, W)
         arguments |= {name: arguments[name][None] for name in (PIXELS, MASK) if name in arguments}
     return arguments
 

@@ -47,7 +47,7 @@ class RandomWeights:
     def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of these parts of parameters; buffers have the values that their modules begin with."""
         yield from ((name, buffer) for name, buffer in persistent_buffers(self._model) if name in parts)
-        for path, module, initialise in self._draw_units():
+        for path, module, initialise in self._units_to_draw():
             names = {f"{path}.{name}".lstrip("."): name for name, _ in module.named_parameters()}
             if not names.keys().isdisjoint(parts):
                 drawn = draw_copy(path, module, device, seed=self._seed, initialise=initialise)
@@ -55,7 +55,7 @@ class RandomWeights:
                     if part := parts.get(name):
                         yield name, drawn.get_parameter(inside).detach()[part.block].to(part.dtype)
 
-    def _draw_units(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
+    def _units_to_draw(self) -> Iterator[tuple[str, nn.Module, Callable[[nn.Module], None]]]:
         """Each decoder layer as a whole, since its modules may scale each other's weights.
 
         Each other tower, which has an initialisation of its own; each remaining module, without its children.
@@ -192,7 +192,7 @@ def _register_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def is_empty(model: nn.Module) -> bool:
+def has_meta_parameters(model: nn.Module) -> bool:
     """Return whether some parameter of the model is on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
 

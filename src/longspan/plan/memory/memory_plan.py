@@ -152,7 +152,7 @@ class MemoryNeeds:
         plans, read = [plan] if isinstance(plan, Plan) else list(plan), ConfigReader.read_language_model(config)
         loads = slot_loads(plans, read, settings, machine or Machine(), home.tp)
         micro_batches = max((len(plan.micro_batches) for plan in plans), default=1)
-        numbers = ModelNumbers.from_config(config, home, settings)
+        numbers = ModelNumbers.from_configuration(config, home, settings)
         # A group of several slots, but not of all, has a communicator of its own.
         slots = max((plan.slots for plan in plans), default=1)
         groups = {group.slots for plan in plans for batch in plan.micro_batches for group in batch.groups}

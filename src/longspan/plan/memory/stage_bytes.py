@@ -74,7 +74,7 @@ class ModelNumbers:
     tower_shape: "EncoderShape | None"
 
     @classmethod
-    def from_config(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
+    def from_configuration(cls, config: object, home: Layout, settings: MemorySettings) -> "ModelNumbers":
         """Count the parameters of a configuration under a home. Raises PlanError for a model that cannot be counted.
         The first layer of a depth also projects two joined rows to one. A tower with its projector counts where images
         are encoded: it is sharded over all slots, and not split over tp.

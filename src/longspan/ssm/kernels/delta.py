@@ -175,7 +175,7 @@ _COLUMNS = 64  # columns of a state that one program computes
 _NARROW = 128  # key numbers up to which a program of four warps keeps a state in registers
 
 
-def run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
+def compute_run_maps(rows: NamedRows, runs: LocalRuns) -> tuple[Tensor, Tensor]:
     """Compute B (R, H, K, V) and M (R, H, K, K) of each run, where S_out = M S_in + B, in float32."""
     heads, size, width, count = *rows["w"].shape[2:], rows["u"].shape[-1], len(runs.lengths)
     states, transitions = (_new_state(rows, count, heads, size, n) for n in (width, size))
@@ -231,7 +231,7 @@ class DeltaStates:
         self._rows, self._pieces = rows, pieces
         map_runs, map_rows = pieces.pieces_with_maps
         self.transitions: Tensor
-        self._states, self.transitions = run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
+        self._states, self.transitions = compute_run_maps({name: x[:, map_rows] for name, x in rows.items()}, map_runs)
 
     def summaries(self, leaving: Integers, carrying: Integers) -> tuple[Tensor, Tensor]:
         summed_runs = np.union1d(leaving, carrying)

@@ -185,7 +185,7 @@ def use_machine(config: RunConfig, world: World) -> None:
     assert machine is not None
     digest = sha256(json.dumps(machine.to_json(), sort_keys=True).encode()).hexdigest()
     hint = f"{KEY} names a file that differs between hosts; copy one file to all of them"
-    world.control.agree(digest, what="machines", hint=hint)
+    world.control.compare_digests(digest, what="machines", hint=hint)
     ranks = len(world.home.ranks)
     ranks_of_host = min(ranks, world.node_size * world.home.tp)  # node_size counts slots, each of tp ranks
     measured = machine.device, min(machine.world, machine.node_size)

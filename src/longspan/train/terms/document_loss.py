@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longspan.comm import World, on_all_ranks, raise_first_error, to_device
 from longspan.errors import LongspanError, LossError, ModelError, plural, short_text
 from longspan.layout import Floats
-from longspan.model.adapters import is_adapted, model_adapter
+from longspan.model.adapters import adapter_of_prepared_model, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plan import Plan
@@ -195,7 +195,7 @@ class DocumentPasses:
         if self._sets_across:
             sets = plural(len(self._sets_across), "set")
             refuse_two_pass_dropout(model, f"{sets} of documents in several micro-batches")
-        adapter = model_adapter(model)
+        adapter = adapter_of_prepared_model(model)
         rate = adapter.dropout if adapter is not None and self._sets_inside else 0.0
         if rate and self._world.control.any_rank(_head_is_adapted(model)):
             raise on_all_ranks(
@@ -293,11 +293,11 @@ class LossTerm(Term):
             self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
-        if world.control.agree(
+        if world.control.compare_digests(
             _text_digest("a loss or a divisor"), flag=failure is not None, what=_COMPARISON, hint=_HINT
         ):
             raise_first_error(world, failure)
-        world.control.agree(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
+        world.control.compare_digests(_text_digest(loss_text), what=_COMPARISON, hint=_HINT)
 
     def check_inputs(self, inputs: StepInputs) -> None:
         if inputs.backward and isinstance(self.measure, DocumentPasses):

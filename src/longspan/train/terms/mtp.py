@@ -123,7 +123,7 @@ def _agree_on_depths(mtp: Any, model: nn.Module, world: World) -> int:
         )
     digest = hashlib.sha256(f"{mtp} {depths}".encode()).hexdigest()
     hint = "Give every rank the same mtp=, or none, and a model with as many depths"
-    world.control.agree(digest, what="losses of multi-token prediction", hint=hint)
+    world.control.compare_digests(digest, what="losses of multi-token prediction", hint=hint)
     return depths
 
 

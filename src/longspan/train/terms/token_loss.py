@@ -49,7 +49,7 @@ def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
 
 def agree_on_names(names: tuple[str, ...], world: World) -> None:
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
-    world.control.agree(digest, what="lists also=", hint="Give every rank the same names in the same order")
+    world.control.compare_digests(digest, what="lists also=", hint="Give every rank the same names in the same order")
 
 
 @torch.no_grad()
