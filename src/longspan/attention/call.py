@@ -227,8 +227,10 @@ class Members:
         return segments_from_runs(runs.document, start, stop)
 
     def _find_rows_among_keys(self, keys: Segments, owner: int) -> tuple[Integers, Integers]:
-        """Rows are compared by their number among the group's rows in document order. A row before all runs of keys
-        gets run −1, whose stop is the 0 that is appended, so that the row is in no run.
+        """Return which rows of `owner` are among `keys`, and where in the keys' tensor each of them is.
+
+        Rows are compared by their number among the group's rows in document order. A row before all runs of keys gets
+        run −1, whose stop is the 0 that is appended, so that the row is in no run.
         """
         _, document_starts = self._document_extents()
         segments = self.segments(owner)
@@ -269,6 +271,7 @@ def backward_head_groups(rows: int, q: Tensor, kv_heads: int) -> list[HeadSlice]
 
 
 def _inverse_index(rows: slice | Integers, count: int) -> Integers:
+    """Where each of `count` rows is in `rows`; −1 for one that is not."""
     places = np.full(count, -1, dtype=np.int64)
     places[rows] = np.arange(len(places[rows]))
     return places

@@ -110,6 +110,7 @@ class _Link:
         self._output, self._version = weakref.ref(out), out._version
 
     def forget_input(self, x: Tensor) -> Callable[[], Tensor]:
+        """A `keep` that keeps nothing: to fetch the input, the layers before run again."""
         return self.fetch_input
 
     def make_pack_hook(self, keep: Callable[[Tensor], Callable[[], Tensor]], x: Tensor) -> Callable[[Tensor], Any]:

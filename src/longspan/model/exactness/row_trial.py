@@ -71,6 +71,7 @@ class _Rows:
         return self.numbers.reshape(self.parts, -1)[self.part] if rows * self.parts == len(self.numbers) else None
 
     def values_of_rows(self, values: Tensor) -> Tensor:
+        """Of two values drawn for each row's number, the second one where `others` changes the row."""
         others = (~_compared_mask(self.numbers) & self.others).astype(np.int64)
         return values[to_device(others, values.device), to_device(self.numbers, values.device)]
 

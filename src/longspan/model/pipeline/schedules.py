@@ -124,6 +124,7 @@ def _find_users(output: Node) -> dict[Node, list[Node]]:
 
 
 def _dependent_nodes(start: Node, users: dict[Node, list[Node]], last_nodes: Set[Node] = frozenset()) -> set[Node]:
+    """All nodes that depend on `start`, itself among them; the search does not go on behind `last_nodes`."""
     dependents, to_visit = {start}, [start]
     while to_visit:
         node = to_visit.pop()

@@ -186,6 +186,7 @@ def mixes_features(block: nn.Module, styles: Mapping[int, str]) -> bool:
 
 
 def _row_wise_input(block: nn.Module, outputs: Mapping[str, Tensor], row_names: Sequence[str]) -> Tensor:
+    """What the first row-wise linear gets where column-wise ones give `outputs` and all other weights are 1."""
     twin, row_linear = _copy_without_values(block), _StandIn()
     for name in row_names:
         twin.set_submodule(name, row_linear)
