@@ -44,10 +44,15 @@ def test_a_warm_up_that_does_not_end_is_said() -> None:
 
 def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
     keys = "data.max_document_tokens", "context.max_tokens_per_slot", "context.context_parallel_size"
-    assert values(*keys) == [0, "auto", 1]
+    assert values(*keys) == [0, "auto", 0]
     assert values("train.tokens_per_step", "train.warmup_steps") == [65536, 15]
     assert values("train.warmup_steps", train__steps=10_000) == [100]
-    assert values(*keys, data__max_document_tokens=5, context__max_tokens_per_slot=0) == [5, 0, 1]
+    assert values(*keys, data__max_document_tokens=5, context__max_tokens_per_slot=0) == [5, 0, 0]
+    planners = "context.planner", "context.eval_planner", "context.mode"
+    assert values(*planners) == ["auto"] * 3
+    assert values(*planners, context__context_parallel_size=2) == ["fixed", "fixed", "auto"]
+    assert values(*planners, context__max_dynamic_context_parallel_size=2) == ["dynamic", "dynamic", "auto"]
+    assert values(*planners, context__eval_context_parallel_size=2) == ["auto", "fixed", "auto"]
 
 
 @pytest.mark.parametrize("keys", [{}, OWN], ids=["demo", "own"])

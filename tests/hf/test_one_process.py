@@ -151,9 +151,9 @@ def test_keys_are_read_from_a_command_line() -> None:
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
-        ({}, "8 slots; training fixed at cp 1, evaluation fixed at cp 1; weights sharded over 8 ranks"),
+        ({}, "8 slots; training dynamic, evaluation dynamic; weights sharded over 8 ranks"),
         ({"planner": "dynamic", "eval_context_parallel_size": "auto"}, "training dynamic, evaluation fixed at cp auto"),
-        ({"tp": 2, "dp_replicate": 2}, "4 slots, tp 2, dp_replicate 2; training fixed"),
+        ({"tp": 2, "dp_replicate": 2, "planner": "fixed"}, "4 slots, tp 2, dp_replicate 2; training fixed"),
         ({"dp_replicate": 2, "context_parallel_size": 4}, "evaluation fixed at cp 4; weights sharded over 4 ranks"),
     ],
 )

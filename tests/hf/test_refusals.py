@@ -173,13 +173,19 @@ CASES: dict[str, tuple[Any, str]] = {
         "context_parallel_size 2 does not divide 1 slot (1 rank / tp 1 / pp 1); use 1, or start a multiple of 2 "
         "processes (torchrun --nproc-per-node 2; accelerate launch --cpu starts only one)",
     ),
-    "no degree": (lambda: _make(longspan={"context_parallel_size": 0}), "context_parallel_size is 0"),
+    "no degree": (lambda: _make(longspan={"context_parallel_size": -2}), "context_parallel_size is -2"),
     "bytes": (lambda: _make(longspan={"memory_bytes": -1}), "memory_bytes is -1; it must be at least 0"),
     "rows": (
-        lambda: _make(longspan={"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}),
+        lambda: _make(
+            longspan={
+                "context_parallel_size": 1,
+                "cp_comm_type": "a2a+p2p",
+                "hierarchical_context_parallel_sizes": [2, 2],
+            }
+        ),
         "hierarchical_context_parallel_sizes (2, 2) multiply to 4, but the group has context_parallel_size 1",
     ),
-    "long document": (lambda: _trained(longspan={"max_tokens_per_slot": "16"}), "cp 1"),
+    "long document": (lambda: _trained(longspan={"max_tokens_per_slot": "16", "context_parallel_size": 1}), "cp 1"),
     "saving in a callback": (
         lambda: _trained(callbacks=[Saving()]),
         "Qwen3ForCausalLM.save_pretrained would write what this rank holds of a prepared model; call "

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config
@@ -18,7 +19,7 @@ from longspan.errors import CommError, ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.model import load_model, preset_config
 from longspan.model.lora import NewAdapter, add_lora
-from longspan.plan import Cost, FixedMemory, MemoryBudget
+from longspan.plan import Cost, FixedMemory, MemoryBudget, MemoryPlan
 from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.run import warm_up
 from longspan.testing import backend, run_ranks
@@ -98,7 +99,7 @@ def test_settings_follow_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fullest_steps_are_found_among_all_and_a_limit_bounds_dynamic_plans() -> None:
-    config = config_of()
+    config = config_of(context__planner="fixed")
     plans, limit = run_of(config).ahead.fullest_plans(config, Cost())
     assert limit == [] and max(plan.most_rows for plan in plans) >= 8192
     assert any(max(plan.lengths) == 8192 for plan in plans)
@@ -132,30 +133,58 @@ def test_rows_to_try_hold_the_longest_document_in_a_group_that_the_heads_allow()
 def test_rows_auto_are_those_whose_steps_are_fastest() -> None:
     """With little room fewer rows, which need less recomputation, and with much as many as a step has."""
     run = run_of(config_of(**AUTO, context__planner="dynamic"), layers=8)
-    few_rows, _ = run.choose_memory(MemoryBudget(device=40 * GIB, host=0))
-    many_rows, much = run.choose_memory(MemoryBudget(device=200 * GIB, host=0))
+
+    def choose(run: RunMemory, device: int, host: int = 0) -> tuple[int, MemoryPlan]:
+        config, memory = run.choose_memory(MemoryBudget(device=device, host=host))
+        return int(config.context.max_tokens_per_slot), memory
+
+    few_rows, _ = choose(run, 40 * GIB)
+    many_rows, much = choose(run, 200 * GIB)
     assert set(much.measures) == {"none"} and many_rows > few_rows
     keys = {"train__activation_checkpointing": "none", "context__planner": "dynamic"}
     by_hand = run_of(config_of(**AUTO, **keys), layers=4)  # all activations are kept: rows alone may give way
     with pytest.raises(PlanError, match="does not fit") as refusal:
-        by_hand.choose_memory(MemoryBudget(device=GIB, host=64 * GIB))
+        choose(by_hand, GIB, 64 * GIB)
     least = re.search(r"needs at least [^(]*\(([\d,]+) bytes\)", str(refusal.value))
     assert least is not None
-    fewest_rows, _ = by_hand.choose_memory(MemoryBudget(device=int(least[1].replace(",", "")), host=64 * GIB))
+    fewest_rows, _ = choose(by_hand, int(least[1].replace(",", "")), 64 * GIB)
     assert fewest_rows == by_hand.ahead.rows_to_try(by_hand.config)[0] < many_rows
+
+
+def test_a_mode_auto_is_free_where_weights_fit_whole_and_steps_are_faster() -> None:
+    lengths = [int(n) for n in np.random.default_rng(0).lognormal(8, 1.3, 300).clip(64, 32768)]
+    ahead = ComingSteps(lambda step: lengths, Layout(ranks=16), 32, 0, 1)
+    padded: dict[str, object] = {
+        "context__planner": "padded",
+        "context__context_parallel_size": 4,
+    }  # slots wait for the longest row
+    cases: list[tuple[str, int, dict[str, object]]] = [
+        ("free", 200, padded),
+        ("lockstep", 200, {"context__planner": "dynamic"}),
+        ("lockstep", 17, padded),  # weights and gradients, whole, are more
+        ("lockstep", 200, padded | {"parallel__pp": 2}),
+    ]
+    for mode, gib, keys in cases:
+        home = replace(ahead.home, pp=2) if "parallel__pp" in keys else ahead.home
+        run = replace(run_of(config_of(**keys), layers=4), ahead=replace(ahead, home=home))
+        config, memory = run.choose_memory(MemoryBudget(device=gib * GIB, host=64 * GIB))
+        assert config.context.mode == mode, (mode, gib, keys, memory)
+    assert run_memory.in_lockstep(config_of()).context.mode == "lockstep"
 
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
     run, room = run_of(config_of(), layers=4), MemoryBudget(device=400 * GIB)
-    rows, plan, reason = run_memory.plan_or_explain(run, room)
-    assert rows == 8192 and plan is not None and not reason
-    rows, plan, reason = run_memory.plan_or_explain(replace(run, model=UNHEARD), room)
-    assert rows == 8192 and plan is None and "hidden_size" in reason
+    config, plan, reason = run_memory.plan_or_explain(run, room)
+    assert config.context.max_tokens_per_slot == 8192 and plan is not None and not reason
+    config, plan, reason = run_memory.plan_or_explain(replace(run, model=UNHEARD), room)
+    assert config.context.max_tokens_per_slot == 8192 and plan is None and "hidden_size" in reason
+    assert config.context.mode == "lockstep"
     with pytest.raises(ConfigError, match="does not fit"):
         run_memory.plan_or_explain(run, MemoryBudget(device=GIB))
     config = config_of(**AUTO, context__planner="dynamic")
     runs = [replace(run_of(config, gpu=gpu), model=UNHEARD) for gpu in (True, False)]
-    auto = [run_memory.plan_or_explain(run, MemoryBudget(device=GIB))[0] for run in runs]
+    configs = [run_memory.plan_or_explain(run, MemoryBudget(device=GIB))[0] for run in runs]
+    auto = [int(chosen.context.max_tokens_per_slot) for chosen in configs]
     assert auto == [runs[0].ahead.rows_to_try(config)[-1], 4096 + 2] and auto[0] > auto[1]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
-from longspan.config.plan_section import EvalConfig, inherit_keys
+from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
 from longspan.hub import find_local_path
@@ -30,6 +30,7 @@ TINY = "-tiny"  # how the names of the demo's presets end
 _DEMO: dict[str, Any] = {
     "model.preset": "qwen3-tiny",
     "data.max_document_tokens": 2048,
+    "context.planner": "fixed",
     "context.cp_comm_type": "p2p",
     "context.partition": "zigzag",
     "context.eval_planner": "fixed",
@@ -42,7 +43,8 @@ _DEMO: dict[str, Any] = {
 # One's own model: nothing is cut, and a slot takes what its memory holds. Of train.lr there is no default.
 _OWN_MODEL: dict[str, Any] = {
     "data.max_document_tokens": 0,
-    "context.context_parallel_size": 1,
+    "context.planner": AUTO,
+    "context.context_parallel_size": 0,
     "context.cp_comm_type": AUTO,
     "context.partition": "zigzag",
     "context.max_tokens_per_slot": AUTO,
@@ -74,6 +76,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
+    config = _set_defaults(config, {"context.planner": _named_planner(config.context)})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     if not is_demo(config.model) and not config.train.epochs:  # of epochs the corpus decides the steps, later
         config = set_steps(config, config.train.steps)
@@ -81,6 +84,14 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
     return replace(config, eval=tuple(_complete_set(entry, config) for entry in config.eval))
+
+
+def _named_planner(context: ContextConfig) -> str:
+    """The planner that a degree is of; "" where none is given."""
+    if context.context_parallel_size not in (NOT_GIVEN, 0):
+        return "fixed"
+    limits = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+    return "dynamic" if limits != (1, 0) else ""
 
 
 def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:

@@ -86,10 +86,13 @@ class Above(AtLeast):
 
 @dataclass(frozen=True)
 class Needs:
-    """Another key (section.key), and the values of it without which this key would do nothing, or nothing exact."""
+    """Another key (section.key), and the values of it without which this key would do nothing, or nothing exact; with
+    `value` only that value of this key needs them.
+    """
 
     key: str
     values: AtLeast | tuple[str | int, ...]
+    value: str = ""
 
     def allows(self, value: Any) -> bool:
         return self.values.allows(value) if isinstance(self.values, AtLeast) else value in self.values

@@ -29,20 +29,22 @@ class PlanSection:
             "As context.eval_planner. Default: the same, or fixed where context_parallel_size is given.",
         ),
     ] = ""
-    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; or a
-    function of your own by its dotted name (docs/planning.md)."""
+    """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; auto:
+    dynamic, or fixed at the best degree where that is predicted as fast; or a function of your own by its dotted name
+    (docs/planning.md). Default: auto; fixed where context_parallel_size is given, dynamic where a smallest or largest
+    degree is; tiny presets: fixed."""
     context_parallel_size: Annotated[
         int | str,
         AtLeast(0),
         Texts(
-            "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto: "
-            "the degree at which evaluation is fastest by the cost. Default: 0; tiny presets: 4, or 2 or 1 where the "
-            "slots are no multiple.",
+            "Slots that share a document in evaluation; this key alone changes the degree. 0: as in training; auto, or "
+            "0 where training's is chosen: the degree at which evaluation is fastest by the cost. Default: 0; tiny "
+            "presets: 4, or 2 or 1 where the slots are no multiple.",
             "As context.eval_context_parallel_size. Default: the same.",
         ),
     ] = NOT_GIVEN
-    """Slots that share a document in training (fixed and padded). Default: 1; tiny presets: 2, or 1 of an odd number of
-    slots."""
+    """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
+    fastest. Default: 0; tiny presets: 2, or 1 of an odd number of slots."""
     max_tokens_per_slot: Annotated[
         int | str,
         AtLeast(0),
@@ -84,8 +86,7 @@ class PlanSection:
 class ContextConfig(PlanSection):
     """Who shares which documents, in training and in evaluation."""
 
-    planner: str = "fixed"
-    context_parallel_size: PositiveInt = NOT_GIVEN
+    context_parallel_size: NonNegativeInt = NOT_GIVEN
     min_dynamic_context_parallel_size: PositiveInt = 1
     """Smallest degree that the dynamic planner may choose, in evaluation too."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
@@ -100,8 +101,13 @@ class ContextConfig(PlanSection):
     node_size: Annotated[int | str, AtLeast(1)] = AUTO
     """Slots of one host, whose links plans take as fast; auto: those of the world (LOCAL_WORLD_SIZE / tp), with which a
     number must agree."""
-    mode: Annotated[Literal["lockstep", "free"], Needs("parallel.pp", (1,)), Needs("parallel.ep", (1,))] = "lockstep"
-    """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group."""
+    mode: Annotated[
+        Literal["auto", "lockstep", "free"],
+        Needs("parallel.pp", (1,), value="free"),
+        Needs("parallel.ep", (1,), value="free"),
+    ] = "auto"
+    """In training, who waits: lockstep: all slots for the slowest of a micro-batch; free: those that share a group;
+    auto: free on GPUs that hold weights and gradients whole, where that is predicted faster, else lockstep."""
     evaluation: PlanSection = field(default_factory=PlanSection)
 
     def set_evaluation(self, **keys: Any) -> "ContextConfig":

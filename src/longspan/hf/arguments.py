@@ -38,8 +38,8 @@ class LongspanArguments:
     values that no key takes.
     """
 
-    planner: str = _key("fixed", "fixed, dynamic or padded: who plans training")
-    context_parallel_size: int = _key(1, "ranks that share a document in training (fixed and padded)")
+    planner: str = _key("", "auto (as dynamic), fixed, dynamic or padded; empty: auto, or fixed with a degree")
+    context_parallel_size: int = _key(NOT_GIVEN, "ranks that share a document in training; 0: the fewest that hold all")
     min_dynamic_context_parallel_size: int = _key(1, "smallest degree of dynamic plans")
     max_dynamic_context_parallel_size: int = _key(0, "largest degree of dynamic plans; 0: no limit")
     max_tokens_per_slot: str = _key("auto", "rows of a micro-batch on a slot, at most; 0: no limit; auto: by memory")
@@ -50,7 +50,7 @@ class LongspanArguments:
     )
     attention_kernel: str = _key("", "attention kernel; empty: the first that can")
     node_size: str = _key("auto", "slots of one host")
-    mode: str = _key("lockstep", "lockstep or free: who waits in training")
+    mode: str = _key("auto", "lockstep, free or auto: who waits in training")
     eval_planner: str = _key("", "planner of evaluation; empty: as in training, or fixed with a degree")
     eval_context_parallel_size: str = _key("", "ranks that share a document in evaluation; auto: the fastest")
     eval_max_tokens_per_slot: str = _key("", "rows of a micro-batch on a slot in evaluation")
@@ -77,7 +77,7 @@ class LongspanArguments:
         keys: dict[str, object] = {"model.config": "the Trainer's model"}  # any name: else it would be the demo's model
         for name in (key.name for key in fields(self)):
             value = getattr(self, name)
-            if value in ("", []) or (value == NOT_GIVEN and name.startswith("eval_")):  # it is not given
+            if value in ("", []) or (value == NOT_GIVEN and name.endswith("context_parallel_size")):  # it is not given
                 continue
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
                 value = int(value)

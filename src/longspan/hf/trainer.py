@@ -35,7 +35,7 @@ from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
 from longspan.train.plans import query_heads
-from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks
+from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks, in_lockstep
 from longspan.train.training import memory_options
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
@@ -60,7 +60,8 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     default = {key.name: key.default for key in fields(args)}
     if asks_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
-    lengths, rows, memory = _document_lengths(trainer), 0, None
+    lengths, memory = _document_lengths(trainer), None
+    has_limit = config.context.max_tokens_per_slot != AUTO
     if lengths:
         model, home = unwrap_peft_model(trainer.model).config, trainer.world.home
         # Steps 0 to 63, with lengths drawn at random, stand for all steps.
@@ -72,11 +73,10 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
 
         steps = ComingSteps(lengths_of_step, home, query_heads(model), 0, 64)
         run = RunMemory(config=config, model=model, ahead=steps, gpu=trainer.world.device.type == "cuda")
-        rows, memory = choose_memory_on_ranks(run, trainer.world, _log.info)
-    if config.context.max_tokens_per_slot == AUTO:
-        limit = rows if memory is not None else 0
-        config = replace(config, context=replace(config.context, max_tokens_per_slot=limit))
-    return config, memory
+        config, memory = choose_memory_on_ranks(run, trainer.world, _log.info)
+    if memory is None and not has_limit:
+        config = replace(config, context=replace(config.context, max_tokens_per_slot=0))
+    return in_lockstep(config), memory
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:

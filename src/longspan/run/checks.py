@@ -79,6 +79,8 @@ def check_needs(config: RunConfig) -> None:
         for key in section_keys(kind):
             value = key_value(getattr(config, section), key.name)
             for need in key.needs if value != key.default else ():
+                if need.value not in ("", value):
+                    continue
                 other_section, _, other = need.key.partition(".")
                 if not need.allows(found := key_value(getattr(config, other_section), other)):
                     raise ConfigError(
@@ -277,16 +279,17 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     context = config.context
     if context.attention_kernel:
         _check_known("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
+    for entry in config.evaluations:
+        if entry.context_parallel_size == AUTO and entry.planner not in ("fixed", AUTO):
+            raise ConfigError(
+                f'{entry.prefix}context_parallel_size is "{AUTO}", which chooses one degree for plans of packed '
+                f'documents, and {entry.prefix}planner is "{entry.planner}"; use {entry.prefix}planner = "fixed", or '
+                f"leave {entry.prefix}context_parallel_size out"
+            )
     for choice, cut_by, limit in _plan_choices(config, training=training):
         check_planner(choice.planner, f"{choice.prefix}planner")
         for kind in choice.comm_types:
             _check_known(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
-        if not choice.degree and choice.planner != "fixed":
-            raise ConfigError(
-                f'{choice.degree_key} is "{AUTO}", which chooses one degree for plans of packed documents, and '
-                f'{choice.prefix}planner is "{choice.planner}"; use {choice.prefix}planner = "fixed", or leave '
-                f"{choice.degree_key} out"
-            )
         if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
             ranks = choice.degree * home.tp * home.pp
             raise ConfigError(

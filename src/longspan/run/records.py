@@ -70,6 +70,8 @@ def _fact_lines(
     run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, str]]:
     config, home, lengths, execution = run.config, run.world.home, run.corpus.lengths, model_execution(run.model)
+    if run.why_plans:
+        yield "chosen", run.why_plans
     experts, mtp = read_experts(run.model.config), config.mtp
     sizes = f"{_size_text(parameters)} parameters, {_size_text(of_rank)} on a rank"
     sizes += f", {_size_text(trained)} trained" if config.lora.rank else ""

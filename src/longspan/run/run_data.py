@@ -109,6 +109,7 @@ class TrainingRun(Training):
     sets: tuple[EvaluationSet, ...] = ()  # the held-out documents first, if there are any
     why_degrees: tuple[str, ...] = ()  # lines about evaluation degrees that were chosen by cost
     why_partition: str = ""  # the same for the partition of a hybrid model
+    why_plans: str = ""  # and for planner and degree of training
 
     @property
     def dir(self) -> Path:

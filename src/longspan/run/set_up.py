@@ -34,8 +34,14 @@ from longspan.run.checks import refuse_encoder_without_images
 from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.order import set_epoch_steps, source_lines
-from longspan.train.plans.resolve import choose_degrees, choose_partition_on_ranks, set_node_size, use_machine
-from longspan.train.run_memory import choose_rows
+from longspan.train.plans.resolve import (
+    choose_degrees,
+    choose_partition_on_ranks,
+    choose_planner_on_ranks,
+    set_node_size,
+    use_machine,
+)
+from longspan.train.run_memory import choose_rows, in_lockstep
 from longspan.train.starts import Starts
 from longspan.train.terms.mtp import depths_line
 from longspan.train.training import (
@@ -248,7 +254,7 @@ def plan_run_memory(
     if not gpu and not train.memory_bytes and config.context.max_tokens_per_slot != AUTO:
         if done < train.steps:
             check_measures(train, gpu=False)
-        return config, None  # no bytes are known that a rank may fill
+        return in_lockstep(config), None  # no bytes are known that a rank may fill
     from longspan.train.run_memory import UNEVEN, ComingSteps, RunMemory
 
     heads, (longest, _) = query_heads(data.model), data.longest
@@ -309,9 +315,13 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     price = partial(model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
     cost = run_on_every_rank(world, price, ConfigError)
     starts.end_part("optimizer and costs")
+    longest, _ = data.longest
+    prices = {"cost": cost, "heads": heads}
+    config, why_plans = choose_planner_on_ranks(config, data.order, world, log, longest=longest, **prices)
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why_degrees = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
-    sets, reasons = with_eval_tables(data.sets, config), {"why_degrees": why_degrees, "why_partition": why_partition}
+    sets = with_eval_tables(data.sets, config)
+    reasons: Any = {"why_degrees": why_degrees, "why_partition": why_partition, "why_plans": why_plans}
     return TrainingRun(
         config, world, model, optimizer, cost, data.corpus, data.order, done, sets, memory=memory, **reasons
     )

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,7 +36,7 @@ from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS, gib_te
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.plans import PlanChoice, plan_row_multiple
-from longspan.train.plans.run_cost import find_run_cost, fixed_keys, read_run_machine, run_memory_settings
+from longspan.train.plans.run_cost import can_be_free, find_run_cost, fixed_keys, read_run_machine, run_memory_settings
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -166,7 +167,8 @@ class ComingSteps:
         Those with the fullest slots, by a simple cost, where all steps can be looked at; else the heaviest, and where
         rows have a limit a plan that fills every slot to it. Raises PlanError for documents that fit no group.
         """
-        planners = self.planners or (config.context.planner,)
+        both = ("dynamic", "fixed")  # of which a run with "auto" chooses one later
+        planners = self.planners or (both if config.context.planner == AUTO else (config.context.planner,))
         configs = (replace(config, context=replace(config.context, planner=planner)) for planner in planners)
         choices = [PlanChoice.training(one, cost=cost, heads=self.heads) for one in configs]
         steps, sees_all = range(self.first, min(self.last, self.first + MOST_STEPS)), True
@@ -240,38 +242,44 @@ class RunMemory:
     def machine(self) -> Machine:
         return read_run_machine(self.config) or (Machine.known("H200") if self.gpu else Machine.cpus())
 
-    def choose_memory(self, budget: MemoryBudget) -> tuple[int, MemoryPlan]:
-        """Choose the fastest measures that fit, and with them the rows of a slot where these are "auto".
+    def choose_memory(self, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan]:
+        """Choose the fastest measures that fit, and with them rows of a slot and mode where these are "auto".
 
-        Rows are compared by the seconds of the heaviest steps. Raises PlanError, with the bytes, where nothing fits.
+        These are compared by the seconds of the heaviest steps, with `PlanChoice.least_gain`. Returns the configuration
+        with them. Raises PlanError, with the bytes, where nothing fits.
         """
-        rows_of_keys = self.config.context.max_tokens_per_slot
-        if isinstance(rows_of_keys, int):
-            return rows_of_keys, self._choose_plan(self.config, self.ahead, budget)[1]
-        choices, refusal = list[tuple[float, int, MemoryPlan]](), None
-        for rows in self.ahead.rows_to_try(self.config):
-            config = replace(self.config, context=replace(self.config.context, max_tokens_per_slot=rows))
+        context = self.config.context
+        given_rows, modes = context.max_tokens_per_slot, (context.mode,)
+        if context.mode == AUTO:
+            modes = ("lockstep", "free")[: 1 + (self.gpu and can_be_free(self.config, self.ahead.home))]
+        ahead = self.ahead if isinstance(given_rows, int) else replace(self.ahead, few=True)
+        choices, refusal = list[tuple[float, RunConfig, MemoryPlan]](), None
+        ways = product([given_rows] if isinstance(given_rows, int) else ahead.rows_to_try(self.config), modes)
+        for rows, mode in ways:
+            context = replace(context, max_tokens_per_slot=rows, mode=mode)
+            run = replace(self, config=replace(self.config, context=context), ahead=ahead)
             try:
-                steps, memory = self._choose_plan(config, replace(self.ahead, few=True), budget)
+                seconds, memory = run._choose_plan(budget)
             except PlanError as error:
                 refusal = refusal or error  # of the fewest rows
                 continue
-            cost = self._plan_cost(memory).shared_by(self.ahead.home.tp)
-            needs = MemoryNeeds.of(self.model, self.ahead.home, steps, self.settings, machine=self.machine)
-            seconds = mean_step_seconds(self.model, steps, memory, needs, self.machine, cost)
-            choices.append((seconds, rows, memory))
+            choices.append((seconds * PlanChoice.training(run.config).least_gain, run.config, memory))
         if not choices:
             assert refusal is not None
             raise refusal
-        _, rows, memory = min(choices, key=lambda choice: choice[0])
-        return rows, memory
+        return min(choices, key=lambda choice: choice[0])[1:]
 
-    def _choose_plan(
-        self, config: RunConfig, ahead: ComingSteps, budget: MemoryBudget
-    ) -> tuple[list[Plan], MemoryPlan]:
-        steps, limit = ahead.fullest_plans(config, self._plan_cost())
-        run = self.model, ahead.home, [*steps, *limit], self.settings, budget, self.machine
-        return steps, choose_memory(*run, fixed=fixed_keys(config, gpu=self.gpu))
+    def _choose_plan(self, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
+        """The fastest plan of memory that fits, and the mean seconds of steps under it, by the first planner."""
+        ahead, model, machine = self.ahead, self.model, self.machine
+        steps, limit = ahead.fullest_plans(self.config, self._plan_cost())
+        run = model, ahead.home, [*steps, *limit], self.settings, budget, machine
+        memory = choose_memory(*run, fixed=fixed_keys(self.config, gpu=self.gpu))
+        steps = [plan for plan in steps if plan.planner == steps[0].planner]
+        needs = MemoryNeeds.of(model, ahead.home, steps, self.settings, machine=machine)
+        return mean_step_seconds(
+            model, steps, memory, needs, machine, self._plan_cost(memory).shared_by(ahead.home.tp)
+        ), memory
 
     def _plan_cost(self, memory: MemoryPlan | None = None) -> Cost:
         slots, share = self.ahead.home.slots, self.target_share
@@ -280,35 +288,43 @@ class RunMemory:
         )
 
 
-def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[int, MemoryPlan | None]:
-    """Plan a run's memory before `prepare`: the rows of a slot, and what its layers keep; entered by all ranks.
+def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[RunConfig, MemoryPlan | None]:
+    """Plan a run's memory before `prepare`: rows of a slot, mode, and what its layers keep; entered by all ranks.
 
-    The plan is None where train.memory and rows leave nothing to choose, on CPUs without `memory_bytes`, and where the
-    model's bytes cannot be counted: "auto" rows are then the most that a step has on GPUs, where the warm-up halves
-    them, and on CPUs the fewest that hold the longest document. Raises ConfigError, on every rank, where nothing fits.
+    Returns the configuration with rows and mode in place of "auto". The plan is None where train.memory and rows leave
+    nothing to choose, on CPUs without `memory_bytes`, and where the model's bytes cannot be counted: "auto" rows are
+    then the most that a step has on GPUs, where the warm-up halves them, and on CPUs the fewest that hold the longest
+    document; the mode is lockstep. Raises ConfigError, on every rank, where nothing fits.
     """
     train, given_rows = run.config.train, run.config.context.max_tokens_per_slot
     check_measures(train, gpu=run.gpu)
     chooses = chooses_measures(train, gpu=run.gpu)
     if isinstance(given_rows, int) and not chooses:
-        return given_rows, None
+        return in_lockstep(run.config), None
     budget = memory_budget(run.config, world)
-    rows, memory, reason = run_on_first_rank(world, partial(plan_or_explain, run, budget), ConfigError)
+    config, memory, reason = run_on_first_rank(world, partial(plan_or_explain, run, budget), ConfigError)
     if reason:
         log(f"memory: not planned, and the keys of [train] hold as they are: {reason}")
     elif memory is not None and chooses:
         log(memory.summary_line(budget))
-    return rows, memory if run.gpu or train.memory_bytes else None
+    return config, memory if run.gpu or train.memory_bytes else None
 
 
-def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[int, MemoryPlan | None, str]:
-    """Return the rows of a slot, the plan of memory and ""; or why the model's bytes cannot be counted."""
-    given_rows = run.config.context.max_tokens_per_slot
+def in_lockstep(config: RunConfig) -> RunConfig:
+    """Put lockstep in place of a mode "auto"."""
+    return replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
+
+
+def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan | None, str]:
+    """Return the configuration with rows and mode, the plan of memory and ""; or why bytes cannot be counted."""
+    config = in_lockstep(run.config)
     try:
         ModelNumbers.from_configuration(run.model, run.ahead.home, run.settings)
     except PlanError as error:
-        rows = given_rows if isinstance(given_rows, int) else run.ahead.rows_to_try(run.config)[-1 if run.gpu else 0]
-        return rows, None, str(error)
+        if config.context.max_tokens_per_slot == AUTO:
+            rows = run.ahead.rows_to_try(config)[-1 if run.gpu else 0]
+            config = replace(config, context=replace(config.context, max_tokens_per_slot=rows))
+        return config, None, str(error)
     try:
         return *run.choose_memory(budget), ""
     except PlanError as error:
@@ -358,13 +374,14 @@ class SlotRows:
 def choose_rows(
     run: "RunMemory", world: World, log: LogLine, *, finished: bool = False
 ) -> "tuple[RunConfig, MemoryPlan | None]":
-    """Return the configuration, with rows of a slot in place of "auto", and the plan of memory; entered by all ranks.
+    """Return the configuration, with rows of a slot and mode in place of "auto", and the plan of memory; entered by all
+    ranks.
 
     Rows that an earlier start chose on as many ranks, under these keys, hold again. A `finished` run plans nothing.
     """
     config = run.config
     if config.context.max_tokens_per_slot != AUTO:
-        return config, None if finished else choose_memory_on_ranks(run, world, log)[1]
+        return (in_lockstep(config), None) if finished else choose_memory_on_ranks(run, world, log)
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
 
     def read_rows() -> SlotRows | None:
@@ -381,9 +398,11 @@ def choose_rows(
         planned_context = replace(config.context, max_tokens_per_slot=slot_rows.planned)
         run = replace(run, config=replace(config, context=planned_context))
     if finished:
-        planned, memory = slot_rows.planned if slot_rows else run.ahead.rows_to_try(config)[0], None
+        config, memory = in_lockstep(config), None
+        planned = slot_rows.planned if slot_rows else run.ahead.rows_to_try(config)[0]
     else:
-        planned, memory = choose_memory_on_ranks(run, world, log)
+        config, memory = choose_memory_on_ranks(run, world, log)
+        planned = int(config.context.max_tokens_per_slot)
     if slot_rows is None:
         slot_rows = SlotRows(planned, planned, ranks, keys)
         run_on_first_rank(world, lambda: write_atomically(file, json.dumps(vars(slot_rows), indent=1)), ConfigError)

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError
 from longspan.layout import Layout
 from longspan.plan import Cost, CostSettings, Link, Machine, plan_fixed, read_plans
+from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.plan.ways import compare_degrees
 from longspan.run.checks import check_config
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
-from longspan.train.plans.resolve import choose_degree, use_machine
+from longspan.train.plans.resolve import choose_degree, choose_planner, use_machine
 from longspan.train.plans.run_cost import call_planner
 from tests.train.plans.own_things import Slow, slow
 from tests.train.small import small_config, train_rank, write_texts
@@ -180,6 +182,46 @@ def test_the_choice_is_that_of_which_degree() -> None:
     assert choose_degree(found, lengths, home) == (found, "") and choose_degree(choice, [], home) == (choice, "")
     with pytest.raises(ConfigError, match=r'eval_context_parallel_size is "auto" on 16 ranks: no degree of \(1, 2, 4'):
         choose_degree(choice, [10**6], home)
+
+
+def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
+    """Each choice is compared with plans made one by one; dynamic plans must gain a hundredth."""
+    home, cost, own = Layout(ranks=8), Machine.known("H200").cost(QWEN3_8B), {"model.config": "folder"}
+    uneven, even, limit = [[40_000, *[3000] * 40]] * 2, [[8192] * 64], {"context.max_tokens_per_slot": 8192}
+    cases: list[tuple[dict[str, object], list[list[int]], str]] = [
+        ({}, uneven, "dynamic"),
+        ({}, even, "fixed"),
+        ({"context.planner": "fixed"}, uneven, "fixed"),
+        ({"context.planner": "padded"}, uneven, "padded"),
+        ({"context.context_parallel_size": 8}, uneven, "fixed"),
+        ({"context.planner": "dynamic"}, uneven, "dynamic"),
+        ({"context.min_dynamic_context_parallel_size": 2}, even, "dynamic"),
+    ]
+    for keys, steps, planner in cases:
+        given = load_config(None, own | limit | keys)
+        prices: Any = {"longest": max(map(max, steps)), "cost": cost, "heads": 32}
+        config, reason = choose_planner(given, steps, home, **prices)
+        context, evaluation = config.context, config.context.evaluation
+        assert (context.planner, evaluation.planner) == (planner, planner), keys
+        is_given = "context.context_parallel_size" in keys or (planner == "dynamic" and keys)
+        assert bool(reason) != bool(is_given) and (config == given) == bool(is_given), (keys, reason)
+        if planner == "dynamic" or is_given:
+            continue
+        seconds = dict[int, float]()
+        for degree in (1, 2, 4, 8):
+            one = replace(PlanChoice.training(config, cost=cost, heads=32), degree=degree)
+            with suppress(PlanError):
+                seconds[degree] = sum(one.plan(step, home).predicted_seconds for step in steps)
+        assert seconds[context.context_parallel_size] == min(seconds.values()) and f"{planner} at cp" in reason
+        assert (8 in seconds) and (1 in seconds) == (max(map(max, steps)) <= 8192)
+        # evaluation chooses its own degree, but a padded one, which is not compared, has training's
+        assert evaluation.context_parallel_size == (context.context_parallel_size if planner == "padded" else 0)
+    one_slot, reason = choose_planner(
+        load_config(None, own), [[100]], Layout(ranks=1), longest=100, cost=cost, heads=32
+    )
+    assert (one_slot.context.planner, one_slot.context.context_parallel_size, reason) == ("fixed", 1, "")
+    with pytest.raises(ConfigError, match=r"context_parallel_size.*8 slots.*70000"):
+        choose_planner(load_config(None, own | limit), uneven, home, longest=70_000, cost=cost, heads=32)
 
 
 def test_a_degree_that_is_not_chosen_yet_holds_the_documents() -> None:

@@ -240,7 +240,8 @@ def make_settings(
 
 def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
     names = ", ".join(PLANNERS)
-    default = config.context.planner if flags.config else ",".join(PLANNERS)
+    named = config.context.planner if flags.config else ""
+    default = ",".join(PLANNERS) if named in ("", AUTO) else named
     planners = tuple(planner for planner in (flags.planners or default).split(",") if planner != "none")
     if any(planner not in PLANNERS and "." not in planner for planner in planners):
         raise ConfigError(

@@ -24,6 +24,7 @@ from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_do
 from longspan.cli.processes import is_reporting
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
+from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
 from longspan.data.manifest import SHORTEST
@@ -232,6 +233,7 @@ def _run_keys(run: RunOnGpus, given_keys: frozenset[str]) -> dict[str, Any]:
             names |= {f"{section}.{key}" for key in values if values[key] != defaults[key]}
     names -= {GATHERS} - given_keys
     names |= {"train.memory", "context.planner", "context.cp_comm_type", "context.max_tokens_per_slot"}
+    names |= {"context.mode"} if config.context.mode != AUTO else set()
     names |= {"context.context_parallel_size"} if one_degree else {LOWEST_DEGREE, HIGHEST_DEGREE}
     names |= {"model.rope_scaling"} if config.model.rope_scaling else set()
     keys = {name: _read_key(config, name) for name in sorted(names)}
@@ -259,7 +261,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     run, gives = RunOnGpus.of(config, gpus), question.gives_any
     degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
     choices = Choices(
-        planner=not gives("context.planner"),
+        planner=not gives("context.planner") or config.context.planner == AUTO,
         degree=not gives(*(f"context.{key}" for key in degrees)),
         rows=question.config.context.max_tokens_per_slot == AUTO or not gives("context.max_tokens_per_slot"),
         ep=not gives("parallel.ep"),
@@ -286,7 +288,10 @@ def dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> i
         return 0
     check_files(config)
     run = RunOnGpus.of(config, choose_gpus(config, ranks, on_gpus=on_gpus))
-    choices = Choices(planner=False, degree=False, rows=config.context.max_tokens_per_slot == AUTO)
+    context = config.context
+    is_open = context.planner == AUTO
+    degree = is_open or (context.planner in ONE_DEGREE and not context.context_parallel_size)
+    choices = Choices(planner=is_open, degree=degree, rows=context.max_tokens_per_slot == AUTO)
     return _show_answer(_answer_data(run, frozenset(), choices, estimate=False), as_json=as_json)
 
 

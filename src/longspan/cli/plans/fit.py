@@ -7,6 +7,7 @@ of memory, and the fastest way that fits is taken. No torch, no weights, no worl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from longspan.cli.plans.question import Gpus
@@ -41,7 +42,7 @@ from longspan.run.checks import (
     check_precision,
 )
 from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
-from longspan.train.plans.run_cost import fixed_keys, run_cost_settings, run_memory_settings
+from longspan.train.plans.run_cost import can_be_free, fixed_keys, run_cost_settings, run_memory_settings
 
 BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
 WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
@@ -327,12 +328,14 @@ def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices
                 layouts += [planned.set_context(context_parallel_size=degree) for degree in degrees]
             else:
                 layouts.append(planned)
-        for layout in layouts:
-            if not choices.rows and layout.config.context.max_tokens_per_slot != AUTO:
-                yield layout
-                continue
-            for rows in row_limits(layout, steps):
-                yield layout.set_context(max_tokens_per_slot=rows)
+        modes = [home_run.config.context.mode]
+        if modes == [AUTO]:
+            modes = ["lockstep", "free"][: 1 + can_be_free(home_run.config, home_run.home)]
+        for layout, mode in product(layouts, modes):
+            rows = [layout.config.context.max_tokens_per_slot]
+            if choices.rows or rows == [AUTO]:
+                rows = row_limits(layout, steps)
+            yield from (layout.set_context(max_tokens_per_slot=limit, mode=mode) for limit in rows)
 
 
 def _expert_runs(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:

@@ -80,7 +80,7 @@ class PlanChoice:
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlanChoice":
         """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or read_cost(config), heads)
-        options = replace(options, mode=config.context.mode)
+        options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
         return cls._from_section(config.context, config, options, "context.")
 
     @classmethod
@@ -100,11 +100,17 @@ class PlanChoice:
         degree = 0 if isinstance(degree, str) else degree
         context = config.context
         degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
-        return cls(section.planner, degree, *degrees, options, prefix)
+        planner = "dynamic" if section.planner == AUTO else section.planner  # until a run chooses
+        return cls(planner, degree, *degrees, options, prefix)
 
     @property
     def has_one_degree(self) -> bool:
         return self.planner in ONE_DEGREE
+
+    @property
+    def least_gain(self) -> float:
+        """How many times faster than fixed plans in lockstep these must be predicted to be chosen before them."""
+        return (1.01 if self.planner == "dynamic" else 1.0) * (1.02 if self.options.mode == "free" else 1.0)
 
     @property
     def text(self) -> str:

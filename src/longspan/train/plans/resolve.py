@@ -1,6 +1,7 @@
 """What "auto" becomes in a world: a hybrid's partition of rows, degrees of evaluations, slots of a host, the machine.
 
-A partition is chosen by its cost on the first steps' documents. Evaluations with "auto" have training's, and its
+A partition is chosen by its cost on the first steps' documents, planner and degree of training by their plans under
+the plan of memory. Evaluations with "auto" have training's, and its
 communication type if their degree allows it. A degree is chosen by the forward passes of a set's documents at every
 degree and, if the type is "auto" too, under every type, as `longspan plan --compare` does (`plan/ways.py`).
 """
@@ -10,23 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
+from statistics import mean
 
 import torch
 
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import EvalConfig
+from longspan.config.plan_section import ONE_DEGREE, EvalConfig
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
-from longspan.plan.ways import PartitionChoice, compare_degrees, compare_partitions
-from longspan.train.plans import PlanChoice
+from longspan.plan.ways import PartitionChoice, compare_degrees, compare_partitions, options_at_degree
+from longspan.train.plans import PlanChoice, degrees_to_compare
 from longspan.train.plans.run_cost import KEY, read_run_machine
 
 STEPS = 4  # whose documents are planned for
+NAMED = 3  # other choices in a reason
 
 
 def choose_partition_on_ranks(
@@ -90,6 +93,79 @@ def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) ->
     return set_evaluations(config, map(set_type, config.evaluations))
 
 
+def choose_planner_on_ranks(
+    config: RunConfig, order: StepOrder, world: World, log: LogLine, *, longest: int, cost: Cost, heads: int | None
+) -> tuple[RunConfig, str]:
+    """Choose planner and degree on the first rank, by the first steps; returns the configuration, and why."""
+    lengths = [order.lengths_of_step(step) for step in range(STEPS)]
+    work = partial(choose_planner, config, lengths, world.home, longest=longest, cost=cost, heads=heads)
+    config, reason = run_on_first_rank(world, work, ConfigError)
+    if reason:
+        log(f"plans: {reason}")
+    return config, reason
+
+
+def choose_planner(
+    config: RunConfig,
+    lengths: Sequence[Sequence[int]],
+    home: Layout,
+    *,
+    longest: int,
+    cost: Cost,
+    heads: int | None,
+) -> tuple[RunConfig, str]:
+    """Choose planner and degree of training where they are "auto" and 0, by the plans of steps of these documents.
+
+    Returns the configuration, whose evaluations follow where they name no planner or degree, and why in one sentence.
+    Only degrees that hold the `longest` document are tried; a dynamic plan must be faster than `least_gain` says.
+    Raises ConfigError where no degree is possible.
+    """
+    context = config.context
+    is_open = context.planner == AUTO
+    if not is_open and (context.planner not in ONE_DEGREE or context.context_parallel_size):
+        return config, ""
+    dynamic, kind = PlanChoice.training(config, cost=cost, heads=heads), "fixed" if is_open else context.planner
+    choices = [dynamic] * (is_open and home.slots > 1)
+    for degree in degrees_to_compare(home, dynamic):
+        options = options_at_degree(dynamic.options, degree)
+        choices.append(replace(dynamic, planner=kind, degree=degree, options=options))
+    ways, refusal = list[tuple[float, PlanChoice]](), None
+    for choice in choices:
+        try:
+            choice.plan((longest,), home)
+            ways.append((mean(choice.plan(step, home).predicted_seconds for step in lengths), choice))
+        except PlanError as error:
+            refusal = error
+    if not ways:
+        raise ConfigError(f"{dynamic.degree_key}: no degree of {plural(home.slots, 'slot')} is possible: {refusal}")
+    ways.sort(key=lambda way: way[0] * way[1].least_gain)
+    best = ways[0][1]
+    sizes = best.options.hierarchical_context_parallel_sizes or 0
+    context = replace(context, planner=best.planner, hierarchical_context_parallel_sizes=sizes)
+    context = replace(context, context_parallel_size=best.degree if best.has_one_degree else 1)
+
+    def follow(entry: EvalConfig) -> EvalConfig:
+        if entry.planner == AUTO:
+            return replace(entry, planner=best.planner)
+        is_open = entry.planner == "padded" and not entry.context_parallel_size
+        return replace(entry, context_parallel_size=context.context_parallel_size) if is_open else entry
+
+    evaluations = [follow(entry) for entry in config.evaluations]
+    reason = _planner_reason(ways) if home.slots > 1 else ""
+    return set_evaluations(replace(config, context=context), evaluations), reason
+
+
+def _planner_reason(ways: Sequence[tuple[float, PlanChoice]]) -> str:
+    (least, best), *others = ways
+    if not others:
+        return f"{best.text}, which alone is possible"
+    if best.options.cost.source:
+        texts = [f"{choice.text} {seconds:.3g} s" for seconds, choice in others[:NAMED]]
+        return f"{best.text}, as {least:.3g} s a step are predicted; {', '.join(texts)}"
+    texts = [f"{choice.text} {seconds / least:.2f} x as long" for seconds, choice in others[:NAMED]]
+    return f"{best.text}, by cost; {', '.join(texts)}"
+
+
 def choose_degree(
     choice: PlanChoice, lengths: Sequence[int], home: Layout, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
@@ -98,7 +174,7 @@ def choose_degree(
     A communication type "auto" becomes the fastest one. A choice that has a degree stays, with the reason "". Raises
     ConfigError if no degree is possible.
     """
-    if choice.degree or not len(lengths):
+    if choice.degree or not choice.has_one_degree or not len(lengths):
         return choice, ""
     try:
         dynamic = choice.min_degree, choice.max_degree
@@ -119,7 +195,7 @@ def choose_degree_on_ranks(
     choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
     """Choose on the first rank, as hosts may round times differently, and log why; all ranks call it."""
-    if choice.degree:
+    if choice.degree or not choice.has_one_degree:
         return choice, ""
     work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name)
     choice, reason = run_on_first_rank(world, work, ConfigError)

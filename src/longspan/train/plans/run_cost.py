@@ -200,6 +200,10 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
     return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
 
 
+def can_be_free(config: RunConfig, home: Layout) -> bool:
+    return home.slots > 1 and config.parallel.pp == config.parallel.ep == 1
+
+
 def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
     train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
