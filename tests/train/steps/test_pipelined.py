@@ -251,7 +251,7 @@ def _dies(rank: int) -> None:
         plan = PLANS["some of cp 2"](HOME)
         run_step(model, plan, documents, world, step=1)
         if rank == 3:
-            model.run = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+            model.run_micro_batches = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
         run_step(model, plan, documents, world, step=2)
 
 
