@@ -169,7 +169,7 @@ def test_a_mode_auto_is_free_where_weights_fit_whole_and_steps_are_faster() -> N
         run = replace(run_of(config_of(**keys), layers=4), ahead=replace(ahead, home=home))
         config, memory = run.choose_memory(MemoryBudget(device=gib * GIB, host=64 * GIB))
         assert config.context.mode == mode, (mode, gib, keys, memory)
-    assert run_memory.in_lockstep(config_of()).context.mode == "lockstep"
+    assert run_memory.set_usual_mode(config_of()).context.mode == "lockstep"
 
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:

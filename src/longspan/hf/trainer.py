@@ -35,7 +35,7 @@ from longspan.model.seams.call_rules import guard_prepared_model
 from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
 from longspan.train.plans import query_heads
-from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks, in_lockstep
+from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks, set_usual_mode
 from longspan.train.training import memory_options
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
@@ -76,7 +76,7 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
         config, memory = choose_memory_on_ranks(run, trainer.world, _log.info)
     if memory is None and not has_limit:
         config = replace(config, context=replace(config.context, max_tokens_per_slot=0))
-    return in_lockstep(config), memory
+    return set_usual_mode(config), memory
 
 
 def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, training: bool) -> PrepareOptions:

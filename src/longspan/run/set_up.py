@@ -41,7 +41,7 @@ from longspan.train.plans.resolve import (
     set_node_size,
     use_machine,
 )
-from longspan.train.run_memory import choose_rows, in_lockstep
+from longspan.train.run_memory import choose_rows, set_usual_mode
 from longspan.train.starts import Starts
 from longspan.train.terms.mtp import depths_line
 from longspan.train.training import (
@@ -254,7 +254,7 @@ def plan_run_memory(
     if not gpu and not train.memory_bytes and config.context.max_tokens_per_slot != AUTO:
         if done < train.steps:
             check_measures(train, gpu=False)
-        return in_lockstep(config), None  # no bytes are known that a rank may fill
+        return set_usual_mode(config), None  # no bytes are known that a rank may fill
     from longspan.train.run_memory import UNEVEN, ComingSteps, RunMemory
 
     heads, (longest, _) = query_heads(data.model), data.longest

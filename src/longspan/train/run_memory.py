@@ -300,7 +300,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[
     check_measures(train, gpu=run.gpu)
     chooses = chooses_measures(train, gpu=run.gpu)
     if isinstance(given_rows, int) and not chooses:
-        return in_lockstep(run.config), None
+        return set_usual_mode(run.config), None
     budget = memory_budget(run.config, world)
     config, memory, reason = run_on_first_rank(world, partial(plan_or_explain, run, budget), ConfigError)
     if reason:
@@ -310,14 +310,14 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[
     return config, memory if run.gpu or train.memory_bytes else None
 
 
-def in_lockstep(config: RunConfig) -> RunConfig:
+def set_usual_mode(config: RunConfig) -> RunConfig:
     """Put lockstep in place of a mode "auto"."""
     return replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
 
 
 def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan | None, str]:
     """Return the configuration with rows and mode, the plan of memory and ""; or why bytes cannot be counted."""
-    config = in_lockstep(run.config)
+    config = set_usual_mode(run.config)
     try:
         ModelNumbers.from_configuration(run.model, run.ahead.home, run.settings)
     except PlanError as error:
@@ -381,7 +381,7 @@ def choose_rows(
     """
     config = run.config
     if config.context.max_tokens_per_slot != AUTO:
-        return (in_lockstep(config), None) if finished else choose_memory_on_ranks(run, world, log)
+        return (set_usual_mode(config), None) if finished else choose_memory_on_ranks(run, world, log)
     file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
 
     def read_rows() -> SlotRows | None:
@@ -398,7 +398,7 @@ def choose_rows(
         planned_context = replace(config.context, max_tokens_per_slot=slot_rows.planned)
         run = replace(run, config=replace(config, context=planned_context))
     if finished:
-        config, memory = in_lockstep(config), None
+        config, memory = set_usual_mode(config), None
         planned = slot_rows.planned if slot_rows else run.ahead.rows_to_try(config)[0]
     else:
         config, memory = choose_memory_on_ranks(run, world, log)
