@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
-from longspan.model.sharding import sum_gradients_over_slots
+from longspan.model.sharding import fsdp_modules, reduction_groups, sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
@@ -159,6 +159,8 @@ def _summed(sharding: str, plans: str) -> None:
             model.get_submodule("model.layers.1").register_forward_pre_hook(second_fails)
             with pytest.raises(ValueError, match="boom"):
                 run_step(model, plan, documents, world)
+            flags = ((group.reduce_grads, group.all_reduce_grads) for group in reduction_groups(fsdp_modules(model)))
+            assert set(flags) == {(True, True)}  # a backward pass of one's own sums gradients
             model.zero_grad()
         with _CountedMessages() as count:
             result = run_step(model, plan, documents, world)
