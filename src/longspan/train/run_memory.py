@@ -10,11 +10,11 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
-from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -249,25 +249,28 @@ class RunMemory:
         with them. Raises PlanError, with the bytes, where nothing fits.
         """
         context = self.config.context
-        given_rows, modes = context.max_tokens_per_slot, (context.mode,)
-        if context.mode == AUTO:
-            modes = ("lockstep", "free")[: 1 + (self.gpu and can_be_free(self.config, self.ahead.home))]
+        given_rows, mode = context.max_tokens_per_slot, "lockstep" if context.mode == AUTO else context.mode
         ahead = self.ahead if isinstance(given_rows, int) else replace(self.ahead, few=True)
         choices, refusal = list[tuple[float, RunConfig, MemoryPlan]](), None
-        ways = product([given_rows] if isinstance(given_rows, int) else ahead.rows_to_try(self.config), modes)
-        for rows, mode in ways:
-            context = replace(context, max_tokens_per_slot=rows, mode=mode)
-            run = replace(self, config=replace(self.config, context=context), ahead=ahead)
+
+        def add_choice(rows: int, mode: Literal["lockstep", "free"]) -> None:
+            config = replace(self.config, context=replace(context, max_tokens_per_slot=rows, mode=mode))
+            seconds, memory = replace(self, config=config, ahead=ahead)._choose_plan(budget)
+            choices.append((seconds * PlanChoice.training(config).least_gain, config, memory))
+
+        for rows in [given_rows] if isinstance(given_rows, int) else ahead.rows_to_try(self.config):
             try:
-                seconds, memory = run._choose_plan(budget)
+                add_choice(rows, mode)
             except PlanError as error:
                 refusal = refusal or error  # of the fewest rows
-                continue
-            choices.append((seconds * PlanChoice.training(run.config).least_gain, run.config, memory))
         if not choices:
             assert refusal is not None
             raise refusal
-        return min(choices, key=lambda choice: choice[0])[1:]
+        best = min(choices, key=itemgetter(0))
+        if context.mode == AUTO and self.gpu and can_be_free(self.config, self.ahead.home):
+            with suppress(PlanError):  # weights and gradients do not fit whole
+                add_choice(int(best[1].context.max_tokens_per_slot), "free")
+        return min(choices, key=itemgetter(0))[1:]
 
     def _choose_plan(self, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
         """The fastest plan of memory that fits, and the mean seconds of steps under it, by the first planner."""

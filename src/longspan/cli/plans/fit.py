@@ -7,7 +7,6 @@ of memory, and the fastest way that fits is taken. No torch, no weights, no worl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from typing import Any
 
 from longspan.cli.plans.question import Gpus
@@ -278,6 +277,8 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
     The fastest way is first; those that do not fit are last. Raises PlanError where nothing can be planned at all.
     """
     best, refused = dict[tuple[str, int, int], Fit](), dict[str, str]()
+    is_open = run.config.context.mode == AUTO
+    run = run.set_context(mode="lockstep") if is_open else run
     for candidate in _candidate_runs(run, steps, choices):
         try:
             fit = fit_run(candidate, steps)
@@ -287,6 +288,10 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
         known = best.get(fit.layout)
         if known is None or rank_fit(fit) < rank_fit(known):
             best[fit.layout] = fit
+    for layout, fit in best.items():
+        if is_open and fit.seconds is not None and can_be_free(fit.run.config, fit.run.home):
+            free = fit_run(fit.run.set_context(mode="free"), steps)
+            best[layout] = min(fit, free, key=rank_fit)
     if not best:
         raise PlanError([*refused.values(), "there is no layout to plan with"][0])
     planned = {fit.run.choice.text for fit in best.values()}
@@ -328,14 +333,11 @@ def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices
                 layouts += [planned.set_context(context_parallel_size=degree) for degree in degrees]
             else:
                 layouts.append(planned)
-        modes = [home_run.config.context.mode]
-        if modes == [AUTO]:
-            modes = ["lockstep", "free"][: 1 + can_be_free(home_run.config, home_run.home)]
-        for layout, mode in product(layouts, modes):
+        for layout in layouts:
             rows = [layout.config.context.max_tokens_per_slot]
             if choices.rows or rows == [AUTO]:
                 rows = row_limits(layout, steps)
-            yield from (layout.set_context(max_tokens_per_slot=limit, mode=mode) for limit in rows)
+            yield from (layout.set_context(max_tokens_per_slot=limit) for limit in rows)
 
 
 def _expert_runs(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:
