@@ -20,19 +20,22 @@ def dense_attention(
     scale: float | None = None,
     factors: Callable[[int, int, int], Tensor] | None = None,
     spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    indices: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Attention inside each document of packed rows; differentiable, in float64, or in another type to see its error.
 
     q (S, N, H), k (S, K, H), v (S, K, Hv), sinks (N,) -> (S, N, Hv). `factors` (of document, rows, heads) gives what
     dropout multiplies its weights by: (N, rows, rows). Rows of a document's `spans` see the later rows of their span.
+    Of what it may see, a row sees the positions `indices` (S, k), −1 for none; one that sees nothing gets zeros.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     documents = zip(*(x.to(dtype).split(list(lengths)) for x in (q, k, v)), strict=True)
+    chosen = [None] * len(lengths) if indices is None else indices.split(list(lengths))
     out = [
         _document(
             *qkv,
-            _hidden(len(qkv[0]), causal, window, chunk, (spans or {}).get(d, ())).to(q.device),
+            _hidden(len(qkv[0]), causal, window, chunk, (spans or {}).get(d, ()), chosen[d]).to(q.device),
             sinks,
             softcap,
             scale,
@@ -61,14 +64,19 @@ def _document(
     if sinks is not None:
         extra = sinks.to(q.dtype)[:, None, None].expand(-1, len(q), 1)
         scores = torch.cat([scores, extra], dim=-1)
-    weights = scores.softmax(-1)[..., : len(k)]
+    weights = scores.softmax(-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0.0)[..., : len(k)]
     if factors is not None:
         weights = weights * factors.to(weights.device)
     return torch.einsum("nqk,knh->qnh", weights, v)
 
 
 def _hidden(
-    length: int, causal: bool, window: int | None, chunk: int | None, spans: Sequence[tuple[int, int]]
+    length: int,
+    causal: bool,
+    window: int | None,
+    chunk: int | None,
+    spans: Sequence[tuple[int, int]],
+    indices: Tensor | None,
 ) -> Tensor:
     """Which keys each row of a document does not see: (rows, rows) bool."""
     rows = torch.arange(length)
@@ -82,6 +90,8 @@ def _hidden(
         hidden |= ago >= window
     if chunk is not None:
         hidden |= rows[:, None] // chunk != rows // chunk
+    if indices is not None:
+        hidden |= ~(indices[:, :, None] == rows).any(1)
     return hidden
 
 

@@ -111,6 +111,7 @@ class Question:
     scale: float | None = None
     sinks: bool = False
     dropout: float = 0.0
+    indices: int = 0  # so many positions that each row has chosen, 0: none
     spans: int = 0  # rows of runs that see each other, one row between two of them; 0: none
     seed: int = 0
 
@@ -160,6 +161,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks, no scale": {"sinks": True, "scale": 0.0},
     "dropout, sinks, spans": {"dropout": 0.3, "sinks": True, "spans": 4},
     "full, softcap, dropout, sinks": {"causal": False, "softcap": 2.0, "dropout": 0.1, "sinks": True},
+    "indices, sinks": {"indices": 6, "sinks": True},
+    "indices, window, dropout": {"indices": 9, "window": 11, "dropout": 0.2, "scale": -0.4},
 }
 AXES: dict[str, Sequence[Any]] = {
     "slots": DRAWN_DEGREES,
@@ -221,6 +224,18 @@ def tensors(question: Question, slots: int, rows: int) -> list[Tensor]:
     return [*(x.to(dtype) for x in made), sinks.to(torch.float32 if dtype == torch.bfloat16 else dtype, copy=True)]
 
 
+def chosen_positions(question: Question, lengths: tuple[int, ...]) -> Tensor | None:
+    """Of every packed row, positions in its document in any order (S, k): some that it does not see, some −1."""
+    if not question.indices:
+        return None
+    random = np.random.default_rng(question.seed)
+    rows = np.full((sum(lengths), question.indices), -1, dtype=np.int32)
+    for row, length in enumerate(np.repeat(lengths, lengths)):
+        positions = random.permutation(np.arange(-2, length + 1))[: question.indices]
+        rows[row, : len(positions)] = np.where((positions >= 0) & (positions < length), positions, -1)
+    return torch.from_numpy(rows)
+
+
 @lru_cache(maxsize=2)
 def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Tensor]:
     """out, dq, dk, dv of the packed rows and dsinks, dense and in float64."""
@@ -232,6 +247,7 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
         sinks=leaves[3] if question.sinks else None,
         factors=dropout_factors(question) if question.dropout else None,
         spans=question.spans_of(lengths) if question.spans else None,
+        indices=chosen_positions(question, lengths),
         **question.options,
     )
     out.backward(dout.double())
@@ -264,9 +280,11 @@ def found(case: Case, slots: int, shard: SequenceShard) -> list[Tensor]:
     *qkv, dout, sinks = (x.to(shard.device) for x in tensors(question, slots, shard.tokens))
     leaves = [x.requires_grad_() for x in (*(shard.scatter(x) for x in qkv), sinks)]
     sink_leaf = leaves[3] if question.sinks else None
+    indices = chosen_positions(question, shard.micro_batch.lengths)
+    indices = None if indices is None else shard.scatter(indices.to(shard.device))
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, shard, sinks=sink_leaf, **question.options, **options_of(case))
+        return attend(q, k, v, shard, sinks=sink_leaf, indices=indices, **question.options, **options_of(case))
 
     with ExitStack() as patched:
         for module, name, value in LARGE[way.large]:

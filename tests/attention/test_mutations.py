@@ -21,6 +21,7 @@ CASES = cases_of(
         Question("ragged", "mha", window=30, softcap=2.0),
         Question("many documents", "gqa", window=19),
         Question("many documents", "gqa", window=3, spans=8),
+        Question("ragged", "mla", indices=7, sinks=True),
         Question("fewer rows than members", "GQA, 48/8"),  # members with two key/value heads, each of several slices
     ),
     WAYS,
@@ -62,6 +63,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "own_pairs += [ring.own_block_gradients(later_queries) for later_queries in queries[len(early) :]]": "pass",
         "None if orders is None else orders[1]": "None",
         "arrived if orders is None else join_columns((arrived,), orders[0])": "arrived",
+        "arrived if orders is None else arrived[orders[0]]": "arrived",
         "start = self.own_heads.start + slice_index": "start = slice_index",
         "slice_index * cuts // self.slices)": "slice_index * (cuts == self.slices))",
         "all_heads[self._swap.own_heads] = torch.cat(dsinks)": "all_heads[: sum(map(len, dsinks))] = torch.cat(dsinks)",
@@ -102,6 +104,9 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "dscores.sub_(delta.unsqueeze(-1)).mul_": "dscores.mul_",
         "weights if factors is None else weights * factors": "weights",
         "dscores *= factors": "pass",
+        "_chosen_keys(tile, launch, call.indices)": "None",
+        "chosen[:, keys + 1]": "chosen[:, keys]",
+        "clamp_(min=NO_KEY)": "clone()",
     },
     "kernels.cpu_flash": {
         "total[rows] += x[0].transpose(0, 1)": "total[rows] = x[0].transpose(0, 1)",

@@ -22,7 +22,7 @@ def page_rows(title: str) -> list[str]:
 def test_the_page_holds_the_table_of_this_version() -> None:
     answers = {True: "yes", False: "no"}
     for kernel, row in zip(KERNELS, page_rows("## Kernels"), strict=True):
-        name, tensors, sizes, *features, deterministic = row.strip("| ").split(" | ")[:7]
+        name, tensors, sizes, *features, deterministic = row.strip("| ").split(" | ")[:8]
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
         assert (name, tensors) == (f"`{kernel.name}`", f"{' and '.join(kernel.devices)}: {dtypes}")
         assert sizes == str(kernel.head_sizes) and features == [answers[x in kernel.features] for x in FEATURES]
@@ -36,12 +36,12 @@ def test_the_table_knows_every_type_and_no_other() -> None:
 
 def test_a_feature_names_the_kernels_that_have_it() -> None:
     every = {k.name for k in KERNELS}
-    having = {name: {k.name for k in KERNELS if name in k.features} for name in ("window", "softcap", "dropout")}
+    having = {name: {k.name for k in KERNELS if name in k.features} for name in FEATURES}
     having["deterministic mode"] = {k.name for k in KERNELS if k.deterministic}
     rows = page_rows("## Features")
-    assert len(rows) == 13
+    assert len(rows) == 14
     for feature, _, kernels in (row.strip("| ").split(" | ") for row in rows):
-        name = "window" if feature in ("sliding window", "spans") else feature
+        name = {"sliding window": "window", "spans": "window", "chosen keys": "indices"}.get(feature, feature)
         assert (every if kernels == "all" else set(kernels.replace("`", "").split(", "))) == having.get(name, every)
 
 
@@ -62,6 +62,7 @@ LACKING = [
     ("torch_flash", needing(HALF, 264), "a head size of at most 256, got 264"),
     ("cudnn", needing(HALF, 64, mask=Mask(window=5), one_document=True), "a call without window, got window"),
     ("cudnn", needing(HALF, 64, one_document=True, spans=True), "a call without spans, got spans"),
+    ("fa4", needing(HALF, 64, indexed=True), "a call without indices, got indices"),
     (
         "cudnn",
         needing(HALF, 64, deterministic=True),

@@ -14,6 +14,7 @@ of each row and head, if the kernel takes those.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -143,6 +144,7 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     """
     if members.inner == 1:
         return ring_forward(q, k, v, members, call)
+    call = _with_indices_of_all_rows(call, members)
     split = head_split(q.shape[1], k.shape[1], members.inner)
     swap, label = HeadSwap(members, split, _choose_slice_count(members, split, q)), "attention all-to-all forward"
     sent = swap.tensors_to_send(q, k, v)
@@ -155,6 +157,17 @@ def a2a_forward(q: Tensor, k: Tensor, v: Tensor, members: Members, call: AttendC
     for slice_index in range(swap.slices):
         swap.write_rows(leaving.pop(0), (out,), slice_index)
     return out, saved
+
+
+def _with_indices_of_all_rows(call: AttendCall, members: Members) -> AttendCall:
+    """Return the call with the indices of all neighbours' rows, in document order: they are the same for all heads."""
+    if call.indices is None:
+        return call
+    channel, counts = members.inner_channel, members.inner_counts
+    gathered = channel.all_gather_rows(call.indices.contiguous(), counts, "attention all-to-all, indices").wait()
+    parts = [gathered[start : start + count] for start, count in zip(channel.starts(counts), counts, strict=True)]
+    arrived, orders = torch.cat(parts), members.arrival_orders
+    return replace(call, indices=arrived if orders is None else arrived[orders[0]])
 
 
 def _advance_rings_in_turn(rings: Sequence[Iterator[None]]) -> None:
@@ -210,6 +223,7 @@ def a2a_backward(dout: Tensor, saved: Sequence[Saved], members: Members, call: A
     """
     if members.inner == 1:
         return ring_backward(dout, saved, members, call)
+    call = _with_indices_of_all_rows(call, members)
     split = head_split(dout.shape[1], call.kv_heads, members.inner)
     swap = HeadSwap(members, split, len(saved))
     # A complete dk or dv may travel in the input's dtype; the parts that copies of a head give are still to be summed.

@@ -179,8 +179,9 @@ def _comm_choice(shard: SequenceShard, index: int, arguments: Arguments, call: A
         kind = _layer_comm_type(arguments.cp_comm_type, arguments.layer, "cp_comm_type")
     if group.degree == 1:  # nobody to communicate with
         return CommChoice("p2p")
-    if kind == "auto":
+    if kind == "auto" and not call.indexed:
         return _resolve_automatic_type(shard, index, call)
+    kind = "all_gather" if kind == "auto" else kind  # queries and their indices stay where they are
     sizes = arguments.sizes or group.hierarchical_context_parallel_sizes
     if kind == "a2a+p2p":
         _check_hierarchical_sizes(sizes, group.degree, where)
@@ -239,8 +240,30 @@ def _check_hierarchical_sizes(sizes: Sizes | None, degree: int, where: str) -> N
     )
 
 
+def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, arguments: Arguments) -> None:
+    """Raise AttentionError unless indices is None or (T, k) integers on q's device, for a causal mask without spans."""
+    if indices is None:
+        return
+    if not isinstance(indices, Tensor):
+        raise AttentionError(f"indices is a {type(indices).__name__}; give a tensor of positions for each row")
+    _check_plain_tensor("indices", indices)
+    if indices.ndim != 2 or len(indices) != len(q):
+        raise AttentionError(f"indices has shape {tuple(indices.shape)}; give positions for each row: ({len(q)}, k)")
+    if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
+        raise AttentionError(f"indices is {indices.dtype} on {indices.device}; give int32 on {q.device}")
+    if not arguments.causal or shard.has_spans:
+        got = "causal=False" if not arguments.causal else "a shard with spans"
+        raise AttentionError(f"indices choose among earlier keys, got {got}; call without indices")
+
+
 def pack_call(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    shard: SequenceShard,
+    arguments: Arguments,
+    indices: Tensor | None = None,
 ) -> AttendCall:
     """Pack the call of `attend` with these tensors and arguments. Raises AttentionError where it cannot be exact.
 
@@ -250,6 +273,7 @@ def pack_call(
     check_tensors(q, k, v, shard)
     check_attention_arguments(arguments)
     check_sinks(sinks, q)
+    check_indices(indices, q, shard, arguments)
     groups, scale = shard.micro_batch.groups, q.shape[2] ** -0.5 if arguments.scale is None else float(arguments.scale)
     window, chunk = (None if x is None else int(x) for x in (arguments.window, arguments.chunk))
     mask = Mask(arguments.causal, window, chunk).for_lengths(shard.micro_batch.lengths)
@@ -267,6 +291,7 @@ def pack_call(
         dropout=Dropout(arguments.dropout, seed=0) if arguments.dropout > 0 else None,
         one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
         spans=mask.causal and shard.has_spans,
+        indexed=indices is not None,
     )
     choices = comm_choices(shard, arguments, call)
     kernel = choose_kernel(call, arguments.kernel)
@@ -278,12 +303,17 @@ def pack_call(
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
-    """Members with the same mask are made once for a shard."""
-    mask, cache = call.mask.for_lengths(part.group.lengths), cache_of(shard)
-    key = (part.index, choice.inner, mask)
+    members = find_members(part, shard, call.mask, choice.inner)
+    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, members)
+
+
+def find_members(part: ShardPart, shard: SequenceShard, mask: Mask, inner: int = 1) -> Members:
+    """Find the members of a part's group; those with the same mask are made once for a shard."""
+    mask, cache = mask.for_lengths(part.group.lengths), cache_of(shard)
+    key = (part.index, inner, mask)
     if key not in cache.members:
-        cache.members[key] = Members(part, mask, shard.device, choice.inner, shard.spans_of(part))
-    return CallPart(slice(part.start, part.stop), choice.cp_comm_type, cache.members[key])
+        cache.members[key] = Members(part, mask, shard.device, inner, shard.spans_of(part))
+    return cache.members[key]
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Members, AttendCall], tuple[Tensor, list[Saved]]]
@@ -327,6 +357,7 @@ def attend(
     window: int | None = None,
     chunk: int | None = None,
     sinks: Tensor | None = None,
+    indices: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -351,8 +382,9 @@ def attend(
     `window` w: position p sees p − w + 1 … p; one as long as the longest document of the micro-batch hides nothing.
     `chunk` c: each c positions of a document are as a document of their own, as in Llama 4's chunked layers.
     `sinks` (N,): one logit per query head that takes weight and gives no value. `softcap` c: scores become
-    c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. A row that sees no key (one that pads a
-    document out) has output and gradient 0.
+    c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. `indices` (T, k): positions, in the row's
+    own document, of the keys that it may see, in any order, −1 for none; of these it sees what causal, window and chunk
+    leave. A row that sees no key (one that pads a document out) has output and gradient 0.
 
     `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
     same weights at every degree and under every type. By default the seed is mixed from the world's seed and step, as
@@ -382,7 +414,7 @@ def attend(
         layer=layer,
         kernel=kernel,
     )
-    call = _cached_call(q, k, v, sinks, shard, arguments)
+    call = _cached_call(q, k, v, sinks, shard, arguments, indices)
     if dropout:
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise AttentionError(
@@ -394,8 +426,8 @@ def attend(
     q = q if call.sign == 1 else q * call.sign
     if not torch.is_grad_enabled() and active_recording.get() is None:  # a node of autograd would only cost the host
         q, k, v = _contiguous_heads(q, k, v)
-        return _attend_parts(q, k, v, _call_with_sinks(call, sinks))[0]
-    return _Attend.apply(q, k, v, sinks, call)  # pyright: ignore[reportReturnType]
+        return _attend_parts(q, k, v, _call_with_tensors(call, sinks, indices))[0]
+    return _Attend.apply(q, k, v, sinks, indices, call)  # pyright: ignore[reportReturnType]
 
 
 def _hashable_argument(argument: Any) -> Any:
@@ -403,12 +435,18 @@ def _hashable_argument(argument: Any) -> Any:
 
 
 def _cached_call(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, shard: SequenceShard, arguments: Arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    shard: SequenceShard,
+    arguments: Arguments,
+    indices: Tensor | None,
 ) -> AttendCall:
     """The layer's index is a part of the key only where it decides the communication type."""
-    tensors = (q, k, v, sinks)
+    tensors = (q, k, v, sinks, indices)
     if not isinstance(shard, SequenceShard) or not all(x is None or isinstance(x, Tensor) for x in tensors):
-        return pack_call(q, k, v, sinks, shard, arguments)  # raises
+        return pack_call(q, k, v, sinks, shard, arguments, indices)  # raises
     cache, types = cache_of(shard), arguments.cp_comm_type
     by_layer = cache.listed_by_layer if types is None else not isinstance(types, str)
     arguments = arguments if by_layer else arguments._replace(layer=None)
@@ -418,32 +456,34 @@ def _cached_call(
     try:
         call = cache.calls.get(key)
     except TypeError:  # an argument that is not hashable, which no check accepts
-        return pack_call(q, k, v, sinks, shard, arguments)
+        return pack_call(q, k, v, sinks, shard, arguments, indices)
     if call is None:
-        call = cache.calls[key] = pack_call(q, k, v, sinks, shard, arguments)
+        call = cache.calls[key] = pack_call(q, k, v, sinks, shard, arguments, indices)
     return call
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttendCall) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, indices: Tensor | None, call: AttendCall
+    ) -> Tensor:
         """Return the output (T, N, Hv) and save what backward needs; a recomputed layer takes both from its recording.
 
         None in `saved` stands for the output of a part, whose rows `out` has: `out` is saved once then. `slices` has
         for each part in how many slices of heads it ran.
         """
         q, k, v = _contiguous_heads(q, k, v)
-        recording, with_sinks = active_recording.get(), _call_with_sinks(call, sinks)
+        recording, with_tensors = active_recording.get(), _call_with_tensors(call, sinks, indices)
         if recording is None:
-            out, saved, slices = _attend_parts(q, k, v, with_sinks)
+            out, saved, slices = _attend_parts(q, k, v, with_tensors)
         else:
             save_local = not recording.keep_exchanged
             out, saved, slices = recording.record_or_replay(
-                lambda: _attend_parts(q, k, v, with_sinks, save_local), (q, k, v)
+                lambda: _attend_parts(q, k, v, with_tensors, save_local), (q, k, v), indices
             )
         ctx.call, ctx.slices = call, slices
         ctx.shapes = [x.shape[1:] for x in (q, k, v)]
-        ctx.save_for_backward(sinks, out if any(x is None for x in saved) else None, *saved)
+        ctx.save_for_backward(sinks, indices, out if any(x is None for x in saved) else None, *saved)
         # A view, for autograd refuses writes into a view that a function returns. A write into `out` would change what
         # backward reads, and in a checkpoint, where saved tensors are not checked for writes, without an error.
         return out.view_as(out)
@@ -454,15 +494,16 @@ class _Attend(torch.autograd.Function):
         """Parts go from the last to the first, as on every member: forward saved _SAVED tensors for each slice of each
         part.
         """
-        sinks, out, *saved = ctx.saved_tensors
-        dout, call = gradients[0].contiguous(), _call_with_sinks(ctx.call, sinks)
+        sinks, indices, out, *saved = ctx.saved_tensors
+        dout, call = gradients[0].contiguous(), _call_with_tensors(ctx.call, sinks, indices)
         parts: list[Gradients] = []
         for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
             part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
             del saved[-_SAVED * slices :]
             saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
             with _disable_autocast(dout):
-                parts.insert(0, find_comm_pattern(cp_comm_type)[1](take_rows(dout, rows), saved_slices, members, call))
+                compute, part_call = find_comm_pattern(cp_comm_type)[1], call.for_rows(rows)
+                parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
         dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, ctx.shapes)
         dsinks = None
         if sinks is not None:
@@ -471,7 +512,7 @@ class _Attend(torch.autograd.Function):
                 assert part_gradients.sinks is not None
                 dsinks += part_gradients.sinks
             dsinks = dsinks.to(sinks.dtype)
-        return dq, dk, dv, dsinks, None
+        return dq, dk, dv, dsinks, None, None
 
 
 def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
@@ -479,9 +520,9 @@ def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _call_with_sinks(call: AttendCall, sinks: Tensor | None) -> AttendCall:
-    """The shard's cache must not keep sinks: each layer has others."""
-    return call if sinks is None else replace(call, sinks=sinks)
+def _call_with_tensors(call: AttendCall, sinks: Tensor | None, indices: Tensor | None) -> AttendCall:
+    """The shard's cache must keep neither: each layer has others."""
+    return call if sinks is None and indices is None else replace(call, sinks=sinks, indices=indices)
 
 
 def _attend_parts(
@@ -496,7 +537,7 @@ def _attend_parts(
     with _disable_autocast(q):
         for rows, cp_comm_type, members in call.parts:
             part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
-            part_out, slices = find_comm_pattern(cp_comm_type)[0](*part_inputs, members, call)
+            part_out, slices = find_comm_pattern(cp_comm_type)[0](*part_inputs, members, call.for_rows(rows))
             parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if save_local else slices))
     (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
     saved = [None if x is part_out else x for part_out, slices in parts for saved_slice in slices for x in saved_slice]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longspan.attention.rows import Partial, RowSum, deltas, take_rows
+from longspan.attention.rows import Partial, RowIndex, RowSum, deltas, take_rows
 from longspan.attention.tiles import Launch, Mask, Tile, Tokens, span_tiles, tiles_between
 from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
 from longspan.layout import Segments
@@ -168,7 +168,8 @@ class Members:
         return laid_out, np.cumsum(laid_out) - laid_out
 
     def _make_launches(self, keys: Segments, positions: Callable[[], Integers]) -> tuple[Launch, ...]:
-        """`positions` returns the position in its document of every row of the key tensor; only dropout calls it."""
+        """`positions` returns the position in its document of every row of the key tensor; only dropout and indices
+        call it."""
         document_ids, segments = np.asarray(self.part.group.documents, dtype=np.int64), self.segments(self.member)
 
         # `Members` holds the launches, and they hold this function. It must not refer to `Members`: in a reference
@@ -367,8 +368,9 @@ class AttendCall:
     find the largest score before they scale; the sign of a negative one is in `sign`, by which q is multiplied (0 for a
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
-    under a causal mask. `deterministic`: the same bits again; torch's own switch by default. A caller who only looks
-    for a kernel or a communication type leaves out the rest:
+    under a causal mask. `indexed`: rows see chosen keys, those at the positions `indices` (rows at hand, k).
+    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a kernel or a
+    communication type leaves out the rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
@@ -387,10 +389,12 @@ class AttendCall:
     dropout: Dropout | None = None
     one_document: bool = False
     spans: bool = False
+    indexed: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     kernel: "Kernel | None" = None
     parts: tuple[CallPart, ...] = ()
     sinks: Tensor | None = field(default=None, compare=False)
+    indices: Tensor | None = field(default=None, compare=False)
 
     @property
     def sizes(self) -> AttentionCall:
@@ -408,9 +412,9 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """Which of "window", "softcap" and "dropout" the call has; some kernels lack them."""
+        """Which of "window", "softcap", "dropout" and "indices" the call has; some kernels lack them."""
         window = self.mask.window or self.spans or None  # later keys of a span are masked as by a window
-        values = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
+        values = {"window": window, "softcap": self.softcap, "dropout": self.dropout, "indices": self.indexed or None}
         return frozenset(name for name, value in values.items() if value is not None)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
@@ -420,6 +424,10 @@ class AttendCall:
         sinks = None if self.sinks is None else self.sinks[start:stop]
         dropout = self.dropout and replace(self.dropout, first_head=self.dropout.first_head + start)
         return replace(self, sinks=sinks, dropout=dropout)
+
+    def for_rows(self, rows: RowIndex) -> "AttendCall":
+        """Return the same call for some of the rows at hand: indices go by row."""
+        return self if self.indices is None else replace(self, indices=take_rows(self.indices, rows))
 
 
 @dataclass(frozen=True)
@@ -531,7 +539,8 @@ def add_block(total: Partial, q: Tensor, k: Tensor, v: Tensor, launches: tuple[L
     assert call.kernel is not None
     for launch in launches:
         rows, keys = launch.q_rows, launch.k_rows
-        out, lse = call.kernel.forward(take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), launch, call)
+        block_call = call.for_rows(rows)
+        out, lse = call.kernel.forward(take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), launch, block_call)
         total.add(rows, out, lse)
 
 
@@ -549,7 +558,9 @@ def block_gradients(
         launch_saved = Saved(
             take_rows(q, rows), take_rows(k, keys), take_rows(v, keys), take_rows(out, rows), take_rows(lse, rows)
         )
-        gradient, *key_gradients = call.kernel.backward(take_rows(dout, rows), launch_saved, launch, call)
+        gradient, *key_gradients = call.kernel.backward(
+            take_rows(dout, rows), launch_saved, launch, call.for_rows(rows)
+        )
         dq.add(rows, gradient)
         addends.append(Addend(keys, key_gradients))
     return addends

@@ -118,6 +118,7 @@ RowIndex = slice | Tensor
 Move = tuple[Tensor, Tensor]
 
 _ALIGNED = 16  # bytes: Triton compiles a kernel for addresses that this divides, and another for those it does not
+NO_KEY = -1e30  # log-sum-exp of a row that has chosen no key of a block: finite, so that blocks are merged by it
 NUMBERS_AT_ONCE = 1 << 23  # of (rows, heads, head size) whose products are held at a time: 32 MiB in float32
 
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -63,17 +64,24 @@ class Recording:
         with _activate_recording(self, 0):
             yield
 
-    def record_or_replay(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+    def record_or_replay(
+        self, compute: Callable[[], Result], inputs: Sequence[Tensor], indices: Tensor | None = None
+    ) -> Result:
         """Return what a call gives: `compute()`, or what that gave in the forward pass that is being recomputed.
 
         The result is a tree of tensors; those that share memory with `inputs` are made again from the inputs at hand.
+        RuntimeError, on a GPU where it next waits, if `indices` are not those of the forward pass.
         """
+        checksums = None if indices is None else _row_checksums(indices)
         if self._next is None:
             result = compute()
-            self._calls.append(tree_map(lambda x: self._keep_output(x, inputs), result))
+            self._calls.append((tree_map(lambda x: self._keep_output(x, inputs), result), checksums))
             return result
         assert self._next < len(self._calls), "a recomputed layer calls attention more often than its forward pass did"
-        call = self._calls[self._next]
+        call, checksums_before = self._calls[self._next]
+        if checksums is not None:
+            same = (checksums == checksums_before).all()
+            torch._assert_async(same, "a recomputed layer chose other keys than its forward pass did")
         self._next += 1
         return tree_map(
             lambda x: _restore_output(x, inputs), call, is_leaf=lambda x: isinstance(x, _InputView | _Parked)
@@ -118,6 +126,12 @@ def _activate_recording(recording: Recording, start: int | None) -> Iterator[Non
         yield
     finally:
         active_recording.reset(token)
+
+
+def _row_checksums(indices: Tensor) -> Tensor:
+    """A number for each row of indices (T, k), which depends on their order: (T,) int64."""
+    weights = torch.arange(1, 2 * indices.shape[1], 2, dtype=indices.dtype, device=indices.device)
+    return (indices * weights).sum(1)
 
 
 def _restore_output(x: Any, inputs: Sequence[Tensor]) -> Any:

@@ -37,6 +37,7 @@ from longspan.model.exactness.image_trial import (
 )
 from longspan.model.exactness.small_copies import EXPERT_GROUPS, PICKED, make_tiny_model
 from longspan.model.experts.router import RouterCoefficients
+from longspan.model.seams.indexers import order_ties
 from longspan.model.take_apart import refuse_model_without_images
 from longspan.model.vision.image_tokens import image_tokens
 from longspan.plan.shape.model_shape import read_experts
@@ -214,11 +215,13 @@ def compute_stock_answer(
 def make_stock_model(
     config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager", *, images: bool = False
 ) -> PreTrainedModel:
-    """Make the unchanged model in training mode, with transformers' eager experts where it has a choice of them."""
+    """Make the unchanged model in training mode, with transformers' eager experts where it has a choice of them,
+    and indexers that take the lowest positions among equal scores."""
     model = make_tiny_model(config, dtype, attention=attention, images=images)
     if read_experts(config.get_text_config()).of_layer > 1:
         with suppress(ValueError, AttributeError):  # the model's own code computes its experts: there is no choice
             model.set_experts_implementation("eager")
+    order_ties(model)
     return model.train()
 
 

@@ -49,6 +49,7 @@ from longspan.model.seams.call_rules import (
     make_layers_causal,
     position_table,
 )
+from longspan.model.seams.indexers import shard_indexers
 from longspan.model.seams.mixers import find_mixers, shard_mixers
 from longspan.model.seams.norms import fuse_norms, split_long_norms
 from longspan.model.seams.rope import choose_frequencies_by_document
@@ -297,6 +298,7 @@ def _connect_operations(model: PreTrainedModel) -> None:
     choose_frequencies_by_document(model)
     defer_temperature(model)
     shard_mixers(model)
+    shard_indexers(model)
     hook_layer_arguments(model)
     connect_experts(model)
     for module in model.modules():

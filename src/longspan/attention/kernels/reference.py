@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.call import AttendCall, Dropout, Saved
-from longspan.attention.rows import accumulation_dtype
+from longspan.attention.rows import NO_KEY, accumulation_dtype
 from longspan.attention.tiles import Launch, Tile, visible_keys
 
 _BYTES_AT_ONCE = 256 << 20  # of the scores of a piece and all that is made of them
@@ -26,7 +26,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
-        weights, row_lse = _softmax_(_mask_scores_(scores, tile))
+        weights, row_lse = _softmax_(_mask_scores_(scores, tile, launch, call))
         if call.dropout is not None:
             weights *= _dropout_factors(call.dropout, launch, tile, weights)
         out[rows] = torch.einsum("kgqs,skh->qkgh", weights, v[keys].to(dtype)).flatten(1, 2)
@@ -51,7 +51,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         weights = _scores(q_rows, k_rows, call)
         slope = None if call.softcap is None else weights.div(call.softcap).square_().neg_().add_(1)  # of tanh
         row_lse, delta = (x[rows].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0) for x in (lse, deltas))
-        weights = _mask_scores_(weights, tile).sub_(row_lse.unsqueeze(-1)).exp_()
+        weights = _mask_scores_(weights, tile, launch, call).sub_(row_lse.unsqueeze(-1)).exp_()
         factors = None if call.dropout is None else _dropout_factors(call.dropout, launch, tile, weights)
         dv[keys] += torch.einsum("kgqs,qkgh->skh", weights if factors is None else weights * factors, dout_rows)
         dscores = torch.einsum("qkgh,skh->kgqs", dout_rows, v_rows)
@@ -90,14 +90,30 @@ def _scores(q: Tensor, k: Tensor, call: AttendCall) -> Tensor:
     return scores if call.softcap is None else scores.div_(call.softcap).tanh_().mul_(call.softcap)
 
 
-def _mask_scores_(scores: Tensor, tile: Tile) -> Tensor:
-    seen = visible_keys(tile, scores.device)
-    return scores if seen is None else scores.masked_fill_(~seen, -torch.inf)
+def _mask_scores_(scores: Tensor, tile: Tile, launch: Launch, call: AttendCall) -> Tensor:
+    for seen in (visible_keys(tile, scores.device), _chosen_keys(tile, launch, call.indices)):
+        if seen is not None:
+            scores.masked_fill_(~seen, -torch.inf)
+    return scores
+
+
+def _chosen_keys(tile: Tile, launch: Launch, indices: Tensor | None) -> Tensor | None:
+    """Return which keys each query row of a tile has chosen: (queries, keys) bool; None where rows choose none.
+
+    A mark of each position in the document is made first, with one for −1 before them.
+    """
+    if indices is None:
+        return None
+    rows, (_, _, positions) = indices[tile.q_start : tile.q_stop].long(), launch.tokens
+    keys = positions[tile.k_start : tile.k_stop]
+    size = int(torch.maximum(keys.amax(), rows.amax() if rows.numel() else keys.amax())) + 2
+    chosen = torch.zeros((len(rows), size), dtype=torch.bool, device=rows.device).scatter_(1, rows + 1, True)
+    return chosen[:, keys + 1]
 
 
 def _softmax_(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn scores into weights, in place; return them and the log-sum-exp (K, G, Tq)."""
-    largest = scores.amax(-1, keepdim=True)
+    """Turn scores into weights, in place; return them and the log-sum-exp (K, G, Tq), NO_KEY where a row has none."""
+    largest = scores.amax(-1, keepdim=True).clamp_(min=NO_KEY)
     weights = scores.sub_(largest).exp_()
-    total = weights.sum(-1, keepdim=True)
+    total = weights.sum(-1, keepdim=True).clamp_(min=1)  # the largest weight is 1
     return weights.div_(total), (largest + total.log()).squeeze(-1)

@@ -10,7 +10,7 @@ from longspan.attention.call import AttendCall, HeadSizes, Kernel
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
 from longspan.errors import AttentionError, import_object
 
-FEATURES = ("window", "softcap", "dropout")  # that some kernels lack; masks, sinks and scale are everybody's
+FEATURES = ("window", "softcap", "dropout", "indices")  # that some kernels lack; masks, sinks and scale are everybody's
 
 
 _HALF = (torch.bfloat16, torch.float16)

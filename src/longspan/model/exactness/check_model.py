@@ -56,6 +56,7 @@ from longspan.model.seams.call_rules import (
     items_text,
     modules_with_instance_forward,
 )
+from longspan.model.seams.indexers import find_indexers, is_indexed, shard_indexers
 from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
 from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
@@ -121,7 +122,7 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 def _forward_reasons(model: PreTrainedModel) -> Iterator[str]:
     mixers = find_mixers(model)
-    replaced = {"the model itself": model, **mixers}
+    replaced = {"the model itself": model, **mixers, **find_indexers(model)}
     # Rotary modules whose frequencies depend on a document's length:
     replaced |= {name: module for name, module in model.named_modules() if length_dependent_types(module)}
     if names := modules_with_instance_forward(replaced.items()):
@@ -164,9 +165,14 @@ def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
-    mixing = {i for i, layer in enumerate(decoder_layers(model).values()) if any(map(is_mixer, layer.modules()))}
+    known = {"indexed_attention": is_indexed, "deepseek_sparse_attention": is_indexed}
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        layers = [i for i, layer_type in enumerate(types) if layer_type == kind and i not in mixing]
+        is_known = known.get(kind, is_mixer)
+        layers = [
+            index
+            for index, layer in enumerate(decoder_layers(model).values())
+            if types[index : index + 1] == [kind] and not any(map(is_known, layer.modules()))
+        ]
         if not layers:
             continue
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
@@ -402,6 +408,7 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
     defer_temperature(model)  # attention's business: it is not tried here
+    shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():
         set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them

@@ -160,6 +160,7 @@ class RecordedCall:
     value_size: int = 0
     window: int | None = None
     chunk: int | None = None
+    indexed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +218,7 @@ def sharded_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
     shard: SequenceShard | Probe | None = None,
@@ -225,8 +227,9 @@ def sharded_attention(
 ) -> tuple[Tensor, None]:
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
-    A probe notes the call and gets an empty output, rows of SeparateRows attend to themselves alone. ModelError without
-    a shard, with a mask, or with more than one batch row.
+    `indices` (1, T, k) are keys that an indexer chose; no column stands for every key, and a mask without columns for
+    none. A probe notes the call and gets an empty output, rows of SeparateRows attend to themselves alone. ModelError
+    without a shard, with a mask, or with more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
@@ -235,12 +238,12 @@ def sharded_attention(
     if isinstance(shard, Probe):
         sizes, ignored = (query.shape[-1], value.shape[-1]), {"position_ids", "cache_position"}
         unknown = tuple(name for name, x in kwargs.items() if isinstance(x, Tensor) and name not in ignored)
-        limits = {"window": sliding_window, "chunk": chunk_size(module)}
+        limits = {"window": sliding_window, "chunk": chunk_size(module), "indexed": indices is not None}
         shard.calls.append(RecordedCall(module, causal, softcap, s_aux is not None, unknown, *sizes, **limits))
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1]), None
     name = type(module).__name__
     rows = find_one_row_shard(name, shard, query.shape[0], query.shape[2])
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.shape[-1]:
         raise ModelError(
             f"{name} got a mask of shape {tuple(attention_mask.shape)}; the shard says which rows see which"
         )
@@ -250,6 +253,7 @@ def sharded_attention(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head_index(module, q.shape[1], rows) if dropout else 0
+    mask["indices"] = None if indices is None or not indices.shape[-1] else indices.squeeze(0)
     layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
     return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None
 

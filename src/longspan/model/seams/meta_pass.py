@@ -231,7 +231,9 @@ def check_kernel_for_calls(
         sizes = recorded_call.head_size, recorded_call.value_size
         mask = Mask(window=recorded_call.window, chunk=recorded_call.chunk)
         # One head of each: how many there are does not matter to a kernel.
-        call = AttendCall(1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap)
+        call = AttendCall(
+            1, 1, *sizes, dtype, device, mask, softcap=recorded_call.softcap, indexed=recorded_call.indexed
+        )
         try:
             choose_kernel(call, name)
         except AttentionError as error:

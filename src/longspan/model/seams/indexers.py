@@ -1,0 +1,199 @@
+"""Indexers of transformers' models, which choose a few keys for each row, over a sharded sequence.
+
+The class's own forward runs on the rank's rows with a stand-in for the cache that it asks for index keys: what it hands
+out are those of all ranks. Chosen are positions in the row's own document, so that no degree or layout enters; among
+keys of equal scores the lowest positions, which is a rule of longspan's: scores are sums of ReLUs, many are 0, and
+torch's `topk` has no order among equals. Indexers get no gradient, as in transformers.
+"""
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from longspan.attention.attend import find_members
+from longspan.attention.call import Members
+from longspan.attention.tiles import Mask
+from longspan.comm.shard import outside_graphs
+from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
+
+_ASKS, _CHOOSES = "update_indexer", "topk"
+_CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
+_KNOWN = frozenset({
+    _ASKS,
+    _CHOOSES,
+    *("wq_b", "wk", "k_norm", "weights_proj", "q_input_norm", "softmax_scaling"),  # modules, each by rows
+    *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "relu", "matmul", "masked_fill"),
+    *("head_dim", "index_topk", "layer_idx", "n_heads", "qk_rope_head_dim", "softmax_scale", "use_rope", "weight"),
+    *("F", "torch", "bool", "dtype", "float", "int32", "indices", "min", "shape", "to"),
+    *("cat", "split", "squeeze", "transpose", "unsqueeze", "view"),
+})  # fmt: skip
+_SCORE_BYTES = (
+    256 << 20
+)  # of the scores of all heads that are held at a time, and as much again of what is made of them
+
+
+def is_indexer(module: nn.Module) -> bool:
+    """Return whether a class's forward scores the index keys of a cache, token by token, and does nothing unknown."""
+    forward = inspect.unwrap(type(module).forward)
+    names = {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set[str]()
+    return {_ASKS, _CHOOSES} <= names <= _KNOWN
+
+
+def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the indexers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if is_indexer(module)}
+
+
+def is_indexed(module: nn.Module) -> bool:
+    """Return whether a module attends to keys that a known indexer chose: its own, or that of a layer before."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType) or not {"indexer", "attention_mask"} <= {
+        *forward.__code__.co_names,
+        *forward.__code__.co_varnames,
+    }:
+        return False
+    indexer = getattr(module, "indexer", None)
+    return is_indexer(indexer) if indexer is not None else "prev_topk_indices" in forward.__code__.co_varnames
+
+
+class LowestFirst(TorchFunctionMode):
+    """Among equal scores (1, rows, keys) `topk` takes those of the lowest keys; with `none` a hidden key becomes −1."""
+
+    def __init__(self, *, none: bool) -> None:
+        super().__init__()
+        self._none = none
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.topk, torch.topk) or args[0].ndim != 3:
+            return func(*args, **(kwargs or {}))
+        scores, k = args
+        values, order = (x[..., :k] for x in (scores + 0.0).sort(dim=-1, descending=True, stable=True))  # −0 becomes 0
+        return torch.return_types.topk((values, order.masked_fill(values == -torch.inf, -1) if self._none else order))
+
+
+def order_ties(model: nn.Module) -> None:
+    """Let the indexers of a stock model take the lowest positions among equal scores, from here on."""
+    for indexer in find_indexers(model).values():
+        indexer.forward = partial(_forward_lowest_first, indexer)
+
+
+def _forward_lowest_first(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    with LowestFirst(none=False):
+        return type(indexer).forward(indexer, *args, **kwargs)
+
+
+def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
+    """Let the model's indexers choose over the shard that their layers are called with, from here on.
+
+    `alone`: rows see only themselves, and nothing is chosen.
+    """
+    for indexer in find_indexers(model).values():
+        indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
+    for module in model.modules():
+        if is_indexed(module):
+            module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
+
+
+def _put_empty_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """These classes cut the indexer's part out of a mask, which a prepared model has none of."""
+    if kwargs.get("attention_mask") is not None:
+        return args, kwargs
+    hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return args, kwargs | {"attention_mask": hidden.new_empty((1, 1, hidden.shape[1], 0), dtype=torch.bool)}
+
+
+def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """No column stands for every key."""
+    return hidden_states.new_empty((1, hidden_states.shape[1], 0), dtype=torch.int32)
+
+
+@outside_graphs
+@torch.no_grad()
+def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
+
+    Where no document is longer than k, every row sees every key, and there are no columns. Else index keys are gathered
+    over each group, (rows, head size), and scored by a few rows at a time.
+    """
+    signature = inspect.signature(inspect.unwrap(type(indexer).forward))
+    arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
+    del arguments["self"]
+    (cache,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
+    hidden: Tensor = arguments["hidden_states"]
+    shard, k = running_layer().shard, int(indexer.index_topk)  # pyright: ignore[reportArgumentType]
+    if isinstance(shard, Probe):
+        return hidden.new_empty((1, hidden.shape[1], 1), dtype=torch.int32)
+    shard = find_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
+    if isinstance(shard, SeparateRows) or max(shard.micro_batch.lengths, default=0) <= k:
+        return _choose_nothing(indexer, hidden)
+    keys = _OwnKeys()
+    no_key = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
+    type(indexer).forward(indexer, **arguments | {"attention_mask": no_key, cache: keys})
+    chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
+    for part in shard.parts:
+        members = find_members(part, shard, Mask())
+        group_keys = _gather_keys(keys.own[0, part.start : part.stop], members)
+        for rows, positions, document in _row_runs(members, int(getattr(indexer, "n_heads", 1))):
+            local_rows = slice(part.start + rows.start, part.start + rows.stop)
+            run = {name: _take_rows(x, hidden.shape[1], local_rows) for name, x in arguments.items()}
+            key_positions = torch.arange(positions.stop, device=hidden.device)
+            visible = key_positions <= key_positions[positions.start :, None]
+            run |= {"attention_mask": visible[None], cache: _GivenKeys(group_keys[None, document][:, : positions.stop])}
+            with LowestFirst(none=True):
+                found = type(indexer).forward(indexer, **run)
+            chosen[:, local_rows, : found.shape[2]] = found
+    return chosen
+
+
+class _OwnKeys:
+    """In place of a cache: keeps the index keys (1, T, head size) of the rows at hand, and hands none out to score."""
+
+    own: Tensor
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        self.own = keys
+        return keys[:, :0]
+
+
+class _GivenKeys:
+    """In place of a cache: hands out these index keys."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys = keys
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        return self._keys
+
+
+def _gather_keys(keys: Tensor, members: Members) -> Tensor:
+    """The index keys of all rows of a group (S, head size), document after document."""
+    if members.degree == 1:
+        return keys[members.document_order((0,))]
+    gathered = members.channel.all_gather_rows(keys.contiguous(), members.counts, "index keys").wait()
+    return gathered[members.document_order(members.channel.starts(members.counts))]
+
+
+def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Yield runs of this member's rows, their positions, and the rows of their document among those of the group."""
+    laid_out = members.part.group.laid_out
+    for document, start, stop, offset in members.real_segments(members.member):
+        first_key = sum(laid_out[:document])
+        at_once = max(1, _SCORE_BYTES // (4 * heads * stop))
+        for first in range(start, stop, at_once):
+            last = min(first + at_once, stop)
+            rows = slice(offset + first - start, offset + last - start)
+            yield rows, slice(first, last), slice(first_key, first_key + laid_out[document])
+
+
+def _take_rows(value: Any, count: int, rows: slice) -> Any:
+    """The part of an indexer's argument that belongs to some rows: of tensors (1, T, …) and of tuples of them."""
+    if isinstance(value, tuple | list):
+        return tuple(_take_rows(x, count, rows) for x in value)
+    is_by_row = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == count
+    return value[:, rows] if is_by_row else value
