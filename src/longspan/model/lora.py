@@ -29,16 +29,21 @@ from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
 from longspan.model.seams.call_rules import SAVES, refuse_call
+from longspan.model.seams.indexers import find_indexers
 from longspan.model.weights.fill import WeightSource, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart
 
 
 def _linears_outside_towers(model: PreTrainedModel) -> tuple[list[str], str | None]:
-    """Return the linears outside towers, and the pattern of all modules of towers, which have linears of like names."""
+    """Return the linears outside towers and indexers, and the pattern of all modules of towers, which have linears of
+    like names.
+    """
     towers = {id(tower) for tower in towers_beside_text_model(model)}
     names = [name for name, module in model.named_modules() if id(module) in towers]
     pattern = f"({'|'.join(map(re.escape, names))})(\\..*)?" if names else None
+    untrained = tuple(f"{name}." for name in find_indexers(model))
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name in linears if not name.startswith(untrained)]
     return [name for name in linears if not (pattern and re.fullmatch(pattern, name))], pattern
 
 
@@ -50,8 +55,8 @@ def _check_target_names(model: PreTrainedModel, targets: Sequence[str], linears:
             matches = get_close_matches(target.rpartition(".")[2], endings, n=1, cutoff=0.4)
             hint = f"did you mean {matches[0]!r}? It has" if matches else "it has"
             raise ModelError(
-                f"lora.targets has {target!r}, which is no linear of {type(model).__name__} outside its towers; {hint} "
-                f"{', '.join(endings)}"
+                f"lora.targets has {target!r}, which is no linear of {type(model).__name__} outside its towers and "
+                f"indexers; {hint} {', '.join(endings)}"
             )
     if refused := _names_refused_by_peft(model, targets):
         raise ModelError(

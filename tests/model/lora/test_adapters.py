@@ -24,6 +24,7 @@ from longspan.testing import backend, run_ranks
 from longspan.train import run_step
 from tests.model.experts.moe_models import moe_model
 from tests.model.lora.adapted import LENGTHS, adapted, dense
+from tests.model.seams.families import tiny as indexed
 from tests.model.stock import gradients_of, prepare_untried, texts, tiny
 
 CP, TP, PP = Layout(ranks=2), Layout(ranks=2, tp=2), Layout(ranks=2, pp=2)
@@ -39,7 +40,8 @@ def said_by(call: Callable[[], object]) -> str:
 
 
 def lora(family: str = "llama", **more: Any) -> Any:
-    return peft.get_peft_model(tiny(family), peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **more}))
+    model = indexed(family) if family == "deepseek-v3.2" else tiny(family)
+    return peft.get_peft_model(model, peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **more}))
 
 
 def ia3() -> Any:
@@ -70,6 +72,11 @@ CASES: dict[str, tuple[Callable[[], Any], Layout, str]] = {
     "dropout under tp": (lambda: lora(lora_dropout=0.1), TP, "lora_dropout is 0.1.*use tp 1"),
     "dora under tp": (lambda: lora(use_dora=True), TP, "use_dora is set"),
     "copies under tp": (lambda: lora(modules_to_save=["lm_head"]), TP, "modules_to_save .lm_head."),
+    "an indexer": (
+        lambda: lora("deepseek-v3.2", target_modules=["o_proj", "wq_b"]),
+        CP,
+        "self_attn.indexer.wq_b belongs to an indexer, which gets no gradient; name target_modules without it",
+    ),
     "a tied head in stages": (lambda: lora("qwen3", target_modules=["lm_head"]), PP, "tied to the head.*use pp 1"),
 }
 
@@ -90,6 +97,9 @@ def test_targets_are_names_of_linears() -> None:
     with pytest.raises(ModelError, match=r"'q_prj', which is no linear of LlamaForCausalLM .* did you mean 'q_proj'"):
         add_lora(tiny("llama"), NewAdapter(rank=2, targets=("q_prj",)))
     model = add_lora(tiny("llama"), NewAdapter(rank=2, targets=("lm_head",)))
+    with pytest.warns(UserWarning, match="the adapter leaves out down_proj"):
+        targets = add_lora(indexed("deepseek-v3.2"), NewAdapter(rank=2)).peft_config["default"].target_modules
+    assert "q_b_proj" in targets and not {"wk", "wq_b", "weights_proj"} & {*targets}
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(names) == 2 and all("lm_head" in name for name in names)
 

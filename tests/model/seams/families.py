@@ -34,6 +34,22 @@ DBRX = {
     "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4, "attn_pdrop": 0.0},
     "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
 }
+# Layers whose indexer chooses 6 keys a row. Few of its heads tie, many do not.
+INDEXED = {name: size for name, size in PLAIN.items() if name != "num_key_value_heads"} | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "index_topk": 6,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "mlp_layer_types": ["dense", "dense"],
+}
+IN_GROUPS = {"n_group": 1, "topk_group": 1}
+SHARED = {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4, "indexer_types": ["full", "shared"] * 2}
+MANY_HEADS = ", many index heads"
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", OPT),
@@ -48,6 +64,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4_unified": ("Gemma4UnifiedTextConfig", GEMMA4),
     "dbrx": ("DbrxConfig", DBRX),
+    "deepseek-v3.2": ("DeepseekV32Config", INDEXED | IN_GROUPS),
+    f"deepseek-v3.2{MANY_HEADS}": ("DeepseekV32Config", INDEXED | IN_GROUPS | {"index_n_heads": 16}),
+    "glm-5": ("GlmMoeDsaConfig", INDEXED | IN_GROUPS | SHARED),
+    "a.x-k2": ("AXK2Config", INDEXED),
+    "hy-v4": ("HYV4Config", INDEXED | IN_GROUPS | SHARED),
+    "dots.3": ("Dots3NoteTextConfig", INDEXED | IN_GROUPS),
 }
 
 
@@ -58,7 +80,7 @@ def here(families: Sequence[str]) -> list[str]:
 
 def tiny(family: str, **changes: Any) -> PreTrainedModel:
     config_class, values = FAMILIES[family]
-    return at_random(getattr(transformers, config_class)(**values | changes))
+    return at_random(getattr(transformers, config_class)(**values | changes), "eager" if family == "hy-v4" else "sdpa")
 
 
 def gradient_error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

@@ -267,8 +267,12 @@ def _adapter_configuration_reasons(adapter: Adapter) -> Iterator[str]:
 
 
 def _adapter_layer_reasons(model: nn.Module) -> Iterator[str]:
+    indexers = tuple(f"{name}." for name in find_indexers(model))
     for name, module in peft_modules(model).items():
         layer: Any = module
+        if name.startswith(indexers):
+            yield f"{name} belongs to an indexer, which gets no gradient; name target_modules without it"
+            return
         if is_adapted(module):
             inner = type(layer.base_layer)
             variants = {type(v).__name__ for v in getattr(layer, "lora_variant", {}).values()} - {_DORA}

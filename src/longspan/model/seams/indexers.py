@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from longspan.attention.attend import find_members
 from longspan.attention.call import Members
 from longspan.attention.tiles import Mask
-from longspan.comm.shard import outside_graphs
+from longspan.comm.shard import break_graphs_around
 from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
 
 _ASKS, _CHOOSES = "update_indexer", "topk"
@@ -113,7 +113,7 @@ def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: An
     return hidden_states.new_empty((1, hidden_states.shape[1], 0), dtype=torch.int32)
 
 
-@outside_graphs
+@break_graphs_around
 @torch.no_grad()
 def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
