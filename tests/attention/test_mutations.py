@@ -90,7 +90,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "spans if mask.causal else NO_SPANS": "spans",
     },
     "tiles": {  # edges of masks and of spans
-        "left=window - 1 - after_key": "left=window - ahead",
+        "left=window - 1 - after_key": "left=window - after_key",
         "tiles.left < tiles.k_stop - tiles.k_start - 1": "tiles.left < (tiles.k_stop - tiles.k_start) // 2",
         "limited.k_stop - limited.left - 1": "limited.k_stop - limited.left",
         "k_stop=first_key, left=np.zeros_like": "k_stop=first_key, left=np.ones_like",

@@ -14,7 +14,6 @@ from transformers import CONFIG_MAPPING
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import Outcome, Ranks, run_proof
 from longspan.model.exactness.small_copies import shrink_configuration
-from tests.versions import transformers_before
 
 EXACT = {
     "gpt_oss": "sinks, a window in every other layer, yarn, experts",
@@ -41,7 +40,9 @@ REFUSED = {
     "mamba": "linear_attention",
     "bart": "encoder_attn",
     "gemma3_text+bidirectional": "not causal",
-    "deepseek_v32": "deepseek_sparse_attention" if transformers_before("5.23") else "indexed_attention",
+    "deepseek_v4": "keys are compressed from windows of rows",
+    "minimax_m3_vl_text": "choose blocks of keys for each key/value head",
+    "qwen4_exp": "whose indexer does more than to score keys one by one",
 }
 WITH_IMAGES = {
     "qwen3_vl_moe": "experts, DeepStack, positions in three parts",

@@ -28,8 +28,8 @@ from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_parameters, peft_modules
 from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
+from longspan.model.seams.attention_calls import find_indexers
 from longspan.model.seams.call_rules import SAVES, refuse_call
-from longspan.model.seams.indexers import find_indexers
 from longspan.model.weights.fill import WeightSource, has_meta_parameters
 from longspan.model.weights.local_tensors import LocalPart
 

@@ -48,7 +48,13 @@ from longspan.model.layers import (
 )
 from longspan.model.mtp import depth_reasons, model_depths, select_depth_weights, unwrap_trained_depths_or_undo
 from longspan.model.parts import is_tied
-from longspan.model.seams.attention_calls import attend_separately, defer_temperature, has_temperature
+from longspan.model.seams.attention_calls import (
+    attend_separately,
+    defer_temperature,
+    find_indexers,
+    has_temperature,
+    is_indexed,
+)
 from longspan.model.seams.call_rules import (
     doctor_hint,
     is_prepared,
@@ -56,7 +62,7 @@ from longspan.model.seams.call_rules import (
     items_text,
     modules_with_instance_forward,
 )
-from longspan.model.seams.indexers import find_indexers, is_indexed, shard_indexers
+from longspan.model.seams.indexers import shard_indexers
 from longspan.model.seams.meta_pass import MetaRecord, check_kernel_for_calls, record_calls_and_draws
 from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mixers, is_mixer, set_mixer_ops
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
@@ -67,6 +73,15 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # the name since transformers 5.20, and before
+_CHOSEN_KEYS = {  # what is missing for other layers whose keys are chosen
+    **dict.fromkeys(_INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
+    **dict.fromkeys(
+        ("compressed_sparse_attention", "heavily_compressed_attention"),
+        "whose keys are compressed from windows of rows, which other ranks may hold",
+    ),
+    "minimax_m3_sparse": "which choose blocks of keys for each key/value head, and not keys for each row",
+}
 _KNOWN_MIXERS = ", gated delta nets, Kimi's delta attention, Mamba 2 and short convolutions"
 
 
@@ -165,9 +180,8 @@ def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
-    known = {"indexed_attention": is_indexed, "deepseek_sparse_attention": is_indexed}
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = known.get(kind, is_mixer)
+        is_known = is_indexed if kind in _INDEXED else is_mixer
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())
@@ -176,6 +190,7 @@ def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
         if not layers:
             continue
         supported = f"supported are {', '.join(_LAYER_TYPES)}{_KNOWN_MIXERS if kind in _MIXING else ''}"
+        supported = _CHOSEN_KEYS.get(kind, supported)
         yield f"layers {items_text(layers)} are of type {kind!r}, {supported}"
 
 
@@ -412,7 +427,8 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
     defer_temperature(model)  # attention's business: it is not tried here
-    shard_indexers(model, alone=True)
+    if find_indexers(model):
+        shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():
         set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them

@@ -4,10 +4,12 @@ The shard owns masking. Hooks note a layer's arguments for attention that does n
 Llama 4's chunks are `attend`'s, its scaling of queries goes by the rows' own positions.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -380,3 +382,37 @@ def attend_separately(query: Tensor, key: Tensor, value: Tensor, scaling: float 
     size = lengths * (scaling or 1.0)
     weights = 1.5 + 0.5 * cosine * (1 + size / (1 + size))
     return (weights * value).to(value.dtype).transpose(1, 2).contiguous()
+
+
+# ---- indexers, which choose a few keys for each row (`indexers.py`)
+
+_ASKS, _CHOOSES = "update_indexer", "topk"
+_KNOWN = frozenset({
+    _ASKS,
+    _CHOOSES,
+    *("wq_b", "wk", "k_norm", "weights_proj", "q_input_norm", "softmax_scaling"),  # modules, each by rows
+    *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "relu", "matmul", "masked_fill"),
+    *("head_dim", "index_topk", "layer_idx", "n_heads", "qk_rope_head_dim", "softmax_scale", "use_rope", "weight"),
+    *("F", "torch", "bool", "dtype", "float", "int32", "indices", "min", "shape", "to"),
+    *("cat", "split", "squeeze", "transpose", "unsqueeze", "view"),
+})  # fmt: skip
+
+
+def is_indexer(module: nn.Module) -> bool:
+    """Return whether a class's forward scores the index keys of a cache, token by token, and does nothing unknown."""
+    forward = inspect.unwrap(type(module).forward)
+    names = {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set[str]()
+    return {_ASKS, _CHOOSES} <= names <= _KNOWN
+
+
+def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
+    """Find the indexers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if is_indexer(module)}
+
+
+def is_indexed(module: nn.Module) -> bool:
+    """Return whether a module attends to keys that a known indexer chose: its own, or that of a layer before."""
+    forward, indexer = inspect.unwrap(type(module).forward), getattr(module, "indexer", None)
+    if not isinstance(forward, FunctionType) or "indexer" not in forward.__code__.co_names:
+        return False
+    return is_indexer(indexer) if indexer is not None else "prev_topk_indices" in forward.__code__.co_varnames

@@ -9,7 +9,6 @@ torch's `topk` has no order among equals. Indexers get no gradient, as in transf
 import inspect
 from collections.abc import Iterator
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,46 +19,17 @@ from longspan.attention.attend import find_members
 from longspan.attention.call import Members
 from longspan.attention.tiles import Mask
 from longspan.comm.shard import break_graphs_around
-from longspan.model.seams.attention_calls import Probe, SeparateRows, find_one_row_shard, running_layer
+from longspan.model.seams.attention_calls import (
+    Probe,
+    SeparateRows,
+    find_indexers,
+    find_one_row_shard,
+    is_indexed,
+    running_layer,
+)
 
-_ASKS, _CHOOSES = "update_indexer", "topk"
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
-_KNOWN = frozenset({
-    _ASKS,
-    _CHOOSES,
-    *("wq_b", "wk", "k_norm", "weights_proj", "q_input_norm", "softmax_scaling"),  # modules, each by rows
-    *("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "relu", "matmul", "masked_fill"),
-    *("head_dim", "index_topk", "layer_idx", "n_heads", "qk_rope_head_dim", "softmax_scale", "use_rope", "weight"),
-    *("F", "torch", "bool", "dtype", "float", "int32", "indices", "min", "shape", "to"),
-    *("cat", "split", "squeeze", "transpose", "unsqueeze", "view"),
-})  # fmt: skip
-_SCORE_BYTES = (
-    256 << 20
-)  # of the scores of all heads that are held at a time, and as much again of what is made of them
-
-
-def is_indexer(module: nn.Module) -> bool:
-    """Return whether a class's forward scores the index keys of a cache, token by token, and does nothing unknown."""
-    forward = inspect.unwrap(type(module).forward)
-    names = {*forward.__code__.co_names} if isinstance(forward, FunctionType) else set[str]()
-    return {_ASKS, _CHOOSES} <= names <= _KNOWN
-
-
-def find_indexers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the indexers of a model, by name."""
-    return {name: module for name, module in model.named_modules() if is_indexer(module)}
-
-
-def is_indexed(module: nn.Module) -> bool:
-    """Return whether a module attends to keys that a known indexer chose: its own, or that of a layer before."""
-    forward = inspect.unwrap(type(module).forward)
-    if not isinstance(forward, FunctionType) or not {"indexer", "attention_mask"} <= {
-        *forward.__code__.co_names,
-        *forward.__code__.co_varnames,
-    }:
-        return False
-    indexer = getattr(module, "indexer", None)
-    return is_indexer(indexer) if indexer is not None else "prev_topk_indices" in forward.__code__.co_varnames
+_SCORE_BYTES = 256 << 20  # of the scores of all heads that are held at a time; what is made of them takes as much again
 
 
 class LowestFirst(TorchFunctionMode):

@@ -24,7 +24,7 @@ from longspan.attention.call import Dropout
 from longspan.attention.kernels import find_kernel
 from longspan.errors import AttentionError, ModelError, plural
 from longspan.model.layers import architecture_name, decoder_layers, preserve_modes
-from longspan.model.seams.attention_calls import Probe, RecordedCall
+from longspan.model.seams.attention_calls import Probe, RecordedCall, is_indexed
 from longspan.model.seams.call_rules import doctor_hint, items_text
 from longspan.model.seams.mixers import ROWWISE_LAYER_TYPES, find_mixers
 
@@ -300,6 +300,8 @@ def _refuse_unapplied_features(model: PreTrainedModel, calls: tuple[RecordedCall
             raise ModelError(f"{layer_name} is not causal; only causal decoders are supported")
         if call.unknown:
             raise ModelError(f"{layer_name} passes {', '.join(call.unknown)} to attention, which attend does not take")
+        if call.indexed and not is_indexed(call.module):
+            raise ModelError(f"{layer_name} passes indices to attention that no known indexer chose, key by key")
         if layer is None or not 0 <= layer < config.num_hidden_layers:
             raise ModelError(f"{layer_name} has layer_idx {layer!r}; attend needs the global layer index")
         if call.window is None and types and types[layer] == "sliding_attention":

@@ -1,0 +1,124 @@
+"""What indexers choose over a shard, as integers: the same at every degree, document by document, as the class does.
+
+Few index heads tie, and of those the lowest positions are chosen. Each rule, broken on purpose, is noticed.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from longspan import Layout, World, bind, plan_fixed
+from longspan.doctor.stock import compute_in_float64
+from longspan.model.seams import indexers
+from longspan.model.seams.attention_calls import find_indexers
+from longspan.testing import backend, run_ranks
+from tests.model.seams.families import MANY_HEADS, here, tiny
+from tests.model.stock import prepare_untried, texts
+from tests.mutation import each_mutated
+
+LENGTHS, K = (19, 3, 40, 1, 8), 6  # documents shorter and longer than so many keys, in one packed row
+FAMILIES = here(["deepseek-v3.2", f"deepseek-v3.2{MANY_HEADS}", "glm-5", "a.x-k2", "hy-v4", "dots.3"])
+SEAM = "model.seams.indexers"
+CHANGES = {
+    "a tie is broken otherwise": (SEAM, "(scores + 0.0)", "(scores + 1e-12 * torch.arange(scores.shape[-1]))"),
+    "a key of another document": (SEAM, "first_key = sum(laid_out[:document])", "first_key = 0"),
+    "a later key": (SEAM, "visible = key_positions <= key_positions", "visible = key_positions <= 1 + key_positions"),
+    "a choice of another layer": (SEAM, "return chosen", "return _choose_keys.__dict__.setdefault('first', chosen)"),
+    "a sum in half precision": (SEAM, "(scores + 0.0).sort(dim=-1", "scores.bfloat16().sort(dim=-1"),
+}
+Choices = list[list[set[int]]]  # of each row of a document, one document after another
+
+
+def choices_of_the_class(family: str) -> list[Choices]:
+    """Of each indexer, in float64: what the class itself chooses of what a row sees, documents one by one."""
+    model, by_indexer = tiny(family), list[Choices]()
+    if MANY_HEADS not in family:
+        indexers.order_ties(model)
+    for indexer in find_indexers(model).values():
+        by_indexer.append([])
+
+        def note(_: Any, __: Any, out: Tensor, choices: Choices = by_indexer[-1]) -> None:
+            choices.append([{key for key in keys if key <= row} for row, keys in enumerate(out[0].tolist())])
+
+        indexer.register_forward_hook(note)
+    with torch.no_grad():
+        for document in texts(LENGTHS):
+            model(input_ids=torch.from_numpy(document)[None], use_cache=False)
+    return by_indexer
+
+
+def other_choices(rank: int, ranks: int, changed: bool) -> dict[str, int]:
+    """How many rows choose other keys than in the class, by family and what was changed in the source."""
+    torch.set_num_threads(1)
+    ids, documents = np.concatenate(texts(LENGTHS)), np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    rows: dict[str, int] = {}
+    with World(Layout(ranks=ranks), backend=backend()) as world, compute_in_float64():
+        shard = bind(plan_fixed(LENGTHS, world.home, cp=ranks).micro_batches[0], world)
+        places = list(
+            zip(shard.scatter(torch.from_numpy(documents)).tolist(), shard.position_ids.tolist(), strict=True)
+        )
+        for family in FAMILIES[:1] if changed else FAMILIES:
+            expected = choices_of_the_class(family)
+            for change in each_mutated(CHANGES if changed else {}):
+                model, chosen = prepare_untried(tiny(family), world, shard_parameters=False), list[Tensor]()
+                for indexer in find_indexers(model).values():
+                    indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
+                with torch.no_grad():
+                    local_ids = shard.scatter(torch.from_numpy(ids).to(world.device))
+                    model(input_ids=local_ids[None], position_ids=shard.position_ids[None], shard=shard)
+                rows[f"{family}, {change}"] = sum(
+                    sorted(key for key in keys if key >= 0) != sorted(layer[document][position])
+                    for layer, layer_chosen in zip(expected, chosen, strict=True)
+                    for (document, position), keys in zip(places, layer_chosen.tolist(), strict=True)
+                )
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 3, 4))])
+def test_chosen_as_the_class_does_at_every_degree(ranks: int) -> None:
+    for rows in run_ranks(other_choices, ranks, ranks, False):
+        assert not any(rows.values()) and len(rows) == len(FAMILIES), rows
+
+
+there = pytest.mark.skipif(not FAMILIES, reason="this transformers has no such class")
+
+
+@there
+def test_a_broken_rule_is_noticed() -> None:
+    of_ranks = run_ranks(other_choices, 2, 2, True)
+    unnoticed = [name for name in of_ranks[0] if not any(rows[name] for rows in of_ranks)]
+    assert unnoticed == [f"{FAMILIES[0]}, nothing"]
+
+
+@there
+def test_scores_are_sums_in_float32_whatever_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtypes = list[torch.dtype]()
+
+    class Noted(indexers.LowestFirst):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            dtypes.extend([args[0].dtype] if func is Tensor.topk else [])
+            return super().__torch_function__(func, types, args, kwargs)
+
+    monkeypatch.setattr(indexers, "LowestFirst", Noted)
+    with World(Layout(ranks=1), backend=backend()) as world:
+        shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
+        model = prepare_untried(tiny(FAMILIES[0]).bfloat16(), world)
+        ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
+        model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
+    assert {*dtypes} == {torch.float32}
+
+
+@there
+def test_documents_of_no_more_rows_than_keys_need_no_choice() -> None:
+    shapes = list[torch.Size]()
+    with World(Layout(ranks=1), backend=backend()) as world:
+        shard = bind(plan_fixed((K, 2), world.home, cp=1).micro_batches[0], world)
+        model = prepare_untried(tiny(FAMILIES[0]), world)
+        for indexer in find_indexers(model).values():
+            indexer.register_forward_hook(lambda _, __, out: shapes.append(out.shape))
+        ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
+        model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
+    assert {*shapes} == {(1, K + 2, 0)}
