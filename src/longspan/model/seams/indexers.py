@@ -9,6 +9,7 @@ torch's `topk` has no order among equals. Indexers get no gradient, as in transf
 import inspect
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,43 +103,26 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     shard = find_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
     if isinstance(shard, SeparateRows) or max(shard.micro_batch.lengths, default=0) <= k:
         return _choose_nothing(indexer, hidden)
-    keys = _OwnKeys()
+    local_keys = list[Tensor]()  # (1, T, head size); the first stand-in keeps them, and hands none out to score
     no_key = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
-    type(indexer).forward(indexer, **arguments | {"attention_mask": no_key, cache: keys})
+    stand_in = SimpleNamespace(update_indexer=lambda keys, _: local_keys.append(keys) or keys[:, :0])
+    type(indexer).forward(indexer, **arguments | {"attention_mask": no_key, cache: stand_in})
     chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
     for part in shard.parts:
         members = find_members(part, shard, Mask())
-        group_keys = _gather_keys(keys.own[0, part.start : part.stop], members)
+        group_keys = _gather_keys(local_keys[0][0, part.start : part.stop], members)
         for rows, positions, document in _row_runs(members, int(getattr(indexer, "n_heads", 1))):
             local_rows = slice(part.start + rows.start, part.start + rows.stop)
             run = {name: _take_rows(x, hidden.shape[1], local_rows) for name, x in arguments.items()}
             key_positions = torch.arange(positions.stop, device=hidden.device)
             visible = key_positions <= key_positions[positions.start :, None]
-            run |= {"attention_mask": visible[None], cache: _GivenKeys(group_keys[None, document][:, : positions.stop])}
+            keys_of_run = group_keys[None, document][:, : positions.stop]
+            run |= {"attention_mask": visible[None]}
+            run |= {cache: SimpleNamespace(update_indexer=lambda *_, keys=keys_of_run: keys)}
             with LowestFirst(none=True):
                 found = type(indexer).forward(indexer, **run)
             chosen[:, local_rows, : found.shape[2]] = found
     return chosen
-
-
-class _OwnKeys:
-    """In place of a cache: keeps the index keys (1, T, head size) of the rows at hand, and hands none out to score."""
-
-    own: Tensor
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        self.own = keys
-        return keys[:, :0]
-
-
-class _GivenKeys:
-    """In place of a cache: hands out these index keys."""
-
-    def __init__(self, keys: Tensor) -> None:
-        self._keys = keys
-
-    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        return self._keys
 
 
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:
