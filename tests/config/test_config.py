@@ -21,7 +21,7 @@ from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
 from longspan.run.checks import check_config, check_longest, refuse_encoder_without_images
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
-from longspan.train.run_memory import full_plan
+from longspan.train.run_memory import plan_with_full_slots
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -354,7 +354,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed()
     config = load_config(None, A2A | {"context.eval_cp_comm_type": "a2a"})
     home, choice = Layout(8), PlanChoice.evaluation(config, heads=6)
     assert degrees_to_compare(home, choice) == (1, 2) and degrees_to_compare(Layout(6), choice) == (1, 2, 6)
-    assert {len(group.slots) for group in full_plan(config, home, 64, 6).micro_batches[0].groups} == {2}
+    assert {len(group.slots) for group in plan_with_full_slots(config, home, 64, 6).micro_batches[0].groups} == {2}
 
 
 def test_dynamic_steps_have_degrees_that_the_query_heads_allow() -> None:

@@ -131,7 +131,7 @@ class Reads(TrainerCallback):
         for name in READS:
             patch.setattr(torch.Tensor, name, self._counting(getattr(torch.Tensor, name)))
         patch.setattr(torch, "equal", self._counting(torch.equal))
-        patch.setattr(StepEnd, "_work_meanwhile", self._in_meanwhile(StepEnd._work_meanwhile))
+        patch.setattr(StepEnd, "_run_host_work", self._in_meanwhile(StepEnd._run_host_work))
 
     def _counting(self, read: Any) -> Any:
         def counted(*args: Any, **keywords: Any) -> Any:

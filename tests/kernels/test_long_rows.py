@@ -34,7 +34,7 @@ from longspan.ssm.kernels.call import LocalRuns
 from longspan.ssm.kernels.convolutions import TORCH_CONVOLUTION, Convolution, FirstRows, RowsBefore, write_first_outputs
 from longspan.ssm.kernels.decay import scan_chunks
 from longspan.ssm.kernels.delta import compute_run_maps
-from longspan.train.loss import row_softmax
+from longspan.train.loss import target_log_probs_and_gradient
 from longspan.train.optim.one_pass_adamw import OnePassAdamW
 from tests.model.stock import texts, tiny
 from tests.reference import relative_error
@@ -205,8 +205,8 @@ def softmax_of_logits(device: str, elements: int) -> Errors:
     logits = rows_of(elements, vocabulary, device)
     ids, slopes = torch.randint(vocabulary, (len(logits),), device=device), torch.randn(len(logits), device=device)
     at = compared_rows(len(logits), vocabulary).to(device)
-    log_probs, gradient_of = row_softmax(logits, ids)
-    isolated, gradient_alone = row_softmax(logits[at], ids[at])
+    log_probs, gradient_of = target_log_probs_and_gradient(logits, ids)
+    isolated, gradient_alone = target_log_probs_and_gradient(logits[at], ids[at])
     return {
         "log-probabilities": relative_error(log_probs[at].double(), isolated.double()),
         "gradient": relative_error(gradient_of(slopes)[at].double(), gradient_alone(slopes[at]).double()),

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from longspan.model.experts.experts import Visits, apply_silu_gate_kernel, spread_rows, sum_visits
 from longspan.model.seams.norms import NormFormula
-from longspan.train.loss import row_softmax
+from longspan.train.loss import target_log_probs_and_gradient
 from longspan.train.terms.token_loss import kernel_distributions
 from tests.reference import relative_error
 
@@ -77,7 +77,7 @@ def softmax_errors(case: tuple[int, int], device: str, dtype: torch.dtype) -> Er
     torch.manual_seed(0)
     logits, ids, slopes = 4 * torch.randn(rows, vocabulary), torch.randint(vocabulary, (rows,)), torch.randn(rows)
     given = logits.to(device, dtype)
-    log_probs, gradient_of = row_softmax(given, ids.to(device))
+    log_probs, gradient_of = target_log_probs_and_gradient(given, ids.to(device))
     wide = given.double().requires_grad_()
     wanted = wide.log_softmax(1).gather(1, ids.to(device)[:, None]).squeeze(1)
     (gradient,) = torch.autograd.grad(wanted, wide, slopes.to(device).double())

@@ -39,7 +39,7 @@ def device_text(device: str, **figures: Any) -> str:
 
 
 def test_devices_on_gpus_and_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "device_name", lambda world: "NVIDIA H200")
+    monkeypatch.setattr(records, "world_device_name", lambda world: "NVIDIA H200")
     monkeypatch.setattr(records, "usable_cores", lambda: 2)
     assert device_text("cuda", peak=989.0) == "16 x NVIDIA H200, 2 hosts, nccl; MFU is of 989 TFLOP/s each"
     assert device_text("cuda", peak=989.0, uncounted="no sizes") == "16 x NVIDIA H200, 2 hosts, nccl"
@@ -98,7 +98,7 @@ def test_figures_follow_from_the_plan_and_the_clock() -> None:
 def test_a_prediction_stands_beside_the_steps_of_its_own_machine_alone(
     device: str, cost: Cost, file: str, here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(figures_module, "device_name", lambda world: device)
+    monkeypatch.setattr(figures_module, "world_device_name", lambda world: device)
     types = Execution(torch.float32, torch.bfloat16, torch.float32, ())
     model = cast(Any, SimpleNamespace(config=CONFIG, execution=types))
     world = cast(World, SimpleNamespace(home=Layout(2)))

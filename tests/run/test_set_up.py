@@ -22,7 +22,7 @@ from longspan.plan import Cost, Link, Machine, Plan, plan_dynamic
 from longspan.run.checks import check_config
 from longspan.testing import backend, run_ranks
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.resolve import choose_partition, set_node_size, set_usual_partition
+from longspan.train.plans.resolve import choose_partition, set_default_partition, set_node_size
 from longspan.train.training import scale_positions
 from tests.run.runs.homes import ALONE, lines_of
 from tests.train.small import small_config
@@ -122,7 +122,7 @@ def test_evaluations_follow_unless_they_say_otherwise() -> None:
     wide, _ = chosen(heads=2, context_parallel_size=2, eval_context_parallel_size=4)  # 2 heads, 4 slots
     assert (wide.cp_comm_type, wide.partition, wide.evaluation.cp_comm_type) == ("a2a", "contiguous", "auto")
     of_set = load_config(None, {"model.preset": "bamba-tiny"})
-    assert set_usual_partition(of_set).context.partition == "contiguous"
+    assert set_default_partition(of_set).context.partition == "contiguous"
 
 
 def test_a_cost_without_states_leaves_contiguous_rows() -> None:

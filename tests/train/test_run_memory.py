@@ -24,7 +24,7 @@ from longspan.plan.shape.model_shape import QWEN3_8B
 from longspan.run import warm_up
 from longspan.testing import backend, run_ranks
 from longspan.train import run_memory
-from longspan.train.plans.run_cost import fixed_keys, run_memory_settings, state_numbers
+from longspan.train.plans.run_cost import fixed_memory_keys, optimizer_state_numbers, run_memory_settings
 from longspan.train.run_memory import (
     FILE,
     ComingSteps,
@@ -32,8 +32,8 @@ from longspan.train.run_memory import (
     SlotRows,
     check_model_fits,
     choose_rows,
-    full_plan,
-    memory_keys,
+    keys_that_decide_rows,
+    plan_with_full_slots,
 )
 from longspan.train.starts import Starts
 from tests.train.small import small_config, train_rank
@@ -73,13 +73,13 @@ def test_keys_by_hand_are_not_chosen() -> None:
         ({"train.memory": "none"}, FixedMemory(measure="none", mlp_tile_rows=0, segment_layers=0, **off)),
     ]
     for keys, fixed in cases:
-        assert fixed_keys(load_config(None, keys)) == fixed, keys
+        assert fixed_memory_keys(load_config(None, keys)) == fixed, keys
 
 
 def test_numbers_of_state_are_counted_on_the_optimizer_itself() -> None:
     momentum = TrainConfig(lr=1e-3, optimizer="sgd", optimizer_arguments=("momentum=0.9",))
     plain, nadam = replace(momentum, optimizer_arguments=()), TrainConfig(lr=1e-3, optimizer="torch.optim.NAdam")
-    assert [*map(state_numbers, (TrainConfig(lr=1e-3), plain, momentum, nadam))] == [2.0, 0.0, 1.0, 2.0]
+    assert [*map(optimizer_state_numbers, (TrainConfig(lr=1e-3), plain, momentum, nadam))] == [2.0, 0.0, 1.0, 2.0]
 
 
 def test_settings_follow_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +91,11 @@ def test_settings_follow_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (other.parameter_bytes, other.lora_rank, other.depths) == (2, 8, 1)
     assert other.free and other.float8 and not usual.float8
     # scans go by torch in float32, and on a GPU whose machine has no flash-linear-attention
-    assert usual.scan_kernels and run_of(config_of()).settings.scan_kernels
+    assert usual.scan_kernels and run_of(config_of()).memory_settings.scan_kernels
     assert not run_memory_settings(config_of(model__compute_dtype="float32")).scan_kernels
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(run_memory, "fla_device_lack", lambda device: "flash-linear-attention")
-    assert not run_of(config_of()).settings.scan_kernels
+    assert not run_of(config_of()).memory_settings.scan_kernels
 
 
 def test_the_fullest_steps_are_found_among_all_and_a_limit_bounds_dynamic_plans() -> None:
@@ -174,16 +174,16 @@ def test_a_mode_auto_is_free_where_weights_fit_whole_and_steps_are_faster() -> N
 
 def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
     run, room = run_of(config_of(), layers=4), MemoryBudget(device=400 * GIB)
-    config, plan, reason = run_memory.plan_or_explain(run, room)
+    config, plan, reason = run_memory.choose_memory_or_explain(run, room)
     assert config.context.max_tokens_per_slot == 8192 and plan is not None and not reason
-    config, plan, reason = run_memory.plan_or_explain(replace(run, model=UNHEARD), room)
+    config, plan, reason = run_memory.choose_memory_or_explain(replace(run, model=UNHEARD), room)
     assert config.context.max_tokens_per_slot == 8192 and plan is None and "hidden_size" in reason
     assert config.context.mode == "lockstep"
     with pytest.raises(ConfigError, match="does not fit"):
-        run_memory.plan_or_explain(run, MemoryBudget(device=GIB))
+        run_memory.choose_memory_or_explain(run, MemoryBudget(device=GIB))
     config = config_of(**AUTO, context__planner="dynamic")
     runs = [replace(run_of(config, gpu=gpu), model=UNHEARD) for gpu in (True, False)]
-    configs = [run_memory.plan_or_explain(run, MemoryBudget(device=GIB))[0] for run in runs]
+    configs = [run_memory.choose_memory_or_explain(run, MemoryBudget(device=GIB))[0] for run in runs]
     auto = [int(chosen.context.max_tokens_per_slot) for chosen in configs]
     assert auto == [runs[0].ahead.rows_to_try(config)[-1], 4096 + 2] and auto[0] > auto[1]
 
@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_counted_trains_by_its_keys() -> None:
 def test_a_full_plan_fills_every_slot(planner: str, degree: int, widest: int) -> None:
     name, _, most = planner.partition(" ")
     keys = {"context__context_parallel_size": degree, "context__max_dynamic_context_parallel_size": int(most or 0)}
-    plan = full_plan(config_of(context__planner=name, **keys), Layout(ranks=4), 64)
+    plan = plan_with_full_slots(config_of(context__planner=name, **keys), Layout(ranks=4), 64)
     assert plan.timeline().rows.tolist() == [[64] * 4] and plan.efficiency == 1
     assert {group.degree for group in plan.micro_batches[0].groups} == {widest}
 
@@ -208,7 +208,7 @@ def _kept(folder: Path) -> dict[str, Any]:
 
 def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
     config = config_of(**AUTO, context__planner="dynamic", run__dir=str(tmp_path))
-    keys = memory_keys(config)
+    keys = keys_that_decide_rows(config)
     other_keys: list[dict[str, object]] = [
         {"train__memory_bytes": 10**9},
         {"train__activation_checkpointing": "full"},
@@ -218,7 +218,7 @@ def test_kept_rows_hold_for_the_same_ranks_and_keys(tmp_path: Path) -> None:
         {"data__vocab_size": 4096},
     ]
     for changes in other_keys:
-        assert memory_keys(config_of(**AUTO, context__planner="dynamic", **changes)) != keys, changes
+        assert keys_that_decide_rows(config_of(**AUTO, context__planner="dynamic", **changes)) != keys, changes
     lines = list[str]()
     with World(Layout(1), backend=backend()) as world:
         run = replace(run_of(config, gpus=1, gpu=False), model=UNHEARD)
@@ -291,7 +291,7 @@ def test_a_rank_without_memory_halves_the_rows_on_all_ranks(tmp_path: Path) -> N
     least = small_config(tmp_path, **AUTO, **keys, run__dir=str(tmp_path / "least"))
     by_hand = small_config(tmp_path, **keys, run__dir=str(tmp_path / "by_hand"))
     (tmp_path / "least").mkdir()
-    (tmp_path / "least" / FILE).write_text(json.dumps(vars(SlotRows(34, 68, 2, memory_keys(least)))))
+    (tmp_path / "least" / FILE).write_text(json.dumps(vars(SlotRows(34, 68, 2, keys_that_decide_rows(least)))))
     attempts, others = run_ranks(_short_of_memory, 2, halved, least, by_hand)
     kept = _kept(tmp_path / "run")
     assert kept["rows"] == kept["planned"] // 2 <= 200 < attempts[0] == others[0] and attempts[-1] <= 200

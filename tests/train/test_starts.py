@@ -12,7 +12,7 @@ import pytest
 
 from longspan.config.sections import ModelConfig, RunConfig
 from longspan.train import kernels_ahead, starts
-from longspan.train.kernels_ahead import CACHE, HOPPER, compile_ahead
+from longspan.train.kernels_ahead import CACHE, HOPPER, compile_kernels_ahead
 from longspan.train.starts import Starts
 
 CONFIG = RunConfig(model=ModelConfig(preset="qwen3-0.6b"))
@@ -65,12 +65,12 @@ def test_threads_take_short_turns_while_one_of_them_imports_what_is_there(monkey
 def test_each_kind_has_a_worker_without_a_gpu(
     slots: int, kinds: list[str], workers: list[mock.Mock], tmp_path: Path
 ) -> None:
-    with compile_ahead(CONFIG, slots, HOPPER, 132, backward=True):
+    with compile_kernels_ahead(CONFIG, slots, HOPPER, 132, backward=True):
         requests = [worker.connection.send.call_args.args[0] for worker in workers]
         assert [kind.name for _, kind, _ in requests] == kinds
         assert all(worker.environment["CUDA_VISIBLE_DEVICES"] == "" and not worker.end.called for worker in workers)
     requests[0][2].touch()  # in the cache now
-    with compile_ahead(CONFIG, slots, HOPPER, 132, backward=True):
+    with compile_kernels_ahead(CONFIG, slots, HOPPER, 132, backward=True):
         assert len(workers) == len(kinds) + len(kinds) - 1
     assert requests[0][2].parent == tmp_path
 
@@ -80,5 +80,5 @@ def test_nothing_is_compiled_ahead_elsewhere(workers: list[mock.Mock], monkeypat
     for config, capability, cache in ((CONFIG, (10, 0), True), (cudnn, HOPPER, True), (CONFIG, HOPPER, False)):
         if not cache:
             monkeypatch.delenv(CACHE)
-        with compile_ahead(config, 2, capability, 132, backward=True):
+        with compile_kernels_ahead(config, 2, capability, 132, backward=True):
             assert not workers

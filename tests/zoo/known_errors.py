@@ -41,8 +41,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "gradients averaged over other ranks than the loss": KnownError(
             checks.norms_at_degrees_1_and_2,
             "train.passes",
-            "passes.mean(loss).backward()",
-            "(passes.mean(loss) * passes.plan.micro_batches[0].groups[0].degree).backward()",
+            "passes.mean_loss(loss).backward()",
+            "(passes.mean_loss(loss) * passes.plan.micro_batches[0].groups[0].degree).backward()",
         ),
         "nan on a rank without targets": KnownError(
             checks.step(lengths=(32, 40), mask=lambda _, p: p < 8),  # in zigzag order rank 1 has none
@@ -53,14 +53,14 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "loss divided by a rank's own targets": KnownError(
             checks.step(lengths=(24, 40), mask=lambda _, p: p < 9 or p % 5 == 0),
             "train.passes",
-            "passes.mean(loss).backward()",
+            "passes.mean_loss(loss).backward()",
             "(loss / max(int((batch.labels != -100).sum()), 1) / passes.world.home.slots).backward()",
         ),
         "mean of the means of micro-batches": KnownError(
             checks.step(lengths=(30, 4, 3, 17), max_tokens_per_slot=15),
             "train.passes",
-            "passes.mean(loss).backward()",
-            "(passes.mean(loss) * passes.plan.tokens / batch.shard.tokens / len(batches)).backward()",
+            "passes.mean_loss(loss).backward()",
+            "(passes.mean_loss(loss) * passes.plan.tokens / batch.shard.tokens / len(batches)).backward()",
         ),
         "metrics summed over ranks that hold the same": KnownError(
             checks.log_probs(1), "train.terms.token_loss", "if world.coordinates.tp == 0:", "if True:", TP

@@ -30,7 +30,7 @@ from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.shape.model_shape import QWEN3_8B, read_query_heads
 from longspan.plan.ways import compare_degrees, compare_partitions
 from longspan.train.plans.choice import KEYS
-from longspan.train.plans.run_cost import call_planner, check_planner
+from longspan.train.plans.run_cost import check_planner_exists, plan_by_custom_planner
 
 USUAL_ROWS = 8192  # of a slot
 UNPRICED = (
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     flags = replace(flags, model=find_local_path(flags.model, "--model"))
     if flags.planner not in ("auto", *PLANNERS):
-        check_planner(flags.planner, "--planner")
+        check_planner_exists(flags.planner, "--planner")
     try:
         return _show_degrees(flags) if asks_for_degree else _plan_step(flags)
     except PlanError as error:
@@ -208,7 +208,7 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
 
     def make(way: PlanOptions) -> Plan:
         if kind not in PLANNERS:
-            return call_planner(kind, "--planner", lengths, home, options=way)
+            return plan_by_custom_planner(kind, "--planner", lengths, home, options=way)
         if kind == "dynamic":
             return plan_dynamic(lengths, home, min_cp=flags.min_cp, max_cp=flags.max_cp or None, options=way)
         planner = plan_padded if kind == "padded" else plan_fixed

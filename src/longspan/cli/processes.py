@@ -139,9 +139,9 @@ def compile_attention_ahead(config: RunConfig, processes: Processes, *, backward
     if processes.backend != "nccl" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
-    from longspan.train.kernels_ahead import compile_ahead
+    from longspan.train.kernels_ahead import compile_kernels_ahead
 
     set_gpu_environment()
     gpus, slots = find_gpus(), home_of(config.parallel, processes.ranks).slots
-    with compile_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):
+    with compile_kernels_ahead(config, slots, gpus.capability, gpus.multiprocessors, backward=backward):
         yield

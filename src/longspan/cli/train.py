@@ -90,7 +90,7 @@ def train_rank(
         from longspan.comm import World
         from longspan.run.loop import train
         from longspan.run.progress import ProgressDisplay
-        from longspan.train.run_memory import halve_rows, ran_short_of_memory
+        from longspan.train.run_memory import halve_saved_rows, ran_short_of_memory
     finally:
         gc.freeze()  # nor is any looked for later among what was imported
         gc.enable()
@@ -107,7 +107,7 @@ def train_rank(
             if config.context.max_tokens_per_slot != AUTO or not ran_short_of_memory(error):
                 raise
         if rank == 0:
-            halve_rows(config)
+            halve_saved_rows(config)
         gc.collect()  # the model, its optimizer and their tensors are in cycles
         torch.cuda.empty_cache()
 

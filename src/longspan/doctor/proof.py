@@ -51,7 +51,7 @@ from longspan.model.seams.call_rules import DOCTOR
 from longspan.plain_text import text_table
 from longspan.plan import Plan
 from longspan.train import run_step
-from longspan.train.step_inputs import check_step
+from longspan.train.step_inputs import check_step_arguments
 
 SECONDS_PER_CASE = 20.0
 Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
@@ -222,7 +222,7 @@ class CaseRun:
             heads = getattr(self.task.config.get_text_config(), "num_attention_heads", None)
             packed = {"lengths": self.documents.lengths, "targets": self.documents.targets} if case.encoder else {}
             plan = plan_case(case, self.task.home, heads=heads, node_size=self.world.node_size, **packed)
-            check_step(self.model, plan, self.documents, self.world, backward=not case.evaluation)
+            check_step_arguments(self.model, plan, self.documents, self.world, backward=not case.evaluation)
             if case.router_losses:  # raises for a model whose routers have no losses
                 make_router_statistics(self.model, self.world, plan.tokens, ROUTER)
         except LongspanError as error:  # the same on every rank: nothing was sent yet

@@ -30,10 +30,10 @@ from longspan.model.sharding import fsdp_modules, reduction_groups, reset_fsdp_g
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.read_rows import LocalBatch, move_rows, read_micro_batches, reading_error
+from longspan.train.read_rows import LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.run_memory import measure_added_peak, unused_bytes
-from longspan.train.step import input_terms
-from longspan.train.step_inputs import StepDocuments, StepInputs, check_step
+from longspan.train.step import encoder_terms
+from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
@@ -153,7 +153,7 @@ def evaluate(
     for documents that cannot be read, and EvaluationStopped where `options` stop it: each on all ranks.
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
-    inputs = move_rows(_checked_step_inputs(model, documents, choice, world))
+    inputs = bring_gathered_rows(_checked_step_inputs(model, documents, choice, world))
     plan, naming = inputs.plan, world.watch.name_collectives("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as added_bytes:
         portions = Portions(inputs, options, started)
@@ -181,14 +181,14 @@ def evaluate(
 
 def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlanChoice | Plan, world: World) -> StepInputs:
     if isinstance(choice, Plan):
-        return check_step(model, choice, documents, world, backward=False)
+        return check_step_arguments(model, choice, documents, world, backward=False)
     language_model = model
     if isinstance(model, MultimodalModel):
-        check_world_of_model(model, world)  # as `check_step` does, which comes only after planning
+        check_world_of_model(model, world)  # as `check_step_arguments` does, which comes only after planning
         language_model = model.language_model
     documents = StepDocuments(model, documents, _document_lengths(documents))
     plan = _cached_plan(_choice_for_evaluation(choice, language_model, documents), documents.lengths, world.home)
-    return check_step(model, plan, documents, world, backward=False)
+    return check_step_arguments(model, plan, documents, world, backward=False)
 
 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
@@ -268,8 +268,8 @@ class Portions:
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end
         kernel = {} if options.attention_kernel is None else {"attention_kernel": options.attention_kernel}
-        self.terms = input_terms(inputs)
-        self.passes = Passes.of(inputs, self.terms, self.sums.measure, keywords=kernel)
+        self.terms = encoder_terms(inputs)
+        self.passes = Passes.with_terms(inputs, self.terms, self.sums.measure, keywords=kernel)
 
     def evaluate_all(self) -> Totals:
         """Portions double while they take less than SHORT_SECONDS on every rank, as ranks learn one portion later."""

@@ -51,16 +51,16 @@ from longspan.model.weights.tokenizer_files import vocabulary_files
 from longspan.plan import Cost
 from longspan.train.plans import PlanChoice, find_run_cost, query_heads
 from longspan.train.plans.order import make_step_order
-from longspan.train.plans.resolve import choose_degree_on_ranks, set_node_size, set_usual_partition, use_machine
-from longspan.train.run_memory import use_training_rows
+from longspan.train.plans.resolve import choose_degree_on_ranks, set_default_partition, set_node_size, set_world_machine
+from longspan.train.run_memory import set_eval_rows_of_training
 from longspan.train.starts import Starts
 from longspan.train.training import (
     AnyModel,
     load_run_model,
-    model_configuration,
+    make_model_without_weights,
     prepare_run_model,
+    read_model_configuration,
     scale_positions,
-    unread_model,
 )
 
 Sets = dict[str, CorpusDocuments]  # by name; "" is the name of the documents that a run holds out
@@ -232,7 +232,11 @@ def load_saved_model(
     encoders = run_on_first_rank(world, has_encoders, CheckpointError)
     state = run_on_first_rank(world, lambda: read_state(checkpoint), CheckpointError)
     adapts = bool(state.get("config", {}).get("lora", {}).get("rank"))  # then the checkpoint has only the adapter
-    load = partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size) if adapts else unread_model
+    load = (
+        partial(load_run_model, vocabulary=configuration.get_text_config().vocab_size)
+        if adapts
+        else make_model_without_weights
+    )
     model = run_on_every_rank(world, lambda: load(config, configuration=configuration, images=encoders), ModelError)
     prepared = prepare_run_model(config, world, model, training=False, images=encoders)
     if not adapts or config.lora.rank:  # without its adapter a model is the base model, which `prepare` has read
@@ -256,7 +260,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     subject, configuration, flag_keys = checked.subject, checked.configuration, request.flag_keys
     model = subject.config.model
     if flag_keys & {"model.rope_scaling", "model.rope_factor"}:
-        configuration = model_configuration(subject.config, configuration.get_text_config().vocab_size)
+        configuration = read_model_configuration(subject.config, configuration.get_text_config().vocab_size)
     else:  # the saved configuration has what the run was trained with
         model = replace(model, rope_scaling="", rope_factor=0.0)
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
@@ -264,8 +268,8 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
         sets = {name: with_images(documents, configuration, folder) for name, documents in sets.items()}
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first, heads = request.subjects[0], query_heads(configuration)
-    context = first.config.context if first.weights.run_dir is None else use_training_rows(first.config).context
-    usual = set_node_size(set_usual_partition(replace(subject.config, context=context)), world)
+    context = first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context
+    usual = set_node_size(set_default_partition(replace(subject.config, context=context)), world)
     config = fit_evaluation_plans(usual, world.home, heads, longest, flag_keys)
     choice = PlanChoice.evaluation(config, heads=heads)
     is_cap_fixed = "context.eval_max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
@@ -287,7 +291,7 @@ class _Evaluator:
         images = any(getattr(documents, "items", ()) for documents in fit.sets.values())
         model, step = load_saved_model(fit.checked, fit.config, fit.configuration, self.world, images=images)
         model.eval()
-        use_machine(fit.config, self.world)
+        set_world_machine(fit.config, self.world)
         gpu, slots = self.world.device.type == "cuda", self.world.home.slots
         price = partial(find_run_cost, fit.config, model.config, self.log, gpu=gpu, slots=slots)
         cost = run_on_every_rank(self.world, price, ConfigError)

@@ -18,7 +18,7 @@ from torch import Tensor
 from longspan.comm import World, to_device
 from longspan.errors import ConfigError, EvaluationError, import_object, plural, short_text
 from longspan.layout import Floats, Integers
-from longspan.train.loss import cut_into_chunks, row_log_probs, rows_per_chunk
+from longspan.train.loss import cut_into_chunks, rows_per_chunk, target_log_probs
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 
@@ -212,7 +212,7 @@ class RowSums:
         )
         for part in cut_into_chunks(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
-            losses = -row_log_probs(logits, ids).double()
+            losses = -target_log_probs(logits, ids).double()
             if weights is not None:
                 losses = losses * weights[part]
             yield TargetRows(documents[part], positions[part], ids, losses, logits)

@@ -50,9 +50,9 @@ from longspan.train.loss import Head
 from longspan.train.passes import Passes, read_batches, run_passes
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.read_rows import LocalBatch
-from longspan.train.step import input_terms
+from longspan.train.step import encoder_terms
 from longspan.train.step_end import check_finite, clip_gradients, gather_and_add, sums_on_device
-from longspan.train.step_inputs import check_step
+from longspan.train.step_inputs import check_step_arguments
 
 _log = logging.getLogger(__name__)
 
@@ -515,8 +515,8 @@ class EvaluationPart(StockTrainer):
 
 def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: Any) -> list[Tensor]:
     """Return logits (length, V) of all of a plan's documents, in the model's dtype, on every rank; all enter."""
-    inputs = check_step(model, plan, documents, world, backward=False)
-    terms = input_terms(inputs)
+    inputs = check_step_arguments(model, plan, documents, world, backward=False)
+    terms = encoder_terms(inputs)
     batches = read_batches(inputs, terms)
     parts: list[Tensor] = []
 
@@ -524,7 +524,7 @@ def gather_logits(model: Any, plan: Plan, documents: Sequence[Document], world: 
         parts.append(head(hidden))
         return hidden.new_zeros((), dtype=torch.float64)
 
-    run_passes(Passes.of(inputs, terms, keep_logits), batches)
+    run_passes(Passes.with_terms(inputs, terms, keep_logits), batches)
     gathered: dict[int, Tensor] = {}
     for batch, local in zip(batches, parts, strict=True):
         rows = batch.shard.gather(local.detach())

@@ -36,7 +36,7 @@ from longspan.plan import MemoryPlan
 from longspan.train import PlanChoice
 from longspan.train.plans import query_heads
 from longspan.train.run_memory import ComingSteps, RunMemory, choose_memory_on_ranks, set_usual_mode
-from longspan.train.training import memory_options
+from longspan.train.training import options_of_memory_plan
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the second is the older name
 OPTIMIZERS = {"sgd": "torch.optim.SGD", "adagrad": "torch.optim.Adagrad", "rmsprop": "torch.optim.RMSprop"}
@@ -93,7 +93,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     if not training:
         return options
     by_arguments = replace(config.train, activation_checkpointing="full" if asks_recomputation(args) else "none")
-    measures = memory_options(replace(config, train=by_arguments), memory, training=True)
+    measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
     return replace(options, compiled=config.train.compiled, **measures)
 
 

@@ -26,7 +26,7 @@ from longspan.plan.check import COMM_TYPES
 from longspan.run.loggers import check_loggers
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans import PlanChoice, home_of
-from longspan.train.plans.run_cost import check_planner
+from longspan.train.plans.run_cost import check_planner_exists
 
 # As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
 ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
@@ -256,7 +256,7 @@ def check_optimizer(config: RunConfig) -> None:
 
         from longspan.train.optim.optimizer import OptimizerChoice, parameter_groups
 
-        choice, matrix = OptimizerChoice.of(train), nn.Linear(2, 2, bias=False)
+        choice, matrix = OptimizerChoice.from_section(train), nn.Linear(2, 2, bias=False)
         if train.stochastic_rounding and not choice.is_one_pass:
             raise ConfigError(
                 "train.stochastic_rounding rounds updates of adamw with betas, eps and maximize alone; train.optimizer "
@@ -287,7 +287,7 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
                 f"leave {entry.prefix}context_parallel_size out"
             )
     for choice, cut_by, limit in _plan_choices(config, training=training):
-        check_planner(choice.planner, f"{choice.prefix}planner")
+        check_planner_exists(choice.planner, f"{choice.prefix}planner")
         for kind in choice.comm_types:
             _check_known(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
         if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later

@@ -49,7 +49,7 @@ from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
 from longspan.run.warm_up import warm_up_run
 from longspan.train.plans import plan_steps
-from longspan.train.run_memory import allocator_retries, peak_memory_bytes, peak_reserved_bytes, retries_text
+from longspan.train.run_memory import allocator_retries, allocator_retries_text, peak_memory_bytes, peak_reserved_bytes
 from longspan.train.starts import Starts
 
 WARNED_AFTER = 3  # steps one after another in which an allocator had to give memory back
@@ -77,7 +77,7 @@ class AllocatorWatch:
             return ""
         self._is_warned = True
         retries = sum(self._last_retries) / WARNED_AFTER
-        return retries_text(retries, peak_memory_bytes(self._device), peak_reserved_bytes(self._device))
+        return allocator_retries_text(retries, peak_memory_bytes(self._device), peak_reserved_bytes(self._device))
 
 
 @contextmanager

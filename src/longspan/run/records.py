@@ -33,10 +33,10 @@ from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
 from longspan.run.loggers import LoggerClass, MetricsLog, RunLoggers, RunStart, StepLog, find_evaluations, read_metrics
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
-from longspan.train.plans.order import largest_step
+from longspan.train.plans.order import most_step_tokens
 from longspan.train.starts import Starts
 from longspan.train.step_end import counted_parameters
-from longspan.train.step_figures import device_name
+from longspan.train.step_figures import world_device_name
 
 
 def facts_of(run: TrainingRun) -> RunFacts:
@@ -48,7 +48,7 @@ def facts_of(run: TrainingRun) -> RunFacts:
         parameters=sizes[0],
         parameters_of_rank=sizes[1],
         trained=sizes[2],
-        device=device_name(world),
+        device=world_device_name(world),
         ranks=len(home.ranks),
         node_size=world.node_size,
         hosts=_count_hosts(world),
@@ -110,7 +110,7 @@ def _fact_lines(
     documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"
     yield "data", f"{documents}, longest {int(lengths.max()):,}{held_out}"
     done = f", of which {run.done:,} are done" if run.done else ""
-    yield "steps", f"{config.train.steps:,}{done}, each of up to {largest_step(config, run.order):,} tokens"
+    yield "steps", f"{config.train.steps:,}{done}, each of up to {most_step_tokens(config, run.order):,} tokens"
     if resumed := [f"at step {step:,} on {plural(ranks, 'rank')}" for step, ranks in sessions if step]:
         yield "resumed", ", ".join(resumed)
     yield "optimizer", f"{config.train.optimizer}, lr {config.train.lr:g} at most"
@@ -127,7 +127,7 @@ def _device_text(run: TrainingRun) -> str:
     if run.world.device.type != "cuda":
         return f"{plural(ranks, 'process', 'es')} on {plural(usable_cores(), 'CPU core')}{on_hosts}, gloo"
     peak = f"; MFU is of {figures.peak:g} TFLOP/s each" if figures.peak and not figures.uncounted else ""
-    return f"{ranks} x {device_name(run.world)}{on_hosts}, nccl{peak}"
+    return f"{ranks} x {world_device_name(run.world)}{on_hosts}, nccl{peak}"
 
 
 def _size_text(count: int) -> str:

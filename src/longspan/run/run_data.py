@@ -34,7 +34,7 @@ from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
 from longspan.run.checks import check_longest, check_longest_of_set
 from longspan.train.plans import query_heads
-from longspan.train.plans.order import documents_line, largest_step, make_step_order
+from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens
 from longspan.train.training import Training, check_set_length
 
 
@@ -170,7 +170,7 @@ class RunData:
         if self.corpus.images is None or not len(self.corpus.images):
             return 0.0
         share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
-        return share * largest_step(config, self.order)
+        return share * most_step_tokens(config, self.order)
 
     def check_fit(self, config: RunConfig, world: World) -> None:
         (longest, origin), heads = self.longest, query_heads(self.model)

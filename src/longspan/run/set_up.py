@@ -39,7 +39,7 @@ from longspan.train.plans.resolve import (
     choose_partition_on_ranks,
     choose_planner_on_ranks,
     set_node_size,
-    use_machine,
+    set_world_machine,
 )
 from longspan.train.run_memory import choose_rows, set_usual_mode
 from longspan.train.starts import Starts
@@ -47,11 +47,11 @@ from longspan.train.terms.mtp import depths_line
 from longspan.train.training import (
     AnyModel,
     load_run_model,
+    make_model_without_weights,
     make_optimizer,
-    model_configuration,
     prepare_run_model,
+    read_model_configuration,
     scale_positions,
-    unread_model,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def set_up_model(
 
     def load() -> Any:
         if resumed and not config.lora.rank:
-            return unread_model(config, configuration=configuration, images=images)
+            return make_model_without_weights(config, configuration=configuration, images=images)
         vocabulary = _corpus_vocabulary_size(data, config)
         return load_run_model(config, configuration=configuration, vocabulary=vocabulary, images=images)
 
@@ -119,7 +119,7 @@ def _corpus_vocabulary_size(data: RunData, config: RunConfig) -> int:
 def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLine) -> Any:
     """Return the model's configuration for this vocabulary and the longest document; ConfigError for misfits."""
     vocabulary = _corpus_vocabulary_size(data, config)
-    configuration = run_on_every_rank(world, lambda: model_configuration(config, vocabulary), ModelError)
+    configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
     for corpus in (data.corpus, *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments))):
         check_largest_id(corpus, configuration, config.model.source or config.model.preset_name)
     return scale_positions(configuration, config.model, *data.longest, log)
@@ -229,10 +229,12 @@ def open_run_documents(
     if state and config.data.eval_documents == AUTO:
         config = replace(config, data=replace(config.data, eval_documents=state["config"]["data"]["eval_documents"]))
     node_size, config = config.context.node_size, set_node_size(config, world)
-    use_machine(config, world)
+    set_world_machine(config, world)
     if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
         run_on_every_rank(world, lambda: check_folder_weights(config.model.path), ModelError)
-    model_config = run_on_every_rank(world, lambda: model_configuration(config, config.data.vocab_size), ModelError)
+    model_config = run_on_every_rank(
+        world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
+    )
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     # not node_size and the steps of epochs: a run that goes on may be on other hosts, and resolves both anew

@@ -27,7 +27,7 @@ from longspan.train.read_rows import (
     NamesOfValues,
     check_integers,
     count_prefix_rows,
-    read_and_agree,
+    read_and_compare_digest,
     reading_error,
 )
 
@@ -101,7 +101,7 @@ class GatheredDocuments(Sequence["GatheredDocument"]):
         hold different plans, and DataError on every rank for a plan of other documents.
         """
         digest = hashlib.blake2b(f"{plan.digest()} {depths}".encode(), digest_size=32).hexdigest()
-        need = read_and_agree(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
+        need = read_and_compare_digest(lambda: self._rank_runs(plan, depths), digest, self.world, hint=_HINT)
         channel = self.world.channels.hosts
         have = [_one_run(start, stop) for start, stop in zip(np.append(0, self._ends[:-1]), self._ends, strict=True)]
         exchange = Exchange(Partition.from_runs(have), Partition.from_runs(need))
@@ -180,16 +180,16 @@ class GatheredDocument:
 
     def token_values(self, positions: Integers) -> Mapping[str, npt.NDArray[np.float64]]:
         names = [name for name in self._documents.names if name not in (IDS, LABELS)]
-        names = [name for name in names if name != number_column(WEIGHTS) or self._facts["weighted"]]
+        names = [name for name in names if name != column_name_of_number(WEIGHTS) or self._facts["weighted"]]
         read_column = self._documents.read_column
-        # Names without the dot of `number_column`; numbers travel as the bits of float64.
+        # Names without the dot of `column_name_of_number`; numbers travel as the bits of float64.
         return {name[1:]: read_column(name, self._number, positions).view(np.float64) for name in names}
 
 
 # ---- columns, and runs of rows
 
 
-def number_column(name: str) -> str:
+def column_name_of_number(name: str) -> str:
     """Return the name of a column of numbers: with a dot, so that numbers may be called "ids" or "labels" too."""
     return f".{name}"
 
@@ -225,13 +225,15 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
     of one rank have and those of another have not, and where two ranks bring the same documents.
     """
 
-    def read_local() -> "_Local":
+    def read_local_documents() -> "_Local":
         read = _Local()
         for number, document in enumerate(_iterate_documents(local)):
             read.add_document(number, document)
         return read
 
-    return _gather_facts(result_or_first_error(world, read_local, lambda error: reading_error(error, world)), world)
+    return _gather_shares(
+        result_or_first_error(world, read_local_documents, lambda error: reading_error(error, world)), world
+    )
 
 
 # ---- what a rank reads, and what it tells the others of it
@@ -282,11 +284,12 @@ class _Local:
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
-            number_column(name): np.asarray(value, dtype=np.float64).view(np.int64) for name, value in values.items()
+            column_name_of_number(name): np.asarray(value, dtype=np.float64).view(np.int64)
+            for name, value in values.items()
         }
         self._documents.append(columns | bits)
 
-    def describe_share(self) -> _Share:
+    def make_share(self) -> _Share:
         """No digest unless two documents differ: ranks may well have drawn one document each, and the same."""
         digests = list[bytes]()
         for columns in self._documents:
@@ -295,9 +298,13 @@ class _Local:
                 of_document.update(columns[name].tobytes())
             digests.append(of_document.digest())
         digest = hashlib.blake2b(b"".join(digests), digest_size=16).digest() if len(set(digests)) > 1 else b""
-        names = {name for document in self._documents for name in document} - {IDS, LABELS, number_column(WEIGHTS)}
+        names = {name for document in self._documents for name in document} - {
+            IDS,
+            LABELS,
+            column_name_of_number(WEIGHTS),
+        }
         facts = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
-        value_names = tuple(sorted(name[1:] for name in names))  # without the dot of `number_column`
+        value_names = tuple(sorted(name[1:] for name in names))  # without the dot of `column_name_of_number`
         return _Share(facts, value_names, self._labelled, digest)
 
     def row_table(self, columns: Sequence[str]) -> npt.NDArray[np.int64]:
@@ -330,11 +337,11 @@ def _iterate_documents(local: Any) -> Iterable[Any]:
 # ---- what all ranks make of the shares
 
 
-def _gather_facts(local: _Local, world: World) -> GatheredDocuments:
+def _gather_shares(local: _Local, world: World) -> GatheredDocuments:
     """Documents are numbered in the order of ranks; facts (D, columns) lie by number, the last is where rows begin."""
-    shares = world.control.gather_objects(local.describe_share(), "lengths of documents")
+    shares = world.control.gather_objects(local.make_share(), "lengths of documents")
     _check_value_names(shares, world.home.ranks)
-    _refuse_copies(shares, world.home.ranks)
+    _refuse_same_documents(shares, world.home.ranks)
     facts = np.concatenate([share.facts for share in shares])  # columns: length, 3 more, whether there are weights
     lengths, weighted = facts[:, 0], facts[:, -1]
     facts = np.column_stack([facts, np.cumsum(lengths) - lengths])
@@ -343,8 +350,8 @@ def _gather_facts(local: _Local, world: World) -> GatheredDocuments:
     first = sum(len(share.facts) for share in shares[:index])
     numbers = tuple(range(first, first + len(shares[index].facts)))
     columns = [IDS, *[LABELS] * any(share.labelled for share in shares)]
-    columns += [number_column(WEIGHTS)] * bool(weighted.any())
-    columns += sorted({number_column(name) for share in shares for name in share.names})
+    columns += [column_name_of_number(WEIGHTS)] * bool(weighted.any())
+    columns += sorted({column_name_of_number(name) for share in shares for name in share.names})
     table = local.row_table(columns)
     rows = Rows(np.arange(ends[index] - len(table), ends[index]), table)
     return GatheredDocuments(world, numbers, tuple(columns), ends, Facts(*facts.T), rows, rows)
@@ -365,7 +372,7 @@ def _check_value_names(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
             )
 
 
-def _refuse_copies(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
+def _refuse_same_documents(shares: Sequence[_Share], ranks: Sequence[int]) -> None:
     """Raise DataError, on every rank, where two ranks bring the same documents, by digests of shares that have one."""
     first_with = dict[bytes, int]()
     for rank, share in zip(ranks, shares, strict=True):

@@ -44,7 +44,7 @@ class BlockKind:
 
 
 @contextmanager
-def compile_ahead(
+def compile_kernels_ahead(
     config: RunConfig, slots: int, capability: tuple[int, int], multiprocessors: int, *, backward: bool
 ) -> Iterator[None]:
     """Return a context in which processes compile what steps of a model will call; its end ends those still at work.
@@ -52,7 +52,7 @@ def compile_ahead(
     `capability` and `multiprocessors` are the GPUs', which the processes do not see. None start where there is no cache
     or it has the kernels, on other GPUs than Hopper's, and where another kernel attends.
 
-    >>> with compile_ahead(config, 8, (9, 0), 132, backward=True):
+    >>> with compile_kernels_ahead(config, 8, (9, 0), 132, backward=True):
     ...     run_on_ranks(train_rank, args, 8)
     """
     with ExitStack() as stack:
@@ -103,11 +103,11 @@ def compile_in_worker(connection: "Connection[Any, Any]", parent: int) -> None:
         with Path(os.devnull).open("w") as nowhere, suppress(Exception):  # the compilers write to the terminal
             os.dup2(nowhere.fileno(), 1)
             os.dup2(nowhere.fileno(), 2)
-            compile_kind(_head_sizes(model), kind)
+            compile_block_kernels(_read_head_sizes(model), kind)
             note.touch()
 
 
-def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
+def _read_head_sizes(model: ModelConfig) -> Mapping[str, int]:
     from longspan.model import preset_config
     from longspan.model.weights.hf_folder import read_configuration
 
@@ -122,7 +122,7 @@ def _head_sizes(model: ModelConfig) -> Mapping[str, int]:
     return {"heads": heads, "kv_heads": kv_heads or heads, "head_size": size}
 
 
-def compile_kind(sizes: Mapping[str, int], kind: BlockKind) -> None:
+def compile_block_kernels(sizes: Mapping[str, int], kind: BlockKind) -> None:
     """Compile the kernels of a kind of block in bfloat16, forward and if it says so backward, from fake tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

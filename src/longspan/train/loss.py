@@ -30,14 +30,14 @@ GradientOf = Callable[[Tensor], Tensor]
 
 
 @torch.no_grad()
-def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+def target_log_probs_and_gradient(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     """Compute log-probabilities (t,) of token `ids` (t,) under logits (t, V), and the function of their gradient.
 
     The softmax is in float32, in float64 for float64 logits. The derivative by logits is onehot − softmax.
     """
     logits = logits.detach()
-    if uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
-        return _kernel_softmax(logits, ids)
+    if uses_softmax_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1:
+        return _log_probs_by_kernels(logits, ids)
     columns = ids.unsqueeze(1)
     wide_logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32, copy=True)
     wide_logits -= wide_logits.amax(-1, keepdim=True)
@@ -52,11 +52,11 @@ def row_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     return target_logits - total.log(), logit_gradient
 
 
-def uses_kernels(dtype: torch.dtype, device: str) -> bool:
+def uses_softmax_kernels(dtype: torch.dtype, device: str) -> bool:
     return device == "cuda" and dtype in _KERNEL_DTYPES and find_softmax_kernels() is not None
 
 
-def _kernel_softmax(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+def _log_probs_by_kernels(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     rows, vocabulary = logits.shape
     log_probs, log_total = logits.new_empty((2, rows), dtype=torch.float32).unbind()
     if rows:
@@ -171,9 +171,9 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.sum(dtype=torch.float64)
 
 
-def row_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the log-probability of each row's target (t,), of logits (t, V), in float32 at least; no gradient."""
-    return row_softmax(logits, targets)[0]
+    return target_log_probs_and_gradient(logits, targets)[0]
 
 
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
@@ -194,24 +194,24 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     them. Gradients of the head are summed over chunks in float32 (float64 for float64). `rows` 0 takes what keeps a
     chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
     """
-    rows, parameters = _chunk_rows(hidden, head, rows), head.parameters
+    rows, parameters = _rows_of_chunk(hidden, head, rows), head.parameters
     if not len(targets.rows):
-        targets, losses = _padding_target(targets), _no_loss
+        targets, losses = _one_padding_target(targets), _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
         return _ChunkedLoss.apply(hidden, targets, losses, head, rows, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for chunk in cut_into_chunks(len(targets.rows), rows):
         logits = head(hidden.index_select(0, targets.rows[chunk]))
-        total += losses(row_log_probs(logits, targets.ids[chunk]), chunk, logits)[0]
+        total += losses(target_log_probs(logits, targets.ids[chunk]), chunk, logits)[0]
     return total
 
 
 @torch.no_grad()
 def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head: Head, rows: int = 0) -> Tensor:
     """Compute the numbers (…, n) that `values` makes of the logits of targets, `rows` rows at a time."""
-    count, rows = len(targets.rows), _chunk_rows(hidden, head, rows)
+    count, rows = len(targets.rows), _rows_of_chunk(hidden, head, rows)
     if not count:
-        targets = _padding_target(targets)
+        targets = _one_padding_target(targets)
     chunk_values = [
         values(head(hidden.index_select(0, targets.rows[chunk])), targets.ids[chunk])
         for chunk in cut_into_chunks(len(targets.rows), rows)
@@ -219,7 +219,7 @@ def chunked_values(hidden: Tensor, targets: Targets, values: ValuesOfRows, head:
     return torch.cat(chunk_values, -1)[..., :count]  # without a padding target
 
 
-def _padding_target(targets: Targets) -> Targets:
+def _one_padding_target(targets: Targets) -> Targets:
     """Return one row for a rank without targets: a head may enter collectives, which need all ranks."""
     return Targets(targets.rows.new_zeros(1), targets.ids.new_zeros(1))
 
@@ -228,14 +228,14 @@ def _no_loss(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Te
     return log_probs.new_zeros((), dtype=torch.float64), torch.zeros_like(log_probs)
 
 
-def _chunk_rows(hidden: Tensor, head: Head, rows: int) -> int:
+def _rows_of_chunk(hidden: Tensor, head: Head, rows: int) -> int:
     return rows or rows_per_chunk(head.vocabulary, hidden.dtype, hidden.device.type)
 
 
 def rows_per_chunk(vocabulary: int, dtype: torch.dtype, device: str) -> int:
     """Return how many rows' logits are formed at a time: with what is computed from them they fit the chunk's bytes."""
     # a logit and its gradient; without kernels also a copy in float32 at least
-    logit_bytes = 2 * dtype.itemsize + (0 if uses_kernels(dtype, device) else max(4, dtype.itemsize))
+    logit_bytes = 2 * dtype.itemsize + (0 if uses_softmax_kernels(dtype, device) else max(4, dtype.itemsize))
     row_bytes = vocabulary * logit_bytes
     return max(1, CHUNK_BYTES.get(device, CHUNK_BYTES_ELSEWHERE) // row_bytes)
 
@@ -260,7 +260,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
                 logits = head(rows_in)
-            log_probs, gradient_of = row_softmax(logits, targets.ids[chunk])
+            log_probs, gradient_of = target_log_probs_and_gradient(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
                 loss, slopes = losses(log_probs, chunk, logits)
             total += loss.detach()

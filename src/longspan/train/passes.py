@@ -1,7 +1,7 @@
 """The forward and backward passes of a step over this rank's micro-batches, through a whole model or pipeline stages.
 
-`run_step`, `evaluate` and `token_log_probs` all go through `Passes.of` and `run_passes`. What a feature adds to a step
-is a `Term`; those that exist are in `terms/`, and a step without such features has none.
+`run_step`, `evaluate` and `token_log_probs` all go through `Passes.with_terms` and `run_passes`. What a feature adds to
+a step is a `Term`; those that exist are in `terms/`, and a step without such features has none.
 
 In lockstep every slot runs every micro-batch. In free mode a slot runs those that it is in, at its own pace: sharded
 parameters are gathered before, and a closing micro-batch of padding sums gradients. In a pipeline every stage of a slot
@@ -113,7 +113,7 @@ class Passes:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
+    def with_terms(cls, inputs: StepInputs, terms: Sequence[Term], measure: Measure, **settings: Any) -> "Passes":
         """Make the passes of a step with what its terms add."""
         passes = cls(
             model=inputs.language_model,
@@ -127,23 +127,23 @@ class Passes:
             passes = term.extend_passes(passes)
         return replace(passes, terms=tuple(terms))
 
-    def mean(self, loss_sum: Tensor) -> Tensor:
+    def mean_loss(self, loss_sum: Tensor) -> Tensor:
         return loss_sum / self.divisor
 
     def row_loss(self, batch: LocalBatch) -> Callable[..., Tensor]:
         """Return the loss function of a prepared model's last hidden states (T, D), its head and its depths' states."""
-        return lambda hidden, head, *deeper: self.measure(batch, hidden, self.head(head), *deeper)
+        return lambda hidden, head, *deeper: self.measure(batch, hidden, self.tempered_head(head), *deeper)
 
-    def head(self, head: Head) -> Head:
+    def tempered_head(self, head: Head) -> Head:
         return head if self.temperature == 1 else TemperedHead(head, self.temperature)
 
-    def arguments(self, *, counting: bool = False) -> dict[str, Any]:
+    def model_arguments(self, *, counting: bool = False) -> dict[str, Any]:
         """Return keyword arguments of one more call of the model; `counting`: it only counts the experts' loads."""
         router = {} if self.routing is None else {"router": self.routing.add_micro_batch(counting=counting)}
         return {**self.keywords, **router}
 
     @property
-    def counts_loads(self) -> bool:
+    def needs_loads_first(self) -> bool:
         """Whether a backward pass needs the loads of all micro-batches' experts before it."""
         return self.routing is not None and self.backward and bool(self.routing.coefficients.balance)
 
@@ -181,7 +181,7 @@ def launch_passes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     model, world, backward = passes.model, passes.world, passes.backward
-    run = _run_stages if isinstance(model, PipelineModel) else _run_model
+    run = _run_pipeline if isinstance(model, PipelineModel) else _run_whole_model
     naming = world.watch.name_collectives("forward and backward passes", world.home.ranks)
     # Parameters that are whole for several passes are quantised once for all of them.
     stay_whole = passes.plan.mode == "free" or isinstance(model, PipelineModel) or keeps_parameters_gathered(model)
@@ -199,7 +199,7 @@ def _run_in_modes(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
                 reshard(model)  # parameters that stay gathered would be stale after the next update
 
 
-def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """In free mode slots run different numbers of micro-batches, so no collective of all slots may be inside:
     parameters are gathered before all passes, and a last pass over padding sums gradients. In lockstep slots enter
     each pass together. Where loads of experts count for a whole step, every micro-batch runs forward once more
@@ -209,10 +209,10 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     model, free = passes.model, passes.plan.mode == "free"
     total = torch.zeros((), dtype=torch.float64, device=passes.world.device)
     with keep_parameters_whole(model) if free else defer_until_last_pass(model) as finish:
-        if passes.counts_loads:
+        if passes.needs_loads_first:
             with torch.no_grad():
                 for batch in batches[0 if free else 1 :]:
-                    arguments = _call_inputs(batch) | passes.arguments(counting=True)
+                    arguments = _model_inputs(batch) | passes.model_arguments(counting=True)
                     model(**arguments, row_loss=lambda hidden, _: hidden.new_zeros(()))
         if free:
             passes.compute_load_fractions()
@@ -223,7 +223,7 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
             if i == len(batches) - 1:
                 finish()
             if passes.backward:
-                passes.mean(loss).backward()
+                passes.mean_loss(loss).backward()
             total += loss.detach()
     if passes.backward and free and (fsdp_modules(model) or not batches):
         # Over sharded parameters this pass sums the gradients of all slots, which all enter it. Over whole ones it
@@ -233,15 +233,15 @@ def _run_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
 
 
 def _batch_loss(passes: Passes, batch: LocalBatch) -> Tensor:
-    inputs = _call_inputs(batch) | passes.arguments() | _future_ids(passes, batch)
+    inputs = _model_inputs(batch) | passes.model_arguments() | _future_ids(passes, batch)
     if is_prepared(passes.model):
         return passes.model(**inputs, row_loss=passes.row_loss(batch))
     out = passes.model(**inputs)
     logits = (out if isinstance(out, Tensor) else out.logits).squeeze(0)  # (T, V)
-    return passes.measure(batch, logits, passes.head(GivenLogits(logits.shape[-1])))
+    return passes.measure(batch, logits, passes.tempered_head(GivenLogits(logits.shape[-1])))
 
 
-def _call_inputs(batch: LocalBatch) -> dict[str, Any]:
+def _model_inputs(batch: LocalBatch) -> dict[str, Any]:
     shard = batch.shard
     ids = to_device(batch.ids, shard.device)[None]  # (1, T)
     return {"input_ids": ids, "position_ids": shard.position_ids[None], "shard": shard} | _batch_positions(batch)
@@ -259,11 +259,11 @@ def _future_ids(passes: Passes, batch: LocalBatch) -> dict[str, Tensor]:
     return {"future_ids": to_device(np.stack([rows.ids for rows in batch.deeper]), batch.shard.device)}
 
 
-def _run_stages(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
+def _run_pipeline(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
     """Micro-batches of padding are added where the schedule needs more of them. Schedules are torch's."""
     model, total = passes.model, torch.zeros((), dtype=torch.float64, device=passes.world.device)
     assert isinstance(model, PipelineModel)
-    if passes.counts_loads:
+    if passes.needs_loads_first:
         with torch.no_grad():
             model.run_micro_batches([_stage_input(passes, batch, None) for batch in batches], backward=False)
     passes.compute_load_fractions()
@@ -284,6 +284,8 @@ def _stage_input(passes: Passes, batch: LocalBatch, total: Tensor | None) -> Sta
             return part(**arguments, row_loss=lambda hidden, _: hidden.new_zeros((), dtype=torch.float64))
         loss = part(**arguments, **_future_ids(passes, batch), row_loss=passes.row_loss(batch))
         total.add_(loss.detach())
-        return passes.mean(loss)
+        return passes.mean_loss(loss)
 
-    return StageInput(batch.shard, ids, make_output, passes.arguments(counting=total is None) | _batch_positions(batch))
+    return StageInput(
+        batch.shard, ids, make_output, passes.model_arguments(counting=total is None) | _batch_positions(batch)
+    )

@@ -99,7 +99,7 @@ def read_rows(
             if stop > start:
                 document, row = shard_part.group.documents[local], shard_part.start + offset
                 reader.read_run(document, start, stop, row, length=length)
-    return reader.batch(shard)
+    return reader.local_batch(shard)
 
 
 def target_rows(batch: LocalBatch) -> Integers:
@@ -134,7 +134,7 @@ class _Reader:
         self._names = names
         self._at_depth = [_LocalRows(rows) for _ in range(depths + 1)]
 
-    def batch(self, shard: SequenceShard) -> LocalBatch:
+    def local_batch(self, shard: SequenceShard) -> LocalBatch:
         first, *deeper = (LocalBatch(shard, rows.ids, rows.labels, rows.values) for rows in self._at_depth)
         return first._replace(deeper=tuple(deeper))
 
@@ -242,20 +242,20 @@ def read_local_batches(inputs: StepInputs, depths: int = 0, temperature: float =
     neither inputs nor targets. `depths` of multi-token prediction read as many tokens further ahead. Raises CommError
     where ranks hold different plans, or a different `temperature`.
     """
-    inputs, plan = move_rows(inputs, depths), inputs.plan
+    inputs, plan = bring_gathered_rows(inputs, depths), inputs.plan
     digest = sha256(f"{plan.digest()} {float(temperature)}".encode()).hexdigest()
     # One message tells that plans are the same and that every rank could read its rows.
-    return read_and_agree(
+    return read_and_compare_digest(
         lambda: read_micro_batches(inputs, plan.micro_batches, depths), digest, inputs.world, hint=_HINT
     )
 
 
-def move_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
+def bring_gathered_rows(inputs: StepInputs, depths: int = 0) -> StepInputs:
     """Return what a step runs over, with rows of gathered documents brought to this rank; entered by all ranks."""
-    return replace(inputs, documents=inputs.documents.move_rows(inputs.plan, inputs.world, depths))
+    return replace(inputs, documents=inputs.documents.with_moved_rows(inputs.plan, inputs.world, depths))
 
 
-def read_and_agree(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
+def read_and_compare_digest(read: Callable[[], T], digest: str, world: World, **names: str) -> T:
     """Read, and compare a digest over all ranks; where any rank cannot read, every rank raises DataError."""
     result, failure = None, None
     try:
@@ -282,7 +282,7 @@ def read_micro_batches(inputs: StepInputs, micro_batches: Iterable[MicroBatch], 
             shard = bind_spans(shard, rules, documents, items)
         batch = read_rows(documents, shard, vocabulary, items, names, depths) if reads else _padding_rows(shard)
         if positions is not None:
-            batch = batch._replace(positions=row_positions(positions, shard))
+            batch = batch._replace(positions=read_own_positions(positions, shard))
         batches.append(batch)
     return batches
 
@@ -359,7 +359,7 @@ def count_prefix_rows(document: Any, number: int, length: int, items: "ItemTable
 # ---- positions in several parts
 
 
-def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
+def read_own_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> Integers | None:
     """Return the positions (n, T) of a shard's local rows; None if no document has positions of its own.
 
     `positions_of(d)` gives the positions (n, tokens) of a whole document d, or None if they are plain: then each of the
@@ -368,7 +368,7 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
     lengths = {d: n for group in shard.micro_batch.groups for d, n in zip(group.documents, group.lengths, strict=True)}
     document_of_row, position_of_row = documents_and_positions(shard)
     by_document = {
-        d: _check_positions(positions_of(d), d, lengths[d]) for d in np.unique(document_of_row).tolist() if d >= 0
+        d: _checked_positions(positions_of(d), d, lengths[d]) for d in np.unique(document_of_row).tolist() if d >= 0
     }
     parts = {len(positions) for positions in by_document.values() if positions is not None}
     if not parts:
@@ -384,7 +384,7 @@ def row_positions(positions_of: Callable[[int], Any], shard: SequenceShard) -> I
     return positions
 
 
-def _check_positions(positions: Any, document: int, length: int) -> Integers | None:
+def _checked_positions(positions: Any, document: int, length: int) -> Integers | None:
     if positions is None:
         return None
     positions = np.asarray(positions)

@@ -36,7 +36,13 @@ from longspan.plan.memory.settings import GPU_SHARE, HOST_SHARE, MOMENTS, gib_te
 from longspan.plan.memory.stage_bytes import CONTEXT_BYTES, ModelNumbers
 from longspan.ssm.kernels.packages import fla_device_lack
 from longspan.train.plans import PlanChoice, plan_row_multiple
-from longspan.train.plans.run_cost import can_be_free, find_run_cost, fixed_keys, read_run_machine, run_memory_settings
+from longspan.train.plans.run_cost import (
+    can_be_free,
+    find_run_cost,
+    fixed_memory_keys,
+    read_run_machine,
+    run_memory_settings,
+)
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
@@ -52,24 +58,24 @@ def measure_added_peak(device: torch.device) -> Iterator[list[int]]:
     if device.type != "cuda":
         yield added
         return
-    _highest[device], bytes_before = peak_memory_bytes(device), _memory_figure(device, "allocated_bytes", "current")
+    _highest[device], bytes_before = peak_memory_bytes(device), _allocator_figure(device, "allocated_bytes", "current")
     torch.cuda.reset_peak_memory_stats(device)
     yield added
-    added.append(_memory_figure(device, "allocated_bytes", "peak") - bytes_before)
+    added.append(_allocator_figure(device, "allocated_bytes", "peak") - bytes_before)
 
 
 def unused_bytes(device: torch.device, ranks: int) -> int:
     """Return the bytes that a rank could still take of its GPU, or of the host, shared by `ranks`; 0: unknown."""
     if device.type == "cuda":
-        free, in_use = torch.cuda.mem_get_info(device)[0], _memory_figure(device, "allocated_bytes", "current")
-        return free + _memory_figure(device, "reserved_bytes", "current") - in_use
+        free, in_use = torch.cuda.mem_get_info(device)[0], _allocator_figure(device, "allocated_bytes", "current")
+        return free + _allocator_figure(device, "reserved_bytes", "current") - in_use
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
     except (AttributeError, ValueError):  # Windows and macOS have no such figures
         return 0
 
 
-def _memory_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
+def _allocator_figure(device: torch.device, name: str, which: Literal["current", "peak"]) -> int:
     # torch.cuda.memory_allocated and the like take longer: they flatten and sort all two hundred figures
     figures = torch.cuda.memory_stats_as_nested_dict(device)
     return figures[name]["all"][which] if figures else 0
@@ -81,10 +87,10 @@ def allocator_retries(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    return _memory_figure(device, "reserved_bytes", "peak") if device.type == "cuda" else 0
+    return _allocator_figure(device, "reserved_bytes", "peak") if device.type == "cuda" else 0
 
 
-def retries_text(times: float, in_use: int, reserved: int) -> str:
+def allocator_retries_text(times: float, in_use: int, reserved: int) -> str:
     """Return a warning of an allocator that ran out of memory `times` a step; `in_use`, `reserved` are peak bytes."""
     return (
         f"the GPU's allocator ran out of memory {times:.3g} times a step: each time it waits for the GPU, gives back "
@@ -96,7 +102,7 @@ def retries_text(times: float, in_use: int, reserved: int) -> str:
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has held: of its GPU, or resident on a CPU."""
     if device.type == "cuda":
-        return max(_memory_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
+        return max(_allocator_figure(device, "allocated_bytes", "peak"), _highest.get(device, 0))
     # macOS counts bytes, Linux KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -113,7 +119,7 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
     less.
     """
 
-    def check_rank() -> None:
+    def check_rank_has_room() -> None:
         home, train, gpu = world.home, config.train, world.device.type == "cuda"
         shards = home.tp * home.pp * home.slots // home.dp_replicate
         weights = sum(p.nbytes for p in model.parameters()) // shards
@@ -136,7 +142,7 @@ def check_model_fits(config: RunConfig, model: PreTrainedModel, world: World, *,
             f"{where} has {gib_text(free)} free; {advice}"
         )
 
-    run_on_every_rank(world, check_rank, ConfigError)
+    run_on_every_rank(world, check_rank_has_room, ConfigError)
 
 
 UNEVEN = 1.25  # times the mean rows of images in a step, for steps with more of them
@@ -187,7 +193,7 @@ class ComingSteps:
         multiple = max(plan.row_multiple for plan in plans)
         # no more rows than the largest plan has tokens
         rows = min(limit, max(plan.tokens for plan in plans)) // multiple * multiple
-        return plans, [full_plan(config, self.home, max(rows, multiple), self.heads)]
+        return plans, [plan_with_full_slots(config, self.home, max(rows, multiple), self.heads)]
 
     def _heaviest_steps(self) -> list[int]:
         steps = range(self.first, min(self.last, self.first + MOST_STEPS))
@@ -210,7 +216,7 @@ class ComingSteps:
         return [-(-count // multiple) * multiple for count in rows]
 
 
-def full_plan(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
+def plan_with_full_slots(config: RunConfig, home: Layout, rows: int, heads: int | None = None) -> Plan:
     """Make a plan with `rows` rows on every slot in each micro-batch: a document in each of the widest groups."""
     choice = PlanChoice.training(config, heads=heads)
     degree = choice.widest_even_degree(home)
@@ -233,7 +239,7 @@ class RunMemory:
     encoder_rows: int = 0
 
     @property
-    def settings(self) -> MemorySettings:
+    def memory_settings(self) -> MemorySettings:
         settings = run_memory_settings(self.config, gpu=self.gpu, encoder_rows=self.encoder_rows)
         lack = torch.cuda.is_available() and fla_device_lack(torch.device("cuda"))
         return replace(settings, scan_kernels=settings.scan_kernels and not lack)
@@ -272,19 +278,19 @@ class RunMemory:
                 add_choice(int(best[1].context.max_tokens_per_slot), "free")
         return min(choices, key=itemgetter(0))[1:]
 
-    def _choose_plan(self, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
+    def _choose_memory_of_steps(self, budget: MemoryBudget) -> tuple[float, MemoryPlan]:
         """The fastest plan of memory that fits, and the mean seconds of steps under it, by the first planner."""
         ahead, model, machine = self.ahead, self.model, self.machine
-        steps, limit = ahead.fullest_plans(self.config, self._plan_cost())
-        run = model, ahead.home, [*steps, *limit], self.settings, budget, machine
-        memory = choose_memory(*run, fixed=fixed_keys(self.config, gpu=self.gpu))
+        steps, limit = ahead.fullest_plans(self.config, self._run_cost())
+        run = model, ahead.home, [*steps, *limit], self.memory_settings, budget, machine
+        memory = choose_memory(*run, fixed=fixed_memory_keys(self.config, gpu=self.gpu))
         steps = [plan for plan in steps if plan.planner == steps[0].planner]
-        needs = MemoryNeeds.of(model, ahead.home, steps, self.settings, machine=machine)
+        needs = MemoryNeeds.of(model, ahead.home, steps, self.memory_settings, machine=machine)
         return mean_step_seconds(
-            model, steps, memory, needs, machine, self._plan_cost(memory).shared_by(ahead.home.tp)
+            model, steps, memory, needs, machine, self._run_cost(memory).shared_by(ahead.home.tp)
         ), memory
 
-    def _plan_cost(self, memory: MemoryPlan | None = None) -> Cost:
+    def _run_cost(self, memory: MemoryPlan | None = None) -> Cost:
         slots, share = self.ahead.home.slots, self.target_share
         return find_run_cost(
             self.config, self.model, lambda line: None, gpu=self.gpu, slots=slots, target_share=share, memory=memory
@@ -305,7 +311,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[
     if isinstance(given_rows, int) and not chooses:
         return set_usual_mode(run.config), None
     budget = memory_budget(run.config, world)
-    config, memory, reason = run_on_first_rank(world, partial(plan_or_explain, run, budget), ConfigError)
+    config, memory, reason = run_on_first_rank(world, partial(choose_memory_or_explain, run, budget), ConfigError)
     if reason:
         log(f"memory: not planned, and the keys of [train] hold as they are: {reason}")
     elif memory is not None and chooses:
@@ -318,11 +324,11 @@ def set_usual_mode(config: RunConfig) -> RunConfig:
     return replace(config, context=replace(config.context, mode="lockstep")) if config.context.mode == AUTO else config
 
 
-def plan_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan | None, str]:
+def choose_memory_or_explain(run: RunMemory, budget: MemoryBudget) -> tuple[RunConfig, MemoryPlan | None, str]:
     """Return the configuration with rows and mode, the plan of memory and ""; or why bytes cannot be counted."""
     config = set_usual_mode(run.config)
     try:
-        ModelNumbers.from_configuration(run.model, run.ahead.home, run.settings)
+        ModelNumbers.from_configuration(run.model, run.ahead.home, run.memory_settings)
     except PlanError as error:
         if config.context.max_tokens_per_slot == AUTO:
             rows = run.ahead.rows_to_try(config)[-1 if run.gpu else 0]
@@ -385,7 +391,7 @@ def choose_rows(
     config = run.config
     if config.context.max_tokens_per_slot != AUTO:
         return (set_usual_mode(config), None) if finished else choose_memory_on_ranks(run, world, log)
-    file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), memory_keys(config)
+    file, ranks, keys = Path(config.run.dir) / FILE, len(world.home.ranks), keys_that_decide_rows(config)
 
     def read_rows() -> SlotRows | None:
         if not file.is_file():
@@ -421,7 +427,7 @@ def ran_short_of_memory(error: BaseException) -> bool:
     return isinstance(error, SlotRowsError) or (isinstance(error, CommError) and SlotRowsError.__name__ in str(error))
 
 
-def halve_rows(config: RunConfig) -> None:
+def halve_saved_rows(config: RunConfig) -> None:
     """Halve the rows that a run has kept in its folder; for the first rank."""
     file, multiple = Path(config.run.dir) / FILE, plan_row_multiple(config.parallel)
     values = read_json(file)
@@ -429,7 +435,7 @@ def halve_rows(config: RunConfig) -> None:
     write_atomically(file, json.dumps(values | {"rows": rows}, indent=1))
 
 
-def use_training_rows(config: RunConfig) -> RunConfig:
+def set_eval_rows_of_training(config: RunConfig) -> RunConfig:
     """Put the rows that the run chose for training in place of "auto" of evaluation, which keeps less of a row."""
     if config.context.evaluation.max_tokens_per_slot != AUTO:
         return config
@@ -451,7 +457,7 @@ def _set_eval_rows(config: RunConfig, rows: int) -> RunConfig:
     return replace(config, eval=tuple(sets))
 
 
-def memory_keys(config: RunConfig) -> dict[str, Any]:
+def keys_that_decide_rows(config: RunConfig) -> dict[str, Any]:
     values = config.tables()
     names = {section: tuple(values[section]) for section in _SECTIONS} | _KEYS
     keys = {f"{section}.{key}": values[section][key] for section in names for key in names[section]}

@@ -52,7 +52,7 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
     that needs it. Threads take turns of at most TURN seconds until it ends.
     """
 
-    def work() -> None:
+    def import_modules() -> None:
         if compiled:
             from longspan.model.compiled_layers import start_compile_workers
 
@@ -68,6 +68,6 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
 
     usual_turn = sys.getswitchinterval()
     sys.setswitchinterval(min(TURN, usual_turn))
-    thread = threading.Thread(target=work, name="longspan imports", daemon=True)
+    thread = threading.Thread(target=import_modules, name="longspan imports", daemon=True)
     thread.start()
     return thread

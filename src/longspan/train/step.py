@@ -31,7 +31,7 @@ from longspan.train.loss import CrossEntropy, Head
 from longspan.train.passes import Measure, Passes, Term, default_divisor, launch_passes, read_batches, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_end import StepEnd
-from longspan.train.step_inputs import StepInputs, check_step, check_update
+from longspan.train.step_inputs import StepInputs, check_step_arguments, check_update_arguments
 
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
@@ -122,9 +122,9 @@ def run_step(
     are as before the step.
     """
     started = time.perf_counter()
-    check_update(optimizer, max_grad_norm, backward=backward)
+    check_update_arguments(optimizer, max_grad_norm, backward=backward)
     _check_temperature(temperature, mtp)
-    inputs = check_step(model, plan, documents, world, backward=backward)
+    inputs = check_step_arguments(model, plan, documents, world, backward=backward)
     if step is not None:
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
@@ -133,7 +133,7 @@ def run_step(
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)
     measure = CrossEntropy(loss_chunk_rows)  # the term of `loss` and `divisor` puts its own in place of these two
-    passes = Passes.of(inputs, terms, measure, divisor=default_divisor(plan), temperature=temperature)
+    passes = Passes.with_terms(inputs, terms, measure, divisor=default_divisor(plan), temperature=temperature)
     loss_sum = launch_passes(passes, batches)
     for term in terms:
         term.raise_error()
@@ -189,16 +189,16 @@ def token_log_probs(
     call it together; it refuses what `run_step` refuses. Raises LossError for another name in `also`, CommError where
     ranks ask for different names.
     """
-    from longspan.train.terms.token_loss import CollectedLogProbs, agree_on_names, check_value_names
+    from longspan.train.terms.token_loss import CollectedLogProbs, check_value_names, compare_names_on_ranks
 
     also = check_value_names(also)
     _check_temperature(temperature)
-    inputs = check_step(model, plan, documents, world, backward=False)
-    agree_on_names(also, world)
-    terms = input_terms(inputs)
+    inputs = check_step_arguments(model, plan, documents, world, backward=False)
+    compare_names_on_ranks(also, world)
+    terms = encoder_terms(inputs)
     batches = read_batches(inputs, terms, temperature)
     log_probs = CollectedLogProbs(plan.lengths, loss_chunk_rows, also)
-    run_passes(Passes.of(inputs, terms, log_probs, temperature=temperature), batches)
+    run_passes(Passes.with_terms(inputs, terms, log_probs, temperature=temperature), batches)
     return log_probs.sum_over_ranks(world)
 
 
@@ -218,9 +218,11 @@ class SlotPaceTerm(Term):
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def extend_passes(self, passes: Passes) -> Passes:
-        return replace(passes, measure=partial(self._time_measure, passes.measure))
+        return replace(passes, measure=partial(self._measure_and_time, passes.measure))
 
-    def _time_measure(self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor) -> Tensor:
+    def _measure_and_time(
+        self, measure: Measure, batch: LocalBatch, hidden: Tensor, head: Head, *deeper: Tensor
+    ) -> Tensor:
         rows = int((batch.labels != NO_TARGET).sum())
         if rows * head.vocabulary < LEAST_LOGITS:
             return measure(batch, hidden, head, *deeper)
@@ -281,7 +283,7 @@ class RoutersTerm(Term):
         return {"router": self._statistics.losses(sums)}
 
 
-def input_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
+def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
     """Return the terms that make inputs of the language model: its encoders. Evaluations have no others."""
     model, items = inputs.model, inputs.documents.items
     if not isinstance(model, MultimodalModel):
@@ -324,4 +326,4 @@ def step_terms(
         statistics = make_router_statistics(model, inputs.world, inputs.plan.tokens, router)
         terms += [] if statistics is None else [RoutersTerm(statistics)]
     terms += [] if depths is None else [depths]  # after the loss, to whose measure they add theirs
-    return (*input_terms(inputs, 0 if depths is None else depths.depths), *terms)
+    return (*encoder_terms(inputs, 0 if depths is None else depths.depths), *terms)

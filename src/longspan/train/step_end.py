@@ -39,7 +39,7 @@ def grad_norm(model: nn.Module, world: World) -> float:
     Every element of a gradient is counted once, on whatever meshes the parameters lie, in stages of a pipeline and in
     the homes of a MultimodalModel's encoders too. Parameters without a gradient are skipped: other ranks may have some.
     """
-    squares = model_square_sum(model, world).item()
+    squares = model_gradient_square_sum(model, world).item()
     (squares,) = world.control.sum_over_ranks([squares], "gradient norm")
     return math.sqrt(squares)
 
@@ -67,7 +67,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, world: World) -> float:
 
 
 @torch.no_grad()
-def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
+def gradient_square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     """Return this rank's part of the squared norm, on the device; gradients held alike in a stage count once."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     counts_here = _FirstCopies(world)
@@ -78,10 +78,10 @@ def square_sum(parameters: Iterable[Tensor], world: World) -> Tensor:
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=world.device)
 
 
-def model_square_sum(model: nn.Module, world: World) -> Tensor:
+def model_gradient_square_sum(model: nn.Module, world: World) -> Tensor:
     """Return this rank's part of the squared norm of a model and its encoders, which the device may still compute."""
     modules = modules_and_worlds(model, world) if isinstance(model, MultimodalModel) else [(model, world)]
-    return torch.stack([square_sum(counted_parameters(module), home) for module, home in modules]).sum()
+    return torch.stack([gradient_square_sum(counted_parameters(module), home) for module, home in modules]).sum()
 
 
 def counted_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -185,7 +185,7 @@ def _not_finite_names(tensors: dict[str, Tensor]) -> tuple[str, ...]:
 
 def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
     """Name the first of: weights before the step; items that were read; the loss; the sum of squares; gradients."""
-    if weights := _place_text({rank: report.weights for rank, report in reports.items()}):
+    if weights := _parameters_text({rank: report.weights for rank, report in reports.items()}):
         return (
             f"Weights were not finite before this step: {weights}; go on from a checkpoint with weights that are, at a "
             "lower learning rate if training made them so"
@@ -193,7 +193,7 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
     if items := {name: None for report in reports.values() for name in report.items}:
         more = f" and {len(items) - 3} more" if len(items) > 3 else ""
         return f"Weights are finite, what was read for {', '.join([*items][:3])}{more} is not: mend it or leave it out"
-    gradients = _place_text({rank: report.gradients for rank, report in reports.items()})
+    gradients = _parameters_text({rank: report.gradients for rank, report in reports.items()})
     too_large = (
         f"the largest weight is {max(report.largest for report in reports.values()):.3g}: where training made it that "
         "large, lower the learning rate or raise the warm-up"
@@ -212,7 +212,7 @@ def _remedy_text(reports: dict[int, _Report], loss: float | None) -> str:
     )
 
 
-def _place_text(names: dict[int, tuple[str, ...]]) -> str:
+def _parameters_text(names: dict[int, tuple[str, ...]]) -> str:
     ranks = [rank for rank, rank_names in names.items() if rank_names]
     if not ranks:
         return ""
@@ -252,15 +252,15 @@ class StepEnd:
         Raises PlanError where targets are missing, NonFiniteError where the loss or the norm is not finite, on every
         rank: weights and the optimizer's state are as before the step.
         """
-        pieces = self._rank_sums(loss_sum)
+        pieces = self._pieces_to_sum(loss_sum)
         inner = self.optimizer.inner if isinstance(self.optimizer, OffloadedStates) else self.optimizer
         one_pass = inner if isinstance(inner, OnePassAdamW) else None
         if one_pass is not None and sums_on_device(self.world):
             return self._finish_on_device(one_pass, pieces)
-        self._work_meanwhile()
-        sums = self._make_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), SUMS_NAME), pieces)
-        self._check_sums(sums)
-        self._update(one_pass, sums)
+        self._run_host_work()
+        sums = self._split_sums(self.world.control.sum_over_ranks(_read_pieces(pieces), SUMS_NAME), pieces)
+        self._check_sums_finite(sums)
+        self._update_weights(one_pass, sums)
         return sums
 
     def _finish_on_device(self, one_pass: OnePassAdamW, pieces: Sequence[Tensor | list[float]]) -> StepSums:
@@ -274,16 +274,16 @@ class StepEnd:
             self.optimizer.step()
         finally:
             one_pass.gradient_scale = None
-        self._work_meanwhile()
+        self._run_host_work()
         try:
-            sums = self._make_sums(copy.wait(), pieces)
-            self._check_sums(sums)
+            sums = self._split_sums(copy.wait(), pieces)
+            self._check_sums_finite(sums)
         except BaseException:
             one_pass.take_back_counts(self.optimizer.state)  # its scale was no number: nothing else has changed
             raise
         return sums
 
-    def _work_meanwhile(self) -> None:
+    def _run_host_work(self) -> None:
         if self.meanwhile is not None:
             self.meanwhile()
 
@@ -294,7 +294,7 @@ class StepEnd:
         norm_limit = math.inf if self.max_grad_norm is None else self.max_grad_norm
         return torch.where(is_good, (norm_limit / (norm + 1e-6)).clamp(max=1.0), math.nan)
 
-    def _rank_sums(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
+    def _pieces_to_sum(self, loss_sum: Tensor) -> list[Tensor | list[float]]:
         """Targets are counted where losses are made, in a pipeline by its last stage. Gradients are those of the whole
         model, encoders included, of which `passes.model` is the language model.
         """
@@ -304,9 +304,9 @@ class StepEnd:
         slot_sums = [loss_sum, [float(targets)], *(term.sums() for term in passes.terms)]
         if self.world.coordinates.tp:  # the tensor-parallel ranks of a slot have the same sums
             slot_sums = [[0.0] * _length(piece) for piece in slot_sums]
-        return [model_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
+        return [model_gradient_square_sum(self.model, self.world) if passes.backward else [0.0], *slot_sums]
 
-    def _make_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
+    def _split_sums(self, values: Sequence[float], pieces: Sequence[Tensor | list[float]]) -> StepSums:
         squares, loss_sum, targets, *of_terms = values
         if targets != self.passes.plan.targets:
             raise PlanError(
@@ -316,7 +316,7 @@ class StepEnd:
         numbers = iter(of_terms)  # those of the pieces after squares, loss and targets
         return StepSums(loss_sum, math.sqrt(squares), [list(islice(numbers, _length(piece))) for piece in pieces[3:]])
 
-    def _check_sums(self, sums: StepSums) -> None:
+    def _check_sums_finite(self, sums: StepSums) -> None:
         if self.optimizer is not None:
             check_finite(
                 self.model,
@@ -326,7 +326,7 @@ class StepEnd:
                 nonfinite_inputs=lambda: [name for term in self.passes.terms for name in term.nonfinite_inputs()],
             )
 
-    def _update(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
+    def _update_weights(self, one_pass: OnePassAdamW | None, sums: StepSums) -> None:
         if self.optimizer is None:
             return
         if one_pass is None:
@@ -352,11 +352,11 @@ def gather_and_add(values: Tensor, world: World) -> Tensor:
     """Add values (n,) of all ranks of a home without pipeline, on the device: the same bits on every rank."""
     channels = world.channels
     if world.home.slots > 1:
-        values = _gather(channels.find_channel(range(world.home.slots)), values)
-    return _gather(channels.tp, values) if world.home.tp > 1 else values
+        values = _gather_and_sum(channels.find_channel(range(world.home.slots)), values)
+    return _gather_and_sum(channels.tp, values) if world.home.tp > 1 else values
 
 
-def _gather(channel: Channel, values: Tensor) -> Tensor:
+def _gather_and_sum(channel: Channel, values: Tensor) -> Tensor:
     """Gather the values (n,) of a channel's ranks and add them in the order of ranks: the same bits on every rank."""
     return torch.stack(channel.all_gather(values[None], [1] * channel.degree, SUMS_NAME).wait()).sum(0)[0]
 

@@ -71,7 +71,7 @@ class StepFigures:
 
 def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost) -> StepFigures:
     """Make the figures of a prepared model on this world's devices; `cost` is what its plans are priced by."""
-    device, shape, images, uncounted = device_name(world), None, None, ""
+    device, shape, images, uncounted = world_device_name(world), None, None, ""
     encoder = next(iter(model.encoders.values()), None) if isinstance(model, MultimodalModel) else None  # a run has one
     trained: Trained = "all"
     try:
@@ -98,7 +98,7 @@ def model_figures(config: RunConfig, model: nn.Module, world: World, cost: Cost)
     )
 
 
-def device_name(world: World) -> str:
+def world_device_name(world: World) -> str:
     return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
 
 

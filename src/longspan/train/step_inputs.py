@@ -89,7 +89,7 @@ class StepDocuments:
             "is predicted"
         )
 
-    def move_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
+    def with_moved_rows(self, plan: Plan, world: World, depths: int = 0) -> Self:
         """Return the documents, with this rank's rows where rows move between ranks; entered by all ranks."""
         if not isinstance(self.documents, MovingDocuments):
             return self
@@ -121,7 +121,7 @@ class StepDocuments:
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """What a step runs over, once `check_step` has found that the parts belong together.
+    """What a step runs over, once `check_step_arguments` has found that the parts belong together.
 
     `model` is the caller's; of a MultimodalModel the passes run the `language_model` inside.
     """
@@ -134,7 +134,7 @@ class StepInputs:
     backward: bool
 
 
-def check_step(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
+def check_step_arguments(model: nn.Module, plan: Plan, documents: Any, world: World, *, backward: bool) -> StepInputs:
     """Check the arguments of a step, and return what it runs over.
 
     Raises ModelError, DataError or PlanError if the parts do not belong together. Before the first step in a mode all
@@ -177,7 +177,7 @@ def _check_home(model: nn.Module, plan: Plan, world: World) -> None:
             )
 
 
-def check_update(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
+def check_update_arguments(optimizer: Optimizer | None, max_grad_norm: float | None, *, backward: bool) -> None:
     """Raise ModelError for an update without gradients or that torch's kernels refuse, or a norm that clips nothing."""
     if optimizer is not None and not backward:
         raise ModelError("an optimizer without backward has no gradients; leave out one of optimizer, backward=False")

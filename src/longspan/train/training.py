@@ -84,7 +84,7 @@ def scale_positions(
     limit = position_limit(scaled)
     if limit is not None and longest > limit:
         cut_hint = f"cut documents with {cut_by} {limit}"
-        raise ConfigError(f"{_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
+        raise ConfigError(f"{_document_too_long_text(configuration, model, longest, origin, limit)}, or {cut_hint}")
     return scaled
 
 
@@ -105,7 +105,9 @@ def check_set_length(configuration: PreTrainedConfig, model: ModelConfig, longes
         )
 
 
-def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int) -> str:
+def _document_too_long_text(
+    configuration: PreTrainedConfig, model: ModelConfig, longest: int, origin: str, limit: int
+) -> str:
     need = smallest_scaling_factor(configuration, longest)
     scaling = (
         f"raise model.rope_factor to {need:g}, or leave it out"
@@ -122,7 +124,7 @@ def _too_long_text(configuration: PreTrainedConfig, model: ModelConfig, longest:
 AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
-def model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
+def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
     """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids."""
     if source := config.model.source:
         return read_configuration(Path(source))
@@ -136,14 +138,16 @@ def load_run_model(
 
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
-    configuration = configuration or model_configuration(config, vocabulary)
+    configuration = configuration or read_model_configuration(config, vocabulary)
     model, seed = config.model, config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
     return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
 
 
-def unread_model(config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False) -> PreTrainedModel:
+def make_model_without_weights(
+    config: RunConfig, configuration: PreTrainedConfig, *, images: bool = False
+) -> PreTrainedModel:
     """Make a model of this configuration without weights: once it is prepared, a checkpoint fills them in."""
     model = load_model(config=configuration, dtype=config.model.dtype, sharded=True, images=images)
     add_configured_depths(config, model, read=False)
@@ -207,7 +211,7 @@ def prepare_run_model(
         encoder=encoder,
         virtual_stages=config.parallel.vpp,
         pipeline_schedule=config.parallel.pipeline_schedule,
-        **memory_options(config, memory, training=training),
+        **options_of_memory_plan(config, memory, training=training),
         attention_kernel=config.context.attention_kernel or None,
         fused_norms=config.train.fused_norms,
         float8=float8,
@@ -217,7 +221,7 @@ def prepare_run_model(
     )
 
 
-def memory_options(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
+def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, training: bool) -> dict[str, Any]:
     """Return `prepare`'s options for what layers keep for backward, and how often parameters are gathered."""
     if memory is not None:
         return {
@@ -258,7 +262,7 @@ def make_optimizer(
     Each group gets an `initial_lr`: a step's rate is the schedule's in proportion to it. Raises ConfigError for a class
     that does not update sharded parameters as whole ones, and for states that cannot move to the host.
     """
-    choice = OptimizerChoice.of(config.train)
+    choice = OptimizerChoice.from_section(config.train)
     if choice.name not in OPTIMIZERS:
         check_sharded_update(choice, model, world)
     rates = None

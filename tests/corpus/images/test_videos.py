@@ -134,7 +134,7 @@ def test_a_frame_that_breaks_or_changes_is_named(tmp_path: Path, monkeypatch: py
     place = r"video 1 of rows\.jsonl, the line at byte 0 \(.*2\.png\), frame 3: .*2\.png is no image"
     with pytest.raises(DataError, match=place):
         documents.read(1)
-    assert any("2.png has changed" in line for line in documents.corpus.images.changes())
+    assert any("2.png has changed" in line for line in documents.corpus.images.describe_changes())
 
 
 def test_frames_as_bytes_in_tables_and_cuts_between_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from longspan.plan.micro_batch import PARTITIONS, PartitionKind
 from longspan.plan.shape.model_shape import QWEN3_8B as CONFIG
 from longspan.plan.shape.model_shape import ModelShape
 from longspan.plan.step_times import GroupTable
-from longspan.train.plans import read_cost
+from longspan.train.plans import cost_without_model
 from tests.plan.cases import MIXTURE, flops_cost
 
 QWEN3_8B = AttentionCall(heads=32, kv_heads=8, head_dim=128)
@@ -369,7 +369,7 @@ def test_a_file_without_a_machine_is_an_error(
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     advice = "; give the file that `longspan bench calibrate --out FILE.json` writes for this machine"
     with pytest.raises(ConfigError, match=rf"run\.machine {path} {re.escape(complaint)}.*{advice}$"):
-        read_cost(RunConfig(run=RunSection(machine=str(path))))
+        cost_without_model(RunConfig(run=RunSection(machine=str(path))))
     assert main(["plan", "--slots", "2", "--same", "2x8", "--machine", str(path)]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: --machine {path} {complaint}") and said.endswith(f"{advice}\n")

@@ -19,10 +19,10 @@ from longspan.train.optim.one_pass_adamw import (
     Places,
     RoundingBits,
     Update,
-    apply_by_torch,
+    apply_update_by_torch,
     apply_updates,
-    noise_of,
     random_words,
+    rounding_noise,
 )
 from longspan.train.optim.optimizer import (
     build_optimizer,
@@ -135,7 +135,7 @@ BLOCKS = [
 
 def test_places_are_those_in_the_whole() -> None:
     for shape, block in BLOCKS:
-        expected, places = torch.arange(math.prod(shape)).view(shape)[block].flatten(), Places.of(shape, block)
+        expected, places = torch.arange(math.prod(shape)).view(shape)[block].flatten(), Places.of_block(shape, block)
         assert torch.equal(places.indices(0, len(expected), CPU), expected), (shape, block)
         later = places._replace(start=1)
         assert torch.equal(later.indices(0, len(expected) - 1, CPU), expected[1:]), (shape, block)
@@ -145,13 +145,13 @@ def test_words_are_fixed() -> None:
     """Runs go on with the same bits after an update of this package."""
     words = random_words(Key(*KEYS[0]), torch.tensor([0, 1, 2**40]))
     assert words.tolist() == [2916905539, 1624711879, 257303690]
-    assert len(torch.stack([noise_of(words, stream) for stream in range(STREAMS)]).unique()) == 3 * STREAMS
+    assert len(torch.stack([rounding_noise(words, stream) for stream in range(STREAMS)]).unique()) == 3 * STREAMS
 
 
 def _noise(key: Key, places: Tensor) -> Tensor:
     """The numbers from 0 to 2^16 that round the three streams, (3, places)."""
     words = random_words(key, places)
-    return torch.stack([noise_of(words, stream) for stream in range(STREAMS)])
+    return torch.stack([rounding_noise(words, stream) for stream in range(STREAMS)])
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
@@ -185,13 +185,13 @@ def test_shards_are_rounded_as_the_whole(down: int, across: int) -> None:
     shape, key = (6, 6), Key(12345, 678)
     tensors = [torch.randn(shape, generator=draws).bfloat16() for _ in range(3)]
     tensors.append(tensors[2].square())
-    factors = Factors.of(GROUP, 2)
+    factors = Factors.from_parameter_group(GROUP, 2)
     whole = [tensor.clone() for tensor in tensors]
-    apply_by_torch(Update(*whole, factors, key, Places.of(shape, (slice(0, 6), slice(0, 6)))))
+    apply_update_by_torch(Update(*whole, factors, key, Places.of_block(shape, (slice(0, 6), slice(0, 6)))))
     for i in range(0, 6, down):
         for j in range(0, 6, across):
             block = slice(i, i + down), slice(j, j + across)
             shard = [tensor[block].clone() for tensor in tensors]
-            apply_updates([Update(*shard, factors, key, Places.of(shape, block))], None)
+            apply_updates([Update(*shard, factors, key, Places.of_block(shape, block))], None)
             assert all(torch.equal(part, result[block]) for part, result in zip(shard, whole, strict=True))
     assert not torch.equal(whole[0], tensors[0])

@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from longspan.train.optim import one_pass_adamw
-from longspan.train.optim.one_pass_adamw import Factors, Key, OnePassAdamW, Places, RoundingBits, Update, apply_by_torch
+from longspan.train.optim.one_pass_adamw import (
+    Factors,
+    Key,
+    OnePassAdamW,
+    Places,
+    RoundingBits,
+    Update,
+    apply_update_by_torch,
+)
 from tests.train.optim.test_one_pass_adamw import GROUP
 
 pytestmark = [
@@ -23,18 +31,18 @@ SINGLE, HALF = torch.float32, torch.bfloat16
 DTYPES = [(SINGLE,) * 3, (HALF,) * 3, (SINGLE, SINGLE, HALF), (HALF, HALF, SINGLE), (HALF, SINGLE, HALF)]
 SIZES = (1, 1023, 1024, 5003, 20_000)
 BLOCKS = {  # of whole parameters: the place of a block, which is whole, of rows, of columns, of both, or a part
-    "whole": Places.of((20_000,), (slice(0, 20_000),)),
-    "far": Places.of((2**21, 2**13), (slice(2**20, 2**20 + 3), slice(0, 2**13))),
-    "columns": Places.of((5000, 40), (slice(0, 5000), slice(7, 11))),
-    "columns of some experts": Places.of((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12))),
-    "a part": Places.of((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12)))._replace(start=1025),
-    "wide columns": Places.of((40, 5000), (slice(0, 40), slice(2500, 5000))),
-    "wide columns of some experts": Places.of((30, 5, 5000), (slice(3, 20), slice(1, 4), slice(2000, 3100))),
-    "past 2^32, wide": Places.of((9, 2**21, 5000), (slice(1, 9), slice(1, 2**20), slice(7, 3007)))._replace(
+    "whole": Places.of_block((20_000,), (slice(0, 20_000),)),
+    "far": Places.of_block((2**21, 2**13), (slice(2**20, 2**20 + 3), slice(0, 2**13))),
+    "columns": Places.of_block((5000, 40), (slice(0, 5000), slice(7, 11))),
+    "columns of some experts": Places.of_block((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12))),
+    "a part": Places.of_block((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12)))._replace(start=1025),
+    "wide columns": Places.of_block((40, 5000), (slice(0, 40), slice(2500, 5000))),
+    "wide columns of some experts": Places.of_block((30, 5, 5000), (slice(3, 20), slice(1, 4), slice(2000, 3100))),
+    "past 2^32, wide": Places.of_block((9, 2**21, 5000), (slice(1, 9), slice(1, 2**20), slice(7, 3007)))._replace(
         start=2**33
     ),
-    "past 2^32, narrow": Places.of((2**31, 40), (slice(0, 2**31), slice(7, 11)))._replace(start=2**32 - 1500),
-    "across 2^32": Places.of((2**21, 2**13), (slice(2**19 - 1, 2**19 + 2), slice(0, 2**13))),
+    "past 2^32, narrow": Places.of_block((2**31, 40), (slice(0, 2**31), slice(7, 11)))._replace(start=2**32 - 1500),
+    "across 2^32": Places.of_block((2**21, 2**13), (slice(2**19 - 1, 2**19 + 2), slice(0, 2**13))),
 }
 
 
@@ -51,7 +59,7 @@ def updates() -> Iterator[Update]:
             for key, places in ((None, None), *((Key(3**20 + size, 5**13), block) for block in BLOCKS.values())):
                 first = numbers(size, dtypes[2], 20)
                 tensors = (numbers(size, dtypes[0], 3), numbers(size, dtypes[1], 20), first, first.float().square())
-                factors = Factors.of(GROUP | {"maximize": size % 2 == 0}, 1 + size % 3)
+                factors = Factors.from_parameter_group(GROUP | {"maximize": size % 2 == 0}, 1 + size % 3)
                 update = Update(*tensors[:3], tensors[3].to(dtypes[2]), factors, key, places)
                 yield update
                 if size == SIZES[-1]:  # addresses that no load of many numbers takes
@@ -71,11 +79,11 @@ def update_differences(device: str, scale: float | None) -> list[str]:
         for into, place in ((expected, "cpu"), (results, device)):
             into.append(update._replace(**{n: _copy(getattr(update, n), place) for n in Update._fields[:4]}))
     factor = None if scale is None else torch.tensor(scale)
-    launches = one_pass_adamw.launch_updates(results, None if factor is None else factor.to(device))
+    launches = one_pass_adamw.launch_update_kernels(results, None if factor is None else factor.to(device))
     assert launches <= 2 * 3 * len(DTYPES) < len(results) // 4, launches
     for update in expected:
         if factor is None or not factor.isnan():
-            apply_by_torch(update, factor)
+            apply_update_by_torch(update, factor)
     return [
         f"{name} of {update.parameter.numel()} in {[str(x.dtype) for x in update[:3]]}, {update.places}"
         for update, result in zip(expected, results, strict=True)
@@ -95,15 +103,15 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
     for tensor in (parameter, gradient, mean):
         tensor.normal_()
     square.uniform_()
-    factors, key = Factors.of(GROUP, 2), Key(5**13, 3**20) if by_chance else None
-    whole = Places.of((PAST,), (slice(0, PAST),)) if by_chance else None
+    factors, key = Factors.from_parameter_group(GROUP, 2), Key(5**13, 3**20) if by_chance else None
+    whole = Places.of_block((PAST,), (slice(0, PAST),)) if by_chance else None
     places = (0, 2**30, 2**31 - 5000, 2**31, PAST - 10_001)
     expected = list[Update]()
     for first in places:
         part = [tensor[first : first + 10_001].cpu() for tensor in (parameter, gradient, mean, square)]
         expected.append(Update(*part, factors, key, whole._replace(start=first) if whole else None))
-        apply_by_torch(expected[-1])
-    one_pass_adamw.launch_updates([Update(parameter, gradient, mean, square, factors, key, whole)], None)
+        apply_update_by_torch(expected[-1])
+    one_pass_adamw.launch_update_kernels([Update(parameter, gradient, mean, square, factors, key, whole)], None)
     for first, update in zip(places, expected, strict=True):
         for name, result in (("parameter", parameter), ("mean", mean), ("square", square)):
             assert torch.equal(result[first : first + 10_001].cpu(), getattr(update, name)), (name, first)

@@ -24,7 +24,7 @@ from longspan.train.optim.optimizer import (
     has_weight_decay,
     optimizer_class,
     parameter_groups,
-    parse_arguments,
+    parse_optimizer_arguments,
 )
 from longspan.train.optim.schedule import Schedule
 from tests.model.deep import deep
@@ -170,15 +170,15 @@ def test_names_and_arguments_that_are_refused() -> None:
             optimizer_class(name)
     for name, text, message in ARGUMENTS:
         with pytest.raises(ConfigError, match=message):
-            parse_arguments(name, [text])
+            parse_optimizer_arguments(name, [text])
 
 
 def test_arguments_are_read_as_json_and_reach_the_class() -> None:
     texts = ["momentum=0.9", "nesterov=true"]
-    assert parse_arguments("sgd", texts) == {"momentum": 0.9, "nesterov": True}
-    assert parse_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
+    assert parse_optimizer_arguments("sgd", texts) == {"momentum": 0.9, "nesterov": True}
+    assert parse_optimizer_arguments("torch.optim.Adam", ["betas=[0.8, 0.9]"]) == {"betas": (0.8, 0.9)}
     model = torch.nn.Linear(2, 2)
-    choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parse_arguments("sgd", texts).items()))
+    choice = OptimizerChoice("sgd", 0.1, 0.0, tuple(parse_optimizer_arguments("sgd", texts).items()))
     (group,) = choice.build(model.parameters()).param_groups
     assert (group["momentum"], group["nesterov"], group["lr"]) == (0.9, True, 0.1)
     with pytest.raises(ConfigError, match=r"'sgd' refuses its parameters or arguments .*Nesterov momentum requires"):
@@ -237,7 +237,7 @@ def _tried(rank: int, home: Layout) -> dict[str, str]:
         before = [p.detach().clone() for p in model.parameters()]
         for text in (*FITTING, *REFUSED):
             name, *arguments = text.split()
-            choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parse_arguments(name, arguments).items()))
+            choice = OptimizerChoice(name, 1e-2, 0.0, tuple(parse_optimizer_arguments(name, arguments).items()))
             try:
                 check_sharded_update(choice, model, world)
             except ConfigError as error:

@@ -16,7 +16,14 @@ from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
 from longspan.model.multimodal.prepare_encoder import prepare_encoder
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.testing import backend
-from longspan.train.optim.one_pass_adamw import STREAMS, Key, RoundingBits, noise_of, random_words, round_stochastically
+from longspan.train.optim.one_pass_adamw import (
+    STREAMS,
+    Key,
+    RoundingBits,
+    random_words,
+    round_stochastically,
+    rounding_noise,
+)
 from longspan.train.optim.optimizer import OptimizerChoice
 from longspan.train.training import make_optimizer
 from tests.train.multimodal.encoders import encoder_of
@@ -28,7 +35,7 @@ DRAWS = 21_000
 def _rounded(x: Tensor, seed: int) -> Tensor:
     """Rounded by the bits of as many places in a row."""
     words = random_words(Key(seed, 2**32 - 1 - seed), torch.arange(x.numel()).view(x.shape))
-    return torch.stack([round_stochastically(x, noise_of(words, stream)) for stream in range(STREAMS)])
+    return torch.stack([round_stochastically(x, rounding_noise(words, stream)) for stream in range(STREAMS)])
 
 
 def test_the_mean_of_many_draws_is_the_number() -> None:

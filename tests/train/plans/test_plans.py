@@ -25,8 +25,8 @@ from longspan.run.checks import check_config
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
-from longspan.train.plans.resolve import choose_degree, choose_planner, use_machine
-from longspan.train.plans.run_cost import call_planner
+from longspan.train.plans.resolve import choose_degree, choose_planner, set_world_machine
+from longspan.train.plans.run_cost import plan_by_custom_planner
 from tests.train.plans.own_things import Slow, slow
 from tests.train.small import small_config, train_rank, write_texts
 
@@ -135,9 +135,9 @@ def _use(rank: int, files: Sequence[str]) -> None:
         with World(Layout(2), backend="gloo", timeout=60) as world:
             if message:
                 with pytest.raises(ConfigError, match=f"^run.machine {file} {message}"):
-                    use_machine(config_of(run__machine=file), world)
+                    set_world_machine(config_of(run__machine=file), world)
             else:
-                use_machine(config_of(run__machine=file), world)
+                set_world_machine(config_of(run__machine=file), world)
             assert world.machine == (Machine.cpus() if message else replace(MEASURED, source=file))
 
 
@@ -300,7 +300,7 @@ def test_a_planner_that_does_not_fit_is_refused_before_a_process_group(name: str
 def test_a_plan_of_a_step_is_checked() -> None:
     options = PlanChoice.training(config_of(), heads=2).options
     with pytest.raises(PlanError, match=r"must return .* of the 4 documents that it received, in their order"):
-        call_planner(f"{OWN}sorted_lengths", "context.planner", FEW, Layout(4), options=options)
+        plan_by_custom_planner(f"{OWN}sorted_lengths", "context.planner", FEW, Layout(4), options=options)
 
 
 def test_evaluation_takes_the_planner_of_training_unless_it_has_its_own() -> None:

@@ -21,7 +21,7 @@ from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, clip_grad_norm, run_step
-from longspan.train.step_end import clip_gradients, square_sum
+from longspan.train.step_end import clip_gradients, gradient_square_sum
 from tests.model.deep import answer, deep
 from tests.model.stock import error, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 
@@ -53,19 +53,19 @@ def test_norms_of_gradients_in_any_type_and_clipping_that_rounds_once(dtype: tor
     parameters, norm = _parameters(dtype), 45.5
     before = [p.grad.clone() for p in parameters if p.grad is not None]
     wanted = torch.cat([gradient.double().flatten() for gradient in before]).norm().item()
-    assert square_sum(parameters, _world()) ** 0.5 == pytest.approx(wanted, rel=NORMS[dtype])
+    assert gradient_square_sum(parameters, _world()) ** 0.5 == pytest.approx(wanted, rel=NORMS[dtype])
     clip_gradients(parameters, max_norm, norm)
     factor = min(1.0, max_norm / (norm + 1e-6))
     for parameter, old in zip(parameters, before, strict=False):
         assert parameter.grad is not None
         wide = old if dtype == torch.float64 else old.float()
         assert torch.equal(parameter.grad, (wide * factor).to(dtype))
-    assert parameters[2].grad is None and square_sum(parameters[2:], _world()) == 0.0
+    assert parameters[2].grad is None and gradient_square_sum(parameters[2:], _world()) == 0.0
 
 
 def test_plain_gradients_are_counted_by_the_first_rank_of_every_stage() -> None:
     home = {"ranks": 8, "pp": 2, "tp": 2}
-    counting = [rank for rank in range(8) if square_sum(_parameters(torch.float32), _world(rank=rank, **home))]
+    counting = [rank for rank in range(8) if gradient_square_sum(_parameters(torch.float32), _world(rank=rank, **home))]
     assert counting == [0, 4]
 
 

@@ -27,7 +27,7 @@ from longspan.model.seams.row_loss import OutputHead
 from longspan.plan import Group, MicroBatch, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import PlanChoice, evaluate, run_step
-from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, summed_cross_entropy, uses_kernels
+from longspan.train.loss import chunked_cross_entropy, rows_per_chunk, summed_cross_entropy, uses_softmax_kernels
 from longspan.train.read_rows import read_inputs_and_labels
 from tests.model.stock import VOCABULARY, error, gradients_of, prepare_untried, stock_answer, texts, tiny, worst
 from tests.train.own_loss.dense import answer, rows_of, weighted
@@ -223,7 +223,7 @@ def test_logits_of_all_rows_never_exist() -> None:
 
 
 def test_rows_of_a_chunk_fit_its_bytes() -> None:
-    copied = 0 if uses_kernels(torch.bfloat16, "cuda") else 4
+    copied = 0 if uses_softmax_kernels(torch.bfloat16, "cuda") else 4
     assert rows_per_chunk(151936, torch.bfloat16, "cuda") == (2 << 30) // (151936 * (4 + copied))
     assert rows_per_chunk(151936, torch.float64, "cuda") == (2 << 30) // (151936 * 24)
     assert rows_per_chunk(2048, torch.float32, "cpu") == (64 << 20) // (2048 * 12)

@@ -19,7 +19,7 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed, pla
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step
 from longspan.train import passes as step_passes
-from longspan.train.step_inputs import check_update
+from longspan.train.step_inputs import check_update_arguments
 from tests.model.stock import VOCABULARY, gradients_of, prepare_untried, stock_answer, texts, tiny, weights_of, worst
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
@@ -292,10 +292,10 @@ def test_sharded_and_plain_parameters_in_one_group_for_one_kernel_are_refused() 
         plain, sharded = (torch.nn.Parameter(torch.ones(2, device=world.device)) for _ in range(2))
         sharded = torch.nn.Parameter(DTensor.from_local(sharded.detach(), world.meshes.fsdp, [Shard(0)]))
         with pytest.raises(ModelError, match=r"group 0 of the optimizer has 1 sharded parameters and 1 plain ones"):
-            check_update(torch.optim.SGD([plain, sharded], foreach=True), None, backward=True)
-        check_update(torch.optim.SGD([plain, sharded], foreach=False), 1.0, backward=True)
+            check_update_arguments(torch.optim.SGD([plain, sharded], foreach=True), None, backward=True)
+        check_update_arguments(torch.optim.SGD([plain, sharded], foreach=False), 1.0, backward=True)
         groups = [{"params": [plain]}, {"params": [sharded]}]
-        check_update(torch.optim.SGD(groups, foreach=True), 1.0, backward=True)
+        check_update_arguments(torch.optim.SGD(groups, foreach=True), 1.0, backward=True)
 
 
 # ---- free mode, in which slots run different numbers of micro-batches

@@ -59,7 +59,7 @@ def _on_device(*, chosen: bool) -> Iterator[list[str]]:
         patched.setattr(step_end._FirstCopies, "_is_first_copy", _uncounted(of_mesh, counting))
         patched.setattr(step_end, "sums_on_device", lambda world: chosen)
         if chosen:
-            patched.setattr(step_end, "_gather", _uncounted(step_end._gather, counting))
+            patched.setattr(step_end, "_gather_and_sum", _uncounted(step_end._gather_and_sum, counting))
         yield reads
 
 

@@ -28,14 +28,14 @@ from longspan.plan.shape.model_shape import ModelShape, model_flops
 from longspan.run.profile import wait_for_gpu
 from longspan.run.records import mixers_text
 from longspan.train.plans import find_run_cost, query_heads
-from longspan.train.plans.resolve import set_node_size, use_machine
+from longspan.train.plans.resolve import set_node_size, set_world_machine
 from longspan.train.run_memory import (
     ComingSteps,
     RunMemory,
     allocator_retries,
+    allocator_retries_text,
     choose_rows,
     peak_reserved_bytes,
-    retries_text,
 )
 from longspan.train.training import Training, load_run_model, make_optimizer, prepare_run_model
 from longspan.versions import versions
@@ -51,7 +51,7 @@ def measure_step_on_rank(rank: int, settings: StepSettings, peers: Peers | None 
     backend = None if settings.backend == "nccl" else "gloo"
     with World(settings.home, backend=backend, timeout=settings.flags.timeout_seconds) as world:
         settings = replace(settings, config=set_node_size(settings.config, world))
-        use_machine(settings.config, world)
+        set_world_machine(settings.config, world)
         record: dict[str, Any] = {"bench": "step", **settings.to_json(), "cost": settings.cost.to_json()}
         about = {"backend": world.backend, "machine": machine_facts(), "versions": versions()}
         record |= {"memory": None, **about, "rows": []}
@@ -224,7 +224,7 @@ def record_text(record: dict[str, Any]) -> str:
         if "missing" in row:
             lines.append(f"- {row['name']}: not available: {row['missing']}")
         elif retries := row["allocator_retries"]:
-            lines.append(f"{row['name']}: {retries_text(retries, row['peak_bytes'], row['reserved_bytes'])}.")
+            lines.append(f"{row['name']}: {allocator_retries_text(retries, row['peak_bytes'], row['reserved_bytes'])}.")
     rows = [_record_row(row, planned_bytes) for row in record["rows"] if "missing" not in row]
     about = (
         "Whole steps with forward, backward and optimizer, at learning rate 0: the loss is that of the same weights. "

@@ -252,9 +252,9 @@ def _choose_planners(flags: StepFlags, config: RunConfig) -> tuple[str, ...]:
 
 def _fit_configuration(flags: StepFlags, config: RunConfig, longest: int) -> "PreTrainedConfig":
     """With the layers of --layers and positions for the longest document."""
-    from longspan.train.training import model_configuration, scale_positions
+    from longspan.train.training import read_model_configuration, scale_positions
 
-    configuration = model_configuration(config, config.data.vocab_size)
+    configuration = read_model_configuration(config, config.data.vocab_size)
     if flags.layers:
         if config.model.path:
             raise ConfigError(f"--layers {flags.layers} and the weights of {config.model.path}: use --model.config")

@@ -36,7 +36,7 @@ from longspan.plan import Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_files
-from longspan.train.plans.order import documents_line, largest_step, make_step_order, order_lengths, set_epoch_steps
+from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps
 
 Log = Callable[[str], None]
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
@@ -81,7 +81,7 @@ def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[R
         tokens = max(1, int(lengths.sum()))
         share = 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
         images = corpus.images
-        rows = 0.0 if images is None else float(images.column("rows").sum()) / tokens * largest_step(config, order)
+        rows = 0.0 if images is None else float(images.column("rows").sum()) / tokens * most_step_tokens(config, order)
         longest_tokens, line = _longest_planned_length(order, lengths), documents_line(config, order)
         yield RunDocuments(config, order, longest_tokens, share, rows, line)
 

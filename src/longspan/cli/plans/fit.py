@@ -41,7 +41,7 @@ from longspan.run.checks import (
     check_precision,
 )
 from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
-from longspan.train.plans.run_cost import can_be_free, fixed_keys, run_cost_settings, run_memory_settings
+from longspan.train.plans.run_cost import can_be_free, fixed_memory_keys, run_cost_settings, run_memory_settings
 
 BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
 WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
@@ -126,7 +126,7 @@ class RunOnGpus:
 
     @property
     def fixed(self) -> FixedMemory:
-        return fixed_keys(self.config)
+        return fixed_memory_keys(self.config)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
         return self.choice.plan(lengths, self.home, targets=targets)

@@ -111,7 +111,7 @@ SAME = 1e-9  # relative; of types as fast as each other every host takes the fir
 
 @dataclass(frozen=True, kw_only=True)
 class Request(PlanOptions):
-    """The documents and slots that a planner is called with, and its checked options; make it with `Request.of`."""
+    """What a planner is called with: documents, slots, and checked options. Make it with `Request.from_arguments`."""
 
     lengths: tuple[int, ...]
     slots: int

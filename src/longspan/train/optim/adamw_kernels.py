@@ -144,8 +144,8 @@ def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
     """Compute where numbers of a block are in the whole parameter, without its offset; `Places` has the formula.
 
     `row` is the tensor's row of the table, `first` the block's first number. Rows of `inner` numbers each begin where
-    `row_start` says. Divisions are slow: the block's first number takes one, of 32 bits if that is enough. A block no
-    longer than such a row touches two of them at most and needs no other division; where rows are shorter than a
+    `start_of_row` says. Divisions are slow: the block's first number takes one, of 32 bits if that is enough. A block
+    no longer than such a row touches two of them at most and needs no other division; where rows are shorter than a
     block, each number takes one.
     """
     inner, rows, near, far = tl.load(row + 8), tl.load(row + 9), tl.load(row + 10), tl.load(row + 11)
@@ -157,19 +157,19 @@ def places_in_rows(row, first, lane, BLOCK: tl.constexpr):
     column = first - first_row * inner
     if inner >= BLOCK:  # then there are two rows at most, and no number takes a division
         left = inner - column
-        place = row_start(first_row, rows, near, far) + column
-        following = row_start(first_row + 1, rows, near, far) - left
+        place = start_of_row(first_row, rows, near, far) + column
+        following = start_of_row(first_row + 1, rows, near, far) - left
         place = tl.where(lane < left, place, following) + lane
     else:
         columns = column.to(tl.uint32) + lane.to(tl.uint32)  # less than a row and a block
         further = columns // inner.to(tl.uint32)
         columns -= further * inner.to(tl.uint32)
-        place = row_start(first_row + further, rows, near, far) + columns
+        place = start_of_row(first_row + further, rows, near, far) + columns
     return place
 
 
 @triton.jit
-def row_start(at_row, rows, near, far):
+def start_of_row(at_row, rows, near, far):
     """Compute where row `at_row` begins: rows are `near` numbers apart, groups of `rows` rows `far` (0: one group)."""
     start = at_row * near
     if far != 0:

@@ -217,7 +217,7 @@ class OffloadedStates(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         states: dict[Any, dict[str, Any]] = state_dict["state"]
         small = {
-            key: {name: value for name, value in state.items() if not _has_numbers(value)}
+            key: {name: value for name, value in state.items() if not _is_moment(value)}
             for key, state in states.items()
         }
         self.inner.load_state_dict(state_dict | {"state": small})
@@ -231,7 +231,7 @@ class OffloadedStates(Optimizer):
             casts = parameter.is_floating_point()
             values = {
                 name: (value.to(parameter.dtype) if casts and name != "step" else value)
-                if _has_numbers(value)
+                if _is_moment(value)
                 else loaded[parameter][name]
                 for name, value in state.items()
             }
@@ -258,7 +258,7 @@ class OffloadedStates(Optimizer):
         for part in bucket.parts:
             state = dict[str, Any]()
             for name, value in before[part.parameter].items():
-                if _has_numbers(value):
+                if _is_moment(value):
                     host = part.local_view(local_tensor(value))
                     state[name] = torch.empty_like(host, device=self._copies.device)
                     pairs.append((state[name], host))
@@ -289,7 +289,7 @@ class OffloadedStates(Optimizer):
         for part, new_state in zip(bucket.parts, states, strict=True):
             state = self.state[part.parameter]
             for name, value in new_state.items():
-                if _has_numbers(value):
+                if _is_moment(value):
                     state[name] = host = self._host_tensor(part.parameter, name, value.dtype)
                     pairs.append((part.local_view(local_tensor(host)), value))
                 else:
@@ -302,7 +302,7 @@ class OffloadedStates(Optimizer):
     def _copy_state_to_host(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(state)
         for name, value in state.items():
-            if _has_numbers(value):
+            if _is_moment(value):
                 values[name] = host = self._host_tensor(parameter, name, value.dtype)
                 local_tensor(host).copy_(local_tensor(value))
         return values
@@ -373,5 +373,5 @@ class _Copies:
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
 
-def _has_numbers(value: Any) -> bool:
+def _is_moment(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0

@@ -63,7 +63,7 @@ class Places(NamedTuple):
         return not (self.near or self.far)
 
     @classmethod
-    def of(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
+    def of_block(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
         """Return the places of a block of a tensor of this shape: a slice for each dim.
 
         `levels` are (count, stride), from the last dim to the first. A dim joins the level before if all dims of that
@@ -113,7 +113,7 @@ class RoundingBits:
     def key(self, parameter: nn.Parameter) -> Key:
         """Return the key of the parameter's next update; in a new step of the world, updates are counted from 0."""
         if self._world.step != self._step:
-            self.restart()
+            self.restart_counts()
         source = self._world.seed, self._step, self._draws[parameter], self._names.get(parameter, "")
         return Key(*_KEY.unpack(hashlib.blake2b(repr(source).encode(), digest_size=_KEY.size).digest()))
 
@@ -121,18 +121,20 @@ class RoundingBits:
         """Count an update of the parameter, so that its next one in this step has another key; −1 takes one back."""
         self._draws[parameter] += by
 
-    def restart(self) -> None:
+    def restart_counts(self) -> None:
         """Let the next update draw the bits of the first update of its step."""
         self._step, self._draws = self._world.step, Counter()
 
     def places(self, parameter: nn.Parameter) -> Places:
         places = self._places.get(parameter)
         if places is None:
-            places = self._places[parameter] = Places.of(parameter.shape, LocalPart.from_parameter(parameter).block)
+            places = self._places[parameter] = Places.of_block(
+                parameter.shape, LocalPart.from_parameter(parameter).block
+            )
         return places
 
 
-def chunk_numbers(device: torch.device) -> int:
+def numbers_per_chunk(device: torch.device) -> int:
     """Return how many numbers are worked on at a time: on a CPU as many as its caches hold."""
     return 1 << 15 if device.type == "cpu" else 1 << 24
 
@@ -150,7 +152,7 @@ def random_words(key: Key, places: Tensor) -> Tensor:
     return word ^ (word >> 15)
 
 
-def noise_of(words: Tensor, stream: int) -> Tensor:
+def rounding_noise(words: Tensor, stream: int) -> Tensor:
     """Return the sixteen bits of each place that round this stream's numbers: of the parameter (0) or of a moment.
 
     Two streams are the halves of the word; the third is the upper half of its product with an odd number.
@@ -193,7 +195,7 @@ class Factors(NamedTuple):
     sign: float  # of gradients: −1 to maximize
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], step: float) -> "Factors":
+    def from_parameter_group(cls, group: Mapping[str, Any], step: float) -> "Factors":
         """Bias corrections are in `rate` and `root_scale`, so that the kernel computes no powers of β."""
         (beta1, beta2), lr = group["betas"], float(group["lr"])
         return cls(
@@ -220,7 +222,7 @@ class Update(NamedTuple):
     places: Places | None = None
 
 
-def kernel_takes(update: Update) -> bool:
+def kernel_supports(update: Update) -> bool:
     """Return whether the kernel updates these tensors: contiguous ones of a GPU, in float32 or bfloat16.
 
     `places` may only have rows of fewer than 2³¹ numbers, as the kernel divides by their length in 32 bits.
@@ -240,7 +242,7 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
+def launch_update_kernels(updates: Sequence[Update], scale: Tensor | None) -> int:
     """Update all these tensors of one GPU; returns the number of launches, one for each kind of tensors.
 
     The kernel is compiled for types, alignment, rounding and kind of places; factors and addresses are in its table.
@@ -255,7 +257,7 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
         first = alike[0].parameter
         blocks = -(-max(update.parameter.numel() for update in alike) // BLOCK)
         _kernels().adamw_kernel[min(blocks, PROGRAMS), len(alike)](
-            to_device(make_table(alike), first.device),
+            to_device(kernel_table(alike), first.device),
             scale,
             *(getattr(import_module("triton.language"), _DTYPES[dtype]) for dtype in dtypes),
             SCALED=scale is not None,
@@ -270,7 +272,7 @@ def launch_updates(updates: Sequence[Update], scale: Tensor | None) -> int:
     return len(by_launch)
 
 
-def make_table(updates: Sequence[Update]) -> Any:
+def kernel_table(updates: Sequence[Update]) -> Any:
     """Return the kernel's table (tensors, COLUMNS) of int64, whose last columns are pairs of factors in float32."""
     table = bytearray(_ROW.size * len(updates))
     for row, update in enumerate(updates):
@@ -334,7 +336,7 @@ class OnePassAdamW(AdamW):
                     continue
                 count = self._count_step(parameter)
                 if (index, count) not in factors:
-                    factors[index, count] = Factors.of(group, count)
+                    factors[index, count] = Factors.from_parameter_group(group, count)
                 updates.append(self._make_update(parameter, factors[index, count]))
         apply_updates(updates, self.gradient_scale)
         return loss
@@ -343,7 +345,7 @@ class OnePassAdamW(AdamW):
         """Load a state as torch does; the next update draws the random bits of the first update of its step."""
         super().load_state_dict(state_dict)
         if self._rounding is not None:
-            self._rounding.restart()
+            self._rounding.restart_counts()
 
     @contextmanager
     def use_stand_ins(self, parts: Mapping[nn.Parameter, tuple[nn.Parameter, int, bool]]) -> Iterator[None]:
@@ -411,16 +413,16 @@ def apply_updates(updates: Sequence[Update], scale: Tensor | None) -> None:
     of_kernel, others = list[Update](), list[Update]()
     for update in updates:
         if update.parameter.numel():
-            (of_kernel if kernel_takes(update) else others).append(update)
-    launch_updates(of_kernel, scale)
+            (of_kernel if kernel_supports(update) else others).append(update)
+    launch_update_kernels(of_kernel, scale)
     # A scale that is not a number changes nothing; the kernel sees to that itself.
     if others and (scale is None or not bool(scale.isnan())):
         for update in others:
-            apply_by_torch(update, scale)
+            apply_update_by_torch(update, scale)
     torch.autograd.graph.increment_version([tensor for u in updates for tensor in (u.parameter, u.mean, u.square)])
 
 
-def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
+def apply_update_by_torch(update: Update, scale: Tensor | None = None) -> None:
     """Update one parameter and its moments by operations of torch: the reference of the kernel, in bounded chunks.
 
     With a key, bfloat16 results are rounded by random words that a number's place in the whole tensor gives.
@@ -429,7 +431,7 @@ def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
     flat = [tensor.contiguous().view(-1) for tensor in tensors]
     wide = torch.float64 if update.parameter.dtype == torch.float64 else torch.float32
     scale = None if scale is None else scale.to(wide)
-    chunk = chunk_numbers(flat[0].device)
+    chunk = numbers_per_chunk(flat[0].device)
     for start in range(0, len(flat[0]), chunk):
         stop = min(start + chunk, len(flat[0]))
         outputs = [flat[0][start:stop], flat[2][start:stop], flat[3][start:stop]]  # all but the gradient
@@ -437,7 +439,9 @@ def apply_by_torch(update: Update, scale: Tensor | None = None) -> None:
         if update.key is not None and update.places is not None:
             words = random_words(update.key, update.places.indices(start, stop, flat[0].device))
             results = [
-                round_stochastically(result, noise_of(words, stream)) if output.dtype == torch.bfloat16 else result
+                round_stochastically(result, rounding_noise(words, stream))
+                if output.dtype == torch.bfloat16
+                else result
                 for stream, (output, result) in enumerate(zip(outputs, results, strict=True))
             ]
         for output, result in zip(outputs, results, strict=True):

@@ -50,9 +50,9 @@ class OptimizerChoice:
     arguments: tuple[tuple[str, Any], ...] = ()  # other than lr and weight_decay
 
     @classmethod
-    def of(cls, train: TrainConfig) -> "OptimizerChoice":
+    def from_section(cls, train: TrainConfig) -> "OptimizerChoice":
         """Read the choice of [train]. Raises ConfigError for a class that cannot train, or for its arguments."""
-        arguments = parse_arguments(train.optimizer, train.optimizer_arguments)
+        arguments = parse_optimizer_arguments(train.optimizer, train.optimizer_arguments)
         if train.optimizer == "adamw":
             arguments = {"betas": train.betas} | arguments
         return cls(train.optimizer, train.lr, train.weight_decay, tuple(arguments.items()))
@@ -104,7 +104,7 @@ def build_optimizer(
     """
     if name == "adamw":
         arguments = {"betas": betas} | arguments
-    check_arguments(name, arguments)
+    check_optimizer_arguments(name, arguments)
     rates = lr if isinstance(lr, Mapping) else {"": lr}
     groups = parameter_groups(model, name, weight_decay, rates)
     return OptimizerChoice(name, max(rates.values(), default=0.0), weight_decay, tuple(arguments.items())).build(groups)
@@ -207,10 +207,10 @@ def _class_fault_text(kind: type[Optimizer]) -> str:
     return ""
 
 
-def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
+def parse_optimizer_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
     """Parse arguments written as "momentum=0.9", with values as in JSON; a value that is not JSON is a string.
 
-    >>> parse_arguments("sgd", ("momentum=0.9", "nesterov=true"))
+    >>> parse_optimizer_arguments("sgd", ("momentum=0.9", "nesterov=true"))
     {'momentum': 0.9, 'nesterov': True}
     """
     arguments = dict[str, Any]()
@@ -225,11 +225,11 @@ def parse_arguments(name: str, texts: Sequence[str]) -> dict[str, Any]:
     config_keys = _BY_KEY | (_BY_KEY_OF_ADAMW if name == "adamw" else {})
     for key in config_keys.keys() & arguments.keys():
         raise ConfigError(f"train.optimizer_arguments has {key}, which is {config_keys[key]}")
-    check_arguments(name, arguments)
+    check_optimizer_arguments(name, arguments)
     return {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
 
 
-def check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+def check_optimizer_arguments(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError for an argument that the optimizer's class does not take, and for a wrong value of a switch.
 
     A switch is true, false or null. Other values are left to the class.
@@ -297,7 +297,7 @@ STEPS, BOUND = 2, 1e-4  # updates that are tried, and their largest error as a s
 
 def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World) -> None:
     """Raise ConfigError, on every rank, where the optimizer updates sharded parameters otherwise than whole ones."""
-    pairs = list(_make_pairs(model, world.device))
+    pairs = list(_make_whole_and_sharded(model, world.device))
     refusal = reason = ""
     try:
         reason = _describe_difference(choice, pairs) if pairs else ""
@@ -317,7 +317,7 @@ def check_sharded_update(choice: OptimizerChoice, model: nn.Module, world: World
             )
 
 
-def _make_pairs(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+def _make_whole_and_sharded(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
     """Sharded dims have 4 numbers on each rank, others 4 in all."""
     kinds = dict[Any, nn.Parameter]()
     for parameter in model.parameters():

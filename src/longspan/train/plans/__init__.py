@@ -12,16 +12,16 @@ from longspan.train.plans.choice import (
     plan_steps,
     query_heads,
 )
-from longspan.train.plans.run_cost import find_run_cost, read_cost
+from longspan.train.plans.run_cost import cost_without_model, find_run_cost
 
 __all__ = [
     "PlanChoice",
     "StepPlanner",
+    "cost_without_model",
     "degrees_to_compare",
     "find_run_cost",
     "home_of",
     "plan_row_multiple",
     "plan_steps",
     "query_heads",
-    "read_cost",
 ]

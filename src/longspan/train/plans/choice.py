@@ -20,7 +20,7 @@ from longspan.plan.check import LongDocumentError, heads_allow_degree, replace_a
 from longspan.plan.planners.fixed import smallest_fitting_degree
 from longspan.plan.planners.options import PlanKeywords
 from longspan.plan.ways import options_at_degree, plan_evaluation, widest_degree
-from longspan.train.plans.run_cost import call_planner, read_cost
+from longspan.train.plans.run_cost import cost_without_model, plan_by_custom_planner
 
 KEYS = {  # of a section of plans, by the planners' arguments
     "cp": "context_parallel_size",
@@ -79,7 +79,7 @@ class PlanChoice:
     @classmethod
     def training(cls, config: RunConfig, *, cost: Cost | None = None, heads: int | None = None) -> "PlanChoice":
         """Choose how training steps are planned."""
-        options = _section_options(config.context, config, cost or read_cost(config), heads)
+        options = _section_options(config.context, config, cost or cost_without_model(config), heads)
         options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
         return cls._from_section(config.context, config, options, "context.")
 
@@ -89,7 +89,7 @@ class PlanChoice:
     ) -> "PlanChoice":
         """Choose how evaluations are planned, of a named set or held-out documents, priced for forward passes only."""
         entry = entry or held_out_set(config)
-        cost = (cost or read_cost(config)).forward_only()
+        cost = (cost or cost_without_model(config)).forward_only()
         options = _section_options(entry, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
         return cls._from_section(entry, config, options, entry.prefix)
@@ -171,7 +171,7 @@ class PlanChoice:
             make = partial(plan_dynamic, lengths, home, min_cp=self.min_degree, max_cp=max_cp)
         elif not self.has_one_degree:
             widest = home.slots
-            make = partial(call_planner, self.planner, f"{self.prefix}planner", lengths, home)
+            make = partial(plan_by_custom_planner, self.planner, f"{self.prefix}planner", lengths, home)
         else:
             widest = self.degree or smallest_fitting_degree(lengths, home, options)
             if not self.degree:

@@ -30,21 +30,21 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunCon
         f"{config.train.warmup_steps} of warm-up"
     )
     if steps < FEW_STEPS:
-        log(_few_steps_line(config, order))
+        log(_too_few_steps_text(config, order))
     return config
 
 
-def largest_step(config: RunConfig, order: StepOrder) -> int:
+def most_step_tokens(config: RunConfig, order: StepOrder) -> int:
     """Return the most tokens of a step of several documents: with epochs, no more than one of them has."""
     tokens = config.train.tokens_per_step
     return min(tokens, order.stream.tokens) if config.train.epochs else tokens
 
 
-def _few_steps_line(config: RunConfig, order: StepOrder) -> str:
+def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
     tokens = int(config.train.epochs * order.stream.tokens)  # of all epochs
     # of a step: FEW_STEPS of them, or as many as may be
     advised_tokens = max(tokens // FEW_STEPS, int(order.lengths.max()))
-    size = largest_step(config, order)
+    size = most_step_tokens(config, order)
     steps = plural(config.train.steps, "optimizer update")
     line = f"only {steps}, of up to {size:,} tokens each: the model will hardly change; "
     if tokens // advised_tokens <= config.train.steps:  # the longest document leaves no room for smaller steps

@@ -51,7 +51,7 @@ def choose_partition(
 ) -> tuple[RunConfig, str]:
     """Choose for steps of documents of these lengths; a cost without `states` takes the usual partition."""
     if config.context.partition != AUTO or cost.states is None:
-        return set_usual_partition(config), ""
+        return set_default_partition(config), ""
     choice = PlanChoice.training(config, cost=cost, heads=heads)
     fastest = _choose_fastest_partition(choice, lengths, home)
     context, options = config.context, fastest.options
@@ -61,7 +61,7 @@ def choose_partition(
     return _set_evaluation_types(config, home, heads), fastest.reason
 
 
-def set_usual_partition(config: RunConfig) -> RunConfig:
+def set_default_partition(config: RunConfig) -> RunConfig:
     if config.context.partition == AUTO:
         config = replace(config, context=replace(config.context, partition="contiguous"))
     return config
@@ -223,12 +223,12 @@ def choose_degrees(
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
         set_lengths = lengths.get(entry.name, ())
         choice, reason = choose_degree_on_ranks(choice, set_lengths, world, log, name=entry.name)
-        entries.append(_set_choice(entry, choice) if reason else entry)
+        entries.append(_set_chosen_degree(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
     return set_evaluations(config, entries), tuple(reasons)
 
 
-def _set_choice(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
+def _set_chosen_degree(entry: EvalConfig, choice: PlanChoice) -> EvalConfig:
     types, sizes = choice.options.cp_comm_type, choice.options.hierarchical_context_parallel_sizes
     return replace(
         entry,
@@ -249,7 +249,7 @@ def set_node_size(config: RunConfig, world: World) -> RunConfig:
     return replace(config, context=replace(config.context, node_size=slots))
 
 
-def use_machine(config: RunConfig, world: World) -> None:
+def set_world_machine(config: RunConfig, world: World) -> None:
     """Let a world resolve "auto" by the machine of `run.machine`; entered by all ranks.
 
     Raises ConfigError, on every rank, for a file of another device or of hosts of another size, CommError if files

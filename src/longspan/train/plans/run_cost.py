@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
 
 
-def check_planner(name: str, key: str) -> None:
+def check_planner_exists(name: str, key: str) -> None:
     """Raise ConfigError, with the key that names it, for a planner that does not exist."""
     if name in PLANNERS:
         return
@@ -44,7 +44,7 @@ def _import_planner(name: str, key: str) -> Callable[..., Any]:
     return planner
 
 
-def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
+def plan_by_custom_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, options: PlanOptions) -> Plan:
     """Plan by a planner of one's own: its plan is checked, and completed by the options.
 
     Raises PlanError, with the key that names the planner, if it fails or returns anything but a plan of these documents
@@ -74,7 +74,7 @@ def call_planner(name: str, key: str, lengths: Sequence[int], home: Layout, *, o
 KEY = "run.machine"
 
 
-def read_cost(config: RunConfig) -> Cost:
+def cost_without_model(config: RunConfig) -> Cost:
     """Return the cost of a Qwen3-8B, as no model is known here, on the machine of `run.machine`, or the default."""
     machine = read_run_machine(config)
     return machine.cost(QWEN3_8B) if machine else Cost()
@@ -86,7 +86,7 @@ def read_run_machine(config: RunConfig) -> Machine | None:
     A file is read once: a run keeps its prices, whatever becomes of the file before the next evaluation. Raises
     ConfigError for a file that holds no machine.
     """
-    return _read_once(config.run.machine) if config.run.machine else None
+    return _read_machine_once(config.run.machine) if config.run.machine else None
 
 
 def find_run_cost(
@@ -143,7 +143,7 @@ def run_cost_settings(
 
 
 @cache
-def _read_once(file: str) -> Machine:
+def _read_machine_once(file: str) -> Machine:
     return read_machine(file, KEY)
 
 
@@ -158,7 +158,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
     return MemorySettings(
         parameter_bytes=DTYPE_BYTES[config.model.dtype],
         compute_bytes=DTYPE_BYTES[computed],
-        state_numbers=state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
+        state_numbers=optimizer_state_numbers(train, lora=config.lora.rank > 0, dtype=config.model.dtype),
         lora_rank=config.lora.rank,
         lora_targets=config.lora.targets,
         adapter_bytes=max(4, DTYPE_BYTES[config.model.dtype]),  # adapters are in float32 at least
@@ -181,7 +181,7 @@ def run_memory_settings(config: RunConfig, *, gpu: bool = True, encoder_rows: in
     )
 
 
-def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
+def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float32") -> float:
     """Return how many numbers of state the optimizer keeps for each weight, counted on a small matrix if need be."""
     if train.optimizer == "sgd" and any(argument.startswith("momentum") for argument in train.optimizer_arguments):
         return 1.0
@@ -194,7 +194,7 @@ def state_numbers(train: TrainConfig, *, lora: bool = False, dtype: str = "float
 
     matrix = torch.nn.Parameter(torch.zeros(128, 128, dtype=torch_dtype("float32" if lora else dtype)))
     matrix.grad = torch.zeros_like(matrix)
-    optimizer = OptimizerChoice.of(train).build([matrix])
+    optimizer = OptimizerChoice.from_section(train).build([matrix])
     optimizer.step()
     size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
     return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
@@ -204,7 +204,7 @@ def can_be_free(config: RunConfig, home: Layout) -> bool:
     return home.slots > 1 and config.parallel.pp == config.parallel.ep == 1
 
 
-def fixed_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
+def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     """Read the keys of memory that are given by hand; None is what the plan of memory may choose."""
     train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set

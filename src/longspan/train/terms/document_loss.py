@@ -19,7 +19,7 @@ from longspan.model.adapters import adapter_of_prepared_model, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, row_log_probs
+from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, target_log_probs
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
@@ -93,7 +93,7 @@ def _read_set(index: int, documents: Any) -> tuple[int, ...]:
         ) from error
 
 
-def set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
+def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
     """Sum the losses of some sets; return the sum and its derivative by the number in `sums` of each document (D,).
 
     Derivatives are 0 for documents of no set. Raises LossError where the function gives no scalar.
@@ -102,7 +102,7 @@ def set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Flo
     for documents in sets:
         leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
         with torch.enable_grad():
-            loss = _check_scalar(function(leaf, documents), documents)
+            loss = _checked_loss(function(leaf, documents), documents)
         total += loss.item()
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
@@ -111,7 +111,7 @@ def set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Flo
     return total, coefficients
 
 
-def _check_scalar(loss: Any, documents: tuple[int, ...]) -> Tensor:
+def _checked_loss(loss: Any, documents: tuple[int, ...]) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return loss.sum()
     shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -159,7 +159,7 @@ class SameOnRanks:
 
 
 class DocumentPasses:
-    """The sets of one step; given to its passes as `measure` once `look_ahead` has run.
+    """The sets of one step; given to its passes as `measure` once `compute_coefficients_ahead` has run.
 
     An error of the caller's function is kept in `error`, and the passes go on.
     """
@@ -169,7 +169,7 @@ class DocumentPasses:
     ) -> None:
         """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
-        self.forward_twice = 0  # micro-batches that look_ahead runs
+        self.forward_twice = 0  # micro-batches that `compute_coefficients_ahead` runs
         self._check = SameOnRanks()
         self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
         self._coefficients: Floats = np.zeros(len(plan.lengths))  # of sets that are not in one micro-batch
@@ -205,7 +205,7 @@ class DocumentPasses:
                 )
             )
 
-    def look_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
+    def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
         # −1, of a document that the plan left out, stands for any micro-batch: the step raises when it counts targets.
         indices = sorted({self._index.get(document, -1) for documents in self._sets_across for document in documents})
@@ -220,7 +220,7 @@ class DocumentPasses:
         self.forward_twice: int = len(indices)
 
     def loss_ahead(self) -> float:
-        """Return this rank's part of the loss of the sets of `look_ahead`, which one rank counts."""
+        """Return this rank's part of the loss of the sets of `compute_coefficients_ahead`, which one rank counts."""
         return self._loss_ahead if self._world.rank == self._world.home.ranks[0] else 0.0
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
@@ -229,7 +229,7 @@ class DocumentPasses:
         groups = batch.shard.micro_batch.groups
         if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
             log_probs = (
-                chunked_values(hidden, targets.targets, row_log_probs, head, self._chunk_rows).double().cpu().numpy()
+                chunked_values(hidden, targets.targets, target_log_probs, head, self._chunk_rows).double().cpu().numpy()
             )
             local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
             ids = sorted({document for documents in sets for document in documents})
@@ -243,10 +243,10 @@ class DocumentPasses:
             return total
         slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
 
-        def slopes_only(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
 
-        return total + chunked_loss(hidden, targets.targets, slopes_only, head, self._chunk_rows)
+        return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, self._chunk_rows)
 
     def differs_on_ranks(self) -> bool:
         """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
@@ -256,7 +256,7 @@ class DocumentPasses:
         """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""
         if self.error is None:
             try:
-                loss, coefficients = set_losses(self._function, sets, sums)
+                loss, coefficients = sum_set_losses(self._function, sets, sums)
                 self._check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients
             except Exception as error:  # of the caller's function
@@ -309,7 +309,7 @@ class LossTerm(Term):
     def prepare_passes(self, passes: Passes, batches: Sequence[LocalBatch]) -> float:
         if not isinstance(self.measure, DocumentPasses):
             return 0.0
-        self.measure.look_ahead(passes, batches)
+        self.measure.compute_coefficients_ahead(passes, batches)
         return self.measure.loss_ahead()
 
     def raise_error(self) -> None:

@@ -35,7 +35,7 @@ from longspan.model.sharding import defer_until_last_pass, reshard, sum_gradient
 from longspan.plan import Group, MicroBatch, Plan
 from longspan.plan.items import EncoderPlanning, ItemTable, ModalityPlan, NeededBy, Wave, plan_items
 from longspan.train.passes import Term
-from longspan.train.read_rows import LocalBatch, read_and_agree
+from longspan.train.read_rows import LocalBatch, read_and_compare_digest
 from longspan.train.step_inputs import StepDocuments, StepInputs
 
 
@@ -186,14 +186,14 @@ class ModalityPass:
 
     def _call_encoder(self, wave: _LocalWave) -> Tensor:
         """Only an encoder whose slots share items takes a shard."""
-        with _add_note_to_errors(lambda: f"encoding {self._item_names(wave)} on rank {self.world.rank}"):
+        with _add_note_to_errors(lambda: f"encoding {self._items_text(wave)} on rank {self.world.rank}"):
             return self.encoder.module(wave.inputs, **({} if wave.shard is None else {"shard": wave.shard}))
 
-    def _item_names(self, wave: _LocalWave) -> str:
+    def _items_text(self, wave: _LocalWave) -> str:
         return ", ".join(map(self.items.item_text, wave.items[:3])) + (", …" if len(wave.items) > 3 else "")
 
     def _rows_error(self, wave: _LocalWave, output: Any) -> ModelError | None:
-        names = self._item_names(wave)
+        names = self._items_text(wave)
         if not isinstance(output, Tensor) or output.ndim != 2:
             returned = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
             return ModelError(f"the encoder returned {returned} for {names}; it returns rows (n, width)")
@@ -268,7 +268,7 @@ class ModalityPass:
             self.waves[index].deliveries.append((leaf, place))
         return leaf
 
-    def backward(self) -> None:
+    def run_backward(self) -> None:
         """Bring the gradients of every wave back, the last first, and run the encoder's backward pass."""
         if not self.trains or not self.waves:
             return
@@ -337,7 +337,7 @@ class EncodersTerm(Term):
         self._micro_batches = inputs.plan.micro_batches
         self._encoding = encoding = take_encoding(self._model, inputs.plan, table, **passes)
         read = partial(encoding.read_items, inputs.documents.documents)
-        read_and_agree(read, table.digest(), inputs.world, what="lists of items")
+        read_and_compare_digest(read, table.digest(), inputs.world, what="lists of items")
 
     def read_portion(self, micro_batches: Sequence[MicroBatch]) -> None:
         self._micro_batches = micro_batches
@@ -423,7 +423,7 @@ class Encoding:
             yield
             with self._clock.add_time(), self._name_part("gradients to encoders, and their backward passes"):
                 for modality_pass in reversed(self._modality_passes):
-                    modality_pass.backward()
+                    modality_pass.run_backward()
 
     def gather_times(self) -> EncoderTimes:
         """Return the times, read after the step has waited for the device; all ranks enter together."""

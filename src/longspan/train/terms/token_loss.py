@@ -26,8 +26,8 @@ from longspan.train.loss import (
     chunked_values,
     cut_into_chunks,
     find_softmax_kernels,
-    row_log_probs,
-    uses_kernels,
+    target_log_probs,
+    uses_softmax_kernels,
 )
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
@@ -47,7 +47,7 @@ def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
     return unique
 
 
-def agree_on_names(names: tuple[str, ...], world: World) -> None:
+def compare_names_on_ranks(names: tuple[str, ...], world: World) -> None:
     digest = hashlib.sha256(" ".join(names).encode()).hexdigest()
     world.control.compare_digests(digest, what="lists also=", hint="Give every rank the same names in the same order")
 
@@ -66,7 +66,7 @@ def distribution_values(logits: Tensor, ids: Tensor, names: Sequence[str]) -> Te
     values = logits.new_empty((len(names), len(logits)), dtype=dtype)
     for chunk in cut_into_chunks(len(logits), max(1, len(logits) // _PARTS)):
         for value, name in zip(values, names, strict=True):
-            value[chunk] = _distribution_number(logits[chunk].detach(), ids[chunk], name, dtype)
+            value[chunk] = _distribution_value(logits[chunk].detach(), ids[chunk], name, dtype)
     return values
 
 
@@ -75,7 +75,7 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
 
     They are the entropy, whether a target of `ids` (t,) is the likeliest token, the mean logit, and log Σ p².
     """
-    if not (uses_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1):
+    if not (uses_softmax_kernels(logits.dtype, logits.device.type) and logits.stride(1) == 1):
         return None
     rows, vocabulary = logits.shape
     numbers = logits.new_empty((4, rows), dtype=torch.float32)
@@ -85,7 +85,7 @@ def kernel_distributions(logits: Tensor, ids: Tensor) -> Tensor | None:
     return numbers
 
 
-def _distribution_number(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+def _distribution_value(logits: Tensor, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
     if name == "top1":
         return (logits.argmax(-1) == ids).to(dtype)
     if name == "mean_logits":
@@ -192,7 +192,7 @@ class BatchTargets:
         self._values = {name: values[rows] for name, values in batch.values.items()} | {WEIGHTS: self.weights}
         self._device = device
 
-    def rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
+    def loss_rows(self, part: slice, dtype: torch.dtype, distributions: Distributions | None = None) -> LossRows:
         """Return some of these targets as the caller's function gets them, numbers in `dtype` on the device."""
         numbers = {name: to_device(x[part], self._device).to(dtype) for name, x in self._values.items()}
         return LossRows(
@@ -234,7 +234,7 @@ class TokenLoss:
         distributions = Distributions(logits, targets.targets.ids[part])
         try:
             leaf = log_probs.detach().requires_grad_(torch.is_grad_enabled())
-            losses = check_losses(self._function(leaf, targets.rows(part, leaf.dtype, distributions)), leaf)
+            losses = check_losses(self._function(leaf, targets.loss_rows(part, leaf.dtype, distributions)), leaf)
             total = losses.sum(dtype=torch.float64)
             if not total.requires_grad:  # a constant, or no gradient is wanted
                 return total, zeros[1]
@@ -309,12 +309,12 @@ class CollectedLogProbs:
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
         self._parts.append(
-            (targets, chunked_values(hidden, targets.targets, self._target_values, head, self._chunk_rows))
+            (targets, chunked_values(hidden, targets.targets, self._log_probs_and_values, head, self._chunk_rows))
         )
         return hidden.new_zeros((), dtype=torch.float64)
 
-    def _target_values(self, logits: Tensor, ids: Tensor) -> Tensor:
-        log_probs = row_log_probs(logits, ids).unsqueeze(0)
+    def _log_probs_and_values(self, logits: Tensor, ids: Tensor) -> Tensor:
+        log_probs = target_log_probs(logits, ids).unsqueeze(0)
         return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
