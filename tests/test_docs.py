@@ -404,7 +404,9 @@ def test_a_configuration_fits_the_ranks_of_its_command(
     ranks: int, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("longspan.cli.flags.find_folders", lambda config, **_: config)  # data that nobody has made yet
+    monkeypatch.setattr(
+        "longspan.cli.flags.set_local_folders", lambda config, **_: config
+    )  # data that nobody has made yet
     _, config = parse_train(words)
     home = check_config(config, ranks)
     choice = PlanChoice.training(config)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from longspan.bench.benches import BenchFlags, origin_text, show_record, write_unfinished_record
 from longspan.bench.calibrate import time_run
-from longspan.cli.flags import check_least, parse_flags
+from longspan.cli.flags import check_flags_at_least, parse_flags
 from longspan.cli.machine import machine_facts
 from longspan.cli.processes import print_note, run_on_ranks
 from longspan.comm import World
@@ -199,7 +199,7 @@ class EvaluationSettings:
 def make_settings(flags: EvalBenchFlags, ranks: int, backend: str, command: Sequence[str]) -> EvaluationSettings:
     """The settings that the ranks receive. Raises ConfigError for an unknown case, and if no case can run."""
     flags.check_flags()
-    check_least(flags, documents=1, layers=0, tokens=0, vocabulary=8)
+    check_flags_at_least(flags, documents=1, layers=0, tokens=0, vocabulary=8)
     changes = {"preset": flags.preset, "layers": flags.layers, "tokens": flags.tokens}
     cases = cases_of(flags.cases, gpu=backend != "gloo", **changes)
     run = tuple(case for case in cases if case.runs_on(ranks))

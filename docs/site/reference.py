@@ -21,7 +21,7 @@ from longspan.cli.doctor import DoctorFlags
 from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
-from longspan.cli.flags import TrainFlags, find_words, flag_types
+from longspan.cli.flags import TrainFlags, word_fields, flag_types
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags
@@ -156,7 +156,7 @@ def flag_rows(kind: Any) -> Iterator[str]:
     texts, hints = flag_texts(kind), get_type_hints(kind)
     flags = flag_types(kind)
     yield from (
-        row(f"`{find_words(kind)[name].metavar}`", hints[name], default_of(kind, name), texts[name])
+        row(f"`{word_fields(kind)[name].metavar}`", hints[name], default_of(kind, name), texts[name])
         for name in positionals(kind)
     )
     for name in hints:
@@ -175,7 +175,7 @@ def flag_texts(kind: Any) -> dict[str, str]:
 
 def positionals(kind: Any) -> list[str]:
     """The fields that are words without a flag."""
-    return list(find_words(kind))
+    return list(word_fields(kind))
 
 
 def default_of(kind: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longspan.cli import doctor_model, processes
-from longspan.cli.doctor import Check, rank_checks, version_checks
+from longspan.cli.doctor import Check, proof_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
 from longspan.doctor.proof import Outcome, Proof, WorldFacts, proof_json, proof_text
@@ -29,7 +29,7 @@ def test_ranks() -> None:
     world = WorldFacts(2, "cpu", "gloo", ({"ranks": [0, 1], "kind": "parent", "seconds": 0.01},))
     exact = Outcome(Case(cp=2), "exact", 1e-16, 1e-15, "weight", 1e-12)
     wrong = replace(exact, status="wrong", loss_error=float("nan"))
-    checks = list(rank_checks(Proof((exact, wrong), (world,))))
+    checks = list(proof_checks(Proof((exact, wrong), (world,))))
     assert [check.good for check in checks] == [None, True, False]
     assert checks[0] == Check("group", "parent of 2", "made in 10 ms (2 ranks on cpu, gloo)", None)
     assert "loss nan" in checks[2].found and "allowed 1.0e-12" in checks[1].found

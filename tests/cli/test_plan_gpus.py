@@ -13,7 +13,7 @@ from longspan.cli import machine, processes
 from longspan.cli.main import main
 from longspan.cli.plans import answer as plans_answer
 from longspan.cli.plans import question
-from longspan.cli.plans.fit import UNIT, RunOnGpus, can_scale, find_fits, position_limit
+from longspan.cli.plans.fit import UNIT, RunOnGpus, can_scale_positions, find_fits, longest_position
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
@@ -300,16 +300,16 @@ def test_seconds_are_those_that_training_predicts(keys: dict[str, Any], extra: b
     given = {"model.path": model, "context.cp_comm_type": "a2a", "context.max_tokens_per_slot": 16384}
     config = load_config(None, given | {"run.machine": "h200", "context.context_parallel_size": 2} | keys)
     gpus = Gpus(machine=Machine(), count=4, bytes=24 << 30, host_bytes=8 << 30, name="H200")
-    run = RunOnGpus.of(config, gpus)
+    run = RunOnGpus.with_model(config, gpus)
     plans = [run.plan((30000, 20000)), run.plan((9000,))]
     memory = run.plan_memory(plans)
     slots = run.home.slots
     cost = find_run_cost(config, model, print, gpu=True, slots=slots, memory=memory).shared_by(run.home.tp)
     assert run.cost() == find_run_cost(config, model, print, gpu=True, slots=slots)  # by which plans are made
     priced = sum(plan.timeline(cost).step_seconds for plan in plans) / 2
-    seconds = run.seconds(plans, memory)
+    seconds = run.step_seconds(plans, memory)
     assert seconds > priced if extra else seconds == pytest.approx(priced)
-    assert run.seconds(plans[:1], memory) > run.seconds(plans[1:], memory)
+    assert run.step_seconds(plans[:1], memory) > run.step_seconds(plans[1:], memory)
 
 
 @pytest.mark.parametrize("gpu_bytes", [0, 80 << 30])
@@ -426,13 +426,13 @@ def test_positions_are_those_that_training_knows(name: str, values: dict[str, An
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, name)(**values)
     config.save_pretrained(tmp_path)
-    assert position_limit(str(tmp_path)) == rope.position_limit(config)
+    assert longest_position(str(tmp_path)) == rope.position_limit(config)
     try:
         rope.scale_rope(config, "yarn", 2.0)
     except Exception:
-        assert not can_scale(str(tmp_path))
+        assert not can_scale_positions(str(tmp_path))
     else:
-        assert can_scale(str(tmp_path))
+        assert can_scale_positions(str(tmp_path))
 
 
 def test_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ BUILDS: list[tuple[dict[str, Any], SimpleNamespace | None, LocalGpus]] = [
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> None:
-    gpus._driver_gpus.cache_clear()
+    gpus._count_gpus_by_driver.cache_clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch is asked")
@@ -193,10 +193,10 @@ def test_the_driver_is_asked_for_builds_that_use_it(
             raise OSError(f"{name}: cannot open shared object file")
         return driver
 
-    monkeypatch.setattr(gpus, "_has_build", lambda driver: build.get(driver) is not None)
+    monkeypatch.setattr(gpus, "_torch_is_built_for", lambda driver: build.get(driver) is not None)
     monkeypatch.setattr(ctypes, "CDLL", load)
     assert find_gpus() == expected
-    gpus._driver_gpus.cache_clear()
+    gpus._count_gpus_by_driver.cache_clear()
 
 
 def test_torch_finds_as_many_here() -> None:

@@ -19,7 +19,7 @@ from longspan.errors import ConfigError, LayoutError
 from longspan.layout import Layout
 from longspan.plan import Cost
 from longspan.plan.check import COMM_TYPES
-from longspan.run.checks import check_config, check_longest, refuse_encoder_without_images
+from longspan.run.checks import check_config, check_longest_training_document, refuse_encoder_without_images
 from longspan.train.plans import PlanChoice, degrees_to_compare, plan_steps
 from longspan.train.run_memory import plan_with_full_slots
 
@@ -265,7 +265,7 @@ def test_sections_and_figures_of_what_a_run_has_not() -> None:
         refuse_encoder_without_images(load_config(None, {"encoder.tp": 2}), 0)
     refuse_encoder_without_images(RunConfig(), 0)
     with pytest.raises(ConfigError, match=r"held out \(data.eval_documents\), which the run has not"):
-        BestFigure.of("eval_loss").check_sets([])
+        BestFigure.from_text("eval_loss").check_sets([])
 
 
 def test_what_a_run_computes_in() -> None:
@@ -278,10 +278,10 @@ def test_what_a_run_computes_in() -> None:
 def test_the_longest_document_is_named_where_nothing_was_cut() -> None:
     config = load_config(None, {"data.max_document_tokens": 0})
     home = check_config(config, 4)
-    check_longest(config, home, 2048, "a.txt")
+    check_longest_training_document(config, home, 2048, "a.txt")
     too_long = r"\(2049 tokens, of a.txt\) on 4 ranks: .*2048.* It needs 513 rows of each of all 4 slots \(context.cont"
     with pytest.raises(ConfigError, match=too_long + r"ext_parallel_size = 4 or context.planner = "):
-        check_longest(config, home, 2049, "a.txt")
+        check_longest_training_document(config, home, 2049, "a.txt")
 
 
 def test_plans_keep_to_the_nodes_of_the_keys() -> None:
@@ -347,7 +347,7 @@ def test_degrees_that_the_query_heads_do_not_allow_are_refused_before_a_corpus_i
         check_config(load_config(None, keys), 16)
     config = load_config(None, EVALUATED | {"model.path": "folder", "train.lr": 1e-5})
     with pytest.raises(ConfigError, match="deals 6 query heads to the 8 slots"):
-        check_longest(config, check_config(config, 8), 100, "a.txt", 6)
+        check_longest_training_document(config, check_config(config, 8), 100, "a.txt", 6)
 
 
 def test_degrees_that_the_query_heads_do_not_allow_are_not_compared_nor_probed() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longspan.config.defaults import resolve_defaults, set_steps, warn_about_updates
+from longspan.config.defaults import resolve_defaults, set_steps, warn_about_small_updates
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
 from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection, inherit_keys
@@ -38,7 +38,9 @@ def test_steps_that_follow_from_epochs_bring_their_warm_up() -> None:
 def test_a_warm_up_that_does_not_end_is_said() -> None:
     for warm_up, share in ((59, None), (60, "100%"), (120, "50%")):
         lines = list[str]()
-        warn_about_updates(load_config(None, OWN | {"train.steps": 60, "train.warmup_steps": warm_up}), lines.append)
+        warn_about_small_updates(
+            load_config(None, OWN | {"train.steps": 60, "train.warmup_steps": warm_up}), lines.append
+        )
         assert [f"rises to the end, to {share} of train.lr" in line for line in lines] == [True] * (share is not None)
 
 

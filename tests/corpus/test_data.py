@@ -16,9 +16,9 @@ from transformers import AutoTokenizer, Qwen3Config
 from longspan import Layout, SequenceShard, plan_fixed
 from longspan.config.sections import DataConfig, RunConfig, SourceConfig
 from longspan.corpus import builder
-from longspan.corpus.build import check_largest_id, ensure_corpus
+from longspan.corpus.build import check_ids_in_vocabulary, open_or_build_run_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, sample_texts
+from longspan.corpus.files import CorpusFile, file_differences, files_of_other_kinds, find_files, texts_for_tokenizer
 from longspan.corpus.tokenizer import load_tokenizer, train_tokenizer
 from longspan.data.documents import Corpus, Manifest
 from longspan.data.manifest import LeftOut, SourceFile
@@ -35,7 +35,9 @@ def build(
     data = DataConfig(path=str(path), **{"vocab_size": 300, "max_document_tokens": 64} | keys)  # type: ignore[arg-type]
     log = (said if said is not None else []).append
     tokenizer = load_tokenizer(data.tokenizer) if data.tokenizer else None
-    return ensure_corpus(CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+    return open_or_build_run_corpus(
+        CorpusSettings(data), tmp_path / "run", tokenizer=tokenizer, resumed=resumed, log=log
+    )
 
 
 def ids_of(corpus: Corpus, document: int = 0) -> list[int]:
@@ -156,15 +158,15 @@ def test_ids_that_no_row_has_may_lie_beyond_the_embedding(tmp_path: Path) -> Non
     model, rows = Qwen3Config(vocab_size=size), tmp_path / "rows.jsonl"
     keys: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer"), "max_document_tokens": 8}
     rows.write_text('{"text": "some text of a row, which is cut"}\n' * 3)
-    check_largest_id(build(tmp_path / "a", rows, **keys), model, "m")
+    check_ids_in_vocabulary(build(tmp_path / "a", rows, **keys), model, "m")
     rows.write_text('{"text": "some text of a row, which is cut"}\n' * 3 + '{"text": "a <two>"}\n{"text": "b <two>"}\n')
     corpus = build(tmp_path / "b", rows, **keys)
     assert (corpus.manifest.largest_id, corpus.manifest.largest_at) == (size + 1, "rows.jsonl, line 4")
     with pytest.raises(DataError, match=rf"line 4 holds token id {size + 1}, and the embedding of m has {size} rows"):
-        check_largest_id(corpus, model, "m")
+        check_ids_in_vocabulary(corpus, model, "m")
     rows.write_text(json.dumps({"input_ids": [1, 2], "labels": [-100, size]}))
     with pytest.raises(DataError, match=rf"line 1 holds token id {size}, and"):
-        check_largest_id(build(tmp_path / "c", rows, **keys), model, "m")
+        check_ids_in_vocabulary(build(tmp_path / "c", rows, **keys), model, "m")
 
 
 NO_TEXTS = [  # a file and what it holds, the path that is given, and what is said
@@ -214,7 +216,7 @@ def test_a_tokenizer_is_trained_on_so_many_characters(tmp_path: Path, monkeypatc
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "defg", "hi", "j")))
     for most in (3, 4, 9):
         monkeypatch.setattr("longspan.corpus.files.SAMPLE_CHARACTERS", most)
-        assert "".join(sample_texts([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
+        assert "".join(texts_for_tokenizer([CorpusFile(0, file.name, file)])) == "abcdefghij"[:most]
 
 
 def test_a_corpus_is_built_once_and_built_again_when_it_changed(tmp_path: Path) -> None:
@@ -444,7 +446,9 @@ def test_no_part_of_a_held_out_text_is_trained_on(
         data = replace(data, path=str(write_letters(tmp_path / "rows", form)))
     tokenizer = load_tokenizer(write_folder(tmp_path / "phi3", "phi3"))
     settings = CorpusSettings(data)
-    corpus = ensure_corpus(settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None)
+    corpus = open_or_build_run_corpus(
+        settings, tmp_path / "run", tokenizer=tokenizer, resumed=False, log=lambda _: None
+    )
     config = RunConfig(data=data)
     config = replace(config, train=replace(config.train, tokens_per_step=64))
     order = make_step_order(config, corpus)

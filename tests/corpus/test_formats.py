@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from longspan.config.sections import DataConfig, SourceConfig
-from longspan.corpus.build import ensure_corpus
+from longspan.corpus.build import open_or_build_run_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.row_files import chunk_rows, row_file
 from longspan.corpus.rows.sample import Row
 from longspan.corpus.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-from longspan.data.document import target_count
+from longspan.data.document import count_targets
 from longspan.data.documents import Corpus
 from longspan.errors import DataError
 from longspan.model.weights.tokenizer_files import read_stop_token_ids
@@ -30,7 +30,7 @@ def corpus_of(folder: Path, said: list[str] | None = None, **keys: Any) -> Corpu
     data = DataConfig(**{"max_document_tokens": 20, "cache": str(folder / "cache")} | keys)
     log = (said if said is not None else []).append
     run = folder / f"run-{Path(data.cache).name}"
-    return ensure_corpus(CorpusSettings(data), run, tokenizer=tokenizer(folder), resumed=False, log=log)
+    return open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer(folder), resumed=False, log=log)
 
 
 def tokenizer(folder: Path) -> TextTokenizer:
@@ -45,7 +45,7 @@ def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
     for number, length in enumerate(corpus.lengths.tolist()):
         document, at = corpus[number], np.arange(length)
         labels = document.labels(at) if corpus.targets is not None else document[at]  # type: ignore[attr-defined]
-        result.append((document[at].tolist(), labels[1:].tolist(), target_count(document)))
+        result.append((document[at].tolist(), labels[1:].tolist(), count_targets(document)))
     return result
 
 
@@ -79,8 +79,8 @@ def test_every_form_gives_the_same_documents(tmp_path: Path, form: str) -> None:
 
 def read_all(path: Path) -> tuple[list[Any], list[Any]]:
     file = row_file(path.name, path)
-    placed = [placed for chunk in file.chunks() for placed in chunk_rows(chunk)]
-    good = [file.row_at(position) for position, row in placed if isinstance(row, Row)]
+    placed = [placed for chunk in file.read_chunks() for placed in chunk_rows(chunk)]
+    good = [file.read_row_at(position) for position, row in placed if isinstance(row, Row)]
     values = [row.values if isinstance(row, Row) else row.reason for _, row in placed]
     return values, [row.values for row in good if isinstance(row, Row)]
 
@@ -206,7 +206,7 @@ def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monke
 
     def build(name: str) -> Corpus:
         settings, loaded = CorpusSettings(data), load_tokenizer(tmp_path / "tokenizer")
-        return ensure_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
+        return open_or_build_run_corpus(settings, tmp_path / name, tokenizer=loaded, resumed=False, log=lambda _: None)
 
     with monkeypatch.context() as patch:
         patch.setattr("longspan.corpus.builder._check_unchanged", lambda _: 1 / 0)
@@ -247,7 +247,7 @@ def test_an_arrow_file_that_ends_between_two_batches_is_refused(tmp_path: Path) 
     for size in range(8, len(whole), 8):
         path.write_bytes(whole[:size])
         with pytest.raises(DataError, match=r"cannot read rows.arrow of the corpus"):
-            row_file("rows.arrow", path).chunks().__next__()
+            row_file("rows.arrow", path).read_chunks().__next__()
         with suppress(pyarrow.ArrowInvalid, OSError):
             rows.append(len(pyarrow.ipc.open_stream(whole[:size]).read_all()))
     assert {3, 6} <= {*rows}, "pyarrow reads some of these"

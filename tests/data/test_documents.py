@@ -21,7 +21,7 @@ from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.documents import Corpus, decode_labels
 from longspan.data.manifest import Manifest, SourceFiles
 from longspan.errors import ConfigError, DataError
-from longspan.run.checks import check_data, check_files
+from longspan.run.checks import check_data, check_paths_exist
 
 ENCODING = RowEncoding("input_ids", train_tokenizer(["a b"], 300))
 TOKEN = st.tuples(st.integers(0, 250), st.sampled_from(["own", "other", "none"]))
@@ -98,9 +98,9 @@ def test_missing_packages_are_named(name: str, module: str, monkeypatch: pytest.
         replace(config, data=replace(config.data, path=str(texts)), eval=(EvalConfig(name="a", path=str(tables)),)),
     ]
     for run in of_tables:
-        check_files(run)
+        check_paths_exist(run)
     monkeypatch.delitem(sys.modules, "pyarrow.parquet", raising=False)  # that was imported already
     monkeypatch.setitem(sys.modules, module, None)
     for run in of_tables:
         with pytest.raises(DataError, match=rf"{name} is read with pyarrow, .*: pip install 'longspan\[data\]'"):
-            check_files(run)
+            check_paths_exist(run)

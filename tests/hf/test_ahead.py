@@ -16,8 +16,8 @@ from trl import SFTConfig, SFTTrainer
 import longspan
 from longspan import Layout, World
 from longspan.hf import steps, with_longspan
-from longspan.hf.facade import AheadBatch, Offset, document_entries, versions_of
-from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step
+from longspan.hf.facade import AheadBatch, Offset, document_entries, write_counts
+from longspan.hf.steps import BatchesAhead, CollectedTokens, ComingStep, documents_digest, read_step_documents
 from longspan.plan import plan_fixed
 from longspan.testing import run_ranks
 from longspan.train import LossRows
@@ -56,9 +56,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def coming(batches: list[Any]) -> ComingStep:
-    rows, documents, firsts = read_step(batches, 4.0)
+    rows, documents, firsts = read_step_documents(batches, 4.0)
     plan = plan_fixed([len(d) for d in documents], Layout(1), cp=1, targets=4)
-    versions = [versions_of(document_entries(x)) for x in batches]
+    versions = [write_counts(document_entries(x)) for x in batches]
     return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
 
 
@@ -73,7 +73,7 @@ def test_a_step_is_of_its_batches_until_they_are_written_to() -> None:
 
 def test_an_answer_is_of_the_same_tensors_or_equal_ones_that_were_not_written_to() -> None:
     called, values = batch(), Offset(None, 0)  # pyright: ignore[reportArgumentType]
-    made = AheadBatch(document_entries(called), read_step([called], 4.0)[0][0], values, versions_of(called))
+    made = AheadBatch(document_entries(called), read_step_documents([called], 4.0)[0][0], values, write_counts(called))
     assert made.matches(called) and made.has_same_tensors(called)
     assert made.matches(batch()) and not made.has_same_tensors(batch())
     assert not made.has_same_tensors(called | {"position_ids": torch.arange(3).expand(2, 3)})
@@ -189,7 +189,7 @@ def sft(folder: str, accumulate: int) -> tuple[Counter[Any], Counter[Any], dict[
 
             patch.setattr(owner, name, noted)
 
-        note(steps, "read_batch", "rows")
+        note(steps, "read_documents_of_batch", "rows")
         note(steps.StepsPart, "_make_plan", "plans")
         trainer = make(SFTTrainer, folder, accumulate, callbacks=[reads])
         note(trainer, "data_collator", "collated")

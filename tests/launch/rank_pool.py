@@ -118,10 +118,10 @@ class RankPool:
         except BaseException:
             self.close()
             raise
-        return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
+        return [rank.answer.unpickle_value() for rank in ranks.ranks if rank.answer is not None]
 
     def _running(self) -> LocalRanks:
-        if self._ranks is not None and not self._ranks.are_ready(READY_SECONDS):
+        if self._ranks is not None and not self._ranks.are_ready_for_calls(READY_SECONDS):
             self.close()
         if self._ranks is None:
             self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")

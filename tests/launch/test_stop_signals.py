@@ -25,9 +25,9 @@ from longspan.launch.stop_signals import (
     SIGNALS,
     Forwarding,
     Interrupted,
-    disregard_signals,
-    interruptible,
-    leave_closed_output,
+    drop_output_if_closed,
+    ignore_signals,
+    raise_on_stop_signals,
 )
 from tests.train.small import small_config
 
@@ -66,14 +66,14 @@ def test_a_press_is_forwarded_once_and_a_later_one_kills_and_notices_are_forward
     killed = "longspan: SIGINT again: the processes are killed, and what they have not saved is lost\n"
     assert capfd.readouterr().err == (killed if expected else "")
     if expected:
-        with interruptible(), pytest.raises(Interrupted, match="SIGINT"):
+        with raise_on_stop_signals(), pytest.raises(Interrupted, match="SIGINT"):
             forwarding.repeat_signal()
 
 
 def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     before, received = signal.getsignal(signal.SIGUSR1), list[int]()
-    with interruptible():
-        disregard_signals([signal.SIGUSR1])
+    with raise_on_stop_signals():
+        ignore_signals([signal.SIGUSR1])
         signal.raise_signal(signal.SIGUSR1)
         with Forwarding(SimpleNamespace(signal=received.append)):  # pyright: ignore[reportArgumentType]
             signal.raise_signal(signal.SIGUSR1)
@@ -86,22 +86,22 @@ def test_what_is_passed_over_does_nothing_and_is_forwarded(monkeypatch: pytest.M
 def test_output_to_a_closed_terminal_or_pipe_goes_nowhere(tmp_path: Path) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for reader, writer in (pty.openpty(), os.pipe()):
-        leave_closed_output([writer])
+        drop_output_if_closed([writer])
         assert not os.path.sameopenfile(writer, nowhere)
         os.close(reader)
-        leave_closed_output([writer])
+        drop_output_if_closed([writer])
         assert os.path.sameopenfile(writer, nowhere)
         os.close(writer)
     with (tmp_path / "file").open("w") as file:
-        leave_closed_output([file.fileno()])
+        drop_output_if_closed([file.fileno()])
         assert not os.path.sameopenfile(file.fileno(), nowhere)
 
 
 def test_a_command_is_interrupted_once_by_a_press_that_comes_twice() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
-    with interruptible(), pytest.raises(Interrupted) as raised:
+    with raise_on_stop_signals(), pytest.raises(Interrupted) as raised:
         signal.raise_signal(signal.SIGTERM)
-    with interruptible():
+    with raise_on_stop_signals():
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -139,7 +139,7 @@ def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) 
 
     sender = threading.Thread(target=send)
     sender.start()
-    with interruptible(), pytest.raises(CheckpointError, match="the disk is full"):
+    with raise_on_stop_signals(), pytest.raises(CheckpointError, match="the disk is full"):
         run_local(fail_after_a_signal, 2, (tmp_path,))
     sender.join()
 

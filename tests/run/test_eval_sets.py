@@ -23,7 +23,7 @@ from longspan.run.facts import TrainResult
 from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
-from longspan.run.run_data import open_set
+from longspan.run.run_data import open_evaluation_set
 from longspan.testing import backend, run_ranks
 from longspan.train.training import check_set_length
 from tests.corpus.rows.families import write_folder
@@ -157,5 +157,5 @@ def test_rows_of_a_set_are_encoded_as_the_training_data_are(tmp_path: Path) -> N
     model = preset_config("qwen3-tiny", vocab_size=400)
     with World(check_config(config, 1), backend="gloo") as world:
         trained = build_shared_corpus(config, world, model, resumed=False, log=lambda _: None)
-        evaluated = open_set(config, config.eval[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
+        evaluated = open_evaluation_set(config, config.eval[0], world, lambda _: None).documents.corpus  # type: ignore[attr-defined]
     assert trained.manifest.encodings == evaluated.manifest.encodings

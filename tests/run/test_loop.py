@@ -212,13 +212,13 @@ def test_a_gpu_gets_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
     run: Any = type("Run", (), {"dir": tmp_path})
     run.world = type("World", (), {"device": torch.device("cuda", 0), "rank": 3})
-    text = loop._write_snapshot(run)
+    text = loop._write_allocator_snapshot(run)
     assert written == [str(tmp_path / "memory" / "rank-3.pickle")] and written[0] in text
 
 
 def test_a_cpu_has_no_column_of_its_allocator() -> None:
     watch = loop.AllocatorWatch(torch.device("cpu"))
-    assert watch.columns() == {} and watch.warning(0.0) == ""
+    assert watch.count_step_retries() == {} and watch.warning_once(0.0) == ""
 
 
 def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +229,8 @@ def test_an_allocator_that_gives_memory_back_is_counted_and_named_once(monkeypat
     monkeypatch.setattr(loop, "peak_reserved_bytes", lambda _: 137 << 30)
     watch = loop.AllocatorWatch(torch.device("cuda", 0))
     for retries in steps:
-        assert watch.columns() == {"allocator_retries": retries} and watch.of_step == retries
-        lines.append(watch.warning(retries))
+        assert watch.count_step_retries() == {"allocator_retries": retries} and watch.of_step == retries
+        lines.append(watch.warning_once(retries))
     assert [bool(line) for line in lines] == [False] * 4 + [True] + [False] * 2
     assert lines[4] == (
         "the GPU's allocator ran out of memory 3 times a step: each time it waits for the GPU, gives back what is free "

@@ -75,7 +75,7 @@ def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
         now[0] = seconds
         answers.append(first.minutes_are_over())
         assert not second.minutes_are_over() and not never.minutes_are_over()
-        if first.is_save_due(minutes_over=first.minutes_are_over()):
+        if first.is_checkpoint_due(minutes_over=first.minutes_are_over()):
             first.save()
     assert answers == [False, True, False, True] and saved == [(0, 2), (0, 2)]
 
@@ -85,7 +85,7 @@ def test_the_first_ranks_clock_counts_from_the_last_checkpoint(
 def test_steps_between_checkpoints_and_the_last(done: int, due: bool) -> None:
     saves = saves_of(save_every=3, steps=7)
     saves.done = done
-    assert saves.is_save_due(minutes_over=False) == due and saves.is_save_due(minutes_over=True)
+    assert saves.is_checkpoint_due(minutes_over=False) == due and saves.is_checkpoint_due(minutes_over=True)
 
 
 def broken_weights() -> NonFiniteError:

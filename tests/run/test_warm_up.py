@@ -17,11 +17,11 @@ from longspan.plan import Group, MicroBatch, Plan, plan_dynamic, plan_fixed
 from longspan.run import warm_up as warm_up_module
 from longspan.run.loggers import read_metrics
 from longspan.run.warm_up import (
-    kind_of_group,
+    group_kind,
     plan_warm_up,
     repeat_on_all_slots,
+    run_warm_up,
     smallest_group_of_each_kind,
-    warm_up,
 )
 from longspan.testing import run_ranks
 from longspan.train.optim.optimizer import allocate_adam_states
@@ -42,16 +42,16 @@ MARKS = dict.fromkeys(("stages", "tensor and experts"), pytest.mark.whole)
 def _train(rank: int, cold: RunConfig, warm: RunConfig, ranks: int) -> list[str]:
     train_rank(rank, cold, ranks)
     lines: list[str] = []
-    before, said = warm_up_module.needs_warm_up, warm_up_module.warm_up
+    before, said = warm_up_module.needs_warm_up, warm_up_module.run_warm_up
 
     def noted(training: Any, plans: Any, evaluation: Any, log: Any) -> None:
         said(training, plans, evaluation, lines.append)
 
-    warm_up_module.needs_warm_up, warm_up_module.warm_up = lambda world: True, noted  # type: ignore[assignment]
+    warm_up_module.needs_warm_up, warm_up_module.run_warm_up = lambda world: True, noted  # type: ignore[assignment]
     try:
         train_rank(rank, warm, ranks)
     finally:
-        warm_up_module.needs_warm_up, warm_up_module.warm_up = before, said
+        warm_up_module.needs_warm_up, warm_up_module.run_warm_up = before, said
     return lines
 
 
@@ -78,7 +78,7 @@ def test_losses_are_the_same_to_the_last_bit(tmp_path: Path, home: str) -> None:
 
 def test_kinds_of_groups() -> None:
     def kind(*lengths: int, slots: int = 2, **changes: Any) -> Any:
-        return kind_of_group(Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, **changes))
+        return group_kind(Group(tuple(range(slots)), tuple(range(len(lengths))), lengths, **changes))
 
     assert kind(4096) == kind(9000) != kind(4096, 4096) == kind(9000, 4, 1) != kind(9000, 3, 1)
     assert kind(*[4096] * 256) != kind(*[4096] * 257)
@@ -92,10 +92,10 @@ def test_every_slot_meets_every_kind(slots: int) -> None:
     plans = [plan_fixed(LENGTHS, Layout(slots), cp=slots, max_tokens_per_slot=1024)]
     plans.append(plan_dynamic(LENGTHS, Layout(slots), max_tokens_per_slot=400 if slots > 1 else 1024))
     training, evaluation = plan_warm_up(plans, plans[1], in_flight=2)
-    kinds = {kind_of_group(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
+    kinds = {group_kind(group) for plan in plans for batch in plan.micro_batches for group in batch.groups}
     for slot in range(slots):
         groups = [group for batch in training.micro_batches for group in batch.groups]
-        assert {kind_of_group(group) for group in groups if slot in group.slots} == kinds
+        assert {group_kind(group) for group in groups if slot in group.slots} == kinds
     assert len(training.micro_batches) % 2 == 0 and training.max_tokens_per_slot is None
     most = max(int(plan.timeline().rows.max()) for plan in plans)
     rows = training.timeline().rows.max(1)
@@ -144,7 +144,7 @@ def test_communicators_are_made_before_the_first_pass(
     config = small_config(tmp_path, context__planner=planner)
     training: Any = SimpleNamespace(world=world, config=config, optimizer=None, model=nn.Linear(1, 1))
     plans = [plan_fixed(lengths, Layout(2), cp=2) for lengths in ([9, 4], [8], [7, 5])]
-    warm_up(training, plans[:2], plans[2], lambda line: None)
+    run_warm_up(training, plans[:2], plans[2], lambda line: None)
     assert calls == [*plans, *(["pairs"] if planner == "dynamic" else []), True, False]
 
 

@@ -57,7 +57,7 @@ def test_texts_in_parts_of_a_table_count_and_images_do_not(tmp_path: Path) -> No
     table = pyarrow.Table.from_pylist([row | {"images": [{"bytes": b"x" * 3000, "path": None}]} for row in rows])
     words = pyarrow.array(["short", "word " * 400, "short"]).dictionary_encode()
     parquet.write_table(table.append_column("word", words), tmp_path / "rows.parquet")
-    (chunk,) = row_file("rows.parquet", tmp_path / "rows.parquet", LIMIT * 5).chunks()
+    (chunk,) = row_file("rows.parquet", tmp_path / "rows.parquet", LIMIT * 5).read_chunks()
     assert [type(row.row) is BadRow for row in chunk_rows(chunk)] == [False, True, False]
 
 
@@ -68,14 +68,14 @@ def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
     for name, write in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)):
         (tmp_path / name).write_bytes(write(data))
         file = row_file(name, tmp_path / name, LIMIT)
-        chunks = list(file.chunks())
+        chunks = list(file.read_chunks())
         assert max(len(chunk.data) for chunk in chunks) <= CHUNK_BYTES + LIMIT + 1
         assert any(not chunk.data for chunk in chunks)
         rows = [row for chunk in chunks for row in chunk_rows(chunk)]
         assert [type(row.row) is BadRow for row in rows] == [False, True, False, True, False]
         assert [row.row.where for row in rows] == [f"{name}, line {n}" for n in range(1, 6)]
         assert f"a line of {size:,} bytes" in str(rows[1].row)
-        assert file.row_at(rows[4].position).values == GOOD[0]  # type: ignore[union-attr]
+        assert file.read_row_at(rows[4].position).values == GOOD[0]  # type: ignore[union-attr]
 
 
 ROWS: list[tuple[str, str]] = [

@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longspan.cli.flags import write_text
+from longspan.cli.flags import write_text_file
 from longspan.cli.machine import machine_text
-from longspan.cli.processes import Device, choose_processes, is_reporting, print_note
+from longspan.cli.processes import Device, choose_processes, print_note, prints_results
 from longspan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdown: str) -> None:
     """Print a finished record, as JSON with --json, and write it to the file of --out; on the reporting rank only."""
-    if not is_reporting():
+    if not prints_results():
         return
     if flags.out:
         write_record(record, Path(flags.out), markdown)
@@ -85,15 +85,15 @@ def show_record(record: dict[str, Any], flags: BenchFlags, *, text: str, markdow
 
 def write_record(record: dict[str, Any], path: Path, markdown: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(record, indent=1) + "\n")
-    write_text(path.with_suffix(".md"), markdown)
+    write_text_file(path, json.dumps(record, indent=1) + "\n")
+    write_text_file(path.with_suffix(".md"), markdown)
 
 
 def write_unfinished_record(record: dict[str, Any], out: str) -> None:
     """Write what has been measured so far, for a bench that may be interrupted; with out "" nothing is written."""
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_text(out, json.dumps(record, indent=1))
+        write_text_file(out, json.dumps(record, indent=1))
 
 
 def origin_text(record: dict[str, Any]) -> str:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from longspan.attention import attend
 from longspan.bench.benches import BenchFlags, change_layer_count
-from longspan.cli.flags import parse_flags, write_text
+from longspan.cli.flags import parse_flags, write_text_file
 from longspan.cli.machine import machine_facts, machine_text
-from longspan.cli.processes import is_reporting, run_on_ranks
+from longspan.cli.processes import prints_results, run_on_ranks
 from longspan.comm import SequenceShard, World, bind
 from longspan.comm.channel import Channel
 from longspan.errors import ConfigError, plural
@@ -449,9 +449,9 @@ def main(argv: Sequence[str]) -> int:
     if not Path(flags.out).absolute().parent.is_dir():
         raise ConfigError(f"--out {flags.out}: there is no folder {Path(flags.out).absolute().parent}")
     measured = run_on_ranks(calibrate_on_rank, (flags, ranks, backend), ranks)
-    if is_reporting():
+    if prints_results():
         calibration = fit_machine(measured, ranks, backend)
-        write_text(flags.out, json.dumps(calibration.machine.to_json(), indent=1) + "\n")
+        write_text_file(flags.out, json.dumps(calibration.machine.to_json(), indent=1) + "\n")
         about = {"ranks": ranks, "backend": backend, "repeats": flags.repeats}
         command = " ".join(["longspan", "bench", "calibrate", *argv])
         record = make_record(calibration, measured, about | {"command": command})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.cli.flags import parse_flags
 from longspan.cli.machine import machine_facts, machine_text
-from longspan.cli.processes import is_reporting
+from longspan.cli.processes import prints_results
 from longspan.errors import LongspanError, plural
 from longspan.plain_text import bytes_text, seconds_text, text_table
 from longspan.versions import versions
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             timeout=flags.timeout_seconds,
             as_json=flags.json,
         )
-    if is_reporting():
+    if prints_results():
         print("comparing a small model with the stock one: a minute or more", file=sys.stderr, flush=True)
     began = time.perf_counter()
     checks = [*version_checks(versions()), *device_checks(), *kernel_checks()]
@@ -92,11 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         proof = compare_preset(flags.world, flags.backend, flags.timeout_seconds)
-        ranks, checks = asdict(proof.worlds[0]), [*checks, *rank_checks(proof)]
+        ranks, checks = asdict(proof.worlds[0]), [*checks, *proof_checks(proof)]
     except LongspanError as error:
         checks.append(Check("parity", "comparison", str(error), False))
     good = all(check.good is not False for check in checks)
-    if is_reporting():
+    if prints_results():
         seconds = time.perf_counter() - began
         if flags.json:
             rows = [asdict(check) for check in checks]
@@ -172,7 +172,7 @@ def kernel_checks() -> Iterator[Check]:
             yield Check("kernel", kernel.name, f"not here: {lacks[-1]}", None)
 
 
-def rank_checks(proof: "Proof") -> Iterator[Check]:
+def proof_checks(proof: "Proof") -> Iterator[Check]:
     """A check for each process group that was made, and for each comparison with the stock model."""
     from longspan.doctor.proof import outcome_text
 

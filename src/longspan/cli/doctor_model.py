@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import PreTrainedConfig
 
 from longspan.cli.machine import set_gpu_environment
-from longspan.cli.processes import Processes, choose_processes, has_torchrun, is_reporting, run_on_ranks, usable_gpus
+from longspan.cli.processes import Processes, choose_processes, has_torchrun, prints_results, run_on_ranks, usable_gpus
 from longspan.doctor.cases import (
     Case,
     CaseSet,
@@ -52,19 +52,19 @@ def prove_model(
     """
     began = time.perf_counter()
     config = find_configuration(name)
-    if is_reporting():
+    if prints_results():
         print(f"comparing a small copy of {name} with the stock one: a minute or more", file=sys.stderr, flush=True)
     proofs, models = list[Proof](), list[dict[str, Any]]()  # one for each choice of processes
     for processes in _list_proof_processes(world, backend):
         true_heads = head_size == "true" or (head_size == "auto" and processes.backend == "nccl")
         small_config = shrink_configuration(config, true_heads=true_heads, images=reads_images(config))
-        models.append(_model_facts(config, small_config, processes))
+        models.append(_proof_facts(config, small_config, processes))
         proofs.append(_prove_cases(small_config, _choose_cases(case_set, processes, config), processes, timeout))
     outcomes = tuple(outcome for proof in proofs for outcome in proof.outcomes)
     worlds = tuple(world for proof in proofs for world in proof.worlds)
     proof = Proof(outcomes, worlds, text_suffices=not has_only_image_text_class(config))
     seconds = time.perf_counter() - began
-    if is_reporting():
+    if prints_results():
         if as_json:
             model = {"name": name, "copies": models}
             print(json.dumps(proof_json(proof, model, seconds), indent=1, ensure_ascii=False))
@@ -118,7 +118,7 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment()
-    show = is_reporting() and sys.stderr.isatty()
+    show = prints_results() and sys.stderr.isatty()
 
     def launch(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
         return run_on_ranks(fn, (task,), count, seconds)
@@ -127,7 +127,7 @@ def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Process
     return run_proof(config, cases, ranks)
 
 
-def _model_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
+def _proof_facts(config: PreTrainedConfig, small: PreTrainedConfig, processes: Processes) -> dict[str, Any]:
     text, videos = small.get_text_config(), ""
     if reads_images(small) and isinstance(getattr(small, "video_token_id", None), int):
         reason = no_video_reason(small)

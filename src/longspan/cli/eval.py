@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from longspan.cli.flags import Groups, Repeated, Word, check_least, parse_flags, split_flags, write_text
+from longspan.cli.flags import Groups, Repeated, Word, check_flags_at_least, parse_flags, split_flags, write_text_file
 from longspan.cli.processes import (
     Device,
     choose_processes,
     compile_attention_ahead,
     count_host_ranks,
     has_torchrun,
-    is_reporting,
     print_note,
+    prints_results,
     run_on_ranks,
 )
 from longspan.config.defaults import resolve_defaults
@@ -153,7 +153,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     """Make the request of an evaluation on this number of ranks from its flags. The weights to compare with, if any,
     are a second subject, in the layout of the first.
     """
-    check_least(flags, max_document_tokens=NOT_GIVEN)
+    check_flags_at_least(flags, max_document_tokens=NOT_GIVEN)
     check_bounds(flags.encoder, EncoderLayout, "--encoder.")
     if flags.max_document_tokens == 1:
         raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
@@ -238,35 +238,35 @@ def main(argv: Sequence[str]) -> int:
     """Run the verb."""
     starts = Starts()
     flags = parse_eval(argv)
-    processes = choose_processes(flags.world, flags.device, on_cpus=_count_run_ranks(flags.target))
+    processes = choose_processes(flags.world, flags.device, on_cpus=_ranks_of_run(flags.target))
     with processes.add_note_to_errors():
         request = make_request(argv, flags, processes.ranks)
         check_request(request, processes.ranks)
     if not has_torchrun():  # whose ranks run already: they find a missing path themselves
         for _, path in request.paths:
             find_root(path, key="--data")
-    if flags.out and is_reporting():
-        _check_writable(flags.out)
+    if flags.out and prints_results():
+        _check_folder_is_writable(flags.out)
     print_note(processes.note, sys.stderr)
     starts.end_part("command")
     args = (request, processes.ranks, processes.backend, starts)
     config = request.subjects[0].config  # kernels that only a second subject calls are compiled when it is evaluated
     with compile_attention_ahead(config, processes, backward=False):
         results: tuple[SubjectResult, ...] = run_on_ranks(eval_rank, args, processes.ranks)
-    if is_reporting():
+    if prints_results():
         record = results_record(results, processes.ranks)
         if flags.out:
             rows = (json.dumps(json_safe_values(row), ensure_ascii=False) + "\n" for row in document_rows(results))
-            write_text(Path(flags.out, "results.json"), as_json(record, indent=1) + "\n")
-            write_text(Path(flags.out, "documents.jsonl"), "".join(rows))
-            write_text(Path(flags.out, "report.html"), eval_page(json_safe_values(record)))
+            write_text_file(Path(flags.out, "results.json"), as_json(record, indent=1) + "\n")
+            write_text_file(Path(flags.out, "documents.jsonl"), "".join(rows))
+            write_text_file(Path(flags.out, "report.html"), eval_page(json_safe_values(record)))
         print(as_json(record) if flags.json else "\n\n".join(result_tables(results, processes.ranks)))
         if flags.out:
             print(f"Open {Path(flags.out) / 'report.html'}", file=sys.stderr if flags.json else sys.stdout)
     return 0
 
 
-def _check_writable(folder: str) -> None:
+def _check_folder_is_writable(folder: str) -> None:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -274,7 +274,7 @@ def _check_writable(folder: str) -> None:
         raise ConfigError(f"--out: cannot write to {os_error_text(error)}; give another folder") from error
 
 
-def _count_run_ranks(target: str) -> int:
+def _ranks_of_run(target: str) -> int:
     run_dir = find_saved_weights(target).run_dir
     values: Any = None
     with suppress(OSError, ValueError):

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from longspan.cli.processes import Device, count_ranks
-from longspan.config.defaults import find_folders, resolve_defaults
+from longspan.config.defaults import resolve_defaults, set_local_folders
 from longspan.config.file import kind_text, nearest_hint, read_file, read_words
 from longspan.config.keys import (
     GONE,
@@ -25,7 +25,7 @@ from longspan.config.keys import (
     key_value,
     section_keys,
     section_texts,
-    set_key_values,
+    with_key_values,
 )
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig
@@ -47,13 +47,13 @@ class Word:
     example: str = ""
 
 
-def find_words(kind: Any) -> dict[str, Word]:
+def word_fields(kind: Any) -> dict[str, Word]:
     hints = get_type_hints(kind, include_extras=True)
     marks = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
     return {name: mark for name in marks for mark in marks[name] if isinstance(mark, Word)}
 
 
-def shown_flag(flag: str) -> str:
+def flag_text(flag: str) -> str:
     """Write a flag as messages and help do."""
     return flag if "." in flag else flag.replace("_", "-")
 
@@ -61,7 +61,7 @@ def shown_flag(flag: str) -> str:
 def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) -> str:
     """Write the help of a verb: its text, its examples, and the flags of its `SHOWN`, or (`whole`) all `types`."""
     width = min(_WIDEST, shutil.get_terminal_size().columns)
-    words = find_words(kind)
+    words = word_fields(kind)
     texts = {name: text for base in reversed(kind.__mro__[:-1]) for name, text in class_texts(base).items()}
     for section, hint in get_type_hints(kind).items():
         if is_dataclass(hint):
@@ -75,7 +75,7 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
     lines += ["", "examples:", *examples] if examples else []
     lines += [""] if words else []
     for name, word in words.items():
-        lines += _entry(word.metavar, texts[name], width)
+        lines += _flag_lines(word.metavar, texts[name], width)
     shown: Groups = getattr(kind, "SHOWN", {})
     groups = {title: list(flags) for title, flags in shown.items()}
     if whole or not shown:
@@ -85,15 +85,15 @@ def help_text(kind: Any, types: Mapping[str, Any], prog: str, *, whole: bool) ->
     for title, flags in groups.items():
         lines += ["", f"{title}:"]
         for flag in flags:
-            name = "--data" if flag == "--data.path" else shown_flag(flag)  # as in verbs without that section
+            name = "--data" if flag == "--data.path" else flag_text(flag)  # as in verbs without that section
             text = texts[flag[2:]] + _default_text(kind, flag, texts[flag[2:]])
-            lines += _entry(f"{name} {_value_text(types[flag])}", text, width)
+            lines += _flag_lines(f"{name} {_value_text(types[flag])}", text, width)
     if shown and not whole:
         lines += ["", f"{prog} --help-all shows all {len(types)} flags."]
     return "\n".join(lines)
 
 
-def _entry(name: str, text: str, width: int) -> Iterator[str]:
+def _flag_lines(name: str, text: str, width: int) -> Iterator[str]:
     first, *further = wrap(text, width - _NAMES)
     if len(name) > _NAMES - 4:
         yield f"  {name}"
@@ -118,7 +118,7 @@ def _default_text(kind: Any, flag: str, text: str) -> str:
     (field,) = (field for field in fields(kind) if field.name == name)
     value = field.default if field.default_factory is MISSING else field.default_factory()
     value = key_value(value, key) if key else value
-    of_run = bool(key) and "config" not in find_words(kind)  # without a file, keys have the values of a run
+    of_run = bool(key) and "config" not in word_fields(kind)  # without a file, keys have the values of a run
     if of_run or "Default" in text or value is False or value in ("", (), NOT_GIVEN):
         return ""
     shown = value if isinstance(value, tuple) else (f"{value:g}" if isinstance(value, float) else str(value).lower(),)
@@ -164,7 +164,7 @@ def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Map
 def make_flags(
     kind: type[Flags], words: Sequence[str], values: Mapping[str, Any], prog: str, defaults: Mapping[str, Any]
 ) -> Flags:
-    places = find_words(kind)
+    places = word_fields(kind)
     if len(words) > len(places):
         takes = f"it takes {' and '.join(place.metavar for place in places.values())}, and" if places else "its"
         raise ConfigError(f"{prog} does not know what {words[len(places)]!r} is for: {takes} flags begin with --")
@@ -183,17 +183,17 @@ def make_flags(
     for field in fields(kind):
         if field.name in sections and field.default_factory is not MISSING:
             start = arguments.get(field.name) or field.default_factory()
-            arguments[field.name] = set_key_values(start, sections[field.name])
+            arguments[field.name] = with_key_values(start, sections[field.name])
     return kind(**arguments)
 
 
-def check_least(flags: Any, **least: int) -> None:
+def check_flags_at_least(flags: Any, **least: int) -> None:
     for name, number in least.items():
         if (value := getattr(flags, name)) < number:
-            raise ConfigError(f"{shown_flag(f'--{name}')} is {value}; give an integer of at least {number}")
+            raise ConfigError(f"{flag_text(f'--{name}')} is {value}; give an integer of at least {number}")
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_text_file(path: str | Path, text: str) -> None:
     try:
         with name_file_in_errors(Path(path)):
             Path(path).write_text(text, encoding="utf-8")
@@ -203,7 +203,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 def flag_types(kind: Any) -> dict[str, Any]:
     """List every flag of a flags dataclass, with underscores, with the type of its value; tables have none."""
-    types, hints, words = dict[str, Any](), get_type_hints(kind), find_words(kind)
+    types, hints, words = dict[str, Any](), get_type_hints(kind), word_fields(kind)
     for name in (field.name for field in fields(kind) if field.name not in words):
         if is_dataclass(hints[name]):
             types |= {f"--{name}.{key.name}": key.kind for key in section_keys(hints[name]) if _is_value(key.kind)}
@@ -250,7 +250,7 @@ def _read_value(flag: str, words: Sequence[str], kind: Any, *, joined: bool) -> 
     value = read_words(items, kind)
     if value is None:
         text = f"is {' '.join(items)!r}" if items else "has no value"
-        raise ConfigError(f"{shown_flag(flag)} {text}; it must be {kind_text(kind)}")
+        raise ConfigError(f"{flag_text(flag)} {text}; it must be {kind_text(kind)}")
     return value, further_words
 
 
@@ -261,14 +261,14 @@ def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -
         if flag in types or _SAME.get(flag) in types:
             continue
         in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
-        hint = nearest_hint(shown_flag(flag), map(shown_flag, types), prefix="--")
+        hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
         if flag[2:] in GONE_VALUES:
             hint = GONE
         elif in_sections:
             hint = f"did you mean {in_sections[0]!r}?"
         elif hint.startswith("known: ") and len(types) > _FEW:
             hint = f"{prog} --help-all lists those that it has"
-        texts.append(f"{shown_flag(flag)}: {hint}")
+        texts.append(f"{flag_text(flag)}: {hint}")
     if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
 
@@ -322,5 +322,5 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", sections)
     config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})
-    config = find_folders(config, weights=not (flags.dry_run or flags.show))
+    config = set_local_folders(config, weights=not (flags.dry_run or flags.show))
     return flags, resolve_defaults(config, count_ranks(flags.world, flags.device))

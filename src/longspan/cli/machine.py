@@ -38,8 +38,8 @@ def find_gpus() -> LocalGpus:
     """On Linux CUDA's driver counts GPUs for a build of torch for CUDA, and a build for CPUs can use none. For a build
     for AMD, and on other systems, torch itself is imported to count them.
     """
-    if sys.platform == "linux" and not _has_build("hip"):
-        return _driver_gpus() if _has_build("cuda") else NO_GPUS
+    if sys.platform == "linux" and not _torch_is_built_for("hip"):
+        return _count_gpus_by_driver() if _torch_is_built_for("cuda") else NO_GPUS
     import torch
 
     if not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def find_gpus() -> LocalGpus:
 
 
 @cache
-def _driver_gpus() -> LocalGpus:
+def _count_gpus_by_driver() -> LocalGpus:
     """Count the GPUs by CUDA's driver, which needs no torch; its functions return 0 where they succeed."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -65,9 +65,9 @@ def _driver_gpus() -> LocalGpus:
 
 def find_first_gpu() -> tuple[str, int] | None:
     """Return the name and the bytes of the first GPU that torch can use, by CUDA's driver; None where it finds none."""
-    if sys.platform != "linux" or not _has_build("cuda") or not _driver_gpus().count:
+    if sys.platform != "linux" or not _torch_is_built_for("cuda") or not _count_gpus_by_driver().count:
         return None
-    driver = ctypes.CDLL("libcuda.so.1")  # `_driver_gpus` has initialised it
+    driver = ctypes.CDLL("libcuda.so.1")  # `_count_gpus_by_driver` has initialised it
     name, size, device = ctypes.create_string_buffer(256), ctypes.c_size_t(), ctypes.c_int()
     if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
         return None
@@ -76,7 +76,7 @@ def find_first_gpu() -> tuple[str, int] | None:
 
 
 @cache
-def _has_build(driver: str) -> bool:
+def _torch_is_built_for(driver: str) -> bool:
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
     return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get(driver) is not None

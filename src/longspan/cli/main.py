@@ -14,7 +14,7 @@ from importlib import import_module
 
 from longspan import __version__
 from longspan.errors import ConfigError, LongspanError, RankLostError
-from longspan.launch.stop_signals import Interrupted, interruptible
+from longspan.launch.stop_signals import Interrupted, raise_on_stop_signals
 
 VERBS = {
     "train": "train a model on text; checkpoints, metrics and a report in the run's folder",
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        with interruptible(), _imports_ahead(words) if argv is None else nullcontext():
+        with raise_on_stop_signals(), _importing_ahead(words) if argv is None else nullcontext():
             return _run_verb(words)
     except LongspanError as error:
         return _print_error(error, debug=debug)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _imports_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
+def _importing_ahead(words: Sequence[str]) -> AbstractContextManager[None]:
     # Under torchrun (RANK is set) the process is a rank itself, and starts none.
     starts_ranks = bool(words) and words[0] in _RANK_VERBS and not _WITHOUT_RANKS.intersection(words)
     if not starts_ranks or "RANK" in os.environ:

@@ -42,7 +42,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     origin += f"{'' if model.path else 'random weights of '}{base or Path(model.source).name or model.preset_name}"
     loader = "ImageTextToText" if "vision_config" in read_json(run_dir / "config.json") else "CausalLM"
     rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
-    rows += _figures(run_dir, exported.step, config.train.steps)
+    rows += _card_figures(run_dir, exported.step, config.train.steps)
     table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())
     text = f"""---
 {metadata.to_yaml()}
@@ -67,7 +67,7 @@ tokenizer = AutoTokenizer.from_pretrained("{title}")
     ModelCard(text).save(file)
 
 
-def _figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
+def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, str]]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if row["step"] <= step]
         trained = [row for row in rows if "loss" in row]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from longspan.cli.flags import Groups, check_least, parse_flags, shown_flag, write_text
+from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags, write_text_file
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import GpuFlags, asks_for_gpus, parse_question
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.planner not in ("auto", *PLANNERS):
         check_planner_exists(flags.planner, "--planner")
     try:
-        return _show_degrees(flags) if asks_for_degree else _plan_step(flags)
+        return _compare_degrees(flags) if asks_for_degree else _plan_step(flags)
     except PlanError as error:
         flag_names = {name: f"--{name.replace('_', '-')}" for name in KEYS if name != "cp"}  # "cp 4" is a degree
         raise PlanError(replace_argument_names(str(error), flag_names)) from error
@@ -125,7 +125,7 @@ def _plan_step(flags: PlanFlags) -> int:
                 write_png(plan, path)
             else:
                 draw = plan_page if path.lower().endswith(".html") else plan_document
-                write_text(path, draw(plan, title=title))
+                write_text_file(path, draw(plan, title=title))
     notes = [
         f"{plural(len(lengths), 'document')} from {source}, planned in {seconds:.3f} s",
         *(f"wrote {path}" for path in flags.plot),
@@ -140,10 +140,10 @@ def _plan_step(flags: PlanFlags) -> int:
     return 0
 
 
-def _show_degrees(flags: PlanFlags) -> int:
+def _compare_degrees(flags: PlanFlags) -> int:
     for name in (field.name for field in fields(flags) if getattr(flags, field.name) != field.default):
         if name not in READ_BY_DEGREES:
-            raise ConfigError(f"--which-eval-degree does not take {shown_flag('--' + name)}; leave it out")
+            raise ConfigError(f"--which-eval-degree does not take {flag_text('--' + name)}; leave it out")
     home, lengths, source, options = _read_request(flags)
     if options.cost.states:  # of a hybrid: contiguous rows are one run a slot, so fewest states are sent
         options = replace(options, partition="contiguous", cost=options.cost.for_partition("contiguous"))
@@ -160,7 +160,7 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
     FSDP2's gathers and sums; without --machine it is that of H200s, without --model too the default one. The
     limit of rows "auto" is USUAL_ROWS, or what the longest document needs at the widest degree.
     """
-    check_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, cp=0, min_cp=1, max_cp=0)
+    check_flags_at_least(flags, world=0, slots=0, tp=1, pp=1, vpp=1, node_size=1, cp=0, min_cp=1, max_cp=0)
     if 0 < flags.max_cp < flags.min_cp:
         raise ConfigError(f"--min-cp is {flags.min_cp} and --max-cp {flags.max_cp}; give a --max-cp that is not less")
     if not (ranks := flags.world or flags.slots * flags.tp * flags.pp):
@@ -189,7 +189,7 @@ def _read_request(flags: PlanFlags) -> tuple[Layout, tuple[int, ...], str, PlanO
     )
     rows = flags.max_tokens_per_slot
     if isinstance(rows, int):
-        check_least(flags, max_tokens_per_slot=0)
+        check_flags_at_least(flags, max_tokens_per_slot=0)
     elif rows != AUTO:
         raise ConfigError(f"--max-tokens-per-slot is {rows!r}; give an integer, or {AUTO}")
     else:
@@ -206,7 +206,7 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
     if kind == "dynamic" and flags.cp:
         raise ConfigError("--cp is the degree of fixed and padded plans; use --min-cp and --max-cp, or --planner fixed")
 
-    def make(way: PlanOptions) -> Plan:
+    def make_with_options(way: PlanOptions) -> Plan:
         if kind not in PLANNERS:
             return plan_by_custom_planner(kind, "--planner", lengths, home, options=way)
         if kind == "dynamic":
@@ -215,6 +215,8 @@ def make_plan(flags: PlanFlags, lengths: Sequence[int], home: Layout, options: P
         return planner(lengths, home, flags.cp or smallest_fitting_degree(lengths, home, way), options=way)
 
     if options.cost.states is None:
-        return make(replace(options, partition="zigzag" if flags.partition == "auto" else flags.partition)), ""
-    choice = compare_partitions(lambda way: make(way).predicted_seconds, options, flags.partition)
-    return make(choice.options), f"rows {choice.reason}"
+        return make_with_options(
+            replace(options, partition="zigzag" if flags.partition == "auto" else flags.partition)
+        ), ""
+    choice = compare_partitions(lambda way: make_with_options(way).predicted_seconds, options, flags.partition)
+    return make_with_options(choice.options), f"rows {choice.reason}"

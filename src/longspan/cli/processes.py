@@ -11,7 +11,7 @@ from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError, LongspanError, plural
 from longspan.host import usable_cores
 from longspan.launch.launch import run_local
-from longspan.launch.launcher_watch import stop_without_torchrun
+from longspan.launch.launcher_watch import stop_when_torchrun_is_gone
 from longspan.train.plans import home_of
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -102,13 +102,13 @@ def count_host_ranks(ranks: int | None = None) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or ranks or os.environ["WORLD_SIZE"])
 
 
-def is_reporting() -> bool:
+def prints_results() -> bool:
     """Return whether this process prints results: the launcher, or torchrun's first rank."""
     return not has_torchrun() or os.environ["RANK"] == "0"
 
 
 def print_note(note: str, stream: TextIO) -> None:
-    if note and is_reporting():
+    if note and prints_results():
         print(note, file=stream, flush=True)
 
 
@@ -126,7 +126,7 @@ def run_on_ranks(
     """
     set_gpu_environment()
     if has_torchrun():
-        stop_without_torchrun()
+        stop_when_torchrun_is_gone()
         return fn(int(os.environ["RANK"]), *args)
     return run_local(fn, ranks, args, timeout=timeout, ignored=ignored)[0]
 

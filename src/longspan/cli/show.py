@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from longspan.config.sections import RunConfig
-from longspan.corpus.build import configured_tokenizer
-from longspan.corpus.corpus_settings import CorpusSettings, describe_rows, make_recipe
-from longspan.corpus.files import rows_of_file, sample_texts
+from longspan.corpus.build import load_configured_tokenizer
+from longspan.corpus.corpus_settings import CorpusSettings, make_recipe, row_lines
+from longspan.corpus.files import rows_of_file, texts_for_tokenizer
 from longspan.corpus.rows.sample import BadRow, Sample, rename_columns
 from longspan.corpus.tokenizer import train_tokenizer
 from longspan.data.document import NO_TARGET
@@ -31,13 +31,13 @@ def show_rows(config: RunConfig, count: int) -> None:
     Raises DataError as the run does, also for a bad row unless data.on_bad is "skip", which is shown with its reason.
     """
     settings, data = CorpusSettings(config.data), config.data
-    files = settings.files(Path(config.run.dir))
-    texts = sample_texts(files, data.max_text_bytes)
-    tokenizer = configured_tokenizer(config) or train_tokenizer(texts, data.vocab_size)
+    files = settings.find_source_files(Path(config.run.dir))
+    texts = texts_for_tokenizer(files, data.max_text_bytes)
+    tokenizer = load_configured_tokenizer(config) or train_tokenizer(texts, data.vocab_size)
     recipe = make_recipe(settings, files, (), tokenizer)
     marks = _COLOURS if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else _MARKS
     legend = f"· between tokens, ⏎ a line break, targets {marks[0]}so{marks[1]}"
-    print("\n".join([*describe_rows(settings, recipe), legend]))
+    print("\n".join([*row_lines(settings, recipe), legend]))
     for source, encoding in enumerate(recipe.encodings):
         of_source = (file for file in files if file.source == source)
         rows = (row for file in of_source for row in rows_of_file(file, data.max_text_bytes))
@@ -45,14 +45,14 @@ def show_rows(config: RunConfig, count: int) -> None:
             is_bad = isinstance(row, BadRow)
             for sample in [row] if is_bad else encoding.encode([rename_columns(row, data.columns)]):
                 if isinstance(sample, Sample):
-                    print(f"\n{row.where}: {_mark_targets(sample, tokenizer.engine, marks)}")
+                    print(f"\n{row.where}: {_text_with_marked_targets(sample, tokenizer.engine, marks)}")
                 elif data.on_bad == "error" and not sample.masked:
                     raise DataError(f"{sample.where}: {sample.reason}")
                 else:
                     print(f"\n{sample.where}: left out, {sample.reason}")
 
 
-def _mark_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
+def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
     targets[:1] = False  # nothing predicts the first token
     runs = [f"{plural(len(sample.ids), 'token')}, {plural(int(targets.sum()), 'target')}\n"]

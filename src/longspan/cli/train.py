@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.cli.flags import check_least, parse_train
+from longspan.cli.flags import check_flags_at_least, parse_train
 from longspan.cli.processes import (
     choose_processes,
     compile_attention_ahead,
     count_host_ranks,
     count_ranks,
     has_torchrun,
-    is_reporting,
     print_note,
+    prints_results,
     run_on_ranks,
 )
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
-from longspan.launch.stop_signals import NOTICES, Interrupted, disregard_signals, leave_closed_output
-from longspan.run.checks import check_config, check_data, check_files
+from longspan.launch.stop_signals import NOTICES, Interrupted, drop_output_if_closed, ignore_signals
+from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
@@ -36,26 +36,26 @@ def main(argv: Sequence[str]) -> int:
     starts = Starts()
     flags, config = parse_train(argv)
     save_on = [number for number in NOTICES if number.name in config.run.save_on]
-    disregard_signals(save_on)  # until there is a step to save
+    ignore_signals(save_on)  # until there is a step to save
     if flags.dry_run:
-        from longspan.cli.plans.answer import dry_run
+        from longspan.cli.plans.answer import show_dry_run
 
         ranks, on_gpus = count_ranks(flags.world, flags.device), flags.device != "cpu"
-        return dry_run(config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
-    check_least(flags, show=0)
+        return show_dry_run(config, ranks=ranks, on_gpus=on_gpus, as_json=flags.json)
+    check_flags_at_least(flags, show=0)
     if flags.show:
         from longspan.cli.show import show_rows
 
         check_data(config)
-        check_files(config)
-        if is_reporting():
+        check_paths_exist(config)
+        if prints_results():
             show_rows(config, flags.show)
         return 0
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     if not has_torchrun():  # whose ranks run already: they find a missing path themselves
         check_data(config)
-        check_files(config)
+        check_paths_exist(config)
     with processes.add_note_to_errors():
         check_config(config, ranks)
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     except Interrupted as interrupted:  # by a signal before the run heeds signals, or by a second one
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
-    if is_reporting():
-        leave_closed_output()  # flushing it at exit would fail, and that status replace the run's
+    if prints_results():
+        drop_output_if_closed()  # flushing it at exit would fail, and that status replace the run's
         _report_result(result, config, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 

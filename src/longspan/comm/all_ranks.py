@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
-from longspan.launch.stop_signals import SAME_PRESS, Interrupted, leave_closed_output, signals_that_stop
+from longspan.launch.stop_signals import SAME_PRESS, Interrupted, drop_output_if_closed, signals_that_stop
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
@@ -178,7 +178,7 @@ class StopSignal:
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
         now, name = time.monotonic(), signal.Signals(number).name
-        leave_closed_output()
+        drop_output_if_closed()
         if number in self._save_on:
             if now - self._save_at > SAME_PRESS:
                 self.save_asked: str = name

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from longspan.config.keys import AUTO, NOT_GIVEN, key_value, set_key_values
+from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
 from longspan.config.sections import ModelConfig, RunConfig, held_out_set
 from longspan.errors import LongspanError, plural
@@ -83,7 +83,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     context = config.context
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
-    return replace(config, eval=tuple(_complete_set(entry, config) for entry in config.eval))
+    return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.eval))
 
 
 def _named_planner(context: ContextConfig) -> str:
@@ -94,7 +94,7 @@ def _named_planner(context: ContextConfig) -> str:
     return "dynamic" if limits != (1, 0) else ""
 
 
-def find_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
+def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     """Put the folder of the local cache in place of each name of the hub; `weights` false: config.json is enough.
 
     What is missing is downloaded where model.download says so. Raises ConfigError for a name that is nowhere.
@@ -161,17 +161,17 @@ def _set_defaults(config: RunConfig, defaults: Mapping[str, Any]) -> RunConfig:
         section, _, key = name.partition(".")
         values = getattr(config, section)
         if key_value(values, key) in (NOT_GIVEN, ""):
-            config = replace(config, **{section: set_key_values(values, {key: value})})
+            config = replace(config, **{section: with_key_values(values, {key: value})})
     return config
 
 
-def _complete_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
+def _complete_evaluation_set(entry: EvalConfig, config: RunConfig) -> EvalConfig:
     entry, parent = inherit_keys(entry, config.context.evaluation, config.context), held_out_set(config)
     keys = ("max_document_tokens", "every", "metrics")
     return replace(entry, **{key: getattr(parent, key) for key in keys if getattr(entry, key) in (NOT_GIVEN, ())})
 
 
-def warn_about_updates(config: RunConfig, log: Callable[[str], None]) -> None:
+def warn_about_small_updates(config: RunConfig, log: Callable[[str], None]) -> None:
     """Log that a warm-up does not end before the run, and that bfloat16 weights lose small updates to rounding."""
     warmup, steps = config.train.warmup_steps, config.train.steps
     if warmup >= steps > 0:

@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
-from longspan.config.keys import GONE, GONE_VALUES, section_keys, set_key_values
+from longspan.config.keys import GONE, GONE_VALUES, section_keys, with_key_values
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -35,7 +35,7 @@ def load_config(path: str | Path | None = None, overrides: Mapping[str, object] 
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         tables[section] = {**tables.get(section, {}), name: value} if name else value  # no name: the tables [[eval]]
-    config = _set_tables(config, tables, source="the overrides")
+    config = _set_sections(config, tables, source="the overrides")
     return resolve_defaults(config)
 
 
@@ -50,7 +50,7 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return _set_tables(RunConfig(), tables, source=str(path))
+    return _set_sections(RunConfig(), tables, source=str(path))
 
 
 def config_keys() -> tuple[str, ...]:
@@ -82,12 +82,12 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(texts).replace("\x7f", "\\u007f")
 
 
-def _set_tables(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
+def _set_sections(config: RunConfig, tables: Mapping[str, Any], source: str) -> RunConfig:
     calls = (partial(_read_section, config, section, values, source=source) for section, values in tables.items())
-    return replace(config, **dict(zip(tables, _values_or_errors(calls), strict=True)))
+    return replace(config, **dict(zip(tables, _collect_values_or_errors(calls), strict=True)))
 
 
-def _values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
+def _collect_values_or_errors(calls: Iterable[Callable[[], Value]]) -> tuple[Value, ...]:
     values, problems = list[Value](), list[str]()
     for call in calls:
         try:
@@ -118,7 +118,7 @@ def _read_section(config: RunConfig, section: str, values: object, *, source: st
     if len(keys) == len(values):
         return read_keys()
     read_sources = partial(_read_tables, values["sources"], TABLES, source)
-    results: tuple[Any, ...] = _values_or_errors((read_keys, read_sources))
+    results: tuple[Any, ...] = _collect_values_or_errors((read_keys, read_sources))
     return replace(results[0], sources=results[1])
 
 
@@ -137,7 +137,7 @@ def _read_tables(tables: object, name: str, source: str) -> tuple[Any, ...]:
     ]
     section = EvalConfig() if is_eval else SourceConfig()
     pairs = zip(labels, tables, strict=True)
-    return _values_or_errors(partial(_set_keys, section, label, table, source) for label, table in pairs)
+    return _collect_values_or_errors(partial(_set_keys, section, label, table, source) for label, table in pairs)
 
 
 def _set_keys(section: Any, label: str, values: Mapping[str, object], source: str) -> Any:
@@ -145,16 +145,16 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
 
     def read(key: str) -> object:
         if key not in types:
-            raise ConfigError(f"unknown key {label}.{key} in {source}: {_key_hint(section, label, key, types)}")
+            raise ConfigError(f"unknown key {label}.{key} in {source}: {_unknown_key_hint(section, label, key, types)}")
         return _convert_value(f"{label}.{key}", values[key], types[key], source)
 
     table = label.partition(".")[0]
     keys = [key for key, value in values.items() if value not in GONE_VALUES.get(f"{table}.{key}", ())]
-    changes = dict(zip(keys, _values_or_errors(partial(read, key) for key in keys), strict=True))
-    return set_key_values(section, changes)
+    changes = dict(zip(keys, _collect_values_or_errors(partial(read, key) for key in keys), strict=True))
+    return with_key_values(section, changes)
 
 
-def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
+def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> str:
     """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
     if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
         return GONE
@@ -167,9 +167,9 @@ def _key_hint(section: Any, label: str, key: str, siblings: Iterable[str]) -> st
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     value = read_choice_word(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
-        return ()  # not by `_fitting_value`: where a list is one of several types, an empty list fits none
+        return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        fitting = _fitting_value(value, option)
+        fitting = _value_if_it_fits(value, option)
         if fitting is not None:
             return fitting
     hint = ""
@@ -194,10 +194,10 @@ def read_words(words: Sequence[str], kind: Any) -> object | None:
     """Read the words of a flag as a value of this type, or of one of these types; None where they are none."""
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         if get_origin(option) is tuple:
-            value = _fitting_value([read_words([word], get_args(option)[0]) for word in words], option)
+            value = _value_if_it_fits([read_words([word], get_args(option)[0]) for word in words], option)
         else:
             candidates = [x for word in words for x in _word_values(word, option)] if len(words) == 1 else []
-            fitting = (_fitting_value(candidate, option) for candidate in candidates)
+            fitting = (_value_if_it_fits(candidate, option) for candidate in candidates)
             value = next((x for x in fitting if x is not None), None)
         if value is not None:
             return value
@@ -212,12 +212,12 @@ def _word_values(word: str, kind: Any) -> Iterator[object]:
     yield read_choice_word(word, kind)
 
 
-def _fitting_value(value: object, option: Any) -> object | None:
+def _value_if_it_fits(value: object, option: Any) -> object | None:
     if get_origin(option) is Literal:
         return value if value in get_args(option) else None
     if get_origin(option) is tuple:
         items = value if isinstance(value, list | tuple) else ()
-        inner = [_fitting_value(item, get_args(option)[0]) for item in items]
+        inner = [_value_if_it_fits(item, get_args(option)[0]) for item in items]
         if get_args(option)[-1] is not ... and len(inner) != len(get_args(option)):
             return None
         return tuple(inner) if inner and None not in inner else None

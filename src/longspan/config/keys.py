@@ -170,7 +170,7 @@ def check_bounds(values: Any, kind: type[Any], prefix: str, leave_out: Collectio
             raise ConfigError(f"{name} is {value}; it must be {key.bound}")
 
 
-def set_key_values(section: Section, values: Mapping[str, Any]) -> Section:
+def with_key_values(section: Section, values: Mapping[str, Any]) -> Section:
     """Set other values of keys in a section, as files name the keys."""
     changes: dict[str, Any] = {}
     for key, value in values.items():

@@ -157,17 +157,17 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
     >>> evaluation.cp_comm_type, evaluation.hierarchical_context_parallel_sizes
     ('a2a', (2, 4))
     """
-    result = take_keys(section, parent)
+    result = fill_from_parent(section, parent)
     if result.context_parallel_size == 0:
         result = replace(result, context_parallel_size=training.context_parallel_size)
     if result.max_tokens_per_slot == AUTO:
         result = replace(result, max_tokens_per_slot=training.max_tokens_per_slot)
     if section.hierarchical_context_parallel_sizes != NOT_GIVEN or result.planner not in ONE_DEGREE:
         return result
-    return replace(result, hierarchical_context_parallel_sizes=_fit_levels(result, parent))
+    return replace(result, hierarchical_context_parallel_sizes=_inherited_levels(result, parent))
 
 
-def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
+def fill_from_parent(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     """Fill the keys of a section that are not given from its parent's; a2a+p2p is not fitted to the degree."""
     values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
     if section.context_parallel_size == AUTO:
@@ -175,7 +175,7 @@ def take_keys(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
 
 
-def _fit_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
+def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[int, ...]:
     """The parent's a2a and p2p levels, fitted where planner or degree differ; a degree "auto" takes training's."""
     planner, degree = section.planner, section.context_parallel_size
     if isinstance(parent, ContextConfig) and isinstance(degree, str):

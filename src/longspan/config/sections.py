@@ -205,7 +205,7 @@ _ORDERS = "higher", "lower"
 class BestFigure:
     """Which figure of which evaluation set is compared, and whether the highest or the lowest is the best.
 
-    >>> BestFigure.of("code/eval_token_accuracy:higher")
+    >>> BestFigure.from_text("code/eval_token_accuracy:higher")
     BestFigure(set='code', column='eval_token_accuracy', higher=True)
     """
 
@@ -214,7 +214,7 @@ class BestFigure:
     higher: bool
 
     @classmethod
-    def of(cls, text: str) -> "BestFigure":
+    def from_text(cls, text: str) -> "BestFigure":
         """Read the figure that `train.keep_best` names. Raises ConfigError for a text that names none."""
         figure, _, order = text.partition(":")
         name, _, column = figure.rpartition("/")
@@ -236,7 +236,7 @@ class BestFigure:
             f"train.keep_best names {self.column} of {absent}, which the run has not; its sets: {names_text}"
         )
 
-    def value_in(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
+    def figure_in_rows(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
         """Return the figure in rows of evaluations, one a set; None without one. ConfigError for an unknown figure."""
         for row in rows:
             if row.get("eval_name", "") != self.set:
@@ -430,12 +430,12 @@ def chooses_measures(train: TrainConfig, *, gpu: bool) -> bool:
     return train.memory == AUTO and (gpu or train.memory_bytes > 0)
 
 
-def key_checkpointing(train: TrainConfig) -> Checkpointing | None:
+def given_checkpointing(train: TrainConfig) -> Checkpointing | None:
     """Return the `activation_checkpointing` that is given; None: it is left to the plan of memory."""
     return None if train.activation_checkpointing == AUTO else train.activation_checkpointing
 
 
-def check_measures(train: TrainConfig, *, gpu: bool | None = None) -> None:
+def check_memory_keys(train: TrainConfig, *, gpu: bool | None = None) -> None:
     """Raise ConfigError for keys of memory that contradict each other or the devices: GPUs, CPUs, or (None) any."""
     kind = train.activation_checkpointing
     if gpu and 0 < train.memory_bytes < LEAST_OF_GPU:

@@ -17,8 +17,8 @@ from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.keys import GONE_VALUES
 from longspan.config.sections import DataConfig, RunConfig
 from longspan.corpus.builder import Cache, Recipe, build_documents, cache_error, cache_folder
-from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
-from longspan.corpus.files import FileSums, LogLine, file_differences, sample_texts
+from longspan.corpus.corpus_settings import CorpusSettings, left_out_lines, make_recipe, row_lines
+from longspan.corpus.files import FileSums, LogLine, file_differences, texts_for_tokenizer
 from longspan.corpus.rows.sample import display_kind
 from longspan.corpus.tokenizer import (
     TextTokenizer,
@@ -38,7 +38,7 @@ from longspan.model.weights.tokenizer_files import tokenizer_folder
 AnyDocuments = TypeVar("AnyDocuments")  # those of a corpus become ImageDocuments
 
 
-def ensure_corpus(
+def open_or_build_run_corpus(
     settings: CorpusSettings, run_dir: Path, *, tokenizer: TextTokenizer | None, resumed: bool, log: LogLine
 ) -> Corpus:
     """Return the corpus of a run; documents that are not in the cache are built, and without a `tokenizer` one is
@@ -48,7 +48,7 @@ def ensure_corpus(
     settings that changed since it began: the order of its documents would be another one.
     """
     corpus = _CorpusOfRun(settings, run_dir, log).open_or_build_corpus(tokenizer, resumed=resumed)
-    for line in describe_left_out(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
+    for line in left_out_lines(settings, run_dir, corpus.manifest, key=f"{settings.prefix}max_document_tokens"):
         log(line)
     return corpus
 
@@ -61,12 +61,12 @@ class _CorpusOfRun:
         self._settings, self._run_dir, self._log = settings, run_dir, log
         self._folder = run_dir / settings.folder
         self._old_record = read_record(self._folder)
-        self._files = settings.files(run_dir)
+        self._files = settings.find_source_files(run_dir)
         self._cache = _open_cache(settings.data, run_dir, log)
         old_sources = None if self._old_record is None else self._old_record.sources(self._folder)
-        all_paths = " ".join(path for _, path in settings.paths())  # one file of sums for all sources together
+        all_paths = " ".join(path for _, path in settings.source_paths())  # one file of sums for all sources together
         sums = FileSums(self._cache.sums_file(all_paths), old_sources or ())
-        self._sources = sums.measure_files(self._files, log)
+        self._sources = sums.sums_of_files(self._files, log)
         sums.save_sums(self._sources)
 
     def open_or_build_corpus(self, tokenizer: TextTokenizer | None, *, resumed: bool) -> Corpus:
@@ -90,7 +90,7 @@ class _CorpusOfRun:
         recipe = make_recipe(self._settings, self._files, self._sources, tokenizer)
         recorded = self._old_record
         if recorded is not None and recorded.key == recipe.key and not changes:
-            if _is_whole(self._folder / recorded.documents):
+            if _documents_are_whole(self._folder / recorded.documents):
                 return Corpus(self._folder)
         elif resumed:
             raise DataError(_describe_changes(self._run_dir, ["its rows become other tokens than they did"]))
@@ -125,16 +125,16 @@ class _CorpusOfRun:
             return []
         old_sources, documents = self._old_record.sources(self._folder), self._folder / self._old_record.documents
         changes = [] if old_sources is None else file_differences(old_sources, self._sources)
-        images = ImageTable.of(documents) if documents.is_dir() and not changes else None
-        return changes if images is None else list(islice(images.changes(), 3))
+        images = ImageTable.open_in_folder(documents) if documents.is_dir() and not changes else None
+        return changes if images is None else list(islice(images.describe_changes(), 3))
 
     def _load_or_train_tokenizer(self, *, changed: bool) -> TextTokenizer:
         if self._old_record is not None and not changed and (self._run_dir / "tokenizer.json").is_file():
             return load_tokenizer(self._run_dir)
         data = self._settings.data
-        paths = ", ".join(path for _, path in self._settings.paths())
+        paths = ", ".join(path for _, path in self._settings.source_paths())
         self._log(f"training a tokenizer of {data.vocab_size} entries on {paths}")
-        trained = train_tokenizer(sample_texts(self._files, data.max_text_bytes), data.vocab_size)
+        trained = train_tokenizer(texts_for_tokenizer(self._files, data.max_text_bytes), data.vocab_size)
         # Read again as later starts read it: in the run's folder, beside the model's config.json.
         return reload_with_config(trained, self._run_dir / "config.json")
 
@@ -143,11 +143,11 @@ class _CorpusOfRun:
         # `set_parsing` changes the tokenizer itself, so it is set before its files are written: as rows are encoded.
         tokenizer.set_parsing(recipe.encodings[0].settings.parse_special_tokens).save_pretrained(self._run_dir)
         _check_saved_tokenizer(tokenizer, self._run_dir)
-        for line in describe_rows(self._settings, recipe):
+        for line in row_lines(self._settings, recipe):
             self._log(line)
         build = partial(build_documents, recipe, log=self._log)
         try:
-            documents, built = self._cache.open_or_build_documents(recipe.key, _is_whole, build, self._log)
+            documents, built = self._cache.open_or_build_documents(recipe.key, _documents_are_whole, build, self._log)
         except OSError as error:
             raise cache_error(self._cache.folder, error) from error
         self._log(f"its tokens are {'kept' if built else 'already'} in {documents} (data.cache)")
@@ -176,11 +176,11 @@ def _open_cache(data: DataConfig, run_dir: Path, log: LogLine) -> Cache:
         return Cache((run_dir / "cache").absolute())
 
 
-def _is_whole(folder: Path) -> bool:
+def _documents_are_whole(folder: Path) -> bool:
     try:
         Corpus(folder)
-        if (images := ImageTable.of(folder)) is not None:
-            return next(images.changes(), None) is None
+        if (images := ImageTable.open_in_folder(folder)) is not None:
+            return next(images.describe_changes(), None) is None
     except (DataError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
@@ -219,7 +219,7 @@ def build_shared_corpus(
     directory = Path(config.run.dir)
 
     def build_corpus() -> None:
-        tokenizer = configured_tokenizer(config)
+        tokenizer = load_configured_tokenizer(config)
         preset = PRESETS.get(config.model.preset_name)
         # The embedding of a tiny preset (without `rows`) is made as large as its tokenizer.
         if tokenizer is None or preset is None or preset.rows:
@@ -232,10 +232,10 @@ def build_shared_corpus(
         if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
-            corpus = ensure_corpus(
+            corpus = open_or_build_run_corpus(
                 CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log
             )
-        log(f"corpus: {corpus_line(corpus, [path for _, path in CorpusSettings(config.data).paths()])}")
+        log(f"corpus: {corpus_line(corpus, [path for _, path in CorpusSettings(config.data).source_paths()])}")
 
     run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(
@@ -244,16 +244,16 @@ def build_shared_corpus(
 
 
 def corpus_with_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Return the corpus after `show_images`, unless neither the model takes images nor the documents have any."""
+    """Return the corpus after `attach_images`, unless neither the model takes images nor the documents have any."""
     if getattr(model, "vision_config", None) is None and not corpus.images:
         return corpus
-    from longspan.corpus.image_documents import show_images
+    from longspan.corpus.image_documents import attach_images
 
-    return show_images(corpus, model, folder)
+    return attach_images(corpus, model, folder)
 
 
-def with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
-    """Return documents of a corpus with their images, others as they are. Raises DataError as `show_images` does."""
+def documents_with_images(documents: AnyDocuments, model: PreTrainedConfig, folder: Path) -> AnyDocuments:
+    """Return documents of a corpus with their images, others as they are. Raises DataError as `attach_images` does."""
     if not isinstance(documents, CorpusDocuments):
         return documents
     return cast(AnyDocuments, corpus_with_images(documents.corpus, model, folder).select(documents.ids))
@@ -273,7 +273,7 @@ def corpus_line(corpus: Corpus, paths: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def check_largest_id(corpus: Corpus, model: PreTrainedConfig, source: str) -> None:
+def check_ids_in_vocabulary(corpus: Corpus, model: PreTrainedConfig, source: str) -> None:
     """Raise DataError, naming the row, if a corpus holds a token id without a row in the embedding of a model."""
     largest, rows = corpus.manifest.largest_id, model.get_text_config().vocab_size
     if largest >= rows:
@@ -283,7 +283,7 @@ def check_largest_id(corpus: Corpus, model: PreTrainedConfig, source: str) -> No
         )
 
 
-def configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
+def load_configured_tokenizer(config: RunConfig) -> TextTokenizer | None:
     """Load the tokenizer that data.tokenizer names, else the model folder's; None: one must be trained."""
     template = config.data.chat_template
     if (folder := tokenizer_folder(config.data.tokenizer, config.model.source)) is not None:

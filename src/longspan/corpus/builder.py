@@ -326,7 +326,7 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """A chunk without rows only shows progress, so its batch is yielded at once."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
-        for chunk in row_file(file.name, file.path, recipe.most_bytes).chunks():
+        for chunk in row_file(file.name, file.path, recipe.most_bytes).read_chunks():
             batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
             if len(chunk.data) > _LONG_BYTES:

@@ -31,20 +31,20 @@ class CorpusSettings:
     folder: str = "corpus"
     prefix: str = "data."
 
-    def paths(self) -> tuple[tuple[str, str], ...]:
+    def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
         if not self.data.sources:
             return ((f"{self.prefix}path", self.data.path or STDLIB),)
         return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
 
-    def files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
+    def find_source_files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
         """Find the source files in order, without those in the run's folder and in the cache.
 
         With data.sources, the name of a file in a source's folder begins with the name of that folder.
         """
         leave_out = (run_dir, cache_folder(self.data.cache))
         files = list[CorpusFile]()
-        for number, (key, path) in enumerate(self.paths()):
+        for number, (key, path) in enumerate(self.source_paths()):
             folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
             by_name = find_files(path, leave_out=leave_out, key=key)
             files += (CorpusFile(number, folder + name, file) for name, file in by_name.items())
@@ -54,14 +54,14 @@ class CorpusSettings:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
         values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
-        paths = [path for _, path in self.paths()]
+        paths = [path for _, path in self.source_paths()]
         return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
 
     def row_settings(self) -> RowSettings:
         return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
 
 
-def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
+def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
     """Yield lines about what is cut or left out; `key` names the setting of the longest document, which cuts texts."""
     left_out, bad = manifest.left_out, manifest.bad
     if left_out.cut_texts:
@@ -83,7 +83,7 @@ def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifes
         more_text = f"; and {left_out.bad_rows - len(bad):,} more" if left_out.bad_rows > len(bad) else ""
         yield f'left out {plural(left_out.bad_rows, "bad row")} (data.on_bad = "skip"): {"; ".join(bad)}{more_text}'
     other_kinds = Counter[str]()  # files that are not read
-    for _, path in settings.paths():
+    for _, path in settings.source_paths():
         other_kinds.update(files_of_other_kinds(path, leave_out=(run_dir,)))
     if other_kinds:
         kinds = ", ".join(f"{kind} ({count:,})" for kind, count in other_kinds.most_common(5))
@@ -98,8 +98,8 @@ def describe_left_out(settings: CorpusSettings, run_dir: Path, manifest: Manifes
         yield f"not in the rendered texts, as the chat template does not write them: {', '.join(parts)}{more_text}"
 
 
-def describe_rows(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
-    for (key, _), encoding in zip(settings.paths(), recipe.encodings, strict=True):
+def row_lines(settings: CorpusSettings, recipe: Recipe) -> Iterator[str]:
+    for (key, _), encoding in zip(settings.source_paths(), recipe.encodings, strict=True):
         source_text = f"{key}: " if settings.data.sources else ""
         yield source_text + rows_line(encoding)
         if (line := missing_end_line(encoding)) is not None:
@@ -111,14 +111,14 @@ def make_recipe(
 ) -> Recipe:
     """Make the recipe of the documents of these files. Raises DataError for different kinds of rows in one source."""
     data, encodings = settings.data, list[RowEncoding]()
-    for number, _ in enumerate(settings.paths()):
+    for number, _ in enumerate(settings.source_paths()):
         source_files = [file for file in files if file.source == number]
         kind = kind_of_files(
             source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
         )
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
     return Recipe(
-        path=" and ".join(f"{key} {path!r}" for key, path in settings.paths()),
+        path=" and ".join(f"{key} {path!r}" for key, path in settings.source_paths()),
         files=files,
         sources=sources,
         encodings=tuple(encodings),

@@ -149,7 +149,7 @@ class _BatchDocuments:
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
         self._notes.largest = max(self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0])
         file, position = place
-        for piece in cut_row(len(ids), codes, most_tokens, self._notes.left_out, uncut):
+        for piece in cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut):
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
                 self._images.append(PlacedImage(len(self._facts), moved, position))  # whose facts are added below
@@ -185,7 +185,7 @@ class _BatchDocuments:
         return Encoded(ids, codes, lengths, targets, files, positions, self._notes, self._images)
 
 
-def cut_row(
+def cut_into_documents(
     length: int,
     codes: Integers | None,
     longest: int,

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.row_files import SUFFIXES, check_readers, chunk_rows, row_file
+from longspan.corpus.row_files import SUFFIXES, check_readers_installed, chunk_rows, row_file
 from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
@@ -58,7 +58,7 @@ class FileSums:
                 lines = file.read_text(encoding="utf-8").splitlines()
                 self._sums |= {source.path: source for source in (SourceFile(**json.loads(line)) for line in lines)}
 
-    def measure_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
+    def sums_of_files(self, files: Iterable[CorpusFile], log: LogLine) -> list[SourceFile]:
         """Return size, time and sum of each file, read if necessary. Raises DataError for an unreadable file."""
         last_log_time, sources = time.monotonic(), list[SourceFile]()
         for file in files:
@@ -148,7 +148,7 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
     walked = {root.name: root}
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
-    files = {name: walked[name] for name in _list_read(walked)}
+    files = {name: walked[name] for name in _names_to_read(walked)}
     splits = Counter(words[-1] for name in files if name.endswith(_ROWS) and (words := _SPLIT.findall(name.lower())))
     if splits.keys() & _TRAINING and splits.keys() - _TRAINING:
         in_order = sorted(splits.items(), key=lambda split: split[0] not in _TRAINING)
@@ -159,7 +159,7 @@ def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.pa
         )
     if not files:
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    check_readers(files)
+    check_readers_installed(files)
     return files
 
 
@@ -186,11 +186,11 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
     if path == STDLIB or not root.is_dir():
         return {}
     walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))
-    others = (walked[name] for name in walked.keys() - set(_list_read(walked)))
+    others = (walked[name] for name in walked.keys() - set(_names_to_read(walked)))
     return dict(Counter(file.suffix or file.name for file in sorted(others)).most_common())
 
 
-def _list_read(names: Iterable[str]) -> list[str]:
+def _names_to_read(names: Iterable[str]) -> list[str]:
     """Sorted; beside rows, what describes a data set (README.md) is no row."""
     read = sorted(name for name in names if name.endswith(SUFFIXES))
     has_rows = any(name.endswith(_TABLES) for name in read)
@@ -284,7 +284,7 @@ def kind_of_files(
     for file in files[:FIRST_FILES]:
         for row in islice(rows_of_file(file, most_bytes), FIRST_ROWS):
             row = row if isinstance(row, BadRow) else rename_columns(row, columns)
-            if skip_bad and not _has_kind(row):
+            if skip_bad and not _tells_kind(row):
                 continue
             if isinstance(row, BadRow):
                 bad.append(row)  # raised below: first rows of other files are read, as their kind may differ
@@ -296,7 +296,7 @@ def kind_of_files(
     return kind
 
 
-def sample_texts(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
+def texts_for_tokenizer(files: Sequence[CorpusFile], most_bytes: int = MAX_TEXT_BYTES) -> Iterator[str]:
     """Yield texts to train a tokenizer on, up to SAMPLE_CHARACTERS, of files in a fixed shuffled order."""
     budget = SAMPLE_CHARACTERS
     order = np.argsort(np.random.PCG64(0).random_raw(len(files)), kind="stable")
@@ -320,7 +320,7 @@ def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int
 
 def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a file; a text that is not UTF-8, which is a whole file, has none."""
-    for chunk in row_file(file.name, file.path, most_bytes).chunks():
+    for chunk in row_file(file.name, file.path, most_bytes).read_chunks():
         try:
             for placed in chunk_rows(chunk):
                 yield placed.row
@@ -328,7 +328,7 @@ def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
             return
 
 
-def _has_kind(row: Row | BadRow) -> bool:
+def _tells_kind(row: Row | BadRow) -> bool:
     try:
         return isinstance(row, Row) and bool(row_kind(row))
     except DataError:

@@ -75,9 +75,9 @@ class ImageReader:
         grid = placed.image.grid
         try:
             if placed.image.frame < 0:
-                image = self._processor.image(pictures[0], placed.image.among)
+                image = self._processor.process_image(pictures[0], placed.image.among)
             else:  # a group of frames, whose grid depends on all frames of the video
-                image = ImageInput(self._processor.videos.pixels(pictures, grid), grid)
+                image = ImageInput(self._processor.videos.group_patches(pictures, grid), grid)
         except DataError as error:
             raise DataError(f"{self._image_name(placed)}: {error}") from error
         self.images_read += 1
@@ -106,7 +106,7 @@ class ImageReader:
         if placed.image.path:
             return [ImageFile(path) for path in split_paths(placed.image.path)]
         source = self._corpus.sources[self._corpus.file_of(placed.document)]
-        row = row_file(source.name, Path(source.path)).row_at(placed.position)
+        row = row_file(source.name, Path(source.path)).read_row_at(placed.position)
         try:
             columns = self._corpus.manifest.columns
             media = RowMedia() if isinstance(row, BadRow) else row_and_media(rename_columns(row, columns))[1]
@@ -118,7 +118,7 @@ class ImageReader:
             files = list(media.images[number : number + 1])
         else:
             frames = [file for video in media.videos[number : number + 1] for file in video.frames]
-            files = frames[frame : frame + self._processor.videos.group]
+            files = frames[frame : frame + self._processor.videos.frames_per_group]
         if not files:
             raise DataError(
                 f"{self._image_name(placed)}: its row is another one than when the corpus was made; restore the file"
@@ -165,10 +165,10 @@ class ShownImages:
         grids = np.array([p.image.grid for p in placed if p.image.frame < 0], dtype=np.int64)
         if self.videos is None:
             return self.tokens.positions(ids, grids)
-        return self.videos.positions(ids, grids, list(_join_frame_groups(p for p in placed if p.image.frame >= 0)))
+        return self.videos.positions(ids, grids, list(_videos_of_groups(p for p in placed if p.image.frame >= 0)))
 
 
-def _join_frame_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
+def _videos_of_groups(groups: Iterable[PlacedImage]) -> Iterator[Video]:
     """The grid of a group counts one patch of time, so the grid of a video counts its groups."""
     for _, groups_of_video in groupby(groups, key=lambda placed: (placed.document, placed.image.number)):
         first_group, *further_groups = (placed.image for placed in groups_of_video)
@@ -221,7 +221,7 @@ class ImageDocuments(CorpusDocuments):
         return tuple(range(0) if self.images is None else self.images.table.document_images(d) for d in self.ids)
 
 
-def show_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
+def attach_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
     """Make a corpus return documents with images, for a model of this configuration, by the processor in a folder.
 
     Raises DataError if there are images and the model takes none, or makes another number of rows than placeholders.
@@ -253,11 +253,11 @@ def _video_tokens(model: PreTrainedConfig, processor: Processor) -> VideoTokens:
     except ModelError as error:
         raise DataError(f"the documents have videos: {error}") from error
     video_processor, vision = processor.videos, getattr(model, "vision_config", None)
-    group = getattr(vision, "temporal_patch_size", video_processor.group)
-    if (video_processor.placeholder, video_processor.group) != (videos.placeholder, group):
+    group = getattr(vision, "temporal_patch_size", video_processor.frames_per_group)
+    if (video_processor.placeholder, video_processor.frames_per_group) != (videos.placeholder, group):
         raise DataError(
             f"{video_processor.kind} puts token id {video_processor.placeholder} where videos stand, for groups of "
-            f"{video_processor.group} frames, and "
+            f"{video_processor.frames_per_group} frames, and "
             f"the model takes id {videos.placeholder} (video_token_id) for groups of {group} (temporal_patch_size); "
             "use the processor and the tokenizer of the model's own folder"
         )

@@ -69,7 +69,7 @@ def encode_with_spans(
     joined, left_piece, first = list[_Run](), _encode_piece(engine, text, 0, piece), 0
     while left_piece.end < len(text):
         for right_piece in _next_pieces(engine, text, left_piece, piece, overlap):
-            if seam := _find_seam(text, left_piece, right_piece, first):
+            if seam := _find_joint(text, left_piece, right_piece, first):
                 joined.append(_Run(left_piece, first, seam[0]))
                 left_piece, first = right_piece, seam[1]
                 break
@@ -98,7 +98,7 @@ def _lengthen_piece(engine: Tokenizer, text: str, left: _Piece, joined: list[_Ru
         if not joined:
             return piece, 0
         last = joined.pop()
-        if seam := _find_seam(text, last.piece, piece, last.first):
+        if seam := _find_joint(text, last.piece, piece, last.first):
             joined.append(_Run(last.piece, last.first, seam[0]))
             return piece, seam[1]
         begin, size = last.piece.begin, piece.end - last.piece.begin  # no seam: both as one piece
@@ -118,7 +118,7 @@ def _encode_piece(engine: Tokenizer, text: str, begin: int, end: int) -> _Piece:
     return _Piece(begin, min(end, len(text)), np.array(encoding.ids, dtype=np.int64), spans)
 
 
-def _find_seam(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
+def _find_joint(text: str, left: _Piece, right: _Piece, first: int) -> tuple[int, int] | None:
     """Find where two pieces can be joined: the left piece's tokens end before one index, the right's begin at another.
 
     Both indices are of the same token. Of the overlap's four quarters, both pieces must agree on the middle two, which

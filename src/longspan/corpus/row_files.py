@@ -65,7 +65,7 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     """
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
-        reason, where = _oversize(size, chunk.most_bytes, "a text"), chunk.name
+        reason, where = _too_long_text(size, chunk.most_bytes, "a text"), chunk.name
         text = "" if reason else chunk.data.decode("utf-8-sig")
         yield PlacedRow(0, BadRow(where, reason) if reason else Row(where, {"text": text}, chunk.folder))
     elif chunk.form == "table":
@@ -81,12 +81,12 @@ def _read_line_rows(chunk: Chunk) -> Iterator[PlacedRow]:
         full_size = chunk.too_long if number == chunk.first + len(lines) else 0
         if full_size or line.removeprefix(BYTE_ORDER_MARK).strip():
             where, size = f"{chunk.name}, line {number}", full_size or len(line)
-            reason = _oversize(size, chunk.most_bytes, "a line")
+            reason = _too_long_text(size, chunk.most_bytes, "a line")
             yield PlacedRow(position, BadRow(where, reason) if reason else parse_line(line, where, chunk.folder))
         position += len(line) + 1  # 1: its line end
 
 
-def _oversize(size: int, most_bytes: int, kind: str) -> str:
+def _too_long_text(size: int, most_bytes: int, kind: str) -> str:
     if not most_bytes or size <= most_bytes:
         return ""
     return (
@@ -102,25 +102,27 @@ def parse_line(line: bytes, where: str, folder: str = "") -> Row | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(where, f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
-        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_beginning(line)}")
+        return BadRow(where, f"not JSON ({error.msg} at column {error.colno}): {_line_beginning(line)}")
     except ValueError:  # any other one is of int(), which limits digits
         digits = f"{sys.get_int_max_str_digits():,}"
         return BadRow(
-            where, f"an integer of more than {digits} digits, which no key of a row takes: {_beginning(line)}"
+            where, f"an integer of more than {digits} digits, which no key of a row takes: {_line_beginning(line)}"
         )
     except RecursionError:
-        return _deep_row(where, line)
+        return _too_deep_row(where, line)
     if not isinstance(record, dict):
-        return BadRow(where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_beginning(line)}')
+        return BadRow(
+            where, f'needs an object, such as {{"text": …}}; found {type_name(record)}: {_line_beginning(line)}'
+        )
     # Brackets are counted first, which is fast; few lines have enough of them to be deep.
     if line.count(b"[") + line.count(b"{") > MOST_LEVELS and _is_deep(record):
-        return _deep_row(where, line)
+        return _too_deep_row(where, line)
     return Row(where, record, folder)
 
 
-def _deep_row(where: str, line: bytes) -> BadRow:
+def _too_deep_row(where: str, line: bytes) -> BadRow:
     return BadRow(
-        where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_beginning(line)}"
+        where, f"JSON that is nested too deeply, in more than {MOST_LEVELS} lists and objects: {_line_beginning(line)}"
     )
 
 
@@ -140,15 +142,15 @@ def record_decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     JSON is parsed, as `datasets` does. A map becomes an object. A struct loses its keys without a value, as Arrow gives
     it every key in every row; a null in JSON or of a column stays.
     """
-    decoders = {field.name: _decoder(field.type) for field in schema}
-    return lambda record: {key: _decode(value, decoders[key]) for key, value in record.items()}
+    decoders = {field.name: _value_decoder(field.type) for field in schema}
+    return lambda record: {key: _decode_value(value, decoders[key]) for key, value in record.items()}
 
 
-def _decode(value: Any, decoder: Decode | None) -> Any:
+def _decode_value(value: Any, decoder: Decode | None) -> Any:
     return value if value is None or decoder is None else decoder(value)
 
 
-def _decoder(kind: Any, levels: int = 0) -> Decode | None:
+def _value_decoder(kind: Any, levels: int = 0) -> Decode | None:
     """Return what decodes a value of an Arrow type; None: nothing does, as for types deeper than MOST_LEVELS."""
     from pyarrow import types
 
@@ -157,15 +159,17 @@ def _decoder(kind: Any, levels: int = 0) -> Decode | None:
     if getattr(kind, "extension_name", "") == _JSON:
         return parse_json
     if types.is_struct(kind):
-        fields = {field.name: _decoder(field.type, levels + 1) for field in kind}
-        return lambda record: {key: _decode(value, fields[key]) for key, value in record.items() if value is not None}
+        fields = {field.name: _value_decoder(field.type, levels + 1) for field in kind}
+        return lambda record: {
+            key: _decode_value(value, fields[key]) for key, value in record.items() if value is not None
+        }
     if types.is_map(kind):
-        item = _decoder(kind.item_type, levels + 1)
-        return lambda pairs: {key: _decode(value, item) for key, value in pairs}
-    inner = _decoder(kind.value_type, levels + 1) if hasattr(kind, "value_type") else None
+        item = _value_decoder(kind.item_type, levels + 1)
+        return lambda pairs: {key: _decode_value(value, item) for key, value in pairs}
+    inner = _value_decoder(kind.value_type, levels + 1) if hasattr(kind, "value_type") else None
     if inner is None or types.is_dictionary(kind) or types.is_run_end_encoded(kind):
         return inner
-    return lambda values: [_decode(value, inner) for value in values]
+    return lambda values: [_decode_value(value, inner) for value in values]
 
 
 def _read_table(chunk: Chunk) -> Iterator[PlacedRow]:
@@ -200,7 +204,7 @@ def _iterate_records(batch: Any, types: str, most_bytes: int) -> Iterator[dict[s
     for number in range(len(batch)):
         row = batch.slice(number, 1)
         try:
-            yield _oversize(sum(map(_text_bytes, row.columns)), most_bytes, "a row") or row.to_pylist()[0]
+            yield _too_long_text(sum(map(_text_bytes, row.columns)), most_bytes, "a row") or row.to_pylist()[0]
         except UnicodeDecodeError:
             yield "a text that is not UTF-8"
         except (ValueError, OverflowError) as error:
@@ -225,7 +229,7 @@ def _text_bytes(column: Any) -> int:
     return 0 if is_binary or types.is_binary_view(kind) else column.nbytes
 
 
-def _beginning(line: bytes) -> str:
+def _line_beginning(line: bytes) -> str:
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])
 
 
@@ -243,11 +247,11 @@ class RowFile(ABC):
         self._folder, self._most_bytes = str(path.absolute().parent), most_bytes
 
     @abstractmethod
-    def chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
 
     @abstractmethod
-    def row_at(self, position: int) -> Row | BadRow:
+    def read_row_at(self, position: int) -> Row | BadRow:
         """Read the row at a position of a chunk; no limit holds, as the build has checked the row."""
 
     @contextmanager
@@ -273,10 +277,10 @@ class LineFile(RowFile):
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         super().__init__(name, path, most_bytes)
         self._compressed = name.endswith(GZIP)
-        self._stream: BinaryIO | None = None  # lines as `row_at` reads them
+        self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
-    def chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[Chunk]:
         """Yield the file's lines in order, in chunks of CHUNK_BYTES and the rest of the line in which these end.
 
         `first` and `position` are the number and the byte of a chunk's first line; its last line begins at `start` of
@@ -301,7 +305,7 @@ class LineFile(RowFile):
                 position += start + too_long + 1 if too_long else len(data)
                 first = number + bool(too_long)  # a line that is read over has no line end in `data`
 
-    def row_at(self, position: int) -> Row | BadRow:
+    def read_row_at(self, position: int) -> Row | BadRow:
         """Read the row whose line begins at this byte; to go back in a compressed file, it is opened again."""
         with self._name_file_in_errors():
             if self._stream is None or (self._compressed and self._stream.tell() > position):
@@ -326,14 +330,14 @@ class LineFile(RowFile):
 class TextFile(RowFile):
     """A .txt, .md or .py file: one row, at position 0."""
 
-    def chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[Chunk]:
         with self._name_file_in_errors(), self.path.open("rb") as file:
             size = self.path.stat().st_size
             too_long = size if self._most_bytes and size > self._most_bytes else 0
             data = file.read(SHOWN_BYTES if too_long else -1)
         yield Chunk("text", self.name, 0, 0, data, size, self._folder, self._most_bytes, too_long)
 
-    def row_at(self, position: int) -> Row | BadRow:
+    def read_row_at(self, position: int) -> Row | BadRow:
         with self._name_file_in_errors():
             text = self.path.read_bytes().decode("utf-8-sig")
         return Row(self.name, {"text": text}, self._folder)
@@ -342,7 +346,7 @@ class TextFile(RowFile):
 class TableFile(RowFile):
     """A table, read about CHUNK_BYTES at a time; the position of a row is its number."""
 
-    def chunks(self) -> Iterator[Chunk]:
+    def read_chunks(self) -> Iterator[Chunk]:
         """`end` of a chunk, the bytes read, is estimated by rows."""
         import_reader("pyarrow", self.name)
         import pyarrow
@@ -357,7 +361,7 @@ class TableFile(RowFile):
                 yield Chunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
                 first += len(batch)
 
-    def row_at(self, position: int) -> Row:
+    def read_row_at(self, position: int) -> Row:
         with self._name_file_in_errors():
             table = self._open_row(position)
             (record,) = table.to_pylist()
@@ -462,7 +466,7 @@ def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile
     return next(reader for suffix, reader in _READERS.items() if name.endswith(suffix))(name, path, most_bytes)
 
 
-def check_readers(names: Iterable[str]) -> None:
+def check_readers_installed(names: Iterable[str]) -> None:
     """Raise DataError for the first of these files whose reader is not installed; no file is read."""
     table = next((name for name in names if name.endswith((".parquet", ".arrow"))), None)
     if table is not None:

@@ -117,7 +117,7 @@ class Document:
         return {name: _read_numbers(name, value, len(self._ids)) for name, value in values.items()}
 
 
-def target_count(document: Any) -> int:
+def count_targets(document: Any) -> int:
     return int(document.targets) if isinstance(document, Labelled) else max(len(document) - 1, 0)
 
 

@@ -50,7 +50,7 @@ class Corpus:
                 raise
             raise DataError(f"{documents_folder} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
-        # This makes the documents of a step; `show_images` (corpus/image_documents.py) replaces it.
+        # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
     def _open_arrays(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class Corpus:
         source_of, self.targets, self.texts = (map_array(path) if path.is_file() else None for path in paths)
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
-        self.images: ImageTable | None = ImageTable.of(folder)
+        self.images: ImageTable | None = ImageTable.open_in_folder(folder)
         if not (dtype := self.manifest.dtype):  # as data.cache = "none" wrote it
             raise DataError(f"{folder} has no tokens; remove it, and it is built again")
         self._offsets = map_array(folder / "offsets.npy")

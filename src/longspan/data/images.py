@@ -60,7 +60,7 @@ class ImageWriter:
     """Writes the files of a folder's images from their beginnings to their ends."""
 
     def __init__(self, folder: Path) -> None:
-        self._columns = {name: GrowingArray(_file(folder, name), dtype) for name, dtype in _COLUMNS.items()}
+        self._columns = {name: GrowingArray(_column_file(folder, name), dtype) for name, dtype in _COLUMNS.items()}
         self._paths, self._ends = (folder / _PATHS).open("wb"), GrowingArray(folder / _ENDS, "<i8")
 
     def append(self, images: Sequence[PlacedImage], documents: int) -> None:
@@ -91,12 +91,12 @@ class ImageTable:
 
     def __init__(self, folder: Path) -> None:
         self._ends = map_array(folder / _ENDS)
-        self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_file(folder, name)) for name in _COLUMNS}
+        self._columns: dict[str, npt.NDArray[Any]] = {name: map_array(_column_file(folder, name)) for name in _COLUMNS}
         # An empty file cannot be mapped.
         self._paths = np.memmap(folder / _PATHS, mode="r") if len(self._ends) else np.zeros(0, np.uint8)
 
     @classmethod
-    def of(cls, folder: Path) -> "ImageTable | None":
+    def open_in_folder(cls, folder: Path) -> "ImageTable | None":
         """The images of a folder; None if it was built without images."""
         return cls(folder) if (folder / _ENDS).is_file() else None
 
@@ -111,22 +111,22 @@ class ImageTable:
         values: dict[str, Any] = {name: column[number].item() for name, column in self._columns.items()}
         document, position = values.pop("document"), values.pop("position")
         grid = values.pop("time"), values.pop("height"), values.pop("width")
-        return PlacedImage(document, SampleImage(grid=grid, path=self.path(number), **values), position)
+        return PlacedImage(document, SampleImage(grid=grid, path=self.path_of_image(number), **values), position)
 
-    def path(self, number: int) -> str:
+    def path_of_image(self, number: int) -> str:
         begin = int(self._ends[number - 1]) if number else 0
         return str(json.loads(self._paths[begin : int(self._ends[number])].tobytes()))
 
     def column(self, name: str) -> npt.NDArray[Any]:
         return self._columns[name]
 
-    def changes(self) -> Iterator[str]:
+    def describe_changes(self) -> Iterator[str]:
         """Yield a phrase for each file of an image that is gone or has changed; rows have the stamp of their file."""
         stamps = zip(self._columns["bytes"].tolist(), self._columns["modified_ns"].tolist(), strict=True)
         for number, stamp in enumerate(stamps):
-            path = self.path(number)
+            path = self.path_of_image(number)
             try:
-                if path and join_stamps(map(file_stamp, split_paths(path))) != stamp:
+                if path and join_stamps(map(size_and_time, split_paths(path))) != stamp:
                     yield f"image {display_paths(path)} has changed"
             except OSError as error:
                 yield f"image {display_paths(path)} cannot be read ({error.strerror})"
@@ -145,7 +145,7 @@ def display_paths(paths: str) -> str:
     return paths.replace(_BETWEEN, " or ")
 
 
-def file_stamp(path: str) -> Stamp:
+def size_and_time(path: str) -> Stamp:
     stat = Path(path).stat()
     return stat.st_size, stat.st_mtime_ns
 
@@ -155,5 +155,5 @@ def join_stamps(stamps: Iterable[Stamp]) -> Stamp:
     return sum(sizes), sum(times) % (1 << 62)  # within int64, as the column is
 
 
-def _file(folder: Path, column: str) -> Path:
+def _column_file(folder: Path, column: str) -> Path:
     return folder / f"image_{column}.npy"

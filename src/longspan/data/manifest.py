@@ -29,7 +29,7 @@ class FileArray(NamedTuple):
     shape: tuple[int, ...]
 
 
-def as_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
+def to_pickled(array: npt.NDArray[Any]) -> FileArray | npt.NDArray[Any]:
     """Return what to pickle of an array of integers ≥ 0: the place of its file if it maps all of one, else its values.
 
     Values are in the smallest type that holds them all.

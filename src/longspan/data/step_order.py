@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.manifest import as_pickled, from_pickled
+from longspan.data.manifest import from_pickled, to_pickled
 from longspan.data.stream import (
     ENDLESS,
     EVAL_SET,
@@ -39,23 +39,23 @@ class StepBegins:
 
     def __init__(self, end_of_step: Callable[[int], int]) -> None:
         self._end_of_step, self._begins = end_of_step, array("q", [0])
-        self._block = lru_cache(maxsize=2)(self._compute_block)
+        self._block = lru_cache(maxsize=2)(self._bounds_of_block)
 
-    def bounds_of(self, step: int) -> tuple[int, int]:
+    def begin_and_end(self, step: int) -> tuple[int, int]:
         """Return where a step begins and ends."""
         block, index = divmod(step, _STRIDE)
         while len(self._begins) <= block:  # each call computes the next 64 steps, and where the step after them begins
             self._block(len(self._begins) - 1)
         return self._block(block)[index]
 
-    def count_to(self, place: int) -> int:
+    def count_steps_before(self, place: int) -> int:
         """Count the steps that begin before a place."""
         while self._begins[-1] < place:
             self._block(len(self._begins) - 1)
         block = max(0, bisect_left(self._begins, place) - 1)
         return block * _STRIDE + bisect_left(self._block(block), place, key=lambda bounds: bounds[0])
 
-    def _compute_block(self, block: int) -> list[tuple[int, int]]:
+    def _bounds_of_block(self, block: int) -> list[tuple[int, int]]:
         begin, steps = self._begins[block], list[tuple[int, int]]()
         for _ in range(_STRIDE):
             steps.append((begin, self._end_of_step(begin)))
@@ -120,7 +120,7 @@ class StepOrder:
         """Without what is computed again, and without lengths, which the stream has."""
         not_pickled = ("_steps", "lengths")
         state = {name: value for name, value in self.__dict__.items() if name not in not_pickled}
-        return state | {"targets": None if self.targets is None else as_pickled(self.targets)}
+        return state | {"targets": None if self.targets is None else to_pickled(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
@@ -150,14 +150,14 @@ class StepOrder:
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0, epochs=2).count_steps()
         6
         """
-        return self._steps.count_to(self.ends.last)
+        return self._steps.count_steps_before(self.ends.last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents the steps before a step take."""
-        return self._steps.bounds_of(step)[0]
+        return self._steps.begin_and_end(step)[0]
 
     def _document_ids(self, step: int) -> Integers:
-        return self._ids_between(*self._steps.bounds_of(step))
+        return self._ids_between(*self._steps.begin_and_end(step))
 
     def _ids_between(self, start: int, end: int) -> Integers:
         ids = list[Integers]()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.manifest import as_pickled, from_pickled
+from longspan.data.manifest import from_pickled, to_pickled
 from longspan.errors import DataError, plural
 from longspan.layout import Integers
 
@@ -62,13 +62,13 @@ class Epochs:
         column = cells - row * width
         for turn, key in enumerate(keys):
             if turn % 2:
-                column = _shift_by_hash(column, row, key, self._width)
+                column = _add_hash_modulo(column, row, key, self._width)
             else:
-                row = _shift_by_hash(row, column, key, self._height)
+                row = _add_hash_modulo(row, column, key, self._height)
         return row * width + column
 
 
-def _shift_by_hash(values: Words, others: Words, key: Words, size: int) -> Words:
+def _add_hash_modulo(values: Words, others: Words, key: Words, size: int) -> Words:
     """(value + hash of other + key) modulo size, for values below size; the hash is scaled to below size."""
     shifted = _hash_words(others + key)
     shifted >>= _HALF  # scaled by its upper 32 bits: times size, over 2**32
@@ -217,7 +217,7 @@ class DocumentStream:
         self._part = lru_cache(maxsize=2)(self._merge_part)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return as_pickled(self.lengths), self.sources
+        return to_pickled(self.lengths), self.sources
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         lengths, sources = state

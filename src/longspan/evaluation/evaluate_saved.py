@@ -24,9 +24,9 @@ from longspan.comm.all_ranks import (
 )
 from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import DataConfig, RunConfig
-from longspan.corpus.build import corpus_line, with_images
+from longspan.corpus.build import corpus_line, documents_with_images
 from longspan.corpus.builder import build_documents
-from longspan.corpus.corpus_settings import CorpusSettings, describe_left_out, describe_rows, make_recipe
+from longspan.corpus.corpus_settings import CorpusSettings, left_out_lines, make_recipe, row_lines
 from longspan.corpus.files import FileSums
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
@@ -195,15 +195,15 @@ def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log:
     settings = CorpusSettings(data)
     try:
         folder.mkdir()
-        files = settings.files(folder)
-        recipe = make_recipe(settings, files, FileSums().measure_files(files, log), tokenizer)
-        for line in describe_rows(settings, recipe):
+        files = settings.find_source_files(folder)
+        recipe = make_recipe(settings, files, FileSums().sums_of_files(files, log), tokenizer)
+        for line in row_lines(settings, recipe):
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
         raise DataError(str(error).replace("data.path", "--data", 1)) from error
     log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
-    for line in describe_left_out(settings, folder, manifest, key="--max-document-tokens"):
+    for line in left_out_lines(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
 
 
@@ -265,7 +265,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
         model = replace(model, rope_scaling="", rope_factor=0.0)
     configuration = scale_positions(configuration, model, longest, origin, log, cut_by="--max-document-tokens")
     if folder := checked.tokenizer.folder:
-        sets = {name: with_images(documents, configuration, folder) for name, documents in sets.items()}
+        sets = {name: documents_with_images(documents, configuration, folder) for name, documents in sets.items()}
     # Plans of both subjects follow the first one's keys; a run's training has chosen rows where its limit is "auto".
     first, heads = request.subjects[0], query_heads(configuration)
     context = first.config.context if first.weights.run_dir is None else set_eval_rows_of_training(first.config).context

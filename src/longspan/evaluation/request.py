@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from longspan.checkpoint.files import step_of
-from longspan.config.keys import AUTO, NOT_GIVEN, set_key_values
+from longspan.config.keys import AUTO, NOT_GIVEN, with_key_values
 from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
@@ -159,7 +159,7 @@ def fit_home_to_ranks(config: RunConfig, ranks: int, flag_keys: Collection[str])
     values["encoder.tp"] = math.gcd(config.encoder.tp, ranks)
     for name in values.keys() - flag_keys:
         section, _, key = name.partition(".")
-        config = replace(config, **{section: set_key_values(getattr(config, section), {key: values[name]})})
+        config = replace(config, **{section: with_key_values(getattr(config, section), {key: values[name]})})
     return config
 
 

@@ -11,7 +11,7 @@ from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
 from longspan.layout import Layout
-from longspan.run.checks import check_needs, check_numbers, check_parallel, check_plans
+from longspan.run.checks import check_keys_needed_by_keys, check_number_bounds, check_parallel, check_plans
 
 _SECTIONS = {  # of the configuration; other keys are those of [context]
     **dict.fromkeys(
@@ -22,7 +22,7 @@ _SECTIONS = {  # of the configuration; other keys are those of [context]
 }
 
 
-def _key(default: Any, text: str) -> Any:
+def _argument(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
@@ -38,36 +38,40 @@ class LongspanArguments:
     values that no key takes.
     """
 
-    planner: str = _key("", "auto (as dynamic), fixed, dynamic or padded; empty: auto, or fixed with a degree")
-    context_parallel_size: int = _key(NOT_GIVEN, "ranks that share a document in training; 0: the fewest that hold all")
-    min_dynamic_context_parallel_size: int = _key(1, "smallest degree of dynamic plans")
-    max_dynamic_context_parallel_size: int = _key(0, "largest degree of dynamic plans; 0: no limit")
-    max_tokens_per_slot: str = _key("auto", "rows of a micro-batch on a slot, at most; 0: no limit; auto: by memory")
-    cp_comm_type: str = _key("auto", "p2p, all_gather, a2a, a2a+p2p or auto")
-    partition: str = _key("auto", "zigzag, contiguous or auto")
+    planner: str = _argument("", "auto (as dynamic), fixed, dynamic or padded; empty: auto, or fixed with a degree")
+    context_parallel_size: int = _argument(
+        NOT_GIVEN, "ranks that share a document in training; 0: the fewest that hold all"
+    )
+    min_dynamic_context_parallel_size: int = _argument(1, "smallest degree of dynamic plans")
+    max_dynamic_context_parallel_size: int = _argument(0, "largest degree of dynamic plans; 0: no limit")
+    max_tokens_per_slot: str = _argument(
+        "auto", "rows of a micro-batch on a slot, at most; 0: no limit; auto: by memory"
+    )
+    cp_comm_type: str = _argument("auto", "p2p, all_gather, a2a, a2a+p2p or auto")
+    partition: str = _argument("auto", "zigzag, contiguous or auto")
     hierarchical_context_parallel_sizes: list[int] = field(
         default_factory=list, metadata={"help": "sizes (a2a, p2p) of a2a+p2p; empty: the best ones"}
     )
-    attention_kernel: str = _key("", "attention kernel; empty: the first that can")
-    node_size: str = _key("auto", "slots of one host")
-    mode: str = _key("auto", "lockstep, free or auto: who waits in training")
-    eval_planner: str = _key("", "planner of evaluation; empty: as in training, or fixed with a degree")
-    eval_context_parallel_size: str = _key("", "ranks that share a document in evaluation; auto: the fastest")
-    eval_max_tokens_per_slot: str = _key("", "rows of a micro-batch on a slot in evaluation")
-    eval_cp_comm_type: str = _key("", "communication type of evaluation")
+    attention_kernel: str = _argument("", "attention kernel; empty: the first that can")
+    node_size: str = _argument("auto", "slots of one host")
+    mode: str = _argument("auto", "lockstep, free or auto: who waits in training")
+    eval_planner: str = _argument("", "planner of evaluation; empty: as in training, or fixed with a degree")
+    eval_context_parallel_size: str = _argument("", "ranks that share a document in evaluation; auto: the fastest")
+    eval_max_tokens_per_slot: str = _argument("", "rows of a micro-batch on a slot in evaluation")
+    eval_cp_comm_type: str = _argument("", "communication type of evaluation")
     eval_hierarchical_context_parallel_sizes: list[int] = field(
         default_factory=list, metadata={"help": "as training's"}
     )
-    tp: int = _key(1, "tensor-parallel degree")
-    pp: int = _key(1, "pipeline stages: 1; a Trainer has no others")
-    ep: int = _key(1, "expert-parallel degree")
-    dp_replicate: int = _key(1, "copies of the sharded weights (HSDP)")
-    sequence_parallel: bool = _key(False, "split rows of norms over tensor-parallel ranks")
-    reshard_after_forward: bool = _key(True, "free gathered weights after each pass")
-    sync_each_batch: bool = _key(True, "sum gradients in every micro-batch; false: once a step")
-    memory: str = _key("auto", "auto: what layers keep is chosen by memory; none: as the arguments have it")
-    memory_bytes: int = _key(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
-    machine: str = _key("", "the machine that prices plans (longspan bench calibrate)")
+    tp: int = _argument(1, "tensor-parallel degree")
+    pp: int = _argument(1, "pipeline stages: 1; a Trainer has no others")
+    ep: int = _argument(1, "expert-parallel degree")
+    dp_replicate: int = _argument(1, "copies of the sharded weights (HSDP)")
+    sequence_parallel: bool = _argument(False, "split rows of norms over tensor-parallel ranks")
+    reshard_after_forward: bool = _argument(True, "free gathered weights after each pass")
+    sync_each_batch: bool = _argument(True, "sum gradients in every micro-batch; false: once a step")
+    memory: str = _argument("auto", "auto: what layers keep is chosen by memory; none: as the arguments have it")
+    memory_bytes: int = _argument(0, "bytes that a rank may fill; 0: 92 % of a GPU's free memory")
+    machine: str = _argument("", "the machine that prices plans (longspan bench calibrate)")
 
     def __post_init__(self) -> None:
         self.config()
@@ -82,16 +86,18 @@ class LongspanArguments:
             if isinstance(value, str) and value.lstrip("-").isdigit():  # fields for "auto" or a number are strings
                 value = int(value)
             keys[f"{_SECTIONS.get(name, 'context')}.{name}"] = value
-        with words_of_scripts():
+        with errors_in_words_of_scripts():
             return load_config(None, keys)
 
     def home(self, ranks: int) -> Layout:
         """Return the layout of `ranks` ranks. Raises ConfigError for keys that do not fit it, or each other."""
         home, config = Layout(ranks=ranks, tp=self.tp, ep=self.ep, dp_replicate=self.dp_replicate), self.config()
-        with words_of_scripts():
-            check_numbers(replace(config, train=replace(config.train, lr=1.0)), training=True)  # a Trainer has its own
+        with errors_in_words_of_scripts():
+            check_number_bounds(
+                replace(config, train=replace(config.train, lr=1.0)), training=True
+            )  # a Trainer has its own
             check_parallel(config, home)
-            check_needs(config)
+            check_keys_needed_by_keys(config)
             check_plans(config, home, training=True)
         return home
 
@@ -106,7 +112,7 @@ _WORDS = {
 
 
 @contextmanager
-def words_of_scripts() -> Iterator[None]:
+def errors_in_words_of_scripts() -> Iterator[None]:
     """Have errors that longspan raises inside name keys and launchers as a script has them."""
     try:
         yield

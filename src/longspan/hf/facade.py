@@ -108,7 +108,7 @@ class Offset(NamedTuple):
     values: TokenLogProbs
     first: int
 
-    def value(self, name: str, document: int) -> Floats:
+    def token_value(self, name: str, document: int) -> Floats:
         number = self.first + document
         return self.values.of(number) if name == "log_probs" else self.values.value(name, number)
 
@@ -119,7 +119,7 @@ class AheadBatch(NamedTuple):
     entries: Mapping[str, Any]  # by `document_entries`
     rows: BatchDocuments
     values: Offset
-    versions: tuple[int, ...]  # of the entries, by `versions_of`
+    versions: tuple[int, ...]  # of the entries, by `write_counts`
 
     def has_same_tensors(self, batch: Mapping[str, Any]) -> bool:
         """Return whether a call has these very tensors and no others: its rows need no second reading."""
@@ -133,7 +133,7 @@ class AheadBatch(NamedTuple):
 
         Other tensors count as the same batch if all that decide its documents are equal.
         """
-        if versions_of(self.entries) != self.versions:
+        if write_counts(self.entries) != self.versions:
             return False
         if self.has_same_tensors(batch):
             return True
@@ -149,7 +149,7 @@ def document_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {name: batch[name] for name in names if batch.get(name) is not None}
 
 
-def versions_of(entries: Mapping[str, Any]) -> tuple[int, ...]:
+def write_counts(entries: Mapping[str, Any]) -> tuple[int, ...]:
     """Return how often each tensor was written to."""
     return tuple(getattr(x, "_version", 0) for x in entries.values())
 
@@ -208,9 +208,9 @@ class Facade:
         ahead = None
         if (self.logits_of is None or fused_lm_head) and torch.is_grad_enabled():
             ahead = self.ahead.pop(0) if self.ahead and self.ahead[0].matches(batch) else None
-        rows = ahead.rows if ahead is not None and ahead.has_same_tensors(batch) else read_batch(batch)
+        rows = ahead.rows if ahead is not None and ahead.has_same_tensors(batch) else read_documents_of_batch(batch)
         if self.logits_of is not None and not fused_lm_head:
-            return self._answer_logits(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
+            return self._logits_output(rows, self.logits_of(self, list(rows.documents)), labels, num_items_in_batch)
         if labels is None:  # nothing is predicted, and hidden states are not answered
             return TokenOutput()
         scored = [d for d, document in enumerate(rows.documents) if document.targets]  # indices into the documents
@@ -222,11 +222,11 @@ class Facade:
 
         def table_of(name: str, kind: torch.dtype) -> Tensor:
             """(B, L - 1), without column 0; 0 where nothing is predicted."""
-            document_values = {d: values.value(name, i) for i, d in enumerate(scored)} if values else {}
+            document_values = {d: values.token_value(name, i) for i, d in enumerate(scored)} if values else {}
             return rows.to_batch(document_values, dtype=kind, device=device)[:, 1:]
 
         leaf = table_of("log_probs", dtype).requires_grad_(torch.is_grad_enabled())
-        out = self._answer_loss(rows, leaf, labels, num_items_in_batch)
+        out = self._loss_output(rows, leaf, labels, num_items_in_batch)
         if not fused_lm_head:
             return out
         value_tables: Mapping[str, Any] = {name: table_of(name, dtype) for name in self.head.values if name != "top1"}
@@ -236,7 +236,7 @@ class Facade:
             {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _label_mask(labels), "is_top1": top1}
         )
 
-    def _answer_loss(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
+    def _loss_output(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
         """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
 
         With gradients the leaf is noted for the step, without them the sum of losses for the evaluation.
@@ -248,7 +248,7 @@ class Facade:
             self.evaluated: tuple[float, int] = (self.evaluated[0] + total.item(), self.evaluated[1] + int(targets))
         return TokenOutput(loss=total / (targets.clamp(min=1) if items is None else items))
 
-    def _answer_logits(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
+    def _logits_output(self, rows: BatchDocuments, logits: list[Tensor], labels: Any, items: Any) -> TokenOutput:
         """Return logits (B, L, V) of a batch, 0 at padding, and the loss if there are labels; V is the vocab_size."""
         width = self.inner_model.config.get_text_config().vocab_size
         device = next(self.inner_model.parameters()).device
@@ -264,7 +264,7 @@ class Facade:
             return TokenOutput(logits=table)
         dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
         leaf = log_probs[:, 1:].to(dtype)
-        out = TokenOutput(self._answer_loss(rows, leaf, labels, items), logits=table)
+        out = TokenOutput(self._loss_output(rows, leaf, labels, items), logits=table)
         # Attributes, and no entries of the dict: a Trainer takes all entries but the loss for predictions.
         vars(out).update(log_probs=leaf, label_mask=_label_mask(labels))
         return out
@@ -274,7 +274,7 @@ def _label_mask(labels: Any) -> Tensor:
     return torch.as_tensor(labels)[:, 1:] != NO_TARGET
 
 
-def read_batch(batch: Mapping[str, Any]) -> BatchDocuments:
+def read_documents_of_batch(batch: Mapping[str, Any]) -> BatchDocuments:
     """Return the documents of a batch as trainers pass it.
 
     Raises DataError for labels that nothing can predict, and for packed rows without positions.

@@ -49,17 +49,17 @@ class EpochOrder(NamedTuple):
 
 
 def order_states(loader: Any) -> list[Any]:
-    states = [get() for get, _ in (*GLOBAL, *_own_generators(loader))]
+    states = [get() for get, _ in (*GLOBAL, *_generator_accessors(loader))]
     return tree_map(lambda x: x.tolist() if isinstance(x, np.ndarray) else x, states)
 
 
 def set_order_states(loader: Any, states: list[Any]) -> None:
     """Set what `order_states` returned; states of generators that the loader lacks now are left out."""
-    for (_, set_state), state in zip((*GLOBAL, *_own_generators(loader)), states, strict=False):
+    for (_, set_state), state in zip((*GLOBAL, *_generator_accessors(loader)), states, strict=False):
         set_state(state)
 
 
-def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+def _generator_accessors(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     for value in vars(owner).values():
         if isinstance(value, torch.Generator):
             yield value.get_state, value.set_state
@@ -71,7 +71,7 @@ def _own_generators(owner: Any) -> Iterator[tuple[Callable[[], Any], Callable[[A
             bits: Any = value.bit_generator
             yield lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state)
         elif isinstance(value, (DataLoader, Sampler, IterableDataset)):
-            yield from _own_generators(value)
+            yield from _generator_accessors(value)
 
 
 UNFINISHED, OPTIMIZER, SCHEDULER, RANDOM, STATE = "unfinished", "optimizer", "scheduler.pt", "rng", "trainer_state.json"
@@ -102,7 +102,7 @@ class FilesPart(StockTrainer):
     _order: dict[str, Any] | None = None  # of a checkpoint: what `order.pt` has
     _epoch: EpochOrder | None = None  # that runs
 
-    def _try_saving(self) -> None:
+    def _try_to_save_files(self) -> None:
         """Write what a save writes beside weights into a folder that is removed at once; entered by all ranks."""
 
         def write() -> None:
@@ -223,7 +223,7 @@ class FilesPart(StockTrainer):
             state = load_checkpoint(saved, prepared, optimizer, self.world, weights=False)
         schedule = run_on_every_rank(self.world, lambda: load_without_code(root / SCHEDULER), CheckpointError)
         self.lr_scheduler.load_state_dict(schedule)
-        _restore_settings(root, optimizer, state["groups"])
+        _restore_group_settings(root, optimizer, state["groups"])
         self.world.seed = state["seed"]
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> tuple[int, int]:
@@ -315,7 +315,7 @@ def _drop_empty_groups(optimizer: Any) -> Iterator[None]:
             optimizer.param_groups.insert(index, group)
 
 
-def _restore_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
+def _restore_group_settings(checkpoint: Path, optimizer: Any, groups: list[dict[str, Any]]) -> None:
     groups_here = len(optimizer.param_groups)
     if len(groups) != groups_here:
         raise CheckpointError(

@@ -49,7 +49,7 @@ class FirstRank:
     def is_working(self) -> bool:
         return self._waiting is not None
 
-    def run(self, work: Callable[[], Result], what: str) -> Result:
+    def run_on_first(self, work: Callable[[], Result], what: str) -> Result:
         """Return the result of `work` on the first rank, on every rank; entered by all. Inside other work it just runs.
 
         The other ranks raise the first's LongspanError too, or CommError with its text and `what`, words for the
@@ -59,7 +59,7 @@ class FirstRank:
             return work()
         if not is_first_rank(self._world):
             return self._answer_calls_of_first()
-        self._let_others_wait()
+        self._tell_others_to_wait()
         try:
             result = work()
             message = pickle.dumps((_RESULT, result))
@@ -85,9 +85,9 @@ class FirstRank:
             try:
                 yield
             finally:
-                self._let_others_wait()
+                self._tell_others_to_wait()
 
-    def _let_others_wait(self) -> None:
+    def _tell_others_to_wait(self) -> None:
         self._waiting = ExitStack()
         self._waiting.enter_context(leave_together(self._world))
 
@@ -195,7 +195,7 @@ class GenerationPart(StockTrainer):
             random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             return result, logged, self.state.num_input_tokens_seen, random_states
 
-        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run(work_and_note_state, what)
+        result, logged, tokens, (python, numpy, torch_state) = self._first_rank.run_on_first(work_and_note_state, what)
         if not is_first_rank(self.world):
             self.__dict__.update(logged)
             self.state.num_input_tokens_seen = tokens

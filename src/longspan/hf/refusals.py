@@ -46,7 +46,7 @@ _OF_LAUNCHER: dict[str, str] = {
 }
 
 
-def refused_arguments(
+def refusals_of_arguments(
     args: Any, longspan_arguments: LongspanArguments, constructor_values: Mapping[str, Any]
 ) -> Iterator[str]:
     """Yield why settings of a trainer's constructor, whose `constructor_values` are by name, are not run."""
@@ -89,7 +89,7 @@ def refused_arguments(
         yield "args.save_on_each_node is true: a longspan trainer writes one folder that all ranks see; leave it out"
 
 
-def refuse_kind(maybe_wrapped: Any) -> None:
+def refuse_model_kind(maybe_wrapped: Any) -> None:
     """Raise ModelError or ConfigError for a kind of model that longspan cannot run in a Trainer."""
     model: Any = unwrap_peft_model(maybe_wrapped)
     name = type(model).__name__
@@ -108,9 +108,9 @@ def refuse_kind(maybe_wrapped: Any) -> None:
         )
 
 
-def refuse_model(trainer: Any) -> None:
+def refuse_made_model(trainer: Any) -> None:
     """Raise ModelError or ConfigError for the model of a trainer that was made, where longspan cannot run it there."""
-    refuse_kind(trainer.model)
+    refuse_model_kind(trainer.model)
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
         raise ConfigError(
             "optimizers= brings an optimizer of parameters that longspan replaces when it shards the model; give its "

@@ -27,8 +27,8 @@ from longspan.hf.facade import (
     Offset,
     document_entries,
     documents_with_coefficients,
-    read_batch,
-    versions_of,
+    read_documents_of_batch,
+    write_counts,
 )
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import has_cross_entropy_loss
@@ -98,7 +98,7 @@ class HostBatches:
     def __init__(self) -> None:
         self._batches: BatchesAhead | None = None
 
-    def take_over_loader(self, loader: Any) -> None:
+    def keep_batches_on_host(self, loader: Any) -> None:
         """Change a loader so that its batches stay on the host until `training_step` moves them, and can be made ahead.
 
         Loaders of other kinds than DataLoaderShard stay as they are: they fetch batches in another order.
@@ -155,12 +155,14 @@ class ComingStep:
     def has_batches(self, batches: Sequence[Any]) -> bool:
         """Return whether these are the step's batches, into which nothing was written since they were read."""
         return len(batches) == len(self.batches) and all(
-            batch is batch_read and versions_of(document_entries(batch)) == versions
+            batch is batch_read and write_counts(document_entries(batch)) == versions
             for batch, batch_read, versions in zip(batches, self.batches, self.versions, strict=True)
         )
 
 
-def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDocuments], list[Document], list[int]]:
+def read_step_documents(
+    batches: Sequence[Any], items: float | None
+) -> tuple[list[BatchDocuments], list[Document], list[int]]:
     """Return the rows of each batch of a step, its documents with targets, and where those of each batch begin.
 
     A target's coefficient is −1 / `items`, the targets of all batches, or −1 / (targets of the batch × batches) for
@@ -168,7 +170,7 @@ def read_step(batches: Sequence[Any], items: float | None) -> tuple[list[BatchDo
     """
     all_rows, documents, firsts = list[BatchDocuments](), list[Document](), list[int]()
     for batch in batches:
-        all_rows.append(read_batch(document_entries(batch)))
+        all_rows.append(read_documents_of_batch(document_entries(batch)))
         scored = [document for document in all_rows[-1].documents if document.targets]
         divisor = items or max(1, sum(document.targets for document in scored)) * len(batches)
         firsts.append(len(documents))
@@ -221,7 +223,7 @@ class CollectedTokens:
         return TokenLogProbs(self._lengths, sums[0], no_sums, also)
 
 
-def same_coefficients(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
+def coefficients_agree(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
     """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
 
     Coefficients of tokens that are no targets, such as the first of a document, are not compared.
@@ -290,7 +292,7 @@ class StepsPart(StockTrainer):
         return self._choices[training].plan(lengths, self.world.home, targets=targets)
 
     def _token_values(self, facade: Facade, documents: list[Document]) -> Any:
-        self._agree_on_rows(documents)
+        self._compare_rows_on_ranks(documents)
         prepared, head, training = facade.inner_model, facade.head, facade.inner_model.training
         plan = self._cached_plan(documents, training=training)
         values = {"also": head.values, "temperature": head.temperature}
@@ -300,7 +302,7 @@ class StepsPart(StockTrainer):
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
-    def _agree_on_rows(self, documents: list[Document], digest: str = "") -> None:
+    def _compare_rows_on_ranks(self, documents: list[Document], digest: str = "") -> None:
         self.world.control.compare_digests(
             digest or documents_digest(documents),
             what="batches of a Trainer",
@@ -317,7 +319,7 @@ class StepsPart(StockTrainer):
         """Return the Trainer's loader; its batches stay on the host unless a class below has a step that reads them."""
         loader = super().get_train_dataloader()
         if self.is_in_train and not self._has_step_below:
-            self._host_batches.take_over_loader(loader)
+            self._host_batches.keep_batches_on_host(loader)
         return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
@@ -375,7 +377,7 @@ class StepsPart(StockTrainer):
         self._guessed_documents = [*self._guessed_documents, *step.documents]
         all_entries = [document_entries(moved) for _, moved in self._moved]
         self._facade.ahead = [
-            AheadBatch(entries, rows, Offset(values, first), versions_of(entries))
+            AheadBatch(entries, rows, Offset(values, first), write_counts(entries))
             for entries, rows, first in zip(all_entries, step.rows, step.firsts, strict=True)
         ]
 
@@ -383,14 +385,14 @@ class StepsPart(StockTrainer):
         """None without a target, or if a batch lacks labels."""
         if not all(isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys() for batch in batches):
             return None
-        rows, documents, firsts = read_step(batches, items)
+        rows, documents, firsts = read_step_documents(batches, items)
         if not documents:
             return None
         plan = self._make_plan(documents, training=True)
-        versions = [versions_of(document_entries(batch)) for batch in batches]
+        versions = [write_counts(document_entries(batch)) for batch in batches]
         return ComingStep(batches, rows, documents, firsts, documents_digest(documents), plan, versions)
 
-    def _work_meanwhile(self) -> None:
+    def _prepare_next_step_and_wait(self) -> None:
         self._prepare_next_step()
         if self.world.device.type == "cuda":
             torch.cuda.current_stream(self.world.device).synchronize()
@@ -420,7 +422,7 @@ class StepsPart(StockTrainer):
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
         documents = documents_with_coefficients(calls)
-        if guessed and not uncalled and same_coefficients(documents, guessed, calls[0].leaf.dtype):
+        if guessed and not uncalled and coefficients_agree(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
             self._facade.inner_model.zero_grad()  # drops the gradients of the guess
@@ -440,7 +442,7 @@ class StepsPart(StockTrainer):
     def _run_step(
         self, documents: list[Document], names: tuple[str, ...] = (), coming: ComingStep | None = None
     ) -> TokenLogProbs:
-        self._agree_on_rows(documents, coming.digest if coming else "")
+        self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
         collected = CollectedTokens(plan.lengths, names)
         facade.inner_model.train()
@@ -455,7 +457,7 @@ class StepsPart(StockTrainer):
                 loss=collected,
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
-                meanwhile=self._work_meanwhile,
+                meanwhile=self._prepare_next_step_and_wait,
             )
         assert result.grad_norm is not None
         self._norm_and_versions = result.grad_norm, gradient_versions(facade.inner_model)
@@ -507,7 +509,7 @@ class EvaluationPart(StockTrainer):
             self._facade.logits_of = None
 
     def _document_logits(self, facade: Facade, documents: Sequence[Document]) -> list[Tensor]:
-        self._agree_on_rows(documents)
+        self._compare_rows_on_ranks(documents)
         plan = self._cached_plan(documents, training=False)
         with torch.autocast(self.args.device.type, enabled=False):
             return gather_logits(facade.inner_model, plan, documents, self.world)

@@ -18,13 +18,13 @@ from longspan.comm.all_ranks import is_first_rank, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.sections import LoraSection, RunConfig
 from longspan.errors import CheckpointError, ConfigError, plural
-from longspan.hf.arguments import LongspanArguments, words_of_scripts
+from longspan.hf.arguments import LongspanArguments, errors_in_words_of_scripts
 from longspan.hf.facade import Facade, take_fused_head
 from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
-from longspan.hf.refusals import refuse_kind, refuse_model, refuse_search, refused_arguments
+from longspan.hf.refusals import refusals_of_arguments, refuse_made_model, refuse_model_kind, refuse_search
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter, unwrap_peft_model
@@ -45,11 +45,11 @@ FEW_ROWS = 256  # of another one, which may read files: at equal distances
 _log = logging.getLogger(__name__)
 
 
-def asks_recomputation(args: Any) -> bool:
+def asks_for_recomputation(args: Any) -> bool:
     return any(getattr(args, name, None) for name in CHECKPOINTING)
 
 
-def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
+def choose_trainer_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     """Return the configuration of a trainer's plans, and the plan of memory (None: none is made); entered by all ranks.
 
     A plan of memory is made on GPUs, and on CPUs if `memory_bytes` is set; not if `memory` is "none", no length of a
@@ -58,9 +58,9 @@ def choose_memory(trainer: Any) -> tuple[RunConfig, MemoryPlan | None]:
     """
     config, args = _run_config(trainer), trainer._stock_arguments
     default = {key.name: key.default for key in fields(args)}
-    if asks_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
+    if asks_for_recomputation(args) and any(getattr(args, name, None) != default.get(name) for name in CHECKPOINTING):
         config = replace(config, train=replace(config.train, memory="none", activation_checkpointing="full"))
-    lengths, memory = _document_lengths(trainer), None
+    lengths, memory = _lengths_of_documents(trainer), None
     has_limit = config.context.max_tokens_per_slot != AUTO
     if lengths:
         model, home = unwrap_peft_model(trainer.model).config, trainer.world.home
@@ -92,7 +92,7 @@ def prepare_options(trainer: Any, model: Any, memory: MemoryPlan | None, *, trai
     )
     if not training:
         return options
-    by_arguments = replace(config.train, activation_checkpointing="full" if asks_recomputation(args) else "none")
+    by_arguments = replace(config.train, activation_checkpointing="full" if asks_for_recomputation(args) else "none")
     measures = options_of_memory_plan(replace(config, train=by_arguments), memory, training=True)
     return replace(options, compiled=config.train.compiled, **measures)
 
@@ -112,7 +112,7 @@ def _run_config(trainer: Any) -> RunConfig:
     return replace(config, model=model_keys, train=replace(config.train, optimizer=name, lr=1e-3), lora=lora)
 
 
-def _document_lengths(trainer: Any) -> list[int]:
+def _lengths_of_documents(trainer: Any) -> list[int]:
     """The lengths of the trainer's documents, or the longest that its arguments allow; [] for neither."""
     data, args = trainer.train_dataset, trainer.args
     if "input_ids" in (getattr(data, "column_names", None) or ()) and hasattr(data, "select"):
@@ -153,11 +153,11 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
                 "ranks in them; give args=, such as SFTConfig(output_dir=…), through a constructor of your own too"
             )
         # What can be refused before the world is opened is refused here.
-        for reason in refused_arguments(arguments, self.longspan, keywords):
+        for reason in refusals_of_arguments(arguments, self.longspan, keywords):
             raise ConfigError(reason)
         model = keywords.get("model", args[0] if args else None)
         if isinstance(model, nn.Module):
-            refuse_kind(model)
+            refuse_model_kind(model)
         refuse_generation(type(self), arguments, rollout=keywords.get("rollout_func") is not None)
         self._one_process = OneProcess.add_trainer(self.longspan.home)
         self._is_open = True
@@ -177,9 +177,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             self._prepared_model: Any = None
             with self._replace_generation():
                 super().__init__(*positional, **named)
-            refuse_model(self)
+            refuse_made_model(self)
             self._refuse_reference()
-            self._try_saving()
+            self._try_to_save_files()
             if is_first_rank(self.world):
                 print(layout_line(self.longspan.config(), self.world.home), flush=True)
         except BaseException:
@@ -208,7 +208,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
         self._facade.head = take_fused_head(inside)
         reference_config = take_reference_adapter(self.model)
         self.memory_plan: MemoryPlan | None
-        self._config, self.memory_plan = choose_memory(self)
+        self._config, self.memory_plan = choose_trainer_memory(self)
         self._prepare_model(self.model, self._facade)
         if reference_config is not None:
             ReferenceAdapter(self.model, self._facade.inner_model, reference_config)
@@ -257,7 +257,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     def _report_errors_to_others(self) -> Iterator[None]:
         """Report an error of this rank alone, as of a metric; all wait at the end, so that none goes on without it."""
         try:
-            with words_of_scripts():
+            with errors_in_words_of_scripts():
                 yield
             self.world.control.barrier("the end of train, evaluate or predict")
         except BaseException as error:

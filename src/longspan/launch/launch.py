@@ -136,7 +136,7 @@ class LocalRanks:
 
     def _start_rank(self, index: int) -> None:
         own_end, rank_end = self._context.Pipe()
-        task = None if self._payload is None else self._task(index, self._n, self._payload)
+        task = None if self._payload is None else self._task_of_rank(index, self._n, self._payload)
         args = Spec(index, task, self._threads, self.folder, self._state), rank_end, Descriptor(1), Descriptor(2)
         process = self._context.Process(target=rank_main, args=args, name=f"rank {index}")
         try:
@@ -148,7 +148,7 @@ class LocalRanks:
         finally:
             rank_end.close()
 
-    def are_ready(self, timeout: float) -> bool:
+    def are_ready_for_calls(self, timeout: float) -> bool:
         """Whether all ranks live, and have undone what the last call changed; a rank without an answer has made no call
         yet.
         """
@@ -164,9 +164,9 @@ class LocalRanks:
         self.store: Any = start_store_server()
         self.ranks, self.failed, self.failure = self._all_ranks[:n], [], None
         for rank in self.ranks:
-            rank.send_task(self._task(rank.index, n, payload))
+            rank.send_task(self._task_of_rank(rank.index, n, payload))
 
-    def _task(self, index: int, n: int, payload: bytes) -> Task:
+    def _task_of_rank(self, index: int, n: int, payload: bytes) -> Task:
         environment = dict(os.environ) | torchrun_variables(n, self.store.port, self._threads)
         return Task(environment | {"RANK": str(index), "LOCAL_RANK": str(index)}, payload, self._ignored)
 
@@ -202,7 +202,7 @@ class LocalRanks:
             if stacks := stack_text(self.folder, first.index):
                 error.add_note(f"rank {first.index} was at:\n{stacks}")
         else:
-            error = first.answer.error(first.index)
+            error = first.answer.make_error(first.index)
         for rank in [rank for rank in self.ranks if rank is not first and (rank.has_failed or rank.waiting)][:4]:
             outcome = rank.answer.summary if rank.answer else rank.death or "was still running and was killed"
             error.add_note(f"rank {rank.index}: {outcome}")
@@ -302,7 +302,7 @@ def run_local(
         if ranks.was_ended_by(forwarding.sent):
             forwarding.repeat_signal()
         raise ranks.failure
-    return [rank.answer.value() for rank in ranks.ranks if rank.answer is not None]
+    return [rank.answer.unpickle_value() for rank in ranks.ranks if rank.answer is not None]
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:

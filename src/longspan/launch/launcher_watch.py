@@ -12,14 +12,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from longspan.launch.stop_signals import leave_closed_output
+from longspan.launch.stop_signals import drop_output_if_closed
 
 PATIENCE = 600.0  # seconds for the step and the save of a rank that heeds SIGTERM
 _CHECK_SECONDS = 0.1
 _gone = threading.Event()
 
 
-def stop_without_launcher(wait: Callable[[], object], *, with_message: bool) -> None:
+def stop_when_launcher_is_gone(wait: Callable[[], object], *, with_message: bool) -> None:
     """Send this process SIGTERM once `wait` has returned, which is called in a thread, and SIGKILL PATIENCE seconds
     later. `with_message`: also write what happened to standard error, which one rank of a launch should do.
     """
@@ -28,7 +28,7 @@ def stop_without_launcher(wait: Callable[[], object], *, with_message: bool) -> 
         wait()
         _gone.set()
         if with_message:
-            leave_closed_output()
+            drop_output_if_closed()
             os.write(2, b"longspan: the process that started the ranks is gone: they stop, and a run saves first\n")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE)
@@ -42,16 +42,16 @@ def launcher_is_gone() -> bool:
     return _gone.is_set()
 
 
-def stop_without_torchrun() -> None:
+def stop_when_torchrun_is_gone() -> None:
     """Stop this process once the torchrun that started it is gone; nothing happens if another program started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torchrun = os.getppid()
 
-        def wait() -> None:
+        def wait_for_torchrun_to_end() -> None:
             while os.getppid() == torchrun:
                 time.sleep(_CHECK_SECONDS)
 
-        stop_without_launcher(wait, with_message=os.environ.get("LOCAL_RANK") == "0")
+        stop_when_launcher_is_gone(wait_for_torchrun_to_end, with_message=os.environ.get("LOCAL_RANK") == "0")
 
 
 def processes_of_torchrun() -> dict[int, int]:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from longspan.errors import CommError
-from longspan.launch.launcher_watch import stop_without_launcher
-from longspan.launch.stop_signals import disregard_signals, unblock_signals
+from longspan.launch.launcher_watch import stop_when_launcher_is_gone
+from longspan.launch.stop_signals import ignore_signals, unblock_signals
 from longspan.launch.worker import pickle_error
 
 READY = b"ready"  # what a rank that takes tasks sends once nothing is left of the one before
@@ -84,11 +84,11 @@ class Answer:
     summary: str = ""
     consequence: bool = False  # an error that reports another rank's failure
 
-    def value(self) -> Any:
+    def unpickle_value(self) -> Any:
         assert self.ok and self.pickled is not None
         return pickle.loads(self.pickled)
 
-    def error(self, rank: int) -> BaseException:
+    def make_error(self, rank: int) -> BaseException:
         """Return the rank's error, of its own type if that pickles, with its traceback as the cause."""
         try:
             error = pickle.loads(self.pickled or b"")
@@ -183,7 +183,7 @@ def continue_restarted_rank() -> NoReturn:
 def _answer_call(rank: int, task: Task, pipe: connection.Connection) -> None:
     os.environ.clear()
     os.environ.update(task.environment)
-    disregard_signals(task.ignored)
+    ignore_signals(task.ignored)
     try:
         with unblock_signals():
             fn, args = _read_call(task.payload)
@@ -236,7 +236,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
     faulthandler.register(DUMP, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
     if launcher is not None:
-        stop_without_launcher(lambda: connection.wait([launcher]), with_message=spec.rank == 0)
+        stop_when_launcher_is_gone(lambda: connection.wait([launcher]), with_message=spec.rank == 0)
     if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)

@@ -34,7 +34,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def raise_on_stop_signals() -> Iterator[None]:
     """Let signals that stop raise Interrupted inside, but not within a second of the last one that did: a terminal may
     send several at one press of keys. Ignored signals stay ignored; only the main thread receives signals.
     """
@@ -42,7 +42,7 @@ def interruptible() -> Iterator[None]:
 
     def interrupt(number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        leave_closed_output()  # the signal may be that of a terminal that closed
+        drop_output_if_closed()  # the signal may be that of a terminal that closed
         if now - raised_at[0] > SAME_PRESS:
             raised_at[0] = now
             raise Interrupted(number)
@@ -54,7 +54,7 @@ def interruptible() -> Iterator[None]:
         _restore_handlers(old_handlers)
 
 
-def disregard_signals(numbers: Collection[int]) -> None:
+def ignore_signals(numbers: Collection[int]) -> None:
     """Let signals do nothing in this process until it sets a handler for them. Processes that it starts do not inherit
     this, as they would inherit ignored signals.
     """
@@ -66,7 +66,7 @@ def signals_that_stop() -> tuple[signal.Signals, ...]:
     return (*KILLS, *(number for number in NOTICES if not _is_ignored(number)))
 
 
-def leave_closed_output(descriptors: Collection[int] = (1, 2)) -> None:
+def drop_output_if_closed(descriptors: Collection[int] = (1, 2)) -> None:
     """Drop output from now on that would go to a closed terminal or a pipe without a reader, so that no print fails."""
     for descriptor in descriptors:
         events = select.poll()
@@ -121,7 +121,7 @@ class Forwarding:
 
     def _forward_signal(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        leave_closed_output()  # the signal may be that of a terminal that closed
+        drop_output_if_closed()  # the signal may be that of a terminal that closed
         if number in NOTICES:
             self._send_to_ranks(number, number)
         elif self._first_signal_at < 0:

@@ -77,7 +77,7 @@ def next_request(connection: "Connection[Any, Any]", parent: int) -> Any:
         return None
 
 
-def describe_main(payload: bytes) -> dict[str, Any]:
+def main_script(payload: bytes) -> dict[str, Any]:
     """Return where a worker finds this program's script, for `import_main`; {} if the payload names nothing of it."""
     if b"_main__" not in payload:  # as in __main__, and in a worker's own __mp_main__
         return {}

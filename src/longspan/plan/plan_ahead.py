@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 
 from longspan.errors import LongspanError, PlanError
 from longspan.launch.stop_signals import SIGNALS
-from longspan.launch.worker import Worker, describe_end, describe_main, import_main, next_request, pickle_error
+from longspan.launch.worker import Worker, describe_end, import_main, main_script, next_request, pickle_error
 from longspan.plan.check import check_count
 from longspan.plan.plan import Plan
 
@@ -153,7 +153,7 @@ def _start_worker(planner: Planner) -> Worker:
             "ahead=0"
         ) from error
     worker = Worker(serve_plans)
-    worker.connection.send((describe_main(payload), payload))
+    worker.connection.send((main_script(payload), payload))
     return worker
 
 

@@ -16,7 +16,7 @@ from longspan.config.defaults import encoder_default
 from longspan.config.file import nearest_hint
 from longspan.config.keys import AUTO, NOT_GIVEN, check_bounds, key_value, section_keys
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import RANDOM, BestFigure, EncoderSection, RunConfig, check_measures, section_kinds
+from longspan.config.sections import RANDOM, BestFigure, EncoderSection, RunConfig, check_memory_keys, section_kinds
 from longspan.corpus.files import STDLIB, find_files
 from longspan.corpus.rows.sample import COLUMNS
 from longspan.errors import ConfigError, import_object, plural
@@ -44,15 +44,15 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     check_model_keys(config, training=training)
     check_data(config)
     check_eval_sets(config)
-    check_numbers(config, training=training)
-    check_needs(config)
+    check_number_bounds(config, training=training)
+    check_keys_needed_by_keys(config)
     home = home_of(config.parallel, ranks)
     check_precision(config)
     check_lora(config)
     check_mtp_section(config)
     check_parallel(config, home)
     check_encoder_keys(config, home)
-    check_measures(config.train)
+    check_memory_keys(config.train)
     check_optimizer(config)
     if training:
         check_loggers(config.run.loggers)
@@ -60,7 +60,7 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
     return home
 
 
-def check_numbers(config: RunConfig, *, training: bool) -> None:
+def check_number_bounds(config: RunConfig, *, training: bool) -> None:
     train, run = config.train, config.run
     follows_from_corpus = bool(train.epochs) and train.warmup_steps == NOT_GIVEN
     leave_out = ("train.warmup_steps",) * follows_from_corpus + ("train.lr",) * (not training)
@@ -69,12 +69,12 @@ def check_numbers(config: RunConfig, *, training: bool) -> None:
     for entry in config.eval:
         check_bounds(entry, EvalConfig, entry.prefix)
     if train.keep_best and training:
-        BestFigure.of(train.keep_best).check_sets({entry.name for entry in config.evaluations})
+        BestFigure.from_text(train.keep_best).check_sets({entry.name for entry in config.evaluations})
     if run.checkpoints:
         require_local_root(run.checkpoints)
 
 
-def check_needs(config: RunConfig) -> None:
+def check_keys_needed_by_keys(config: RunConfig) -> None:
     for section, kind in section_kinds().items():
         for key in section_keys(kind):
             value = key_value(getattr(config, section), key.name)
@@ -116,7 +116,7 @@ def check_data(config: RunConfig) -> None:
             raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be above 0")
 
 
-def check_files(config: RunConfig) -> None:
+def check_paths_exist(config: RunConfig) -> None:
     """Check that a model, a tokenizer and texts exist. Ranks find out what files contain."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.config": model.config, "data.tokenizer": data.tokenizer}
@@ -268,7 +268,7 @@ def check_optimizer(config: RunConfig) -> None:
 # ---- plans
 
 
-def _check_known(key: str, name: str, known: Sequence[str]) -> None:
+def _check_known_or_dotted(key: str, name: str, known: Sequence[str]) -> None:
     if "." in name and import_object(name, f"{key} is {name!r}") is None:
         raise ConfigError(f"{key} is {name!r}, which its module does not have")
     if "." not in name and name not in known:
@@ -278,7 +278,7 @@ def _check_known(key: str, name: str, known: Sequence[str]) -> None:
 def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
     context = config.context
     if context.attention_kernel:
-        _check_known("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
+        _check_known_or_dotted("context.attention_kernel", context.attention_kernel, ATTENTION_KERNELS)
     for entry in config.evaluations:
         if entry.context_parallel_size == AUTO and entry.planner not in ("fixed", AUTO):
             raise ConfigError(
@@ -286,10 +286,10 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
                 f'documents, and {entry.prefix}planner is "{entry.planner}"; use {entry.prefix}planner = "fixed", or '
                 f"leave {entry.prefix}context_parallel_size out"
             )
-    for choice, cut_by, limit in _plan_choices(config, training=training):
+    for choice, cut_by, limit in _choices_and_limits(config, training=training):
         check_planner_exists(choice.planner, f"{choice.prefix}planner")
         for kind in choice.comm_types:
-            _check_known(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
+            _check_known_or_dotted(f"{choice.prefix}cp_comm_type", kind, COMM_TYPES)
         if choice.has_one_degree and choice.degree and home.slots % choice.degree:  # degree 0 is chosen later
             ranks = choice.degree * home.tp * home.pp
             raise ConfigError(
@@ -301,20 +301,24 @@ def check_plans(config: RunConfig, home: Layout, *, training: bool) -> None:
         choice.check_longest_document(limit or 1, home, f"{cut_by} {limit or 1}")
 
 
-def check_longest(config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None) -> None:
+def check_longest_training_document(
+    config: RunConfig, home: Layout, longest: int, origin: str, heads: int | None = None
+) -> None:
     """Raise ConfigError where the longest document of the corpus, of file `origin`, fits no group of slots."""
-    for choice, cut_by, _ in _plan_choices(replace(config, eval=()), training=True, heads=heads):
-        _check_fits(choice, cut_by, home, longest, f"the longest document ({longest} tokens, of {origin})")
+    for choice, cut_by, _ in _choices_and_limits(replace(config, eval=()), training=True, heads=heads):
+        _check_document_fits(choice, cut_by, home, longest, f"the longest document ({longest} tokens, of {origin})")
 
 
 def check_longest_of_set(
     config: RunConfig, entry: EvalConfig, home: Layout, longest: int, origin: str, heads: int | None = None
 ) -> None:
     choice, title = PlanChoice.evaluation(config, entry, heads=heads), f"the longest document of set {entry.name!r}"
-    _check_fits(choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})")
+    _check_document_fits(
+        choice, f"{entry.prefix}max_document_tokens", home, longest, f"{title} ({longest} tokens, of {origin})"
+    )
 
 
-def _plan_choices(
+def _choices_and_limits(
     config: RunConfig, *, training: bool, heads: int | None = None
 ) -> Iterator[tuple[PlanChoice, str, int]]:
     if heads is None and config.model.preset_name:
@@ -329,7 +333,7 @@ def _plan_choices(
         yield choice, f"{entry.prefix}max_document_tokens", entry.max_document_tokens
 
 
-def _check_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
+def _check_document_fits(choice: PlanChoice, cut_by: str, home: Layout, longest: int, title: str) -> None:
     try:
         choice.check_longest_document(longest, home, title)
     except ConfigError as error:

@@ -40,7 +40,7 @@ class Evaluations:
     stop: StopSignal
     _recorded: list[dict[str, Any]] = field(default_factory=list)
 
-    def take_rows(self) -> list[dict[str, Any]]:
+    def take_new_rows(self) -> list[dict[str, Any]]:
         """Return the rows of evaluations since the last call, one a set, at its configured degree."""
         rows = self._recorded.copy()
         self._recorded.clear()
@@ -63,7 +63,7 @@ class Evaluations:
         done, at_degrees, set_evaluations = self.run.config.train.steps, list[Evaluation](), list[Evaluation]()
         for entry in self.run.sets:
             evaluations = list[Evaluation]()
-            for evaluation in self._final_evaluations(entry, done):
+            for evaluation in self._evaluate_set_at_end(entry, done):
                 if evaluation is not None:
                     evaluations.append(evaluation)
                 elif signal := signal_of_any_rank(self.run.world, self.stop.received):
@@ -73,7 +73,7 @@ class Evaluations:
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
-    def _final_evaluations(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
+    def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
         choice = self.run.evaluation_choice(entry.config)
         first = self._evaluate_set(entry, choice, done)
         yield first
@@ -101,7 +101,7 @@ class Evaluations:
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """Losses of documents, and the row for `take_rows`, are of the first: a degree changes no loss."""
+        """Losses of documents, and the row for `take_new_rows`, are of the first: a degree changes no loss."""
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=attrgetter("cp")):

@@ -82,7 +82,7 @@ def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:
     return classes
 
 
-def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+def scalars_by_display_name(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a row by display name; an evaluation's names contain its set and its degree.
 
     >>> scalars({"step": 2, "loss": 3.5, "lr": 0.1})
@@ -176,7 +176,7 @@ class WandbLogger:
         write_atomically(path, json.dumps({"id": self._run.id}))
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
-        self._run.log(scalars(row), step=step)
+        self._run.log(scalars_by_display_name(row), step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -195,7 +195,7 @@ class TensorBoardLogger:
     def log(self, row: Mapping[str, Any], step: int) -> None:
         if self._writer is None:
             self._writer = self._open_writer()
-        for tag, value in scalars(row).items():
+        for tag, value in scalars_by_display_name(row).items():
             self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
@@ -225,7 +225,7 @@ class StepLog:
         if path is not None:
             with name_file_in_errors(path):
                 self._file = path.open("a+b")
-                self._file.truncate(_length_to_keep(path, after_step))
+                self._file.truncate(_bytes_to_keep(path, after_step))
 
     def __enter__(self) -> Self:
         return self
@@ -246,7 +246,7 @@ class StepLog:
 _STEP = re.compile(rb'{"step": ?(\d+),')
 
 
-def _length_to_keep(path: Path, after_step: int) -> int:
+def _bytes_to_keep(path: Path, after_step: int) -> int:
     length = 0
     with path.open("rb") as lines:
         for line in lines:
@@ -263,16 +263,16 @@ class MetricsLog(StepLog):
     def __init__(self, path: Path | None, *, after_step: int, loggers: RunLoggers | None = None) -> None:
         super().__init__(path, after_step=after_step)
         self._loggers = loggers
-        self.evaluated = find_evaluations(read_metrics(path) if path else [])
+        self.evaluated = evaluations_in_rows(read_metrics(path) if path else [])
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self.evaluated |= find_evaluations([row])
+        self.evaluated |= evaluations_in_rows([row])
         self.write_line(as_json(row))
         if self._loggers is not None:
             self._loggers.log(row)
 
 
-def find_evaluations(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
+def evaluations_in_rows(rows: Iterable[Mapping[str, Any]]) -> set[tuple[int, str]]:
     return {(row["step"], row.get("eval_name", "")) for row in rows if "eval_loss" in row}
 
 

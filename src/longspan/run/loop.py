@@ -43,11 +43,11 @@ from longspan.run.facts import TrainResult
 from longspan.run.loggers import logger_classes
 from longspan.run.profile import FOLDER, StepProfiles
 from longspan.run.progress import ProgressDisplay
-from longspan.run.records import Records, note_start, open_records, run_lock, save_plan, write_facts
+from longspan.run.records import Records, open_records, record_start_seconds, run_lock, save_plan, write_facts
 from longspan.run.run_data import StepReader, TrainingRun
 from longspan.run.saves import Saves, save_final_model
 from longspan.run.set_up import set_up
-from longspan.run.warm_up import warm_up_run
+from longspan.run.warm_up import warm_up_coming_steps
 from longspan.train.plans import plan_steps
 from longspan.train.run_memory import allocator_retries, allocator_retries_text, peak_memory_bytes, peak_reserved_bytes
 from longspan.train.starts import Starts
@@ -64,13 +64,13 @@ class AllocatorWatch:
         self._last_retries = deque[float](maxlen=WARNED_AFTER)  # of the last steps, the most of any rank
         self._is_warned = False
 
-    def columns(self) -> dict[str, int]:
+    def count_step_retries(self) -> dict[str, int]:
         """Count the retries of the step that ended; return them as a column of its row, none on a CPU."""
         retries = allocator_retries(self._device)
         self.of_step, self._count_before = retries - self._count_before, retries
         return {"allocator_retries": self.of_step} if self._device.type == "cuda" else {}
 
-    def warning(self, most: float) -> str:
+    def warning_once(self, most: float) -> str:
         """Return the line to log after a step, once in a session; "" for none. `most` is the largest of any rank."""
         self._last_retries.append(most)
         if self._is_warned or len(self._last_retries) < WARNED_AFTER or not all(self._last_retries):
@@ -88,11 +88,11 @@ def explain_out_of_memory(run: TrainingRun, step: int) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             first = f"rank {run.world.rank} was out of memory in step {step}: {error_in_one_line(error)}"
-            error.add_note(f"{first}\n{_memory_table(run)}{_write_snapshot(run)}")
+            error.add_note(f"{first}\n{_memory_table(run)}{_write_allocator_snapshot(run)}")
         raise
 
 
-def _write_snapshot(run: TrainingRun) -> str:
+def _write_allocator_snapshot(run: TrainingRun) -> str:
     if run.world.device.type != "cuda":
         return "\non a CPU the most is the whole process's, with Python and its libraries"
     file = run.dir / "memory" / f"rank-{run.world.rank}.pickle"
@@ -106,7 +106,7 @@ def _write_snapshot(run: TrainingRun) -> str:
 
 def _memory_table(run: TrainingRun) -> str:
     planned = {name: size for name, size in run.memory.to_json()["device"].items() if size} if run.memory else {}
-    measured = _stored_bytes(run)
+    measured = _measured_bytes(run)
     measured["most at one time"] = peak_memory_bytes(run.world.device)
     if planned:
         planned["most at one time"] = planned.pop("total") - planned.pop("communicators", 0)
@@ -118,7 +118,7 @@ def _memory_table(run: TrainingRun) -> str:
     return f"{text_table(('part', 'planned', 'measured'), rows)}{note}"
 
 
-def _stored_bytes(run: TrainingRun) -> dict[str, int]:
+def _measured_bytes(run: TrainingRun) -> dict[str, int]:
     parameters = list(run.model.parameters())
     tensors = {
         "weights": parameters,
@@ -223,9 +223,9 @@ class Steps:
         row |= {f"mtp_loss_{depth}": loss for depth, loss in enumerate(result.mtp_losses, 1)}
         if profiles is not None:
             profiles.write_files()
-        return row | self._allocator.columns(), plan
+        return row | self._allocator.count_step_retries(), plan
 
-    def agree_on_end(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
+    def agree_after_step(self, stop: StopSignal, failure: LongspanError | None, saves: Saves) -> Agreement:
         """Return what the ranks agree on after a step, by one message if none received a signal or failed."""
         world = self._run.world
         flags = (bool(stop.received) or failure is not None, bool(stop.save_asked), saves.minutes_are_over())
@@ -242,7 +242,7 @@ class Steps:
             stopped = signal_of_any_rank(world, stop.received)
         if saves_now:
             save_on = signal_of_any_rank(world, stop.save_asked)
-        if text := self._allocator.warning(most_retries):
+        if text := self._allocator.warning_once(most_retries):
             self._log(text)
         if slow_rank:
             self._slow_slots.log_slow_slot(int(slow_rank) - 1, world, self._log)
@@ -287,12 +287,12 @@ class _Loop:
             if run.done < run.config.train.steps:
                 plans.start(run.done)  # they are made while kernels are compiled
             self.starts.end_part("records")
-            warm_up_run(run, self.display.log, self.starts)
+            warm_up_coming_steps(run, self.display.log, self.starts)
             self.starts.end_part("kernels")
             saves = Saves(run, self.display.log)
             stopped = self.run_steps(Steps(run, plans, self.display.log), stop, saves)
         done = saves.done
-        final = Final() if stopped else self.finish(saves)
+        final = Final() if stopped else self.evaluate_and_save_at_end(saves)
         return TrainResult(
             dir=run.dir,
             done=done,
@@ -316,22 +316,22 @@ class _Loop:
             if run.done < settings.steps:
                 stopped = self.evaluations.evaluate_due(run.done, unless_recorded=True)
                 if run.done:
-                    saves.keep_if_best(self.evaluations.take_rows())
+                    saves.keep_if_best(self.evaluations.take_new_rows())
             while saves.done < settings.steps and not stopped:
                 self.display.begin_step(saves.done + 1)
                 row, plan = steps.take_step(saves.done)
                 saves.done += 1
-                row |= saves.columns()
+                row |= saves.take_save_columns()
                 _, failure = result_or_error(partial(self.records.write_step, row, plan), RunFolderError)
                 self.display.show_step(row)
-                agreed = steps.agree_on_end(stop, failure, saves)
+                agreed = steps.agree_after_step(stop, failure, saves)
                 if saves.done == run.done + 1:
                     self.starts.end_part("first step")
-                    note_start(run, self.starts, self.display.log)
+                    record_start_seconds(run, self.starts, self.display.log)
                 stopped = agreed.stopped
                 if saves.done in (run.done + 1, settings.steps) or stopped:
                     save_plan(run, plan, f"step-{saves.done:06d}")
-                if stopped or agreed.save_on or saves.is_save_due(minutes_over=agreed.minutes_over):
+                if stopped or agreed.save_on or saves.is_checkpoint_due(minutes_over=agreed.minutes_over):
                     saves.save()  # before an evaluation, in which the step would be lost; it changes no weights
                     stop.forget_save_request()  # also what other ranks received meanwhile
                 saves.reserve_memory()
@@ -339,16 +339,16 @@ class _Loop:
                     self.display.log(f"{agreed.save_on} was received: step {saves.done} is saved, and the run goes on")
                 if saves.done < settings.steps and not stopped:
                     stopped = self.evaluations.evaluate_due(saves.done)
-                    saves.keep_if_best(self.evaluations.take_rows())
+                    saves.keep_if_best(self.evaluations.take_new_rows())
                     if stopped:
                         saves.save_if_unsaved()
             saves.wait()
-            saves.columns()  # logs the checkpoint that no step's row follows
+            saves.take_save_columns()  # logs the checkpoint that no step's row follows
         return stopped
 
-    def finish(self, saves: Saves) -> Final:
+    def evaluate_and_save_at_end(self, saves: Saves) -> Final:
         save_final_model(self.run)
         final = self.evaluations.evaluate_at_end()
-        saves.keep_if_best(self.evaluations.take_rows())
+        saves.keep_if_best(self.evaluations.take_new_rows())
         saves.remove_old_saves()
         return final

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from longspan.errors import plural
-from longspan.launch.stop_signals import leave_closed_output
+from longspan.launch.stop_signals import drop_output_if_closed
 from longspan.plain_text import bytes_text, seconds_text
 
 LINE_SECONDS = 30.0  # no longer without a line
@@ -42,35 +42,35 @@ class ProgressDisplay:
                 try:
                     print(text, file=self._stream, flush=True)
                 except BrokenPipeError:
-                    leave_closed_output()  # the reader, such as `| tee`, is gone; the run goes on
+                    drop_output_if_closed()  # the reader, such as `| tee`, is gone; the run goes on
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:
-        self._begin_work(f"step {step}/{self._steps}")
+        self._note_work_begins(f"step {step}/{self._steps}")
 
     def show_step(self, row: Mapping[str, Any]) -> None:
         """Write a line for the first, the last and every `log_every` step, and where one is due."""
         step, text = row["step"], self._step_text(row)
-        self._begin_work(f"after {text}")  # it may be saved or evaluated
+        self._note_work_begins(f"after {text}")  # it may be saved or evaluated
         is_late = time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
         if self._stream is not None and (is_late or step % self._log_every == 0 or step in (1, self._steps)):
             self.log("  ".join(filter(None, (text, *_step_figures(row), self._remaining_time(step)))))
 
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
-        self._begin_work("after an evaluation")
+        self._note_work_begins("after an evaluation")
         name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
             f"{self._step_text(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
-            f"({', '.join([plural(tokens, 'token'), *_metric_texts(row)])}, in {seconds:.1f} s)"
+            f"({', '.join([plural(tokens, 'token'), *_evaluation_texts(row)])}, in {seconds:.1f} s)"
         )
 
     def show_eval_progress(self, name: str, done: int, count: int) -> None:
         """Note how many micro-batches of an evaluation are done, and how many it has."""
         title = f"evaluation of {name}" if name else "evaluation"
-        self._begin_work(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
+        self._note_work_begins(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
 
-    def _begin_work(self, work: str, *, again: bool = False) -> None:
+    def _note_work_begins(self, work: str, *, again: bool = False) -> None:
         self._work, self._begun = work, self._begun if again else time.monotonic()
 
     def _log_while_quiet(self) -> None:
@@ -101,7 +101,7 @@ def _step_figures(row: Mapping[str, Any]) -> list[str]:
     return [*figures, bytes_text(row["memory_bytes"])]
 
 
-def _metric_texts(row: Mapping[str, Any]) -> list[str]:
+def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",

@@ -30,7 +30,15 @@ from longspan.plan import Cost, Plan
 from longspan.plan.plan import plan_row
 from longspan.plan.shape.model_shape import read_experts
 from longspan.run.facts import LAST_STEPS, LOCK, RunFacts
-from longspan.run.loggers import LoggerClass, MetricsLog, RunLoggers, RunStart, StepLog, find_evaluations, read_metrics
+from longspan.run.loggers import (
+    LoggerClass,
+    MetricsLog,
+    RunLoggers,
+    RunStart,
+    StepLog,
+    evaluations_in_rows,
+    read_metrics,
+)
 from longspan.run.run_data import TrainingRun
 from longspan.ssm.kernels import describe_kernels
 from longspan.train.plans.order import most_step_tokens
@@ -39,9 +47,9 @@ from longspan.train.step_end import counted_parameters
 from longspan.train.step_figures import world_device_name
 
 
-def facts_of(run: TrainingRun) -> RunFacts:
+def collect_facts(run: TrainingRun) -> RunFacts:
     """Return the facts of a run; entered by all ranks."""
-    world, home, sessions = run.world, run.world.home, _session_list(run)
+    world, home, sessions = run.world, run.world.home, _sessions_so_far(run)
     sizes = _count_parameters(run)
     return RunFacts(
         lines=tuple(_fact_lines(run, *sizes, sessions)),
@@ -73,8 +81,8 @@ def _fact_lines(
     if run.why_plans:
         yield "chosen", run.why_plans
     experts, mtp = read_experts(run.model.config), config.mtp
-    sizes = f"{_size_text(parameters)} parameters, {_size_text(of_rank)} on a rank"
-    sizes += f", {_size_text(trained)} trained" if config.lora.rank else ""
+    sizes = f"{_count_text(parameters)} parameters, {_count_text(of_rank)} on a rank"
+    sizes += f", {_count_text(trained)} trained" if config.lora.rank else ""
     sizes += f", {experts.of_token} of {experts.of_layer} experts a token" if experts.of_layer else ""
     yield "model", f"{config.model.source or config.model.preset}: {sizes}"
     dtypes = execution.parameter_dtype, execution.compute_dtype, execution.reduce_dtype
@@ -130,14 +138,14 @@ def _device_text(run: TrainingRun) -> str:
     return f"{ranks} x {world_device_name(run.world)}{on_hosts}, nccl{peak}"
 
 
-def _size_text(count: int) -> str:
+def _count_text(count: int) -> str:
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:,}"
 
 
-def _session_list(run: TrainingRun) -> tuple[tuple[int, int], ...]:
+def _sessions_so_far(run: TrainingRun) -> tuple[tuple[int, int], ...]:
     """An earlier session that began at this session's step, or later, is left out: its steps are repeated."""
     earlier = tuple[tuple[int, int], ...]()
     with suppress(OSError, ValueError):
@@ -268,7 +276,7 @@ class Records(NamedTuple):
 @contextmanager
 def open_records(run: TrainingRun, classes: Mapping[str, LoggerClass], log: LogLine) -> Iterator[Records]:
     """Open all records, log the facts, and close the records at the end; entered by all ranks, the first writes."""
-    world, first, facts = run.world, is_first_rank(run.world), facts_of(run)
+    world, first, facts = run.world, is_first_rank(run.world), collect_facts(run)
     metrics_file, plans_file = (run.dir / name if first else None for name in ("metrics.jsonl", "plans.jsonl"))
     if run.done < run.config.train.steps:
         # a report would take the summary of an earlier end for this run's
@@ -292,7 +300,7 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
     run_on_first_rank(run.world, write, RunFolderError)
 
 
-def note_start(run: TrainingRun, starts: Starts, log: LogLine) -> None:
+def record_start_seconds(run: TrainingRun, starts: Starts, log: LogLine) -> None:
     """Log the seconds of a start by part, and add them to run.json."""
     file = run.dir / "run.json"
 
@@ -317,7 +325,7 @@ def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:
 def _open_loggers(run: TrainingRun, facts: RunFacts, classes: Mapping[str, LoggerClass], log: LogLine) -> RunLoggers:
     rows = read_metrics(run.dir / "metrics.jsonl") if classes else []
     steps = run.config.train.steps
-    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= find_evaluations(rows):
+    if run.done == steps and {(steps, entry.name) for entry in run.sets} <= evaluations_in_rows(rows):
         classes = {}
     start = RunStart(run.dir, run.config.tables(), dict(facts.lines), run.done, rows)
     return RunLoggers.open(classes, start, log)

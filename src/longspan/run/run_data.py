@@ -18,10 +18,10 @@ from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, held_out_set
 from longspan.corpus.build import (
     build_shared_corpus,
-    configured_tokenizer,
-    ensure_corpus,
+    documents_with_images,
+    load_configured_tokenizer,
+    open_or_build_run_corpus,
     open_shared_corpus,
-    with_images,
 )
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
@@ -32,7 +32,7 @@ from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan, PlanAhead
-from longspan.run.checks import check_longest, check_longest_of_set
+from longspan.run.checks import check_longest_of_set, check_longest_training_document
 from longspan.train.plans import query_heads
 from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens
 from longspan.train.training import Training, check_set_length
@@ -55,7 +55,7 @@ class EvaluationSet:
         return self.config.name
 
     @property
-    def longest(self) -> tuple[int, str]:
+    def longest_document(self) -> tuple[int, str]:
         """The tokens of the set's longest document, and the name of its file."""
         lengths = self.documents.lengths
         longest = max(range(len(lengths)), key=lengths.__getitem__)
@@ -72,7 +72,7 @@ class EvaluationSet:
         return f"evaluation set {self.name}: {size}; evaluated {when}"
 
 
-def open_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
+def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
     """Open the set of a table [[eval]], without its metrics; all ranks together, once the run has its tokenizer."""
     corpus = _shared_corpus(config, entry, world, log)
     documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
@@ -92,8 +92,8 @@ def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogL
         folder.parent.mkdir(exist_ok=True)
         log_set = lambda text: log(f"evaluation set {entry.name}: {text}")  # noqa: E731
         with name_file_in_errors(folder):
-            tokenizer = configured_tokenizer(config) or load_tokenizer(directory)
-            ensure_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
+            tokenizer = load_configured_tokenizer(config) or load_tokenizer(directory)
+            open_or_build_run_corpus(settings, directory, tokenizer=tokenizer, resumed=False, log=log_set)
 
     run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(world, partial(open_shared_corpus, directory / settings.folder), DataError)
@@ -124,13 +124,13 @@ class TrainingRun(Training):
         return self.corpus.select(self.order.evaluation)
 
 
-def open_sets(
+def open_evaluation_sets(
     config: RunConfig, corpus: Corpus, held_out: CorpusDocuments, world: World, log: LogLine
 ) -> tuple[EvaluationSet, ...]:
     """Open the held-out documents, if there are any, and the sets of the [[eval]] tables, with their metrics."""
     sets = [EvaluationSet(held_out_set(config), held_out)] if held_out else []
     for entry in config.eval:
-        evaluation_set = open_set(config, entry, world, log)
+        evaluation_set = open_evaluation_set(config, entry, world, log)
         log(evaluation_set.describe_set())
         sets.append(evaluation_set)
     if not sets:
@@ -144,7 +144,7 @@ def open_sets(
     )
 
 
-def with_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
+def replace_eval_tables(sets: Sequence[EvaluationSet], config: RunConfig) -> tuple[EvaluationSet, ...]:
     """Return the sets with the tables of `config`, in which a limit of rows "auto" is a number."""
     entries = {entry.name: entry for entry in (held_out_set(config), *config.eval)}
     return tuple(replace(s, config=entries[s.name]) for s in sets)
@@ -172,11 +172,11 @@ class RunData:
         share = float(self.corpus.images.column("rows").sum()) / float(self.corpus.lengths.sum())
         return share * most_step_tokens(config, self.order)
 
-    def check_fit(self, config: RunConfig, world: World) -> None:
+    def check_longest_documents(self, config: RunConfig, world: World) -> None:
         (longest, origin), heads = self.longest, query_heads(self.model)
-        check_longest(config, world.home, longest, origin, heads)
-        for entry in (s for s in with_eval_tables(self.sets, config) if s.name):
-            tokens, origin = entry.longest
+        check_longest_training_document(config, world.home, longest, origin, heads)
+        for entry in (s for s in replace_eval_tables(self.sets, config) if s.name):
+            tokens, origin = entry.longest_document
             check_longest_of_set(config, entry.config, world.home, tokens, origin, heads)
             check_set_length(self.model, config.model, longest, entry.name, tokens)
 
@@ -188,7 +188,7 @@ def open_data(
 
     def list_files() -> None:
         for entry in config.eval:
-            _corpus_settings(config, entry).files(Path(config.run.dir))
+            _corpus_settings(config, entry).find_source_files(Path(config.run.dir))
 
     def try_metrics() -> None:
         for entry in (held_out_set(config), *config.eval):
@@ -203,10 +203,13 @@ def open_data(
     corpus = build_shared_corpus(config, world, model, resumed=checkpoint is not None, log=log)
     order = make_step_order(config, corpus)
     log(documents_line(config, order))
-    sets, run_dir = open_sets(config, corpus, corpus.select(order.evaluation), world, log), Path(config.run.dir)
+    sets, run_dir = (
+        open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, log),
+        Path(config.run.dir),
+    )
 
     def add_images() -> tuple[EvaluationSet, ...]:
-        return tuple(replace(s, documents=with_images(s.documents, model, run_dir)) for s in sets)
+        return tuple(replace(s, documents=documents_with_images(s.documents, model, run_dir)) for s in sets)
 
     sets = run_on_every_rank(world, add_images, DataError)
     longest = int(np.argmax(corpus.lengths))

@@ -70,7 +70,7 @@ class Saves:
         minutes = self._run.config.train.save_minutes
         return is_first_rank(self._run.world) and 0 < minutes <= (time.monotonic() - self._saved_at) / 60
 
-    def is_save_due(self, *, minutes_over: bool) -> bool:
+    def is_checkpoint_due(self, *, minutes_over: bool) -> bool:
         """Whether a checkpoint is due after this step; the ranks have agreed on `minutes_over`."""
         settings = self._run.config.train
         return minutes_over or is_due(self.done, settings.save_every) or self.done == settings.steps
@@ -116,7 +116,7 @@ class Saves:
     def wait(self) -> None:
         self.saver.wait()
 
-    def columns(self) -> dict[str, Any]:
+    def take_save_columns(self) -> dict[str, Any]:
         """Log the time and bytes of the last save, and return them as columns of metrics; {} unless they are new."""
         figures = self.saver.take_figures()
         if figures is None:
@@ -170,7 +170,7 @@ class BestCheckpoint:
     """The best step so far by `train.keep_best`; made and used by all ranks together."""
 
     def __init__(self, figure: str, folder: Path, world: World, log: LogLine) -> None:
-        self.figure, self._file, self._world, self._log = BestFigure.of(figure), folder / BEST_FILE, world, log
+        self.figure, self._file, self._world, self._log = BestFigure.from_text(figure), folder / BEST_FILE, world, log
         self._bests: Sequence[tuple[int, float]] = ()  # step and value, the newest last
 
     @property
@@ -184,7 +184,7 @@ class BestCheckpoint:
     def note_if_best(self, rows: Iterable[Mapping[str, Any]], step: int) -> bool:
         """Note a step if its evaluations have a better figure, on the first rank, than all before."""
         try:
-            value = self._world.control.broadcast_object(self.figure.value_in(rows))
+            value = self._world.control.broadcast_object(self.figure.figure_in_rows(rows))
         except ConfigError as error:  # every rank has the same rows, and raises it
             raise on_all_ranks(error) from None
         best_value = self._bests[-1][1] if self._bests else None

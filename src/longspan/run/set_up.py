@@ -15,11 +15,11 @@ from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import warn_about_updates
+from longspan.config.defaults import warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
-from longspan.config.sections import ModelConfig, RunConfig, check_measures
-from longspan.corpus.build import check_largest_id
+from longspan.config.sections import ModelConfig, RunConfig, check_memory_keys
+from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import Corpus, CorpusDocuments
 from longspan.data.stream import ORDER
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
@@ -31,7 +31,7 @@ from longspan.model.weights.hf_folder import no_progress_bars
 from longspan.model.weights.tokenizer_files import copy_generation_settings
 from longspan.plan import Cost
 from longspan.run.checks import refuse_encoder_without_images
-from longspan.run.run_data import RunData, TrainingRun, open_data, with_eval_tables
+from longspan.run.run_data import RunData, TrainingRun, open_data, replace_eval_tables
 from longspan.train.plans import find_run_cost, query_heads
 from longspan.train.plans.order import set_epoch_steps, source_lines
 from longspan.train.plans.resolve import (
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
 
 
-def keep_model_files(
+def write_model_files(
     directory: Path, settings: ModelConfig, configuration: PreTrainedConfig, architecture: str, log: LogLine
 ) -> None:
     """Write config.json, as the run trains the model, and generation_config.json into a folder."""
@@ -105,7 +105,7 @@ def set_up_model(
     with silence_warnings_of_other_ranks(world):
         model = run_on_every_rank(world, load, ModelError)
     run_dir, architecture = Path(config.run.dir), type(model).__name__
-    keep = partial(keep_model_files, run_dir, config.model, configuration, architecture, log)
+    keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log)
     run_on_first_rank(world, keep, RunFolderError)
     prepared = prepare_run_model(config, world, model, memory=memory, images=images)
     refuse_randomness(find_language_model(prepared))
@@ -121,7 +121,7 @@ def fit_configuration(data: RunData, config: RunConfig, world: World, log: LogLi
     vocabulary = _corpus_vocabulary_size(data, config)
     configuration = run_on_every_rank(world, lambda: read_model_configuration(config, vocabulary), ModelError)
     for corpus in (data.corpus, *(s.documents.corpus for s in data.sets if isinstance(s.documents, CorpusDocuments))):
-        check_largest_id(corpus, configuration, config.model.source or config.model.preset_name)
+        check_ids_in_vocabulary(corpus, configuration, config.model.source or config.model.preset_name)
     return scale_positions(configuration, config.model, *data.longest, log)
 
 
@@ -175,7 +175,7 @@ def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: 
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return _name_preset(state.get("config", {})), _name_preset(json.loads(json.dumps(config.tables())))
+    return _with_preset_name(state.get("config", {})), _with_preset_name(json.loads(json.dumps(config.tables())))
 
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
@@ -198,7 +198,7 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
             )
 
 
-def _name_preset(config: dict[str, Any]) -> dict[str, Any]:
+def _with_preset_name(config: dict[str, Any]) -> dict[str, Any]:
     # also a default preset, which may have been left out
     model = ModelConfig(**{key: config.get("model", {}).get(key, "") for key in ("preset", "path", "config")})
     return {**config, "model": {**config.get("model", {}), "preset": model.preset_name}}
@@ -244,7 +244,7 @@ def open_run_documents(
         log(line)
     if checkpoint is not None:
         check_steps_left(config, data, checkpoint, state, log)
-    data.check_fit(config, world)
+    data.check_longest_documents(config, world)
     return config, as_written, data
 
 
@@ -255,7 +255,7 @@ def plan_run_memory(
     gpu, train = world.device.type == "cuda", config.train
     if not gpu and not train.memory_bytes and config.context.max_tokens_per_slot != AUTO:
         if done < train.steps:
-            check_measures(train, gpu=False)
+            check_memory_keys(train, gpu=False)
         return set_usual_mode(config), None  # no bytes are known that a rank may fill
     from longspan.train.run_memory import UNEVEN, ComingSteps, RunMemory
 
@@ -267,7 +267,7 @@ def plan_run_memory(
         model=configuration,
         ahead=ahead,
         gpu=gpu,
-        target_share=_target_share(data.corpus),
+        target_share=_share_of_targets(data.corpus),
         encoder_rows=min(rows, config.encoder.max_rows or rows),
     )
     return choose_rows(run_memory, world, log, finished=done == train.steps)
@@ -276,11 +276,11 @@ def plan_run_memory(
 def model_cost(
     config: RunConfig, world: World, model: Any, corpus: Corpus, log: LogLine, memory: "MemoryPlan | None"
 ) -> Cost:
-    gpu, share, slots = world.device.type == "cuda", _target_share(corpus), world.home.slots
+    gpu, share, slots = world.device.type == "cuda", _share_of_targets(corpus), world.home.slots
     return find_run_cost(config, model, log, gpu=gpu, slots=slots, target_share=share, memory=memory)
 
 
-def _target_share(corpus: Corpus) -> float:
+def _share_of_targets(corpus: Corpus) -> float:
     tokens = max(1, int(corpus.lengths.sum()))
     return 1.0 if corpus.targets is None else min(1.0, float(corpus.targets.sum()) / tokens)
 
@@ -301,7 +301,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     done = int(state.get("step", 0))
     starts.end_part("data")
     config, memory = plan_run_memory(config, data, configuration, world, log, done=done)
-    data.check_fit(config, world)  # again: the longest document may need more rows than fit
+    data.check_longest_documents(config, world)  # again: the longest document may need more rows than fit
     starts.end_part("plan of memory")
     model = set_up_model(data, config, configuration, memory, world, log, resumed=checkpoint is not None)
     starts.end_part("model")
@@ -313,7 +313,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     if done < config.train.steps:  # a finished run keeps the configuration that it was trained with
         file = Path(config.run.dir) / "config.toml"
         run_on_first_rank(world, lambda: write_atomically(file, to_toml(as_written)), RunFolderError)
-        warn_about_updates(config, log)
+        warn_about_small_updates(config, log)
     price = partial(model_cost, config, world, model.config, data.corpus, log=log, memory=memory)
     cost = run_on_every_rank(world, price, ConfigError)
     starts.end_part("optimizer and costs")
@@ -322,7 +322,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     config, why_plans = choose_planner_on_ranks(config, data.order, world, log, longest=longest, **prices)
     lengths = {s.name: s.documents.lengths for s in data.sets}
     config, why_degrees = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
-    sets = with_eval_tables(data.sets, config)
+    sets = replace_eval_tables(data.sets, config)
     reasons: Any = {"why_degrees": why_degrees, "why_partition": why_partition, "why_plans": why_plans}
     return TrainingRun(
         config, world, model, optimizer, cost, data.corpus, data.order, done, sets, memory=memory, **reasons

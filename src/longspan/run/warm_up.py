@@ -42,7 +42,7 @@ CONNECTED = 16  # slots, at most, of which every pair is connected where plans a
 COMING, COMING_DYNAMIC = 32, 4  # steps whose plans are looked at; dynamic plans take a while each
 
 
-def kind_of_group(group: Group) -> tuple[object, ...]:
+def group_kind(group: Group) -> tuple[object, ...]:
     """Return what the kernels and messages of a group depend on, as the number of its rows is not."""
     rows, chunks = group.laid_out, 2 * group.degree
     longest_chunk = -(-max(rows) // chunks)
@@ -56,7 +56,7 @@ def smallest_group_of_each_kind(plans: Iterable[Plan]) -> dict[tuple[object, ...
     smallest: dict[tuple[object, ...], Group] = {}
     for plan in plans:
         for group in (group for batch in plan.micro_batches for group in batch.groups):
-            kind = kind_of_group(group)
+            kind = group_kind(group)
             if kind not in smallest or group.rows_per_slot < smallest[kind].rows_per_slot:
                 smallest[kind] = group
     return dict(sorted(smallest.items(), key=lambda item: -item[1].rows_per_slot))
@@ -105,7 +105,7 @@ def make_plan_like(plan: Plan, batches: Sequence[MicroBatch]) -> Plan:
     ).check()
 
 
-def warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
+def run_warm_up(training: Training, plans: Sequence[Plan], evaluation: Plan | None, log: LogLine) -> None:
     """Run the warm-up of these plans of coming steps and of evaluation; entered by all ranks, with the same plans."""
     started, world = time.perf_counter(), training.world
     coming = [*plans, *([evaluation] if evaluation else [])]
@@ -148,7 +148,7 @@ def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: i
     batches = [largest_micro_batch(plans)] * in_flight
     for group in kinds.values():
         batches += repeat_on_all_slots(shorten_group(group), slots)
-    training = make_plan_like(plans[0], _fill_up_batches(batches, in_flight))
+    training = make_plan_like(plans[0], _pad_to_multiple(batches, in_flight))
     if evaluation is None:
         return [training]
     largest = largest_micro_batch([evaluation])
@@ -158,10 +158,10 @@ def plan_warm_up(plans: Sequence[Plan], evaluation: Plan | None, *, in_flight: i
     for kind, group in smallest_group_of_each_kind([evaluation]).items():
         if kind not in kinds:
             batches += repeat_on_all_slots(shorten_group(group), evaluation.slots)
-    return [training, make_plan_like(evaluation, _fill_up_batches(batches, in_flight))]
+    return [training, make_plan_like(evaluation, _pad_to_multiple(batches, in_flight))]
 
 
-def _fill_up_batches(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
+def _pad_to_multiple(batches: list[MicroBatch], multiple: int) -> list[MicroBatch]:
     return batches + batches[-1:] * (-len(batches) % multiple)
 
 
@@ -183,7 +183,7 @@ def _run_plan(training: Training, plan: Plan, *, backward: bool) -> None:
     run_step(model, plan, documents, training.world, backward=backward, router=router, mtp=mtp)
 
 
-def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
+def warm_up_coming_steps(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     if not needs_warm_up(run.world) or run.done == run.config.train.steps:
         return
     planner = StepPlanner(run.training_choice, run.order, run.world.home)
@@ -191,7 +191,7 @@ def warm_up_run(run: TrainingRun, log: LogLine, starts: Starts) -> None:
     plans = [planner(step) for step in range(run.done, min(run.done + count, run.config.train.steps))]
     evaluation = run.evaluation_choice().plan(run.held_out.lengths, run.world.home) if run.held_out else None
     starts.end_part("coming plans")
-    warm_up(run, plans, evaluation, log)
+    run_warm_up(run, plans, evaluation, log)
 
 
 def needs_warm_up(world: World) -> bool:

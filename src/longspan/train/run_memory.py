@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, check_measures, chooses_measures
+from longspan.config.sections import RunConfig, check_memory_keys, chooses_measures
 from longspan.errors import CommError, ConfigError, PlanError, plural
 from longspan.files import read_json, write_atomically
 from longspan.host import free_host_bytes
@@ -261,7 +261,7 @@ class RunMemory:
 
         def add_choice(rows: int, mode: Literal["lockstep", "free"]) -> None:
             config = replace(self.config, context=replace(context, max_tokens_per_slot=rows, mode=mode))
-            seconds, memory = replace(self, config=config, ahead=ahead)._choose_plan(budget)
+            seconds, memory = replace(self, config=config, ahead=ahead)._choose_memory_of_steps(budget)
             choices.append((seconds * PlanChoice.training(config).least_gain, config, memory))
 
         for rows in [given_rows] if isinstance(given_rows, int) else ahead.rows_to_try(self.config):
@@ -306,7 +306,7 @@ def choose_memory_on_ranks(run: RunMemory, world: World, log: LogLine) -> tuple[
     document; the mode is lockstep. Raises ConfigError, on every rank, where nothing fits.
     """
     train, given_rows = run.config.train, run.config.context.max_tokens_per_slot
-    check_measures(train, gpu=run.gpu)
+    check_memory_keys(train, gpu=run.gpu)
     chooses = chooses_measures(train, gpu=run.gpu)
     if isinstance(given_rows, int) and not chooses:
         return set_usual_mode(run.config), None

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longspan.comm import World
-from longspan.data.document import target_count
+from longspan.data.document import count_targets
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
@@ -116,7 +116,7 @@ class StepDocuments:
                 f"document {document} has {plural(len(value), 'token')}, the plan laid out {length}; plan from the "
                 "lengths of the documents that the step is given"
             )
-        return target_count(value)
+        return count_targets(value)
 
 
 @dataclass(frozen=True, eq=False)

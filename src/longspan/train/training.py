@@ -18,7 +18,7 @@ from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, silence_warnings_of_other_ranks
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.plan_section import EvalConfig
-from longspan.config.sections import ModelConfig, RunConfig, key_checkpointing
+from longspan.config.sections import ModelConfig, RunConfig, given_checkpointing
 from longspan.errors import ConfigError, plural
 from longspan.hub import hub_name
 from longspan.layout import Layout
@@ -232,7 +232,7 @@ def options_of_memory_plan(config: RunConfig, memory: "MemoryPlan | None", *, tr
             "mlp_tile_rows": memory.mlp_tile_rows,
             "segment_layers": memory.segment_layers if set(memory.measures) != {"none"} else 0,  # of recomputing ones
         }
-    checkpointing = key_checkpointing(config.train) or "none"
+    checkpointing = given_checkpointing(config.train) or "none"
     return {
         "activation_checkpointing": checkpointing,
         "offload_activations": config.train.offload_activations and training and checkpointing != "none",

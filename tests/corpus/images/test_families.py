@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longspan import Layout, World, plan_fixed, prepare, run_step
-from longspan.corpus.image_documents import ImageDocuments, show_images
+from longspan.corpus.image_documents import ImageDocuments, attach_images
 from longspan.corpus.images.processor import load_processor
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import DataError
@@ -54,7 +54,7 @@ def family_documents(name: str, folder: Path) -> tuple[ImageDocuments, Any, list
     model = family_folder(folder / "model", name)
     processor, messages = load_processor(model.absolute()), conversations(folder)
     config = family_config(name, processor.placeholder, len(processor.stock.tokenizer))
-    corpus = show_images(corpus_of(folder, [{"messages": m} for m in messages], model), config, model)
+    corpus = attach_images(corpus_of(folder, [{"messages": m} for m in messages], model), config, model)
     made = [stock_call(processor.stock, m) for m in messages]
     documents = corpus.select(range(len(corpus)))
     assert isinstance(documents, ImageDocuments)
@@ -151,4 +151,4 @@ def test_processors_that_do_not_say_what_they_write_are_refused(settings: dict[s
     tokens = ("<|im_start|>", "<fake_token_around_image>", "<image>", "<end_of_utterance>")
     saved(tmp_path, image, tokens, TURNS.replace("PARTS", "<image>"), {"processor_class": "Idefics2Processor"})
     with pytest.raises(DataError, match="Idefics2Processor does not say what it writes for an image by itself"):
-        load_processor(tmp_path).text((16, 16))
+        load_processor(tmp_path).image_text((16, 16))

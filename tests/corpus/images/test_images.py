@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.config.sections import DataConfig
-from longspan.corpus.build import ensure_corpus
+from longspan.corpus.build import open_or_build_run_corpus
 from longspan.corpus.corpus_settings import CorpusSettings
-from longspan.corpus.document_encoder import cut_row
-from longspan.corpus.image_documents import ImageDocuments, show_images
+from longspan.corpus.document_encoder import cut_into_documents
+from longspan.corpus.image_documents import ImageDocuments, attach_images
 from longspan.corpus.images.image_file import ImageFile, import_pillow
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.tokenizer import load_tokenizer
@@ -66,7 +66,7 @@ def build(folder: Path, model: Path, *, resumed: bool = False, log: Any = lambda
         "max_document_tokens": 0,
     }
     corpus_settings, tokenizer = CorpusSettings(replace(DataConfig(), **keys | data)), load_tokenizer(model)
-    return ensure_corpus(corpus_settings, folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
+    return open_or_build_run_corpus(corpus_settings, folder / "run", tokenizer=tokenizer, resumed=resumed, log=log)
 
 
 def corpus_of(folder: Path, rows: list[Row], model: Path, **data: Any) -> Corpus:
@@ -82,7 +82,7 @@ def documents_of(corpus: Corpus, model: Path, monkeypatch: pytest.MonkeyPatch) -
     class Model:
         vision_config = object()
 
-    show_images(corpus, Model(), model)  # type: ignore[arg-type]
+    attach_images(corpus, Model(), model)  # type: ignore[arg-type]
     documents = corpus.select(range(len(corpus)))
     assert isinstance(documents, ImageDocuments)
     return documents
@@ -160,7 +160,7 @@ def test_bytes_in_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     documents = documents_of(corpus, model, monkeypatch)
     processor = load_processor(model.absolute())
     for number, name in enumerate(names):
-        image = processor.image(ImageFile(str(tmp_path / "there" / name)).load())
+        image = processor.process_image(ImageFile(str(tmp_path / "there" / name)).load())
         assert torch.equal(documents.read(number).pixels, image.pixels) and documents.read(number).grid == image.grid
 
 
@@ -430,7 +430,7 @@ def test_images_for_a_model_without_are_refused(tmp_path: Path) -> None:
     model, names = qwen_folder(tmp_path / "model"), write_images(tmp_path, SIZES)
     corpus = corpus_of(tmp_path, [{"text": "<image>", "images": names[:1]}], model)
     with pytest.raises(DataError, match="1 image stand in the documents, and str is of a model that takes none"):
-        show_images(corpus, "", model)  # type: ignore[arg-type]
+        attach_images(corpus, "", model)  # type: ignore[arg-type]
     for name in ("preprocessor_config.json", "processor_config.json"):
         (model / name).unlink()
     assert len(corpus_of(tmp_path, [{"image": "http://a/b.png", "text": "a news"}], model)) == 1
@@ -450,7 +450,7 @@ def test_other_rows_of_the_model_name_document_and_counts(tmp_path: Path, monkey
         monkeypatch.setattr("longspan.corpus.image_documents.image_tokens", lambda _, made=tokens: made)
         model_config = type("Model", (), {"vision_config": object()})()
         with pytest.raises(DataError, match=message):
-            show_images(corpus, model_config, model)
+            attach_images(corpus, model_config, model)
 
 
 def test_long_documents_are_cut_before_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +475,7 @@ def test_parts_hold_each_span_whole(gaps: list[tuple[int, int]], longest: int, t
         spans.append((at + gap, at + gap + size))
         at += gap + size
     counts = Counter[str]()
-    parts = cut_row(at + tail, None, longest, counts, spans)
+    parts = cut_into_documents(at + tail, None, longest, counts, spans)
     assert all(2 <= part.stop - part.start <= longest for part in parts)
     assert sum(part.stop - part.start for part in parts) + counts["lost_tokens"] == at + tail
     for start, stop in spans:

@@ -65,7 +65,7 @@ MUTATIONS: dict[str, tuple[Change, Callable[..., Any]]] = {
         family("llava_onevision"),
     ),
     "placeholders of an image alone": (
-        (ROWS, "self.processor.text(size, images)", "self.processor.text(size)"),
+        (ROWS, "self.processor.image_text(size, images)", "self.processor.text(size)"),
         family("llava_onevision"),
     ),
     "places in the row, not in its part": ((ENCODER, PLACES, "image"), cut),

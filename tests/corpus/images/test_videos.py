@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from longspan.corpus.image_documents import ImageDocuments, show_images
+from longspan.corpus.image_documents import ImageDocuments, attach_images
 from longspan.corpus.images.image_file import ImageFile
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.tokenizer import load_tokenizer
@@ -36,7 +36,7 @@ def shown(folder: Path, rows: list[dict[str, Any]], name: str, patch: pytest.Mon
     patch.setattr("longspan.corpus.image_documents.image_tokens", lambda _: tokens.images)
     patch.setattr("longspan.corpus.image_documents.video_tokens", lambda _: tokens)
     corpus = corpus_of(folder, rows, model, **data)
-    documents = show_images(corpus, config, model).select(range(len(corpus)))
+    documents = attach_images(corpus, config, model).select(range(len(corpus)))
     assert isinstance(documents, ImageDocuments)
     return documents, tokens, load_tokenizer(model).engine
 
@@ -73,7 +73,10 @@ def test_tokens_places_and_positions(name: str, tmp_path: Path, monkeypatch: pyt
 def test_pixels_are_those_of_the_image_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents, _, _ = shown(tmp_path, rows_of(tmp_path), "qwen2.5-vl", monkeypatch)
     processor = load_processor((tmp_path / "model").absolute())
-    alone = [processor.image(ImageFile(str(tmp_path / f"{i}.png")).load()).pixels.view(24, 3, 2, 16) for i in range(3)]
+    alone = [
+        processor.process_image(ImageFile(str(tmp_path / f"{i}.png")).load()).pixels.view(24, 3, 2, 16)
+        for i in range(3)
+    ]
     for item, (a, b) in enumerate([(0, 1), (2, 2)]):
         made = documents.read(item)
         assert made.grid == (1, 4, 6)
@@ -92,11 +95,11 @@ SIZES = [  # of a class: frames, height and width, bounds; the grid, by hand
 def test_all_frames_become_one_size(kind: str, frames: int, size: Any, bounds: Any, grid: Any, tmp_path: Path) -> None:
     folder = FOLDERS["qwen2.5-vl" if kind.startswith("Qwen2") else "qwen3-vl"](tmp_path / "model")
     videos = load_processor(folder.absolute()).videos
-    assert videos.kind == kind and videos.group == 2
+    assert videos.kind == kind and videos.frames_per_group == 2
     videos.settings["size"] = dict(zip(("shortest_edge", "longest_edge"), bounds, strict=True))
-    assert videos.grid(frames, size) == grid
+    assert videos.patch_grid(frames, size) == grid
     pictures = [Image.new("RGB", size[::-1], (255, 0, 0)), Image.new("RGB", size[::-1], (0, 0, 255))]
-    pixels = videos.pixels(pictures, (1, *grid[1:])).view(-1, 3, 2, 16)  # one colour: whatever the size
+    pixels = videos.group_patches(pictures, (1, *grid[1:])).view(-1, 3, 2, 16)  # one colour: whatever the size
     mean, deviation = (np.array(videos.settings[key]) for key in ("image_mean", "image_std"))
     low, high = -mean / deviation, (1 - mean) / deviation
     expected = np.stack([[high[0], low[1], low[2]], [low[0], low[1], high[2]]], 1)
@@ -147,7 +150,7 @@ def test_frames_as_bytes_in_tables_and_cuts_between_groups(tmp_path: Path, monke
     documents, tokens, _ = shown(tmp_path, [], "qwen2.5-vl", monkeypatch, path=table, max_document_tokens=12)
     assert [(item.document, item.rows) for item in documents.items] == [(0, GROUP), (1, GROUP)]
     processor = load_processor((tmp_path / "model").absolute())
-    second = processor.videos.pixels([ImageFile(str(tmp_path / name)).load() for name in names[2:]], (1, 4, 6))
+    second = processor.videos.group_patches([ImageFile(str(tmp_path / name)).load() for name in names[2:]], (1, 4, 6))
     assert torch.equal(documents.read(1).pixels, second)
     ids = np.array(ids_of(documents[1]))
     expected = tokens.positions(ids, np.zeros((0, 3)), [Video((1, 4, 6), 1.0)])

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from longspan.config.file import load_config
 from longspan.config.sections import DataConfig
-from longspan.corpus.build import configured_tokenizer, ensure_corpus
+from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
 from longspan.corpus.corpus_settings import CorpusSettings, missing_end_line, rows_line, unseen_line
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample, Unseen, rename_columns, row_kind
@@ -100,7 +100,7 @@ def test_a_corpus_of_renamed_columns(tmp_path: Path, folder: Path) -> None:
         path = path if path.exists() else rows_as("parquet", tmp_path / name, rows)
         data = DataConfig(path=str(path), columns=columns, cache=str(tmp_path / "cache"), max_document_tokens=0)
         run, tokenizer = tmp_path / f"run-{name}", load_tokenizer(folder)
-        corpus = ensure_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
+        corpus = open_or_build_run_corpus(CorpusSettings(data), run, tokenizer=tokenizer, resumed=resumed, log=print)
         return corpus.lengths.tolist()
 
     assert build(rows, "renamed", columns) == build(plain, "plain", ())
@@ -170,12 +170,12 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
     (tmp_path / "model" / "chat_template.json").write_text('{"chat_template": "old"}')
     keys = {"data.tokenizer": str(tmp_path / "model"), "data.chat_template": str(file)}
     config = load_config(None, {**keys, "data.path": str(rows_as("jsonl", tmp_path / "rows", values))})
-    tokenizer = configured_tokenizer(config)
+    tokenizer = load_configured_tokenizer(config)
     assert tokenizer is not None
     encoding, stock = RowEncoding("messages", tokenizer), encoding_of(folder)
     assert encoding.template.plain == OPEN and encoding.digest != stock.digest
     run = tmp_path / "run"
-    ensure_corpus(CorpusSettings(config.data), run, tokenizer=tokenizer, resumed=False, log=print)
+    open_or_build_run_corpus(CorpusSettings(config.data), run, tokenizer=tokenizer, resumed=False, log=print)
     RunFolderFiles(run).save_pretrained(tmp_path / "export")
     for saved in (run, tmp_path / "export"):
         assert [name for name in TEMPLATE_FILES if (saved / name).exists()] == ["chat_template.jinja"]
@@ -183,12 +183,14 @@ def test_a_template_of_a_file_writes_chats_and_goes_with_the_model(tmp_path: Pat
         assert encoding_of(saved).template.plain == OPEN
     file.write_text(OPEN + " ")
     with pytest.raises(DataError, match="its rows become other tokens than they did"):
-        ensure_corpus(CorpusSettings(config.data), run, tokenizer=configured_tokenizer(config), resumed=True, log=print)
+        open_or_build_run_corpus(
+            CorpusSettings(config.data), run, tokenizer=load_configured_tokenizer(config), resumed=True, log=print
+        )
     file.unlink()
     with pytest.raises(DataError, match=r"cannot read data.chat_template .*own.jinja"):
         RowEncoding("messages", replace(tokenizer))
     with pytest.raises(DataError, match="a tokenizer trained on the corpus has no tokens of chats"):
-        configured_tokenizer(load_config(None, {"data.chat_template": str(file)}))
+        load_configured_tokenizer(load_config(None, {"data.chat_template": str(file)}))
 
 
 def test_chats_name_their_template_and_how_targets_are_found(tmp_path: Path) -> None:
@@ -213,7 +215,9 @@ def lines_of(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     """What the console says of a corpus of these rows, by the tokenizer in a folder."""
     lines, path = list[str](), rows_as("jsonl", folder / "rows", rows)
     settings = CorpusSettings(DataConfig(path=str(path), cache=str(folder / "cache"), max_document_tokens=0))
-    ensure_corpus(settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append)
+    open_or_build_run_corpus(
+        settings, folder / "run", tokenizer=load_tokenizer(folder), resumed=False, log=lines.append
+    )
     return lines
 
 

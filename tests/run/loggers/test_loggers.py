@@ -14,7 +14,7 @@ from longspan.config.file import load_config, to_toml
 from longspan.errors import ConfigError
 from longspan.run import loggers as logger
 from longspan.run.checks import check_config
-from longspan.run.loggers import RunLoggers, RunStart, logger_classes, scalars
+from longspan.run.loggers import RunLoggers, RunStart, logger_classes, scalars_by_display_name
 from tests.train.small import small_config
 
 FAKES = "tests.run.loggers.fake_loggers"
@@ -86,8 +86,11 @@ def test_a_logger_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path) -
 
 
 def test_rows_by_the_names_that_loggers_show() -> None:
-    assert scalars({"step": 3, "loss": 1, "note": "x", "missing": None}) == {"train/loss": 1}
-    assert scalars(eval_row(3, 4) | {"seconds": 0.5}) == {"eval/loss_cp4": 2.0 / 3, "eval/seconds_cp4": 0.5}
+    assert scalars_by_display_name({"step": 3, "loss": 1, "note": "x", "missing": None}) == {"train/loss": 1}
+    assert scalars_by_display_name(eval_row(3, 4) | {"seconds": 0.5}) == {
+        "eval/loss_cp4": 2.0 / 3,
+        "eval/seconds_cp4": 0.5,
+    }
 
 
 def test_a_resumed_run_goes_on_in_the_same_tensorboard_folder(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longspan.cli.plans.answer import open_documents
+from longspan.cli.plans.answer import open_run_documents
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
@@ -113,7 +113,7 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
     assert re.search(rf"{read} times; 3 texts (of \d+ documents )?held out \(data.eval_documents\)", out)
     assert f"train.epochs {epochs:g}: {len(rows)} step" in out and "repeatedly" not in out
     assert re.search(rf"\nsteps +{len(rows)}, each of up to {min(tokens, epoch):,} tokens\n", out)
-    with open_documents(config, lambda line: None, estimate=False) as planned:
+    with open_run_documents(config, lambda line: None, estimate=False) as planned:
         assert planned.steps == len(rows)
         assert [sum(planned.order.lengths_of_step(step)) for step in range(len(rows))] == [r["tokens"] for r in rows]
         assert re.match(read, planned.line)

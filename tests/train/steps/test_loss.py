@@ -19,7 +19,7 @@ from transformers import PhiConfig, PhiForCausalLM
 
 from longspan import Document
 from longspan.comm import SequenceShard, World
-from longspan.data.document import NO_TARGET, target_count
+from longspan.data.document import NO_TARGET, count_targets
 from longspan.errors import DataError, ModelError, PlanError
 from longspan.layout import Layout
 from longspan.model import prepare
@@ -299,7 +299,7 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
     with World(Layout(ranks=4), backend=backend()) as world:
         stock = tiny("qwen3", torch.float64).to(world.device)
         as_labelled = [x if isinstance(x, Document) else Document(x) for x in documents]
-        count = sum(target_count(x) for x in documents)
+        count = sum(count_targets(x) for x in documents)
         loss, gradients = answer(stock, rows_of(stock, as_labelled), weighted, count)
         model = prepare_untried(tiny("qwen3", torch.float64), world)
         plans = {"cp 2": plan_fixed(LENGTHS, world.home, cp=2, targets=count)}
@@ -312,7 +312,7 @@ def _steps(rank: int) -> dict[str, tuple[float, ...]]:
         for choice in (PlanChoice.fixed(4), PlanChoice.dynamic(max_tokens_per_slot=16)):
             result = evaluate(model, documents, choice, world)
             assert result.targets == count == result.metrics["token_accuracy"].count
-            assert [int(mean.count) for mean in result.document_losses] == [target_count(d) for d in documents]
+            assert [int(mean.count) for mean in result.document_losses] == [count_targets(d) for d in documents]
             errors[choice.planner] = (abs(result.loss / loss - 1),)
         with pytest.raises(PlanError, match=rf"by 77 targets, its 8 documents predict {count} tokens; plan with"):
             run_step(model, plan_fixed(LENGTHS, world.home, cp=2), documents, world)
@@ -340,7 +340,7 @@ def test_what_a_document_says() -> None:
     values = {name: numbers.tolist() for name, numbers in document.token_values(positions).items()}
     assert values == {"weights": [0, 0.5], "advantage": [-0.25, -0.25]}
     assert Document([5, 7, 9], loss_mask=[1, 0, 1]).targets == 1
-    assert target_count(Document([5])) == 0 == target_count([])
+    assert count_targets(Document([5])) == 0 == count_targets([])
     old = torch.tensor([0.5, 1.0, -2.0], dtype=torch.bfloat16, requires_grad=True)
     document = Document(torch.tensor([5, 7, 9]), loss_mask=torch.tensor([True, False, True]), old=old, weights=old)
     assert document.token_values(np.arange(3))["old"].tolist() == [0.5, 1.0, -2.0] and document.targets == 1

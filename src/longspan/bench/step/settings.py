@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 from longspan.bench.benches import BenchFlags, change_layer_count
 from longspan.cli.flags import Groups, Word, parse_flags
 from longspan.cli.plans.planning import SourceFlags, read_lengths
-from longspan.config.defaults import compute_dtype, find_folders, resolve_defaults
+from longspan.config.defaults import compute_dtype, resolve_defaults, set_local_folders
 from longspan.config.file import read_file
 from longspan.config.keys import AUTO, NOT_GIVEN
 from longspan.config.sections import ContextConfig, MachineSection, ModelConfig, ParallelConfig, RunConfig, TrainConfig
@@ -89,7 +89,7 @@ def parse_step_flags(argv: Sequence[str]) -> tuple[StepFlags, RunConfig]:
         flags = parse_flags(StepFlags, argv, "longspan bench step", defaults)
     run = replace(file_config.run, machine=flags.run.machine)
     config = replace(file_config, run=run, **{name: getattr(flags, name) for name in SECTIONS})
-    return flags, find_folders(config)
+    return flags, set_local_folders(config)
 
 
 CPU_LENGTHS = (96, 40, 24, 16, 16)

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.cli.flags import write_text
-from longspan.cli.plans.fit import UNIT, Choices, Documents, Fit, RunOnGpus, find_fits, find_longest, fit_run, rank_fit
+from longspan.cli.flags import write_text_file
+from longspan.cli.plans.fit import UNIT, Choices, Documents, Fit, RunOnGpus, find_fits, find_longest, fit_rank, fit_run
 from longspan.cli.plans.planning import read_lengths
 from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_document_source, read_gpus
-from longspan.cli.processes import is_reporting
+from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.plan_section import ONE_DEGREE
@@ -35,7 +35,7 @@ from longspan.plain_text import seconds_text, text_table
 from longspan.plan import Plan, group_counts, model_flops, peak_tflops
 from longspan.plan.memory.settings import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
-from longspan.run.checks import check_config, check_files
+from longspan.run.checks import check_config, check_paths_exist
 from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps
 
 Log = Callable[[str], None]
@@ -62,19 +62,21 @@ class RunDocuments:
 
 
 @contextmanager
-def open_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
+def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterator[RunDocuments]:
     """Open the documents of a run; with `estimate`, tokens are bytes / 4 where neither keys nor model have a tokenizer.
     Without it a tokenizer is trained, as the run does. Raises ConfigError and DataError as the run does.
     """
     if estimate and tokenizer_folder(config.data.tokenizer, config.model.source) is None:
         yield _estimate_documents(config, log)
         return
-    from longspan.corpus.build import configured_tokenizer, ensure_corpus
+    from longspan.corpus.build import load_configured_tokenizer, open_or_build_run_corpus
     from longspan.corpus.corpus_settings import CorpusSettings
 
-    engine = configured_tokenizer(config)
+    engine = load_configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
-        corpus = ensure_corpus(CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log)
+        corpus = open_or_build_run_corpus(
+            CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log
+        )
         order = make_step_order(config, corpus)
         config = set_epoch_steps(config, order, log)
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)
@@ -258,7 +260,7 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     config = resolve_defaults(config, gpus.count)
     if source == "data" and not question.gives_any("train.epochs", "train.steps"):
         config = replace(config, train=replace(config.train, epochs=1.0))
-    run, gives = RunOnGpus.of(config, gpus), question.gives_any
+    run, gives = RunOnGpus.with_model(config, gpus), question.gives_any
     degrees = ("min_dynamic_context_parallel_size", "max_dynamic_context_parallel_size", "context_parallel_size")
     choices = Choices(
         planner=not gives("context.planner") or config.context.planner == AUTO,
@@ -268,9 +270,9 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
         compare=flags.compare,
     )
     if source == "data":
-        answer = _answer_data(run, question.given_keys, choices, estimate=True)
+        answer = _answer_by_data(run, question.given_keys, choices, estimate=True)
     elif source == "longest":
-        answer = _answer_longest(run, question.given_keys, choices)
+        answer = _answer_by_longest(run, question.given_keys, choices)
     else:
         lengths, lengths_source = read_lengths(flags, run.home.slots)
         title = f"a step of {plural(len(lengths), 'document')} ({plural(sum(lengths), 'token')}) from {lengths_source}"
@@ -278,34 +280,34 @@ def answer_gpu_question(flags: GpuFlags, question: Question) -> int:
     return _show_answer(answer, as_json=flags.json, write=flags.write, compare=flags.compare)
 
 
-def dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
+def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool) -> int:
     """Print what a run of this configuration would hold and take; returns the exit code. `on_gpus` False leaves the
     GPUs here aside. Raises ConfigError for keys and files that the run refuses, and PlanError where it does not fit;
     with `as_json` the answer says so, and 0 is returned.
     """
     check_config(config, ranks)
-    if not is_reporting():  # of torchrun's ranks the first answers for all
+    if not prints_results():  # of torchrun's ranks the first answers for all
         return 0
-    check_files(config)
-    run = RunOnGpus.of(config, choose_gpus(config, ranks, on_gpus=on_gpus))
+    check_paths_exist(config)
+    run = RunOnGpus.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
     context = config.context
     is_open = context.planner == AUTO
     degree = is_open or (context.planner in ONE_DEGREE and not context.context_parallel_size)
     choices = Choices(planner=is_open, degree=degree, rows=context.max_tokens_per_slot == AUTO)
-    return _show_answer(_answer_data(run, frozenset(), choices, estimate=False), as_json=as_json)
+    return _show_answer(_answer_by_data(run, frozenset(), choices, estimate=False), as_json=as_json)
 
 
-def _answer_data(run: RunOnGpus, given_keys: frozenset[str], choices: Choices, *, estimate: bool) -> Answer:
+def _answer_by_data(run: RunOnGpus, given_keys: frozenset[str], choices: Choices, *, estimate: bool) -> Answer:
     def log(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    with open_documents(run.config, log, estimate=estimate) as documents:
+    with open_run_documents(run.config, log, estimate=estimate) as documents:
         share, rows = documents.target_share, documents.image_rows
         run = replace(run, config=documents.config, target_share=share, image_rows=rows)
         return _answer_run(run, documents, given_keys, choices)
 
 
-def _answer_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
+def _answer_by_longest(run: RunOnGpus, given_keys: frozenset[str], choices: Choices) -> Answer:
     tokens, longest_run = find_longest(run, choices)
     if not tokens:
         tokens = UNIT * run.home.slots
@@ -331,7 +333,7 @@ def _answer_run(run: RunOnGpus, documents: RunDocuments, given_keys: frozenset[s
     images = f"images: {documents.image_rows:,.0f} rows in a step, whose encoding is not in these seconds"
     return replace(
         answer,
-        ways=(*sorted(fitting, key=rank_fit), *answer.ways[len(fitting) :]),
+        ways=(*sorted(fitting, key=fit_rank), *answer.ways[len(fitting) :]),
         sampled=len(sample),
         notes=(*[images] * bool(documents.image_rows), *answer.notes),
     )
@@ -344,7 +346,7 @@ def _answer_steps(
     try:
         ways, notes = find_fits(run, steps, choices)
     except PlanError:  # the limit of rows that is given is below what the longest document needs
-        without = run.set_context(max_tokens_per_slot=0)
+        without = run.with_context_keys(max_tokens_per_slot=0)
         plans = tuple(without.plan(step.lengths, step.targets) for step in steps)
         ways = [Fit(run, plans, without.leanest_memory(plans), None)]
     longest = max(n for step in steps for n in step.lengths)
@@ -376,7 +378,7 @@ def _show_answer(answer: Answer, *, as_json: bool, write: str = "", compare: boo
     else:
         print("\n".join(_answer_lines(answer)))
     if write and fits:
-        write_text(write, "\n".join([WRITTEN, *_key_lines(answer)]) + "\n")
+        write_text_file(write, "\n".join([WRITTEN, *_key_lines(answer)]) + "\n")
     return 2 if compare and not fits else 0
 
 
@@ -443,7 +445,7 @@ def _ways_table(answer: Answer) -> str:
 
 def _refusal_line(answer: Answer) -> str:
     memory, budget = answer.ways[0].memory, answer.run.budget
-    line = f"{answer.title} does not fit {answer.run.gpus.words}: at least {gib_text(memory.device.total)} "
+    line = f"{answer.title} does not fit {answer.run.gpus.count_and_name}: at least {gib_text(memory.device.total)} "
     line += f"({memory.device.total:,} bytes) are needed of a GPU that may be filled up to {gib_text(budget.device)}, "
     line += f"and {gib_text(memory.host.total)} of the host's {gib_text(budget.host)}; use more GPUs, a higher "
     line += "parallel.tp, or leave keys of memory out"

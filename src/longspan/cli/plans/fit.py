@@ -11,7 +11,7 @@ from typing import Any
 
 from longspan.cli.plans.question import Gpus
 from longspan.config.keys import AUTO
-from longspan.config.sections import RunConfig, check_measures
+from longspan.config.sections import RunConfig, check_memory_keys
 from longspan.errors import LayoutError, LongspanError, PlanError
 from longspan.layout import Layout
 from longspan.model.presets import PRESETS
@@ -31,11 +31,11 @@ from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, has_mixers, read_experts, read_query_heads
 from longspan.run.checks import (
+    check_keys_needed_by_keys,
     check_lora,
     check_model_keys,
     check_mtp_section,
-    check_needs,
-    check_numbers,
+    check_number_bounds,
     check_parallel,
     check_plans,
     check_precision,
@@ -61,13 +61,13 @@ class RunOnGpus:
     image_rows: float = 0.0
 
     @classmethod
-    def of(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
+    def with_model(cls, config: RunConfig, gpus: Gpus) -> "RunOnGpus":
         check_model_keys(config, training=False)  # train.lr may be left out, as nothing is trained here
-        check_numbers(config, training=False)
+        check_number_bounds(config, training=False)
         home = home_of(config.parallel, gpus.count)
-        for check in (check_precision, check_needs, check_lora, check_mtp_section):
+        for check in (check_precision, check_keys_needed_by_keys, check_lora, check_mtp_section):
             check(config)
-        check_measures(config.train, gpu=True)
+        check_memory_keys(config.train, gpu=True)
         check_parallel(config, home)
         # An answer is about steps of training: their plans are checked, and those of the held-out documents (unless
         # data.eval_documents is 0), but not those of named evaluation sets.
@@ -78,13 +78,13 @@ class RunOnGpus:
             rows = {} if preset.rows else {"vocab_size": config.data.vocab_size}
             model = dict(preset.values) | {"model_type": preset.model_type} | rows
         run = cls(config, gpus, home, model)
-        if home.ep > 1 and not run.experts:  # in the words of a run that has loaded the model
+        if home.ep > 1 and not run.expert_count:  # in the words of a run that has loaded the model
             read = ConfigReader.read_whole_model(run.model)
             classes = read.value("architectures") or [read.family or read.where]
             raise PlanError(experts_missing_text(home.ep, str(classes[0])))
         return run
 
-    def set_context(self, **keys: Any) -> "RunOnGpus":
+    def with_context_keys(self, **keys: Any) -> "RunOnGpus":
         return replace(self, config=replace(self.config, context=replace(self.config.context, **keys)))
 
     @property
@@ -95,7 +95,7 @@ class RunOnGpus:
         return MemoryBudget(device=device, host=self.gpus.host_bytes)
 
     @cached_property
-    def experts(self) -> int:
+    def expert_count(self) -> int:
         """Experts of a layer; 0 for a model without any."""
         return read_experts(self.model).of_layer
 
@@ -125,7 +125,7 @@ class RunOnGpus:
         return PlanChoice.training(config, cost=self.cost(), heads=read_query_heads(self.model))
 
     @property
-    def fixed(self) -> FixedMemory:
+    def fixed_memory(self) -> FixedMemory:
         return fixed_memory_keys(self.config)
 
     def plan(self, lengths: Sequence[int], targets: int | None = None) -> Plan:
@@ -137,7 +137,7 @@ class RunOnGpus:
         """
         budget = self.budget
         if self.config.train.memory == AUTO:
-            arguments: dict[str, Any] = {"machine": self.gpus.machine, "fixed": self.fixed}
+            arguments: dict[str, Any] = {"machine": self.gpus.machine, "fixed": self.fixed_memory}
             return choose_memory(self.model, self.home, list(plans), self.memory_settings, budget, **arguments)
         memory = self.leanest_memory(plans)
         if not memory.fits(budget):
@@ -151,24 +151,24 @@ class RunOnGpus:
 
     def leanest_memory(self, plans: Sequence[Plan]) -> MemoryPlan:
         """The plan of memory in which layers keep as little as the keys allow, whether it fits or not."""
-        return next(leanest_plans(self.memory_needs(plans), self.fixed))
+        return next(leanest_plans(self.memory_needs(plans), self.fixed_memory))
 
     def memory_needs(self, plans: Sequence[Plan]) -> MemoryNeeds:
         return MemoryNeeds.of(self.model, self.home, list(plans), self.memory_settings, machine=self.gpus.machine)
 
-    def seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
+    def step_seconds(self, plans: Sequence[Plan], memory: MemoryPlan) -> float:
         cost = self.cost(memory).shared_by(self.home.tp)
         return mean_step_seconds(self.model, plans, memory, self.memory_needs(plans), self.gpus.machine, cost)
 
     def scale_positions(self, longest: int) -> "RunOnGpus":
         """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
-        limit, model = position_limit(self.model), self.config.model
-        if limit is None or longest <= limit or model.rope_scaling or not can_scale(self.model):
+        limit, model = longest_position(self.model), self.config.model
+        if limit is None or longest <= limit or model.rope_scaling or not can_scale_positions(self.model):
             return self
         return replace(self, config=replace(self.config, model=replace(model, rope_scaling="yarn")))
 
     def position_notes(self, longest: int) -> Iterator[str]:
-        limit, scaling = position_limit(self.model), self.config.model.rope_scaling
+        limit, scaling = longest_position(self.model), self.config.model.rope_scaling
         if limit is None or longest <= limit:
             return
         text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
@@ -179,7 +179,7 @@ class RunOnGpus:
             yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"
 
 
-def position_limit(model: Any) -> int | None:
+def longest_position(model: Any) -> int | None:
     """Return the longest document that a configuration stands for, its own scaling included; None if nothing limits it.
 
     >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
@@ -196,7 +196,7 @@ def position_limit(model: Any) -> int | None:
     return int(limit * factor) if kind in ("linear", "dynamic") else limit
 
 
-def can_scale(model: Any) -> bool:
+def can_scale_positions(model: Any) -> bool:
     """Return whether model.rope_scaling can stretch the positions of a configuration: of text models whose layers share
     one kind of rotary positions that their own configuration does not scale.
     """
@@ -278,28 +278,28 @@ def find_fits(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> t
     """
     best, refused = dict[tuple[str, int, int], Fit](), dict[str, str]()
     is_open = run.config.context.mode == AUTO
-    run = run.set_context(mode="lockstep") if is_open else run
-    for candidate in _candidate_runs(run, steps, choices):
+    run = run.with_context_keys(mode="lockstep") if is_open else run
+    for candidate in _runs_to_try(run, steps, choices):
         try:
             fit = fit_run(candidate, steps)
         except (PlanError, LayoutError) as error:
             refused[candidate.choice.text] = str(error)
             continue
         known = best.get(fit.layout)
-        if known is None or rank_fit(fit) < rank_fit(known):
+        if known is None or fit_rank(fit) < fit_rank(known):
             best[fit.layout] = fit
     for layout, fit in best.items():
         if is_open and fit.seconds is not None and can_be_free(fit.run.config, fit.run.home):
-            free = fit_run(fit.run.set_context(mode="free"), steps)
-            best[layout] = min(fit, free, key=rank_fit)
+            free = fit_run(fit.run.with_context_keys(mode="free"), steps)
+            best[layout] = min(fit, free, key=fit_rank)
     if not best:
         raise PlanError([*refused.values(), "there is no layout to plan with"][0])
     planned = {fit.run.choice.text for fit in best.values()}
     lines = [f"{text}: not possible: {reason}" for text, reason in refused.items() if text not in planned]
-    return sorted(best.values(), key=rank_fit), lines
+    return sorted(best.values(), key=fit_rank), lines
 
 
-def rank_fit(fit: Fit) -> tuple[bool, float]:
+def fit_rank(fit: Fit) -> tuple[bool, float]:
     """Rank ways: the fastest first; behind all that fit the others, by the bytes of the leanest."""
     if fit.seconds is None:
         return True, float(fit.memory.device.total)
@@ -314,47 +314,47 @@ def fit_run(run: RunOnGpus, steps: Sequence[Documents]) -> Fit:
         memory = run.plan_memory(plans)
     except PlanError:
         return Fit(run, timed, run.leanest_memory(plans), None)
-    return Fit(run, timed, memory, run.seconds(timed, memory))
+    return Fit(run, timed, memory, run.step_seconds(timed, memory))
 
 
-def _candidate_runs(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
+def _runs_to_try(run: RunOnGpus, steps: Sequence[Documents], choices: Choices) -> Iterator[RunOnGpus]:
     # Dynamic plans of documents of one length gain nothing, and are left out unless all are to be compared.
     several = len({n for step in steps for n in step.lengths}) > 1
-    for home_run in _expert_runs(run, choices):
+    for home_run in _runs_with_expert_degrees(run, choices):
         planners = [home_run.choice.planner]
         if choices.compare:
             planners = [*dict.fromkeys(("dynamic", "fixed", "padded", *planners))]
         elif choices.planner and choices.degree:
             planners = ["dynamic"] * (several and home_run.home.slots > 1) + ["fixed"]
         layouts = list[RunOnGpus]()
-        for planned in (home_run.set_context(planner=planner) for planner in planners):
+        for planned in (home_run.with_context_keys(planner=planner) for planner in planners):
             if choices.degree and planned.choice.has_one_degree:
                 degrees = degrees_to_compare(home_run.home, planned.choice)
-                layouts += [planned.set_context(context_parallel_size=degree) for degree in degrees]
+                layouts += [planned.with_context_keys(context_parallel_size=degree) for degree in degrees]
             else:
                 layouts.append(planned)
         for layout in layouts:
             rows = [layout.config.context.max_tokens_per_slot]
             if choices.rows or rows == [AUTO]:
-                rows = row_limits(layout, steps)
-            yield from (layout.set_context(max_tokens_per_slot=limit) for limit in rows)
+                rows = row_limits_to_try(layout, steps)
+            yield from (layout.with_context_keys(max_tokens_per_slot=limit) for limit in rows)
 
 
-def _expert_runs(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:
+def _runs_with_expert_degrees(run: RunOnGpus, choices: Choices) -> Iterator[RunOnGpus]:
     yield run
-    if not choices.ep or not run.experts:
+    if not choices.ep or not run.expert_count:
         return
-    ep = max(d for d in range(1, MOST_EP + 1) if run.home.slots % d == 0 and run.experts % d == 0)
+    ep = max(d for d in range(1, MOST_EP + 1) if run.home.slots % d == 0 and run.expert_count % d == 0)
     config = replace(run.config, parallel=replace(run.config.parallel, ep=ep))
     try:
-        changed = RunOnGpus.of(config, run.gpus)  # checks the keys
+        changed = RunOnGpus.with_model(config, run.gpus)  # checks the keys
     except LongspanError:
         return
     if ep > 1:
         yield replace(run, config=config, home=changed.home)
 
 
-def row_limits(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
+def row_limits_to_try(run: RunOnGpus, steps: Sequence[Documents]) -> list[int]:
     """List limits of rows worth comparing: from what the longest document needs to all documents in one micro-batch.
     They grow by one ratio, of at least 2, and are multiples of what plans need: a slot has two parts of a document,
     each of a whole `row_multiple`. The most rows are those of the fullest slot if a step is one micro-batch: its rows
@@ -386,7 +386,7 @@ def find_longest(run: RunOnGpus, choices: Choices) -> tuple[int, RunOnGpus]:
     degree = run.choice.degree if run.choice.has_one_degree and not choices.degree else 0
     degree = degree or run.home.slots
     unit = _round_up(UNIT, 2 * run.choice.options.row_multiple)
-    run = run.set_context(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)
+    run = run.with_context_keys(planner="fixed", context_parallel_size=degree, max_tokens_per_slot=0)
     short = run.plan((unit * degree,))
 
     def plan_of(units: int) -> Plan:
@@ -398,9 +398,9 @@ def find_longest(run: RunOnGpus, choices: Choices) -> tuple[int, RunOnGpus]:
         return replace(short, lengths=(tokens,), micro_batches=(MicroBatch((group,)), *short.micro_batches[1:]))
 
     def fits(plan: Plan) -> bool:
-        return any_choice_fits(run.memory_needs([plan]), run.budget, run.fixed)
+        return any_choice_fits(run.memory_needs([plan]), run.budget, run.fixed_memory)
 
     most = largest_number_that_fits(lambda units: fits(plan_of(units)), MOST_ROWS // unit)
     while most and not fits(run.plan((most * unit * degree,))):  # its planner shares attention in another way
         most = max(0, most - 1 - most // 256)
-    return most * unit * degree, run.set_context(max_tokens_per_slot=max(1, most) * unit)
+    return most * unit * degree, run.with_context_keys(max_tokens_per_slot=max(1, most) * unit)

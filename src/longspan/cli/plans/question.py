@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 from longspan.cli.flags import (
     TrainFlags,
     check_flag_names,
-    check_least,
+    check_flags_at_least,
+    flag_text,
     flag_types,
     parse_flags,
-    shown_flag,
     split_flags,
 )
 from longspan.cli.machine import find_first_gpu
 from longspan.cli.plans.planning import PlanningFlags
 from longspan.cli.processes import count_host_ranks, has_torchrun
-from longspan.config.defaults import find_folders
+from longspan.config.defaults import set_local_folders
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.errors import ConfigError, plural
 from longspan.host import free_host_bytes
@@ -122,7 +122,7 @@ def asks_for_gpus(argv: Sequence[str]) -> bool:
     for name in names:
         if name in OF_GPUS or "." in name:
             raise ConfigError(
-                f"{shown_flag(name)} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4"
+                f"{flag_text(name)} is of a question about GPUs; name them with --gpu, such as --gpu h100 --gpus 4"
             )
     return False
 
@@ -140,12 +140,12 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
         if not key:
             if name and name not in READ:
                 raise ConfigError(
-                    f"with --gpu, longspan plan finds what fits GPUs and does not take {shown_flag(name)}; leave it out"
+                    f"with --gpu, longspan plan finds what fits GPUs and does not take {flag_text(name)}; leave it out"
                 )
             words += [name, *values]
             continue
         if (other := flag_of.get(key, name)) != name:
-            both = f"{shown_flag(other)} and {shown_flag(name)}"
+            both = f"{flag_text(other)} and {flag_text(name)}"
             raise ConfigError(f"{both} are the same key, and both are given; leave one out")
         flag_of[key] = name
         keys += [key, *values]
@@ -169,7 +169,9 @@ def parse_question(kind: type[AnyFlags], argv: Sequence[str]) -> tuple[AnyFlags,
             "--gpus N is how many GPUs there are; a comparison may have --world N or --slots N in its place"
         )
     flags = replace(flags, gpus=ranks or flags.gpus)
-    return flags, Question(find_folders(RunConfig(**sections), weights=False), frozenset(key[2:] for key in flag_of))
+    return flags, Question(
+        set_local_folders(RunConfig(**sections), weights=False), frozenset(key[2:] for key in flag_of)
+    )
 
 
 def find_document_source(flags: GpuFlags, question: Question) -> str:
@@ -211,7 +213,7 @@ class Gpus:
         return f"{self.count} x {self.name}, {gib_text(self.bytes)} each, {host} ({source})"
 
     @property
-    def words(self) -> str:
+    def count_and_name(self) -> str:
         """Their number and name, as in "4 H100s" or "2 GPUs of 85,899,345,920 bytes"."""
         kind, of, size = self.name.partition(" of ")
         return f"{plural(self.count, kind)}{of}{size}"
@@ -221,7 +223,7 @@ def read_gpus(flags: GpuFlags, run_machine: str) -> Gpus:
     """Read the GPUs that flags name; `run_machine` is the key run.machine. The speed is that of run.machine or of
     --tflops, else that of --gpu; with only --gpu-bytes that of an H200.
     """
-    check_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
+    check_flags_at_least(flags, gpus=1, gpu_bytes=0, host_bytes=0)
     for name, size in (("gpu-bytes", flags.gpu_bytes), ("host-bytes", flags.host_bytes)):
         if 0 < size < LEAST_OF_GPU:
             raise ConfigError(f"--{name} is {size}: {bytes_hint(size)}")

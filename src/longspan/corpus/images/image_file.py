@@ -13,7 +13,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longspan.data.images import Stamp, file_stamp
+from longspan.data.images import Stamp, size_and_time
 from longspan.errors import DataError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ImageFile(NamedTuple):
 
     def stamp(self) -> Stamp:
         """Return size and time of change of a file; for bytes in a row their number and 0."""
-        return file_stamp(self.path) if self.path else (len(self.data), 0)
+        return size_and_time(self.path) if self.path else (len(self.data), 0)
 
     @contextmanager
     def _open_image(self) -> "Iterator[Image]":
@@ -73,7 +73,7 @@ class ImageFile(NamedTuple):
         pil: Any = import_pillow()
         try:
             self._check_file()
-            with pil.open(self.path or io.BytesIO(self.data), formats=_readable_formats()) as image:
+            with pil.open(self.path or io.BytesIO(self.data), formats=_pillow_formats()) as image:
                 if (pixels := image.width * image.height) > MAX_PIXELS:
                     raise self._pixels_error(pixels, MAX_PIXELS)
                 yield image
@@ -86,7 +86,7 @@ class ImageFile(NamedTuple):
             raise self._pixels_error(int(pixels.group()) if pixels else 0, 2 * pil.MAX_IMAGE_PIXELS) from error
         except pil.UnidentifiedImageError as error:  # its message is the path, or an address in memory
             raise DataError(
-                f"{self._name} is no image that Pillow can read: it is none of {', '.join(_readable_formats())}"
+                f"{self._name} is no image that Pillow can read: it is none of {', '.join(_pillow_formats())}"
             ) from error
         except Exception as error:  # decoders raise errors of any kind for broken files
             reason = (isinstance(error, OSError) and error.strerror) or error
@@ -133,7 +133,7 @@ def _orientation(image: Any) -> int:
 
 
 @lru_cache(maxsize=1)
-def _readable_formats() -> tuple[str, ...]:
+def _pillow_formats() -> tuple[str, ...]:
     pil: Any = import_pillow()
     pil.init()
     return tuple(name for name in FORMATS if name in pil.OPEN)

@@ -74,7 +74,7 @@ class Processor:
         """
         ids = (getattr(component, "image_token_id", None) for component in (self.stock.tokenizer, self.stock))
         known_id = next((int(i) for i in ids if i is not None), None)
-        written: list[int] = self.stock.tokenizer(self.text(_SMALL), add_special_tokens=False)["input_ids"]
+        written: list[int] = self.stock.tokenizer(self.image_text(_SMALL), add_special_tokens=False)["input_ids"]
         return known_id if known_id is not None and known_id in written else Counter(written).most_common(1)[0][0]
 
     @property
@@ -84,13 +84,13 @@ class Processor:
     @cached_property
     def videos(self) -> VideoProcessor:
         """The processor of videos. Raises DataError for a class that is not supported."""
-        return VideoProcessor.of(self.folder, self.stock)
+        return VideoProcessor.from_folder(self.folder, self.stock)
 
     @property
     def has_grids(self) -> bool:
         return GRIDS in self.stock.image_processor.model_input_names
 
-    def grid(self, size: Size) -> Grid | None:
+    def patch_grid(self, size: Size) -> Grid | None:
         """Return the grid of patches (t, h, w) of an image of this size, without its pixels; None if it has no grid.
 
         Raises DataError for a size that the processor refuses.
@@ -101,18 +101,18 @@ class Processor:
             self._grids[size] = _call_processor(self.name, size, lambda: self._find_grid(size))
         return self._grids[size]
 
-    def text(self, size: Size, among: int = 1) -> str:
+    def image_text(self, size: Size, among: int = 1) -> str:
         """Return the text of an image of this size for the tokenizer: placeholders, and the tokens around them.
 
         `among` is how many images its document has; some processors decide by it whether to cut the image into tiles.
         """
-        grid, several = self.grid(size), self._sees_others and among > 1
+        grid, several = self.patch_grid(size), self._sees_others and among > 1
         key = grid or (several, None if self.has_fixed_placeholders else size)  # the text depends on these alone
         if key not in self._texts:
             self._texts[key] = _call_processor(self.name, size, lambda: self._find_text(size, grid, several))
         return self._texts[key]
 
-    def image(self, picture: Any, among: int = 1) -> ImageInput:
+    def process_image(self, picture: Any, among: int = 1) -> ImageInput:
         """Process a PIL image into the inputs of the model; `among` as in `text`. Raises DataError if that fails."""
         several = self._sees_others and among > 1
         size = (picture.height, picture.width)
@@ -121,7 +121,7 @@ class Processor:
     @cached_property
     def fields(self) -> tuple[str, ...]:
         """The names of the model's inputs for an image."""
-        image = self.image(_blank(_SMALL))
+        image = self.process_image(_blank_picture(_SMALL))
         present = {PIXELS: True, GRIDS: image.grid is not None, SIZES: image.size is not None}
         return tuple(name for name, is_present in present.items() if is_present) + tuple(image.fields)
 
@@ -142,7 +142,7 @@ class Processor:
         with suppress(Exception):  # processors whose resizing has other arguments
             if (grid := self._compute_grid(size)) is not None:
                 return grid
-        grids = self._process_images(_blank(size))[GRIDS][0]
+        grids = self._process_images(_blank_picture(size))[GRIDS][0]
         return int(grids[0]), int(grids[1]), int(grids[2])
 
     def _compute_grid(self, size: Size) -> Grid | None:
@@ -163,7 +163,7 @@ class Processor:
         if grid is not None:
             with suppress(Exception):  # processors that need more than the grid
                 return str(self.stock.replace_image_token({GRIDS: np.array([grid])}, 0))
-        inputs = self._process_images(_blank(size), several)
+        inputs = self._process_images(_blank_picture(size), several)
         if "text_replacement_offsets" not in inputs:
             raise DataError(
                 f"{type(self.stock).__name__} does not say what it writes for an image by itself, so its placeholders "
@@ -172,7 +172,7 @@ class Processor:
         return str(inputs["text_replacement_offsets"][0][0]["replacement"])
 
     def _process_images(self, image: Any, several: bool = False) -> Any:
-        images = [image, _blank(_SMALL)] if several else [image]
+        images = [image, _blank_picture(_SMALL)] if several else [image]
         settings = {"return_tensors": "pt", "padding": False, "return_text_replacement_offsets": True}
         return self.stock(images=[images], text=[self.token * len(images)], **settings)
 
@@ -185,7 +185,7 @@ def _call_processor(name: str, size: Size, make: Callable[[], Any]) -> Any:
         raise DataError(f"{name} refuses an image of {width} x {height} pixels: {error}") from error
 
 
-def _blank(size: Size) -> Any:
+def _blank_picture(size: Size) -> Any:
     return import_pillow().new("RGB", (size[1], size[0]))
 
 

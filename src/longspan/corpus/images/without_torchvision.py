@@ -129,7 +129,7 @@ def processor_digest(folder: Path) -> str:
 class VideoProcessor:
     """Makes placeholders and pixels of videos as the stock class `kind` does; `stock` is the folder's processor.
 
-    >>> videos = VideoProcessor.of(Path("Qwen3-VL-8B"), processor.stock)
+    >>> videos = VideoProcessor.from_folder(Path("Qwen3-VL-8B"), processor.stock)
     >>> videos.grid(frames=8, size=(480, 640))
     (4, 20, 26)
     """
@@ -140,7 +140,7 @@ class VideoProcessor:
     _texts: dict[Any, str] = field(default_factory=dict[Any, str], repr=False)
 
     @classmethod
-    def of(cls, folder: Path, stock: Any) -> "VideoProcessor":
+    def from_folder(cls, folder: Path, stock: Any) -> "VideoProcessor":
         """Make the video processor of a folder whose processor is `stock`. Raises DataError for other classes.
 
         Its class is the one that the folder names, or else transformers' for the class of `stock`; settings that the
@@ -173,11 +173,11 @@ class VideoProcessor:
         return int(self.stock.video_token_id)
 
     @property
-    def group(self) -> int:
+    def frames_per_group(self) -> int:
         """How many frames become one patch of time."""
         return int(self.settings["temporal_patch_size"])
 
-    def grid(self, frames: int, size: Size) -> Grid:
+    def patch_grid(self, frames: int, size: Size) -> Grid:
         """Return the grid of patches (t, h, w) of `frames` frames of this height and width.
 
         Raises DataError for a size that the class refuses.
@@ -194,9 +194,9 @@ class VideoProcessor:
                 f"{self.kind} without do_resize takes frames of multiples of {factor} pixels a side, and these are of "
                 f"{width} x {height}"
             )
-        return -(-frames // self.group), height // patch, width // patch
+        return -(-frames // self.frames_per_group), height // patch, width // patch
 
-    def text(self, grid: Grid, times: Sequence[float]) -> str:
+    def video_text(self, grid: Grid, times: Sequence[float]) -> str:
         """Return the text of a video for the tokenizer: its placeholders and the times of its groups."""
         import torch
         from transformers.video_utils import VideoMetadata
@@ -208,12 +208,12 @@ class VideoProcessor:
             self._texts[key] = str(self.stock.replace_video_token(fields, 0))
         return self._texts[key]
 
-    def pixels(self, frames: Sequence[Any], grid: Grid) -> "Tensor":
+    def group_patches(self, frames: Sequence[Any], grid: Grid) -> "Tensor":
         """Return patches (h · w, C · frames · p²) of a group of PIL images; a short group repeats its last image."""
         import torch
 
         patches = [self._frame_patches(frame, grid) for frame in frames]
-        patches += patches[-1:] * (self.group - len(patches))
+        patches += patches[-1:] * (self.frames_per_group - len(patches))
         return torch.stack(patches, 2).flatten(1)
 
     def _frame_patches(self, frame: Any, grid: Grid) -> "Tensor":
@@ -238,10 +238,10 @@ class VideoProcessor:
         capped, tokens = self.settings["cap_pixels_per_frame"], self.settings["max_video_tokens"]
         if self.kind == _QWEN2:
             if capped:
-                share = int(tokens * factor**2 * 0.9) * self.group // frames
+                share = int(tokens * factor**2 * 0.9) * self.frames_per_group // frames
                 most_pixels = max(min(most_pixels, share), int(fewest_pixels * 1.05))
             return resize(*size, factor=factor, min_pixels=fewest_pixels, max_pixels=most_pixels)
         if capped:
             most_pixels = max(min(tokens * factor**2, most_pixels // frames), int(fewest_pixels * 1.05)) * frames
         bounds = {"factor": factor, "min_pixels": fewest_pixels, "max_pixels": most_pixels}
-        return resize(frames, *size, temporal_factor=self.group, **bounds)
+        return resize(frames, *size, temporal_factor=self.frames_per_group, **bounds)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.infer_turns import TurnTokens, find_assistant_spans, marked_spans, turn_tokens
-from longspan.corpus.rows.media import NOTHING_SHOWN, RowImages, RowMedia, check_counts, kinds_of_parts
+from longspan.corpus.rows.infer_turns import TurnTokens, find_assistant_spans, find_turn_tokens, marked_spans
+from longspan.corpus.rows.media import NOTHING_SHOWN, RowImages, RowMedia, check_media_counts, kinds_of_parts
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
 from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, require_key
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
@@ -46,7 +46,7 @@ class ChatEncoding:
             encodings[variables] = replace(self, template=replace(self.template, variables=variables))
         return encodings[variables]
 
-    def samples(self, values: Any, first_target: int = 0, media: RowMedia | None = None) -> list[Sample]:
+    def encode_messages(self, values: Any, first_target: int = 0, media: RowMedia | None = None) -> list[Sample]:
         """Encode a row's messages, tools and `media`; messages before number `first_target` are no targets.
 
         Raises RowError for malformed messages, and for those that the template or the search for turns refuses.
@@ -54,7 +54,7 @@ class ChatEncoding:
         tools, media = read_tools(values.get("tools")), media or NOTHING_SHOWN
         messages = check_messages(require_key(values, "messages"), images=self.images is not None)
         messages = self.template.fit_arguments(messages, tools)
-        check_counts(kinds_of_parts(messages), media, "its messages")
+        check_media_counts(kinds_of_parts(messages), media, "its messages")
         if not self.settings.parse_special_tokens:  # the rendering has special tokens, so its texts must have none
             pattern = self._turn_tokens(tools).any_token
             check_strings(messages, "messages", pattern)
@@ -97,13 +97,13 @@ class ChatEncoding:
             spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt, first)
         if not media or self.images is None:
             ids, labels = self._tokenize_rendering(rendered.text, spans.spans)
-            return self._end_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
+            return self._add_end_of_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
         expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
         ids, labels = self._tokenize_rendering(expanded.text, expanded.spans)
-        sample = self._end_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
+        sample = self._add_end_of_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
         return self.images.add_images(sample, expanded)
 
-    def _end_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
+    def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
         """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
         end, engine = self.settings.end_of_chat, self.tokenizer.engine
         is_answer = len(messages) - 1 in learnt and not messages[-1].get("tool_calls")
@@ -157,11 +157,11 @@ class ChatEncoding:
 
     @cached_property
     def _tokens_without_tools(self) -> TurnTokens:
-        return turn_tokens(self.template, None, self.tokenizer.engine)
+        return find_turn_tokens(self.template, None, self.tokenizer.engine)
 
     @cached_property
     def _tokens_with_tools(self) -> TurnTokens:
         try:  # a template may write tools at a place that this conversation lacks
-            return turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
+            return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._tokens_without_tools

@@ -29,9 +29,9 @@ from longspan.corpus.rows.sample import (
     check_objects,
     has_media_keys,
     media_key,
-    preview,
     require_key,
     require_string,
+    short_repr,
     type_name,
 )
 from longspan.corpus.tokenizer import TextTokenizer
@@ -63,7 +63,7 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
     return [result if isinstance(result, BadRow) else Sample(result, row=i) for i, result in enumerate(ids)]
 
 
-def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
+def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
     """Encode prompt and completion as one text, with the tokens that the tokenizer puts around it.
 
     Targets are the tokens with a character of the completion (also one across the border), and all tokens after it.
@@ -78,7 +78,7 @@ def completion_sample(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sa
     return Sample(ids, np.where(is_target, ids, NO_TARGET))
 
 
-def token_sample(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
+def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:
     """Take tokens as they are, with labels or masks: a token is a target if no mask has a 0 for it."""
     ids = _read_integers(require_key(values, "input_ids"), "input_ids")
     if not len(ids):
@@ -124,12 +124,12 @@ def _read_integers(values: Any, name: str) -> npt.NDArray[np.int64]:
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, list):
-        raise RowError(f"{name} is {type_name(values)}; give a list of integers: {preview(values)}")
+        raise RowError(f"{name} is {type_name(values)}; give a list of integers: {short_repr(values)}")
     # Of other entries than numbers, such as lists of different lengths, numpy may fail to make an array.
     are_numbers = all(isinstance(value, int | float | np.number | np.bool_) for value in values)
     array = np.asarray(values) if are_numbers else None
     if array is None or (len(array) and array.dtype.kind not in "iub"):  # numpy makes floats of an empty list
-        raise RowError(f"{name} holds something else than integers; give a list of integers: {preview(values)}")
+        raise RowError(f"{name} holds something else than integers; give a list of integers: {short_repr(values)}")
     return array.astype(np.int64)
 
 
@@ -223,23 +223,23 @@ class RowEncoding:
         values, media = self._extract_media(row._replace(values=convert_to_messages(row.values, self.kind)))
         check_objects(values)
         if self.kind in CHATS:
-            return self._chat.with_variables(values).samples(values, media=media)
+            return self._chat.with_variables(values).encode_messages(values, media=media)
         if self.kind == "text" and media and self.images is not None:
             return [self.images.text_sample(values, media)]
         if self.kind == "text":
             tokenizer = self.tokenizer.set_parsing(self.settings.parse_special_tokens)
             return [Sample(tokenizer.encode([require_string(require_key(values, "text"), "text")])[0])]
         if self.kind == "input_ids":
-            return [token_sample(values, self.tokenizer.size)]
+            return [take_token_ids(values, self.tokenizer.size)]
         prompt, completion = require_key(values, "prompt"), require_key(values, "completion")
         if isinstance(prompt, list) or isinstance(completion, list):
             prompt = check_messages(prompt, "prompt", images=self.images is not None)
             answers = check_messages(completion, "completion", images=self.images is not None)
             values = {**values, "messages": [*prompt, *answers]}
-            return self._chat.with_variables(values).samples(values, len(prompt), media)
+            return self._chat.with_variables(values).encode_messages(values, len(prompt), media)
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
-        return [completion_sample(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
+        return [encode_completion(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
 
     @cached_property
     def _chat(self) -> "ChatEncoding":

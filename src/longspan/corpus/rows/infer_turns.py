@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from longspan.corpus.rows.messages import THOUGHTS, Field, replace_field, texts_of_messages
-from longspan.corpus.rows.sample import RowError, Unseen, map_strings, preview, strings
+from longspan.corpus.rows.sample import RowError, Unseen, map_strings, short_repr, strings_with_places
 from longspan.corpus.rows.template import ChatTemplate, Message, Rendered
 from longspan.corpus.tokenizer import pattern_of_any
 
@@ -69,7 +69,7 @@ class TurnTokens:
         return re.compile(f"{plain.pattern}|{self._risky_characters.pattern}") if plain else self._risky_characters
 
     def is_harmless(self, value: Any) -> bool:
-        return not any(self._risky_characters.search(text) for _, text in strings(value, ""))
+        return not any(self._risky_characters.search(text) for _, text in strings_with_places(value, ""))
 
     def make_harmless(self, value: Any) -> Any:
         replaced = lambda match: match.group() if match.group() in self.plain else _HARMLESS  # noqa: E731
@@ -111,7 +111,7 @@ class TurnTokens:
         return tokens[0]
 
 
-def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
+def find_turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tokenizer) -> TurnTokens:
     """Read off the tokens between turns of a template. Raises RowError if it cannot render a plain conversation.
 
     Four turns, each a word that nothing else contains, are rendered. Between the second and the third word stand the
@@ -133,7 +133,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     ends = frozenset(template.ends)
     tail_tokens = tokens.findall(tail) if tokens else []
     first_is_end = len(separators) > 1 or any(token in ends or token in tail for token in separators)
-    prompt = _answer_prompt(template, tools, tokens)
+    prompt = _find_answer_prompt(template, tools, tokens)
     prompt_token = tokens.match(prompt) if tokens else None
     headers = {*separators[1 if first_is_end else 0 :], *([prompt_token.group()] if prompt_token else [])}
     # What stands between each question and its answer.
@@ -158,7 +158,7 @@ def turn_tokens(template: ChatTemplate, tools: Sequence[Any] | None, engine: Tok
     )
 
 
-def _answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
+def _find_answer_prompt(template: ChatTemplate, tools: Sequence[Any] | None, tokens: re.Pattern[str] | None) -> str:
     """It begins where the question rendered with the prompt begins to differ from the question rendered without it."""
     question = [{"role": "user", "content": _WORDS[0]}]
     plain, with_prompt = (template.render(question, tools, prompt=prompt).text for prompt in (False, True))
@@ -294,7 +294,7 @@ def _count_unseen(
     absent = [field for field, places in zip(fields, ends, strict=True) if not places and not field.blank]
     lacking = [field for field in absent if field.message in learnt]
     thoughts = sum(field.path[0] in THOUGHTS for field in lacking)
-    cut_thoughts = sum(bool(_cut_thought(conversation, turn)) for turn in turns)
+    cut_thoughts = sum(bool(_shortened_thought(conversation, turn)) for turn in turns)
     blank = len(set(learnt) - {field.message for field in fields})
     roles = {field.message: messages[field.message]["role"] for field in absent if field.message >= first}
     others = [f"{role} message" for role in roles.values() if role != "assistant"]
@@ -304,7 +304,7 @@ def _count_unseen(
     return Unseen(thoughts + cut_thoughts, len(lacking) - thoughts, blank, tuple(others))
 
 
-def _cut_thought(conversation: _Conversation, turn: _Turn) -> str:
+def _shortened_thought(conversation: _Conversation, turn: _Turn) -> str:
     contents = [field.value for field in turn.fields if field.path[0] == "content" and "</think>" in field.value]
     before, _, answer = contents[0].strip().partition("</think>") if contents else ("", "", "")
     thought = before.rpartition("<think>")[-1].strip()
@@ -339,8 +339,10 @@ def _turn_spans(conversation: _Conversation, turn: _Turn, tokens: TurnTokens) ->
     later = (t.ends[0] for t in conversation.turns if t.message > turn.message and t.ends[0] >= turn.ends[-1])
     end = tokens.find_end_of_turn(conversation.text, turn.ends[-1], next(later, len(conversation.text)), name)
     if start is None:
-        thought = _cut_thought(conversation, turn)
-        hint = f"the template leaves out its thought {preview(thought)}: give the answer alone, or " if thought else ""
+        thought = _shortened_thought(conversation, turn)
+        hint = (
+            f"the template leaves out its thought {short_repr(thought)}: give the answer alone, or " if thought else ""
+        )
         raise RowError(
             f"where {name} begins cannot be told from its chat template: neither the prompt of an answer nor its first "
             f"word is in the text; {hint}mark it in the template with {{% generation %}}"

@@ -29,8 +29,8 @@ from longspan.corpus.rows.sample import (
     RowError,
     Sample,
     check_strings,
-    preview,
     require_string,
+    short_repr,
     type_name,
 )
 from longspan.corpus.rows.template import ChatTemplate
@@ -133,7 +133,7 @@ def read_video_entry(entry: Any, folder: str, name: str, part: Mapping[str, Any]
             raise RowError(f"{name} has {', '.join(times)} beside an object of frames; give them in one place")
         frames, times = entry.get("frames"), entry
     if not isinstance(frames, list):
-        frames_text = preview(frames) if isinstance(frames, str) else type_name(frames)
+        frames_text = short_repr(frames) if isinstance(frames, str) else type_name(frames)
         raise RowError(
             f"{name} is {frames_text}; files of videos are not read here: give its frames as a list of images, or as "
             '{"frames": […], "fps": 2}'
@@ -155,7 +155,7 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
     if times is None:
         rate = FPS if rate is None else rate
         if not _is_number(rate) or not rate > 0:
-            raise RowError(f"{name} has fps {preview(rate)}; give the frames a second as a number above 0")
+            raise RowError(f"{name} has fps {short_repr(rate)}; give the frames a second as a number above 0")
         return tuple(i / rate for i in range(frames)), 1 / rate
     if rate is not None:
         raise RowError(f"{name} has fps and timestamps, which both say when frames stand; give one of them")
@@ -163,7 +163,7 @@ def _read_times(entry: Mapping[str, Any], frames: int, name: str) -> tuple[tuple
         times_text = plural(len(times), "number") if isinstance(times, list) else type_name(times)
         raise RowError(f"{name} has timestamps of {times_text} for {plural(frames, 'frame')}; give each its second")
     if any(b <= a for a, b in pairwise(times)) or times[0] < 0:
-        raise RowError(f"{name} has timestamps that do not rise from 0 or later: {preview(times)}")
+        raise RowError(f"{name} has timestamps that do not rise from 0 or later: {short_repr(times)}")
     interval = (times[-1] - times[0]) / (frames - 1) if frames > 1 else 1 / FPS
     return tuple(float(time) for time in times), interval
 
@@ -196,7 +196,7 @@ def kinds_by_name(values: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(kind for kind in with_key if not any(part_type in _TYPES[kind] for part_type in part_types))
 
 
-def name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
+def media_name_pattern(kinds: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(NAMED[kind] for kind in kinds) or r"(?!)")
 
 
@@ -235,7 +235,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
     Raises RowError for malformed entries, and if texts name something that the row lacks.
     """
     by_key, part_media = read_media(row.values, row.folder), _PartMedia(row.folder)
-    values, pattern = dict(row.values), name_pattern(kinds_by_name(row.values))
+    values, pattern = dict(row.values), media_name_pattern(kinds_by_name(row.values))
     for key in _CONVERSATIONS:
         if isinstance(row.values.get(key), list):
             values[key] = part_media.extract_media(row.values[key], key, pattern)
@@ -245,7 +245,7 @@ def row_and_media(row: Row) -> tuple[dict[str, Any], RowMedia]:
             raise RowError(f'{len(in_parts)} parts bring {name}, and the row has "{name}" too; give them in one place')
     if not media:  # with media the names in texts are counted where the row is encoded
         texts = [text for key in _TEXTS if isinstance(text := row.values.get(key), str)]
-        check_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
+        check_media_counts([kind for text in texts for kind in kinds_named(text, pattern)], media, "its texts")
     return values, media
 
 
@@ -263,7 +263,7 @@ class _PartMedia:
             if isinstance(content, str) and name_pattern.search(content):
                 content = [{"type": "text", "text": content}]
             if isinstance(content, list):
-                parts = [cut for part in content for cut in _cut_part(part, name_pattern)]
+                parts = [cut for part in content for cut in _split_text_part(part, name_pattern)]
                 parts = [self._extract_from_part(part, f"{key}[{i}].content[{k}]") for k, part in enumerate(parts)]
                 message = {**message, "content": parts}
             new_messages.append(message)
@@ -315,7 +315,7 @@ def kinds_of_parts(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     return [kind for part in _message_parts(messages) for kind in PARTS if part == PARTS[kind]]
 
 
-def check_counts(named_kinds: Sequence[str], media: RowMedia, where: str) -> None:
+def check_media_counts(named_kinds: Sequence[str], media: RowMedia, where: str) -> None:
     """Raise RowError if texts name another number of images, videos or audio than there are."""
     for kind, media_count in (("image", len(media.images)), ("video", len(media.videos)), ("audio", 0)):
         if (count := named_kinds.count(kind)) == media_count:
@@ -336,7 +336,7 @@ def _message_parts(messages: Any) -> Iterator[Mapping[str, Any]]:
             yield from (part for part in content if isinstance(part, dict))
 
 
-def _cut_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
+def _split_text_part(part: Any, name_pattern: re.Pattern[str]) -> Iterator[Any]:
     text = part.get("text") if isinstance(part, dict) else None
     if not (isinstance(text, str) and name_pattern.search(text)):
         yield part
@@ -465,9 +465,9 @@ class RowImages:
 
     def text_sample(self, values: Mapping[str, Any], media: RowMedia) -> Sample:
         """Encode a text that names images and videos, with the tokens that the tokenizer puts around texts."""
-        text, pattern = require_string(values.get("text"), "text"), name_pattern(kinds_by_name(values))
+        text, pattern = require_string(values.get("text"), "text"), media_name_pattern(kinds_by_name(values))
         special = pattern_of_any(self.tokenizer.special_names)
-        check_counts(kinds_named(text, pattern), media, "its text")
+        check_media_counts(kinds_named(text, pattern), media, "its text")
         if media.videos:
             _ = self._videos  # raises RowError if videos cannot be processed
         # What stands between names of media is tokenized with the placeholders, so it must name no special token.
@@ -510,7 +510,7 @@ class RowImages:
         self, number: int, places: npt.NDArray[np.int64], video: VideoFile, grid: Grid
     ) -> Iterator[SampleImage]:
         """Each group has an equal share of a video's placeholders, at these places (n,)."""
-        size, (groups, height, width) = self._videos.group, grid  # frames of a group, then patches
+        size, (groups, height, width) = self._videos.frames_per_group, grid  # frames of a group, then patches
         if len(places) % groups:
             raise RowError(
                 f"videos[{number}] has {plural(len(places), 'placeholder')} for {groups} groups of frames; the "
@@ -527,9 +527,9 @@ class RowImages:
         name = f"{kind}s[{number}]"
         try:
             if isinstance(file, VideoFile):
-                grid = self._videos.grid(len(file.frames), file.size())
-                return Shown(name, file, self._videos.text(grid, file.times), grid)
+                grid = self._videos.patch_grid(len(file.frames), file.size())
+                return Shown(name, file, self._videos.video_text(grid, file.times), grid)
             size = file.size()
-            return Shown(name, file, self.processor.text(size, images), self.processor.grid(size))
+            return Shown(name, file, self.processor.image_text(size, images), self.processor.patch_grid(size))
         except DataError as error:
             raise RowError(f"{name}: {error}") from error

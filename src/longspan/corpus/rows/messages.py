@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from longspan.corpus.rows.sample import Kind, RowError, preview, require_string, type_name, unread_keys
+from longspan.corpus.rows.sample import Kind, RowError, require_string, short_repr, type_name, unread_keys
 from longspan.files import parse_json
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -25,7 +25,7 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         is_turn = isinstance(message, dict) and {"from", "value"} <= message.keys()
         hint = "; from and value are called role and content here" if is_turn else ""
-        raise RowError(f"{name} needs an object with a string role; found {preview(message)}{hint}")
+        raise RowError(f"{name} needs an object with a string role; found {short_repr(message)}{hint}")
     content = message.get("content")
     if isinstance(content, list):
         content = [
@@ -41,7 +41,7 @@ def _check_message(message: Any, name: str, images: bool) -> dict[str, Any]:
                 read = "text, images and videos" if images else "text"
                 raise RowError(f"{name}.content[{k}] is {kind}; only parts of {read} are read")
     elif content is not None and not isinstance(content, str):
-        raise RowError(f"{name}.content is {type_name(content)}; give a string: {preview(content)}")
+        raise RowError(f"{name}.content is {type_name(content)}; give a string: {short_repr(content)}")
     _check_tool_calls(message.get("tool_calls"), f"{name}.tool_calls")
     _check_target_keys(message, name)
     return message
@@ -52,11 +52,11 @@ def _check_target_keys(message: Mapping[str, Any], name: str) -> None:
     for key, value in message.items():
         if value is not None and key in LEARNT and value not in (0, 1):
             raise RowError(
-                f"{name}.{key} is {preview(value)}; give 0 where the message is no target, and 1 where it is"
+                f"{name}.{key} is {short_repr(value)}; give 0 where the message is no target, and 1 where it is"
             )
         if value and key in LEARNT and message["role"] != "assistant":
             raise RowError(
-                f"{name}.{key} is {preview(value)}, and only what an assistant says is learnt; its role is "
+                f"{name}.{key} is {short_repr(value)}, and only what an assistant says is learnt; its role is "
                 f"{message['role']}: leave {key} out, or give 0"
             )
     for key, why in unread_keys(message, "message"):
@@ -83,14 +83,14 @@ def _check_tool_calls(calls: Any, name: str) -> None:
     for k, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RowError(f"{name}[{k}] names no function; give name and arguments: {preview(call)}")
+            raise RowError(f"{name}[{k}] names no function; give name and arguments: {short_repr(call)}")
 
 
 def read_tools(value: Any) -> list[Any] | None:
     if (value := read_json_value(value, "tools")) is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowError(f'"tools" is {type_name(value)}; give a list of objects: {preview(value)}')
+        raise RowError(f'"tools" is {type_name(value)}; give a list of objects: {short_repr(value)}')
     return value
 
 
@@ -205,7 +205,7 @@ def _read_turn(turn: Any, name: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or turn.get("from") not in _ROLES:
         roles = ", ".join(_ROLES)
         hint = ' (data.columns = ["messages=conversations"] reads role and content)' * ("role" in str(turn))
-        raise RowError(f"{name} needs an object with from, one of {roles}, and value; found {preview(turn)}{hint}")
+        raise RowError(f"{name} needs an object with from, one of {roles}, and value; found {short_repr(turn)}{hint}")
     present = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
     if unknown := sorted(present.keys() - {*LEARNT}):
         raise RowError(f"{name}.{unknown[0]} is not read: a turn has from and value, perhaps {', '.join(LEARNT)}")

@@ -35,12 +35,12 @@ def require_key(values: Mapping[str, Any], key: str) -> Any:
 
 def require_string(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {preview(value)}')
-    check_characters(value, "its text" if name == "text" else f'its "{name}"')
+        raise RowError(f'needs an object with a string "{name}"; "{name}" is {type_name(value)}: {short_repr(value)}')
+    check_no_surrogates(value, "its text" if name == "text" else f'its "{name}"')
     return value
 
 
-def check_characters(text: str, name: str) -> None:
+def check_no_surrogates(text: str, name: str) -> None:
     """Raise RowError for a lone surrogate, which JSON can write and no tokenizer can read."""
     try:
         text.encode()
@@ -53,8 +53,8 @@ def check_characters(text: str, name: str) -> None:
 
 def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> None:
     """Raise RowError for a string in a value with a lone surrogate, or a name of a token that `special` matches."""
-    for path, text in strings(value, name):
-        check_characters(text, path)
+    for path, text in strings_with_places(value, name):
+        check_no_surrogates(text, path)
         if special is not None and (match := special.search(text)):
             raise RowError(
                 f"{path} holds {match.group()!r}, which the tokenizer reads as a special token, such as one that ends "
@@ -62,17 +62,17 @@ def check_strings(value: Any, name: str, special: re.Pattern[str] | None) -> Non
             )
 
 
-def strings(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def strings_with_places(value: Any, name: str) -> Iterator[tuple[str, str]]:
     """Yield every string in a JSON value, keys of objects too, with its place: `messages[2].content`."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield f"a key of {name}", str(key)
-            yield from strings(inner, f"{name}.{key}")
+            yield from strings_with_places(inner, f"{name}.{key}")
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            yield from strings(inner, f"{name}[{i}]")
+            yield from strings_with_places(inner, f"{name}[{i}]")
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -90,7 +90,7 @@ def type_name(value: Any) -> str:
     return {str: "a string", list: "a list", dict: "an object"}.get(type(value), "a number")
 
 
-def preview(value: Any) -> str:
+def short_repr(value: Any) -> str:
     return json.dumps(value, default=str)[:60]
 
 
@@ -271,7 +271,7 @@ def row_kind(row: Row) -> Kind:
 def check_objects(values: Mapping[str, Any]) -> None:
     """Raise RowError for texts that name words or boxes (ms-swift's `objects`), which are not inserted."""
     keys = ("messages", "prompt", "completion") if values.get("objects") else ()
-    named_texts = (named_text for key in keys for named_text in strings(values.get(key), key))
+    named_texts = (named_text for key in keys for named_text in strings_with_places(values.get(key), key))
     for path, text in named_texts:
         if name := next((name for name in _OF_OBJECTS if name in text), None):
             raise RowError(

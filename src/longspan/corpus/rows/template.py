@@ -19,7 +19,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from longspan.corpus.images.processor import load_processor
 from longspan.corpus.rows.messages import Field, read_json_value, replace_field
-from longspan.corpus.rows.sample import DATE, RowError, preview, rows_hold, type_name
+from longspan.corpus.rows.sample import DATE, RowError, rows_hold, short_repr, type_name
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.errors import DataError
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
@@ -179,7 +179,7 @@ class ChatTemplate:
                     name = f"messages[{i}].tool_calls[{k}].arguments"
                     value = read_json_value(value, name) or {}
                     if not isinstance(value, dict):
-                        raise RowError(f"{name} is {type_name(value)}; give an object: {preview(value)}")
+                        raise RowError(f"{name} is {type_name(value)}; give an object: {short_repr(value)}")
                 elif isinstance(value, dict) and form is str:
                     value = json.dumps(value, ensure_ascii=False)
                 if value is not arguments:
@@ -254,7 +254,7 @@ _TEXT = _Contents(text=True, parts=False)
 def read_variables(value: Any) -> dict[str, Any]:
     value = read_json_value(value, "chat_template_kwargs") or {}
     if not isinstance(value, dict):
-        raise RowError(f'"chat_template_kwargs" is {type_name(value)}; give an object: {preview(value)}')
+        raise RowError(f'"chat_template_kwargs" is {type_name(value)}; give an object: {short_repr(value)}')
     if wrong := sorted(_ARGUMENTS & value.keys()):
         raise RowError(f'"chat_template_kwargs" has {wrong[0]}, which is no variable of a chat template; leave it out')
     return value

@@ -70,7 +70,7 @@ class Places(NamedTuple):
         level are whole; otherwise it begins a new level. A dim of which the block has one index adds to the offset
         only. A tensor that is cut along two dims has three levels at most.
 
-        >>> Places.of((4, 6), (slice(2, 4), slice(3, 6)))
+        >>> Places.of_block((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
         """
         offset, stride, levels = 0, 1, [(1, 1)]

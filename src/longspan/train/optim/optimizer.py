@@ -40,7 +40,7 @@ _BIAS_OR_NORM = re.compile(r"bias$|(norm\d*|ln_\w+)\.[^.]+$")  # the parameter i
 class OptimizerChoice:
     """An optimizer's class and what it is called with.
 
-    >>> choice = OptimizerChoice.of(TrainConfig(optimizer="torch.optim.NAdam"))
+    >>> choice = OptimizerChoice.from_section(TrainConfig(optimizer="torch.optim.NAdam"))
     >>> optimizer = choice.build(parameter_groups(model, choice.weight_decay))
     """
 

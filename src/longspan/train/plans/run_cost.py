@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.file import nearest_hint
 from longspan.config.plan_section import PLANNERS
-from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, key_checkpointing
+from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
 from longspan.plan import Cost, FixedMemory, MemorySettings, Plan, PlanOptions
@@ -124,7 +124,7 @@ def run_cost_settings(
     train, parallel = config.train, config.parallel
     compute_dtype = compute_dtype_name(config.model, "cuda" if gpu else "cpu")
     settings = CostSettings(
-        recomputation=key_checkpointing(train) or "none",
+        recomputation=given_checkpointing(train) or "none",
         frozen=config.lora.rank > 0,
         depths=config.mtp.depths,
         bytes_per_number=DTYPE_BYTES[compute_dtype] if config.run.machine else 2,
@@ -209,7 +209,7 @@ def fixed_memory_keys(config: RunConfig, *, gpu: bool = True) -> FixedMemory:
     train, by_hand = config.train, not chooses_measures(config.train, gpu=gpu)
     off = False if by_hand else None  # of a key that is not set
     return FixedMemory(
-        measure=key_checkpointing(train) or ("none" if by_hand else None),
+        measure=given_checkpointing(train) or ("none" if by_hand else None),
         offload=train.offload_activations or off,
         gathered_once=not config.parallel.reshard_after_forward or off,
         summed_once=not config.parallel.sync_each_batch or off,
