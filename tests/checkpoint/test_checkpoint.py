@@ -349,7 +349,7 @@ def is_damaged(
     rank: int, root: Path, model: nn.Module, world: World, patch: pytest.MonkeyPatch
 ) -> tuple[list[str], list[str]]:
     """A run whose second of two checkpoints has a flipped byte goes on from the first and saves once more."""
-    hashed, said, digest = list[str](), list[str](), files_module._digest
+    hashed, said, digest = list[str](), list[str](), files_module._file_digest
     optim = build_optimizer(model, lr=1e-2)
     update(model, optim)
     for step in (2, 4):
@@ -358,7 +358,7 @@ def is_damaged(
         flip(root / "step-000004" / SECOND)
     world.control.barrier()
     with patch.context() as changed:
-        changed.setattr(files_module, "_digest", lambda path: (hashed.append(path.name), digest(path))[1])
+        changed.setattr(files_module, "_file_digest", lambda path: (hashed.append(path.name), digest(path))[1])
         path = find_checkpoint(root, world, said.append, note=True)
         assert path is not None and load_checkpoint(path, model, optim, world)["step"] == 2
         checked = list(hashed)
@@ -374,7 +374,7 @@ def is_on_slow_disks(rank: int, root: Path, model: nn.Module, world: World, patc
     patch.setattr(waiting, "_BEAT", 0.01)
     disk_work = (
         (storage_module, "write_chunks", 0.5),
-        (files_module, "_digest", 0.5),
+        (files_module, "_file_digest", 0.5),
         (storage_module, "_read_part", 0.02),
     )
     for place, name, seconds in disk_work if rank == 1 else ():
