@@ -21,7 +21,7 @@ from longspan.cli.doctor import DoctorFlags
 from longspan.cli.eval import EvalFlags, refuse_training_keys
 from longspan.cli.examples import ExamplesFlags
 from longspan.cli.export import ExportFlags
-from longspan.cli.flags import TrainFlags, word_fields, flag_types
+from longspan.cli.flags import TrainFlags, flag_types, word_fields
 from longspan.cli.main import VERBS
 from longspan.cli.plan import PlanFlags
 from longspan.cli.report import ReportFlags

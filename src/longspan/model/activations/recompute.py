@@ -175,7 +175,9 @@ class _Link:
 
 
 class _EmptyRecording(Recording):
-    def record_or_replay(self, compute: Callable[[], Result], inputs: Sequence[Tensor]) -> Result:
+    def record_or_replay(
+        self, compute: Callable[[], Result], inputs: Sequence[Tensor], indices: Tensor | None = None
+    ) -> Result:
         return compute()
 
 
