@@ -11,19 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
+from longspan.data.scored_document import LABEL
 from longspan.errors import EvaluationError, EvaluationStopped, LongspanError, PlanError, plural
 from longspan.evaluation.metrics import EvaluationOptions, Mean, RowSums, Totals, check_metric_names
 from longspan.evaluation.result import Evaluation
 from longspan.layout import Layout
 from longspan.model.float8.products import find_float8_weight, keep_quantised_weights
+from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
 from longspan.model.sharding import fsdp_modules, reduction_groups, reset_fsdp_groups, reshards_after_forward
@@ -34,6 +37,9 @@ from longspan.train.read_rows import LocalBatch, bring_gathered_rows, read_micro
 from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step import encoder_terms
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
+
+if TYPE_CHECKING:
+    from longspan.train.terms.token_loss import LossFunction
 
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
@@ -132,6 +138,7 @@ def _bytes_per_element(group: Any, parameter: Any) -> int:
     return dtype.itemsize + has_copy
 
 
+_NOWHERE = np.arange(0)  # of a document's positions: its values are there by name
 PORTION = 16  # micro-batches of a portion at most, for each pipeline stage
 SHORT_SECONDS = 1.0  # a portion that takes less is followed by larger ones
 GATHERED_SHARE = 1 / 8  # of the memory that is left, which gathered parameters may take until an evaluation ends
@@ -195,8 +202,11 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
     """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
     plan, targets = inputs.plan, inputs.documents.targets_by_document
     loss = math.fsum(totals.documents.tolist())
-    metrics = {"token_accuracy": Mean(totals.hits, totals.rows)}
-    if options.token_bytes is not None:
+    columns = score_columns(inputs.language_model)
+    # Of scores it is the share of right classes, where each row has one of several.
+    chooses = not columns or (columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE))
+    metrics = {"token_accuracy": Mean(totals.hits, totals.rows)} if chooses else {}
+    if options.token_bytes is not None and not columns:
         metrics["bits_per_byte"] = Mean(loss / math.log(2), totals.bytes)
     metrics |= {name: Mean(*pair) for name, pair in zip(options.metrics, totals.metrics.tolist(), strict=True)}
     return Evaluation(
@@ -210,7 +220,7 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
         plan=plan,
         name=options.name,
         metrics=metrics,
-        by_position=totals.bucket_by_position(plan.lengths),
+        by_position=totals.bucket_by_position([n + (columns > 0) for n in plan.lengths]),  # the last row may count too
         by_length=totals.bucket_by_length(plan.lengths, targets),
         document_losses=tuple(
             Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
@@ -253,6 +263,14 @@ def _document_lengths(documents: Any) -> tuple[int, ...]:
 # ---- portions
 
 
+def _score_loss(model: nn.Module) -> "LossFunction | None":
+    if not score_columns(model):
+        return None
+    from longspan.train.terms.scores import configured_loss
+
+    return configured_loss(model)
+
+
 class Portions:
     """Runs one evaluation a portion of its micro-batches at a time."""
 
@@ -263,7 +281,7 @@ class Portions:
         self.plan: Plan = inputs.plan
         self.world: World = inputs.world
         self.items = inputs.documents.items
-        self.sums: RowSums = RowSums(self.plan.lengths, options, self.world)
+        self.sums: RowSums = RowSums(self.plan.lengths, options, self.world, _score_loss(inputs.language_model))
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end

@@ -7,8 +7,9 @@ documents are dealt out; sums and counts do not.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,14 @@ import torch
 from torch import Tensor
 
 from longspan.comm import World, to_device
-from longspan.errors import ConfigError, EvaluationError, import_object, plural, short_text
+from longspan.data.scored_document import LABEL
+from longspan.errors import ConfigError, EvaluationError, LongspanError, import_object, plural, short_text
 from longspan.layout import Floats, Integers
-from longspan.train.loss import cut_into_chunks, rows_per_chunk, target_log_probs
+from longspan.train.loss import cut_into_chunks, target_log_probs, row_scores, rows_per_chunk
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
+
+if TYPE_CHECKING:
+    from longspan.train.terms.token_loss import BatchTargets, LossFunction
 
 
 class TargetRows(NamedTuple):
@@ -164,10 +169,13 @@ class _MeasuredRows(NamedTuple):
 class RowSums:
     """Adds up losses, hits and metrics of this rank's rows; `measure` is given to the passes of a step."""
 
-    def __init__(self, lengths: Sequence[int], options: EvaluationOptions, world: World) -> None:
+    def __init__(
+        self, lengths: Sequence[int], options: EvaluationOptions, world: World, score_loss: "LossFunction | None" = None
+    ) -> None:
+        """`score_loss` is the loss of a model whose rows have scores."""
         # of a user's metric: the passes go on, so that no rank leaves the others in a collective
         self.error: EvaluationError | None = None
-        self._options, self._world = options, world
+        self._options, self._world, self._score_loss = options, world, score_loss
         self._edges = bucket_edges(max(lengths, default=1))
         self._measured_rows: list[_MeasuredRows] = []
         self._losses: Floats = np.zeros(len(lengths))  # of each document
@@ -178,7 +186,11 @@ class RowSums:
 
     def measure(self, batch: LocalBatch, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Sum the losses of a micro-batch's hidden states (T, D), from which `head` makes logits."""
-        rows = target_rows(batch)
+        rows, read_scores = target_rows(batch), None
+        if self._score_loss is not None:
+            from longspan.train.terms.token_loss import BatchTargets
+
+            read_scores = partial(self._score_losses, BatchTargets(batch, hidden.device))
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         if not len(rows):
             head(hidden[:1])  # its parameters are gathered by all slots together
@@ -187,7 +199,9 @@ class RowSums:
         targets = batch.labels[rows]
         measured = _MeasuredRows(documents, positions, [], [], [])
         weights = batch.values[WEIGHTS][rows] if WEIGHTS in batch.values else None
-        for chunk in self._compute_target_rows(hidden, head, (rows, documents, positions, targets), weights):
+        for chunk in self._compute_target_rows(
+            hidden, head, (rows, documents, positions, targets), weights, read_scores
+        ):
             measured.losses.append(chunk.losses)
             measured.hits.append(chunk.logits.argmax(-1) == chunk.targets)
             measured.columns.append(self._add_metrics(chunk))
@@ -204,6 +218,7 @@ class RowSums:
         head: Any,
         columns: tuple[Integers, Integers, Integers, Integers],
         row_weights: Floats | None,
+        read_scores: Callable[[slice, Tensor], tuple[Tensor, Tensor]] | None = None,
     ) -> Iterator[TargetRows]:
         rows, documents, positions, targets = (to_device(values, hidden.device) for values in columns)
         weights = None if row_weights is None else to_device(row_weights, hidden.device)
@@ -212,10 +227,28 @@ class RowSums:
         )
         for part in cut_into_chunks(len(rows), size):
             logits, ids = head(hidden.index_select(0, rows[part])), targets[part]
+            if read_scores is not None:
+                ids, losses = read_scores(part, logits)
+                yield TargetRows(documents[part], positions[part], ids, losses, logits)
+                continue
             losses = -target_log_probs(logits, ids).double()
             if weights is not None:
                 losses = losses * weights[part]
             yield TargetRows(documents[part], positions[part], ids, losses, logits)
+
+    def _score_losses(self, targets: "BatchTargets", part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the labels of rows, as classes (t,), and their losses (t,), both 0 after an error of labels."""
+        scores, losses = row_scores(logits, logits)[0], logits.new_zeros(len(logits), dtype=torch.float64)
+        classes = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        if self.error is not None or self._score_loss is None:
+            return classes, losses
+        at = targets.rows(part, scores.dtype)
+        try:
+            losses = self._score_loss(scores, at).double()
+            return at.values[LABEL].long() if LABEL in at.values else classes, losses
+        except LongspanError as error:
+            self.error = EvaluationError(f"the loss failed on rank {self._world.rank}: {error}")
+            return classes, losses
 
     def _add_metrics(self, rows: TargetRows) -> Tensor:
         """Add metrics of rows to their sums; return columns (2 M, n) of metrics of documents, 0 after an error."""

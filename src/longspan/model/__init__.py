@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from longspan.model.presets import preset_config as preset_config
     from longspan.model.saving import save_model as save_model
     from longspan.model.saving import weights_by_name as weights_by_name
+    from longspan.model.score_heads import add_score_head as add_score_head
+    from longspan.model.score_heads import score_class as score_class
     from longspan.model.seams.call_rules import is_prepared as is_prepared
     from longspan.model.take_apart import EncoderHome as EncoderHome
     from longspan.model.vision.image_tokens import ImageInput as ImageInput

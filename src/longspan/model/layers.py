@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -144,6 +144,15 @@ def vocabulary_size(model: nn.Module) -> int | None:
     """Return how many token ids a model's input embedding has, or a PipelineModel knows of; None without one."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     return getattr(embedding, "num_embeddings", getattr(model, "vocabulary_size", None))
+
+
+SCORE_HEADS = ("ForSequenceClassification", "ForTokenClassification")  # how names of classes with a head of scores end
+
+
+def score_columns(model: nn.Module) -> int:
+    """Return how many scores a row of a prepared model has; 0 for a language model."""
+    kind: Any = getattr(model, "architecture", type(model))  # of a PipelineModel its stages'
+    return cast(Any, model).config.num_labels if getattr(kind, "makes_scores", False) else 0
 
 
 def expert_modules(model: nn.Module) -> dict[str, nn.Module]:

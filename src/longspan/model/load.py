@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import vocabulary_size
+from longspan.model.layers import SCORE_HEADS, vocabulary_size
 from longspan.model.mtp import select_published_depth_names
 from longspan.model.presets import PRESETS, preset_config
 from longspan.model.seams.call_rules import items_text
@@ -59,8 +59,9 @@ def load_model(
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
 
-    With `sharded`, parameters have no memory until `prepare` has decided which part this rank keeps; it then reads or
-    draws that part on the world's device. With `images`, and for a configuration that no causal model has, a model from
+    A folder whose config.json names a class with a head that scores is loaded as one. With `sharded`, parameters have
+    no memory until `prepare` has decided which part this rank keeps; it then reads or draws that part on the world's
+    device. With `images`, and for a configuration that no causal model has, a model from
     images and text to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With a `path`, `config` is used
     in place of its config.json. Random weights are a function of the configuration and `seed` (and with `sharded` of
     the kind of device). `vocab_size` is that of the tokenizer: tiny presets get it, other models must have as many
@@ -73,15 +74,16 @@ def load_model(
         if not isinstance(config, PreTrainedConfig):
             config = read_configuration(Path(config or folder))
         weight_files(folder)  # what it lacks, before transformers says it in its words
-        image_class = choose_image_text_class(config, images)
+        score_class = _find_score_class(config)
+        image_class = choose_image_text_class(config, images) if score_class is None else None
         with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
-            model = empty_model(config, kind, image_class)
+            model = empty_model(config, kind, score_class or image_class)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
             fill_when_prepared(model, checked_folder_weights(folder, model))
             if not sharded:
-                automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
-                model = automatic.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
+                automatic: Any = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
+                model = (score_class or automatic).from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
         return _check_embedding_rows(model, path, vocab_size)
     if config is None and preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")
@@ -97,6 +99,14 @@ def load_model(
         else:
             model = _make_random_model(config, kind, seed, image_class)
     return _check_embedding_rows(model, path or preset or "the configuration", vocab_size)
+
+
+def _find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    if not any(name.endswith(SCORE_HEADS) for name in config.architectures or ()):
+        return None
+    from longspan.model.score_heads import find_score_class
+
+    return find_score_class(config)
 
 
 def check_folder_weights(folder: str | Path) -> None:

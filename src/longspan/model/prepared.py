@@ -28,7 +28,7 @@ from longspan.model.exactness.row_trial import try_rows_before_call
 from longspan.model.execution import Execution, check_same_kernels
 from longspan.model.experts.moe import connect_experts
 from longspan.model.float8_layers import float8_error, use_float8
-from longspan.model.layers import expert_modules
+from longspan.model.layers import expert_modules, score_columns
 from longspan.model.lora import redirect_peft_model
 from longspan.model.multimodal.multimodal_model import IMAGE, MultimodalModel, check_encoder_home
 from longspan.model.parts import is_tied
@@ -244,7 +244,9 @@ def prepare_language_model(
     adapter, calls, record = check_model(model, placement, connect_layers, stages=stages, kernel=kernel)
     assert isinstance(model, PreTrainedModel)  # others were refused
     model.config.use_cache = False  # no call goes on from keys and values of an earlier one
-    if adapter is None and not is_tied(model):  # transformers keeps two matrices that a folder has, if unequal
+    if (
+        adapter is None and not is_tied(model) and not score_columns(model)
+    ):  # transformers keeps two matrices that a folder has, if unequal
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # so that a saved folder has both too
     mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""

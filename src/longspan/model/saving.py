@@ -343,7 +343,8 @@ def _make_folder_and_empty_model(
 ) -> tuple[Path, PreTrainedModel]:
     unfinished = make_partial_folder(target)
     empty = empty_stock_model(model, dtype)
-    empty.generation_config = model.generation_config
+    if getattr(model, "generation_config", None) is not None:  # a model that scores has none
+        empty.generation_config = model.generation_config  # pyright: ignore[reportAttributeAccessIssue]
     return unfinished, empty
 
 

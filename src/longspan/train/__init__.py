@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from longspan.data.batch_documents import BatchDocuments as BatchDocuments
     from longspan.data.batch_documents import documents_of as documents_of
     from longspan.data.document import Document as Document
+    from longspan.data.scored_document import ScoredDocument as ScoredDocument
     from longspan.evaluation.evaluate import evaluate as evaluate
     from longspan.evaluation.metrics import EvaluationOptions as EvaluationOptions
     from longspan.evaluation.metrics import TargetRows as TargetRows
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from longspan.train.step_end import grad_norm as grad_norm
     from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
     from longspan.train.terms.mtp import MtpLoss as MtpLoss
+    from longspan.train.terms.scores import TokenScores as TokenScores
+    from longspan.train.terms.scores import pair_loss as pair_loss
+    from longspan.train.terms.scores import score_loss as score_loss
+    from longspan.train.terms.scores import scores as scores
+    from longspan.train.terms.scores import token_scores as token_scores
     from longspan.train.terms.token_loss import LossRows as LossRows
     from longspan.train.terms.token_loss import TokenLogProbs as TokenLogProbs
 

@@ -41,6 +41,7 @@ class Facts(NamedTuple):
     lengths: Integers
     targets: Integers
     prefix_rows: Integers  # rows before the first target
+    scored: Integers  # 0 or 1: whether they are ScoredDocuments
     weighted: Integers  # 0 or 1
     starts: Integers  # the number of the first row, among the rows of all documents in the order of ranks
 
@@ -166,6 +167,7 @@ class GatheredDocument:
         self._documents, self._number, self._facts = documents, number, facts
         self.targets: int = facts["targets"]
         self.rows_before_targets: int = facts["prefix_rows"]
+        self.makes_scores: bool = bool(facts["scored"])
 
     def __len__(self) -> int:
         return self._facts["lengths"]
@@ -240,7 +242,7 @@ def gather_documents(local: Iterable[Any], world: World) -> "GatheredDocuments":
 
 
 class _Share(NamedTuple):
-    facts: Integers  # (D, 4) the first fields of Facts
+    facts: Integers  # (D, 5) the first fields of Facts
     names: tuple[str, ...]  # of numbers, without weights
     labelled: bool  # whether a label is another than its token
     digest: bytes  # of all that the documents hold; empty for fewer than two different ones
@@ -279,8 +281,10 @@ class _Local:
                 f"document {number} gave {wrong!r} of shape {np.shape(values[wrong])} for {len(positions)} positions; "
                 "give a number for each"
             )
-        targets, prefix_rows = int((labels[1:] != NO_TARGET).sum()), count_prefix_rows(document, number, len(ids))
-        self._facts.append((len(ids), targets, prefix_rows, int(WEIGHTS in values)))  # as in `_Share.facts`
+        scored = int(getattr(document, "makes_scores", False))
+        targets = int((labels[0 if scored else 1 :] != NO_TARGET).sum())
+        prefix_rows = count_prefix_rows(document, number, len(ids))
+        self._facts.append((len(ids), targets, prefix_rows, scored, int(WEIGHTS in values)))  # as in `_Share.facts`
         self._labelled |= not np.array_equal(ids, labels)
         columns = {IDS: ids.astype(np.int64), LABELS: labels.astype(np.int64)}
         bits = {
@@ -303,7 +307,7 @@ class _Local:
             LABELS,
             column_name_of_number(WEIGHTS),
         }
-        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
+        facts = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
         value_names = tuple(sorted(name[1:] for name in names))  # without the dot of `column_name_of_number`
         return _Share(facts, value_names, self._labelled, digest)
 

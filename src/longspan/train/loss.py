@@ -79,11 +79,18 @@ def find_softmax_kernels() -> Any:
     return None if find_spec("triton") is None else import_module("longspan.train.softmax_kernels")
 
 
+@torch.no_grad()
+def row_scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
+    """Return the scores themselves, (t,) of one column or (t, L), in float32 at least, and how to take gradients."""
+    scores = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    return scores.squeeze(1), lambda slopes: slopes.to(logits.dtype).reshape(logits.shape)
+
+
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 # Of log-probabilities (t,) of targets, which of all targets they are, and their logits (t, V): the sum of their losses
-# (a float64 scalar) and the derivative of each loss by its log-probability (t,).
+# (a float64 scalar) and the derivative of each loss by its log-probability (t,). Of a head of scores: `row_scores`.
 LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]]
 ValuesOfRows = Callable[[Tensor, Tensor], Tensor]  # of logits (t, V) and token ids (t,): numbers (…, t)
 
@@ -97,6 +104,11 @@ class Head(Protocol):
     @property
     def vocabulary(self) -> int: ...
 
+    @property
+    def makes_scores(self) -> bool:
+        """Whether a row's columns are its scores, and no distribution of the next token."""
+        ...
+
     def __call__(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -105,6 +117,7 @@ class GivenLogits(NamedTuple):
 
     vocabulary: int
     parameters: tuple[nn.Parameter, ...] = ()
+    makes_scores: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -115,6 +128,7 @@ class TemperedHead(NamedTuple):
 
     head: Head
     temperature: float
+    makes_scores: bool = False  # which have no temperature
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -176,6 +190,11 @@ def target_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
     return target_log_probs_and_gradient(logits, targets)[0]
 
 
+def row_numbers(head: Head) -> "ValuesOfRows":
+    """Return the function to what a loss reads of rows: log-probabilities of targets (t,), or scores (t,) or (L, t)."""
+    return (lambda logits, ids: row_scores(logits, ids)[0].movedim(0, -1)) if head.makes_scores else target_log_probs
+
+
 def chunked_cross_entropy(hidden: Tensor, labels: Tensor, head: Head, rows: int = 0) -> Tensor:
     """Sum the cross entropy of hidden states (T, D) under a head, a float64 scalar; `rows` as in `chunked_loss`.
 
@@ -195,14 +214,15 @@ def chunked_loss(hidden: Tensor, targets: Targets, losses: LossOfRows, head: Hea
     chunk within 2 GiB on a GPU, 64 MiB elsewhere. A head may enter collectives: without targets it gets a padding row.
     """
     rows, parameters = _rows_of_chunk(hidden, head, rows), head.parameters
+    numbers = row_scores if head.makes_scores else target_log_probs_and_gradient
     if not len(targets.rows):
         targets, losses = _one_padding_target(targets), _no_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
-        return _ChunkedLoss.apply(hidden, targets, losses, head, rows, *parameters)  # pyright: ignore[reportReturnType]
+        return _ChunkedLoss.apply(hidden, targets, losses, head, rows, numbers, *parameters)  # pyright: ignore[reportReturnType]
     total = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for chunk in cut_into_chunks(len(targets.rows), rows):
         logits = head(hidden.index_select(0, targets.rows[chunk]))
-        total += losses(target_log_probs(logits, targets.ids[chunk]), chunk, logits)[0]
+        total += losses(numbers(logits, targets.ids[chunk])[0], chunk, logits)[0]
     return total
 
 
@@ -250,7 +270,14 @@ def cut_into_chunks(total: int, rows: int) -> Iterator[slice]:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Targets, losses: LossOfRows, head: Head, rows: int, *parameters: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        targets: Targets,
+        losses: LossOfRows,
+        head: Head,
+        rows: int,
+        numbers: Callable[[Tensor, Tensor], tuple[Tensor, GradientOf]],
+        *parameters: Tensor,
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         gradient = torch.zeros_like(hidden) if hidden.requires_grad else None
@@ -260,7 +287,7 @@ class _ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 rows_in = hidden.detach().index_select(0, predicting).requires_grad_(gradient is not None)
                 logits = head(rows_in)
-            log_probs, gradient_of = target_log_probs_and_gradient(logits, targets.ids[chunk])
+            log_probs, gradient_of = numbers(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
                 loss, slopes = losses(log_probs, chunk, logits)
             total += loss.detach()
@@ -282,7 +309,7 @@ class _ChunkedLoss(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         hidden_gradient = saved.pop(0) * gradients[0] if ctx.has_hidden_gradient else None
         parameter_gradients = [(x * gradients[0]).to(dtype) for x, dtype in zip(saved, ctx.dtypes, strict=True)]
-        return hidden_gradient, None, None, None, None, *parameter_gradients
+        return hidden_gradient, None, None, None, None, None, *parameter_gradients
 
 
 def _add_to_sums(sums: list[Tensor], gradients: list[Tensor], *, last: bool) -> list[Tensor]:

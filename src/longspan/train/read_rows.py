@@ -145,8 +145,10 @@ class _Reader:
         hidden = None if self._items is None else self._items.placeholder_mask(document, start, end)
         positions, value = np.arange(start, end), self._documents[document]
         tokens = self._read_tokens(value, document, positions, hidden)
-        labels = self._read_labels(value, document, positions[1:], tokens[1:], hidden)
-        values = self._read_values(value, document, positions[1:])
+        # A row predicts the next token, or has a score of its own.
+        of_rows = slice(0, stop - start) if getattr(value, "makes_scores", False) else slice(1, None)
+        labels = self._read_labels(value, document, positions[of_rows], tokens[of_rows], hidden)
+        values = self._read_values(value, document, positions[of_rows])
         for depth, rows in enumerate(self._at_depth):
             ahead = slice(depth, depth + stop - start)
             rows.fill_rows(

@@ -24,6 +24,7 @@ from longspan.data.document import NO_TARGET
 from longspan.errors import LossError
 from longspan.model.experts.moe import make_router_statistics
 from longspan.model.experts.router import RouterCoefficients, RouterLosses, RouterStatistics
+from longspan.model.layers import score_columns
 from longspan.model.lora import refuse_adapter_left_out
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.plan import Plan
@@ -125,6 +126,8 @@ def run_step(
     check_update_arguments(optimizer, max_grad_norm, backward=backward)
     _check_temperature(temperature, mtp)
     inputs = check_step_arguments(model, plan, documents, world, backward=backward)
+    if temperature != 1 and score_columns(inputs.language_model):
+        raise LossError(f"temperature is {temperature:g}, and the model makes scores, which have none; leave it out")
     if step is not None:
         world.step = step
     terms = step_terms(inputs, loss=loss, divisor=divisor, router=router, mtp=mtp, chunk_rows=loss_chunk_rows)
@@ -194,6 +197,8 @@ def token_log_probs(
     also = check_value_names(also)
     _check_temperature(temperature)
     inputs = check_step_arguments(model, plan, documents, world, backward=False)
+    if score_columns(inputs.language_model):
+        raise LossError("the model makes scores, and no log-probabilities of tokens; use longspan.train.token_scores")
     compare_names_on_ranks(also, world)
     terms = encoder_terms(inputs)
     batches = read_batches(inputs, terms, temperature)
@@ -310,10 +315,15 @@ def step_terms(
     model, terms = inputs.language_model, list[Term]()
     if inputs.backward and getattr(model, "adapter", None) is not None:
         terms.append(AdapterTerm())
+    scores = score_columns(model)
+    if scores and loss is None:
+        from longspan.train.terms.scores import configured_loss
+
+        loss = configured_loss(model)
     if loss is not None or divisor is not None:
         from longspan.train.terms.document_loss import LossTerm
 
-        terms.append(LossTerm(loss, divisor, inputs.plan, inputs.world, chunk_rows))
+        terms.append(LossTerm(loss, divisor, inputs.plan, inputs.world, chunk_rows, scores))
     for term in terms:  # the others check when they are made
         term.check_inputs(inputs)
     depths = None

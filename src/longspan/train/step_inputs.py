@@ -14,6 +14,7 @@ from longspan.comm import World
 from longspan.data.document import count_targets
 from longspan.errors import DataError, ModelError, PlanError, plural
 from longspan.model.exactness.row_trial import try_rows
+from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared_model
@@ -47,6 +48,7 @@ class StepDocuments:
 
     def __init__(self, model: nn.Module, documents: Any, lengths: Sequence[int]) -> None:
         self.documents: Any = documents
+        self._scores = score_columns(getattr(model, "language_model", model)) > 0
         self.lengths: tuple[int, ...] = tuple(lengths)
         items = getattr(documents, "items", None)
         items = None if callable(items) else items  # a dict of documents has a method of this name
@@ -110,6 +112,12 @@ class StepDocuments:
             raise PlanError(
                 f"document {document} is a {type(value).__name__} of {', '.join(map(str, value))}; give its token ids, "
                 "or longspan.Document(ids, labels=…) where not every token is a target"
+            )
+        if getattr(value, "makes_scores", False) != self._scores:
+            text = "makes scores of rows" if self._scores else "predicts tokens, and has no head of scores"
+            raise DataError(
+                f"document {document} is a {type(value).__name__}, and the model {text}; a head of scores takes "
+                "longspan.train.ScoredDocument(ids, …), a language model a Document or token ids"
             )
         if len(value) != length:
             raise PlanError(

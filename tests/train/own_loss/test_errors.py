@@ -70,7 +70,7 @@ OF_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"loss": DocumentLoss(3)}, "the function of a DocumentLoss is 3"),  # type: ignore[arg-type]
     ({"divisor": 0}, "divisor is 0; give a positive number"),
     ({"divisor": float("inf")}, "divisor is inf; give a positive number"),
-    ({"loss": lambda x, at: x.sum()}, r"float64 of shape \(\) for \d+ log-probabilities"),
+    ({"loss": lambda x, at: x.sum()}, r"float64 of shape \(\) for \d+ rows"),
     ({"loss": lambda x, at: 0.5}, r"the loss gave float for \d+ log-"),
     ({"loss": lambda x, at: at.target}, "the loss gave torch.int64 of shape"),
     ({"loss": DocumentLoss(lambda sums, _: sums)}, r"float64 of shape \(8,\) for documents"),

@@ -7,7 +7,7 @@ import re
 import reprlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,12 +38,14 @@ from longspan.model.exactness.small_copies import (
 )
 from longspan.model.experts.moe import mix_experts
 from longspan.model.layers import (
+    SCORE_HEADS,
     base_model,
     decoder_layers,
     expert_modules,
     has_experts,
     innermost_decoder,
     reads_other_modalities,
+    score_columns,
     text_model,
 )
 from longspan.model.mtp import depth_reasons, model_depths, select_depth_weights, unwrap_trained_depths_or_undo
@@ -57,6 +59,7 @@ from longspan.model.seams.attention_calls import (
 )
 from longspan.model.seams.call_rules import (
     doctor_hint,
+    has_bidirectional_prefix,
     is_prepared,
     is_wrapped_by_others,
     items_text,
@@ -127,7 +130,10 @@ def _architecture_reasons(model: PreTrainedModel) -> Iterator[str]:
     use = f"use {classes[text_config].__name__ if text_config in classes else 'the causal language model'}"
     several = reads_other_modalities(model)
     head = re.search(r"For(?!CausalLM)[A-Z]\w+$", name)
-    if head and not (several and head.group() == "ForConditionalGeneration"):
+    if score_columns(model):
+        if several or has_bidirectional_prefix(config):
+            yield "its head scores, and its text model is a part of it, or sees a prefix whole; use one of text alone"
+    elif head and not (several and head.group() == "ForConditionalGeneration"):
         yield f"its head ({head.group()}) is not a language model's; {use}"
     if several and (model.get_output_embeddings() is None or text_model(model) in (model, base_model(model))):
         yield f"its text model, inside a model of several modalities, is not found; {use}"
@@ -552,7 +558,7 @@ def check_model(
     """
     if is_prepared(model):
         raise ModelError(f"this {type(model).__name__} was prepared already; prepare a model once")
-    with unwrap_trained_depths_or_undo(model):
+    with unwrap_trained_depths_or_undo(model), _score_rows_or_undo(model):
         refuse_unsupported_model(model)
         assert isinstance(model, PreTrainedModel)  # others were refused
         class_draws = refuse_inexact_class(model) if needs_class_trial(model) else ()
@@ -567,6 +573,15 @@ def check_model(
     device, dtype = placement.world.device, placement.dtype_of(model)
     calls = check_kernel_for_calls(model, kernel, record.calls, device=device, dtype=dtype)
     return adapter, calls, record
+
+
+def _score_rows_or_undo(model: nn.Module) -> AbstractContextManager[None]:
+    scores = any(kind.__name__.endswith(SCORE_HEADS) for kind in type(model).__mro__)
+    if not (scores and isinstance(model, PreTrainedModel)):
+        return nullcontext()
+    from longspan.model.score_heads import score_rows_or_undo
+
+    return score_rows_or_undo(model)
 
 
 def needs_class_trial(model: PreTrainedModel) -> bool:

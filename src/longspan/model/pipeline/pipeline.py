@@ -16,7 +16,7 @@ from longspan.comm import SequenceShard, World, world_of
 from longspan.comm.watch import is_backend_error
 from longspan.errors import ModelError
 from longspan.model.experts.moe import router_sizes
-from longspan.model.layers import Absent, decoder_model, text_model_name
+from longspan.model.layers import Absent, decoder_model, score_columns, text_model_name
 from longspan.model.mtp import model_depths
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.schedules import PipelineSettings, ScheduledStage, make_schedule
@@ -102,7 +102,7 @@ class PipelineModel(nn.Module):
         # What the whole model is, whatever stages are here.
         self.architecture: type[PreTrainedModel] = type(model)
         self.config: PreTrainedConfig = model.config
-        self.generation_config: GenerationConfig = model.generation_config
+        self.generation_config: GenerationConfig | None = getattr(model, "generation_config", None)
         self.stages: tuple[Stage, ...] = tuple(stages)
         self.layers_of_stages: tuple[range, ...] = self.stages[0].layers_of_stages  # of all stages, whatever are here
         self.pipeline_settings: PipelineSettings = pipeline_settings
@@ -214,7 +214,8 @@ class PipelineModel(nn.Module):
             places = [place for place in range(pipeline.degree) if place != holder]
             pipeline.exchange([(place, logits) for place in places], [], "logits to all stages").wait()
             return logits
-        logits = torch.empty(1, shard.local_rows, self.vocabulary_size, dtype=self.dtype, device=shard.device)
+        columns = score_columns(self) or self.vocabulary_size
+        logits = torch.empty(1, shard.local_rows, columns, dtype=self.dtype, device=shard.device)
         pipeline.exchange([], [(holder, logits)], "logits to all stages").wait()
         return logits
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from longspan.comm import SequenceShard
 from longspan.errors import ModelError
 from longspan.model.adapters import adapter_of_prepared_model
-from longspan.model.layers import architecture_name, decoder_layers, text_model_name
+from longspan.model.layers import architecture_name, decoder_layers, score_columns, text_model_name
 from longspan.plan import MicroBatch
 
 DOCTOR = "; longspan doctor --model"
@@ -266,6 +266,8 @@ def refuse_randomness(model: nn.Module, *, training: bool = True) -> None:
         config = getattr(model, "config", None)
         when, allowed_text = (" and in evaluation", "") if evaluation_draws else ("", ", and evaluation draws nothing")
         remedy = _remedy_text(config, draws, in_evaluation=bool(evaluation_draws))
+        if score_columns(model) and "set " not in remedy:  # transformers' 0.1 of a token classifier
+            remedy = "before the model is built, set classifier_dropout to 0.0 in its configuration (config.json)"
         raise ModelError(
             f"{rules.architecture} draws at random outside attention in training{when}: {draws}. Each rank would draw "
             f"for its own rows, so that the loss would depend on the layout; {remedy}. Attention "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longspan.errors import ModelError, plural
-from longspan.model.layers import architecture_name, base_model
+from longspan.model.layers import architecture_name, base_model, score_columns
 from longspan.model.mtp import compute_depth_states, model_depths, note_layer_inputs, refuse_bypassing_depths
 from longspan.model.seams.attention_calls import Probe
 from longspan.model.seams.call_rules import doctor_hint
@@ -52,6 +52,10 @@ class OutputHead:
     def vocabulary(self) -> int:
         """Columns of the logits that are formed here."""
         return _output_embedding(self._model).weight.shape[0]
+
+    @property
+    def makes_scores(self) -> bool:
+        return score_columns(self._model) > 0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         x = hidden.unsqueeze(0)

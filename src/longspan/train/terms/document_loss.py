@@ -19,7 +19,7 @@ from longspan.model.adapters import adapter_of_prepared_model, is_adapted
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plan import Plan
-from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, target_log_probs
+from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values, row_numbers
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
@@ -94,11 +94,11 @@ def _read_set(index: int, documents: Any) -> tuple[int, ...]:
 
 
 def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
-    """Sum the losses of some sets; return the sum and its derivative by the number in `sums` of each document (D,).
+    """Sum the losses of some sets; return the sum and its derivative by the numbers in `sums`, (D,) or (D, L).
 
     Derivatives are 0 for documents of no set. Raises LossError where the function gives no scalar.
     """
-    total, coefficients = 0.0, np.zeros(len(sums))
+    total, coefficients = 0.0, np.zeros_like(sums)
     for documents in sets:
         leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
         with torch.enable_grad():
@@ -136,6 +136,7 @@ class SameOnRanks:
 
         Coefficients are added with a weight for each document, so that swapped ones do not give the same sum.
         """
+        coefficients = coefficients.ravel()
         weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
         sums, kind = np.array([loss, coefficients @ weights]), int(inside)
         sums_before = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind])  # -inf: none yet
@@ -165,14 +166,22 @@ class DocumentPasses:
     """
 
     def __init__(
-        self, function: SetFunction, sets: Sequence[tuple[int, ...]], plan: Plan, world: World, chunk_rows: int
+        self,
+        function: SetFunction,
+        sets: Sequence[tuple[int, ...]],
+        plan: Plan,
+        world: World,
+        chunk_rows: int,
+        scores: int = 0,
     ) -> None:
         """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that `compute_coefficients_ahead` runs
         self._check = SameOnRanks()
         self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
-        self._coefficients: Floats = np.zeros(len(plan.lengths))  # of sets that are not in one micro-batch
+        self._scores = scores  # of a row; 0: log-probabilities
+        shape = (len(plan.lengths), scores) if scores > 1 else len(plan.lengths)
+        self._coefficients: Floats = np.zeros(shape)  # of sets that are not in one micro-batch
         self._loss_ahead = 0.0
         self._index = {
             document: index
@@ -213,7 +222,7 @@ class DocumentPasses:
             return
         needed_batches = {id(self._plan.micro_batches[index]) for index in indices}
         ahead = [batch for batch in batches if id(batch.shard.micro_batch) in needed_batches]
-        collected = CollectedLogProbs(passes.plan.lengths, self._chunk_rows)
+        collected = CollectedLogProbs(passes.plan.lengths, self._chunk_rows, scores=self._scores)
         run_passes(replace(passes, backward=False, routing=None, measure=collected, depths=0, terms=()), ahead)
         sums = collected.sum_over_ranks(passes.world).sums
         self._loss_ahead, self._coefficients = self._compute_set_losses(self._sets_across, sums)
@@ -228,20 +237,19 @@ class DocumentPasses:
         targets, coefficients, loss = BatchTargets(batch, hidden.device), self._coefficients, 0.0
         groups = batch.shard.micro_batch.groups
         if groups and (sets := self._sets_inside.get(self._index[groups[0].documents[0]])):
-            log_probs = (
-                chunked_values(hidden, targets.targets, target_log_probs, head, self._chunk_rows).double().cpu().numpy()
-            )
-            local = np.bincount(targets.documents, log_probs * targets.weights, minlength=len(coefficients))
+            numbers = chunked_values(hidden, targets.targets, row_numbers(head), head, self._chunk_rows)
+            local, sums = np.zeros_like(coefficients), np.zeros_like(coefficients)
+            np.add.at(local, targets.documents, (numbers.double().cpu().numpy() * targets.weights).T)
             ids = sorted({document for documents in sets for document in documents})
-            sums = np.zeros(len(coefficients))
-            sums[ids] = self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")
+            over_slots = self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")
+            sums[ids] = np.reshape(over_slots, local[ids].shape)
             loss, coefficients_inside = self._compute_set_losses(sets, sums)
             coefficients = coefficients + coefficients_inside
         # Every slot has the loss of the sets, and losses are summed over slots.
         total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
         if not torch.is_grad_enabled():
             return total
-        slopes = to_device(coefficients[targets.documents] * targets.weights, hidden.device)
+        slopes = to_device((coefficients[targets.documents].T * targets.weights).T, hidden.device)
 
         def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
             return log_probs.new_zeros((), dtype=torch.float64), slopes[part]
@@ -261,7 +269,7 @@ class DocumentPasses:
                 return loss, coefficients
             except Exception as error:  # of the caller's function
                 self.error = error
-        return 0.0, np.zeros(len(sums))
+        return 0.0, np.zeros_like(sums)
 
 
 def _head_is_adapted(model: nn.Module) -> bool:
@@ -283,14 +291,16 @@ class LossTerm(Term):
     CommError where ranks have different ones, or some have neither.
     """
 
-    def __init__(self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int) -> None:
+    def __init__(
+        self, loss: Loss, divisor: float | None, plan: Plan, world: World, chunk_rows: int, scores: int = 0
+    ) -> None:
         """Reading may fail on any rank: all first agree that it did not, then compare kind, divisor and sets."""
         self._world = world
         loss_text, failure = "", None
         try:
             self.measure: CrossEntropy | TokenLoss | DocumentPasses
             self.divisor: float
-            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows)
+            self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows, scores)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
             failure = _to_loss_error(error, world)
         if world.control.compare_digests(
@@ -339,13 +349,16 @@ def _text_digest(text: str) -> str:
 
 
 def _read_loss(
-    loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int
+    loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
 ) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
     if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
         raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
-        measure, default = DocumentPasses(loss.function, sets, plan, world, chunk_rows), float(max(len(sets), 1))
+        measure, default = (
+            DocumentPasses(loss.function, sets, plan, world, chunk_rows, scores),
+            float(max(len(sets), 1)),
+        )
     else:
         sets, default = (), default_divisor(plan)
         measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)

@@ -22,11 +22,12 @@ from longspan.layout import Floats
 from longspan.train.loss import (
     Head,
     Targets,
+    ValuesOfRows,
     chunked_loss,
     chunked_values,
     cut_into_chunks,
     find_softmax_kernels,
-    target_log_probs,
+    row_numbers,
     uses_softmax_kernels,
 )
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
@@ -248,11 +249,11 @@ class TokenLoss:
 
 
 def check_losses(losses: Any, log_probs: Tensor) -> Tensor:
-    if isinstance(losses, Tensor) and losses.shape == log_probs.shape and losses.is_floating_point():
+    if isinstance(losses, Tensor) and losses.shape == log_probs.shape[:1] and losses.is_floating_point():
         return losses
     shape = f"{losses.dtype} of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
     raise LossError(
-        f"the loss gave {shape} for {len(log_probs)} log-probabilities; return a floating-point loss for each, of "
+        f"the loss gave {shape} for {len(log_probs)} rows; return a floating-point loss for each, of "
         f"shape ({len(log_probs)},): they are summed over all ranks and divided by divisor= afterwards"
     )
 
@@ -299,33 +300,44 @@ class TokenLogProbs:
 
 
 class CollectedLogProbs:
-    """A measure that collects numbers of this rank's rows: log-probabilities, and what `also` names."""
+    """A measure that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
-    def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = ()) -> None:
-        self._lengths, self._chunk_rows, self._also = tuple(lengths), chunk_rows, also
+    def __init__(self, lengths: Sequence[int], chunk_rows: int, also: tuple[str, ...] = (), *, scores: int = 0) -> None:
+        self._lengths, self._chunk_rows, self._also, self._scores = tuple(lengths), chunk_rows, also, scores
         self._starts = np.cumsum((0, *lengths))
         self._parts: list[tuple[BatchTargets, Tensor]] = []
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
-        self._parts.append(
-            (targets, chunked_values(hidden, targets.targets, self._log_probs_and_values, head, self._chunk_rows))
-        )
+        values = partial(self._target_values, row_numbers(head))
+        self._parts.append((targets, chunked_values(hidden, targets.targets, values, head, self._chunk_rows)))
         return hidden.new_zeros((), dtype=torch.float64)
 
-    def _log_probs_and_values(self, logits: Tensor, ids: Tensor) -> Tensor:
-        log_probs = target_log_probs(logits, ids).unsqueeze(0)
-        return torch.cat([log_probs, distribution_values(logits, ids, self._also)]) if self._also else log_probs
+    def _target_values(self, numbers: ValuesOfRows, logits: Tensor, ids: Tensor) -> Tensor:
+        values = numbers(logits, ids).reshape(-1, len(ids))  # (1, t), or (L, t)
+        return torch.cat([values, distribution_values(logits, ids, self._also)]) if self._also else values
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
         """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""
-        values, sums = np.zeros((1 + len(self._also), self._starts[-1])), np.zeros(len(self._lengths))
+        values, sums = self.gather_tables(world)
+        sums = sums if self._scores > 1 else sums[0]
+        return TokenLogProbs(
+            self._lengths, values[0], sums.T, dict(zip(self._also, values[self._scores or 1 :], strict=True))
+        )
+
+    def gather_tables(self, world: World) -> tuple[Floats, Floats]:
+        """Return the numbers of rows (k, rows of all documents), 0 at others, and log-probabilities or scores of
+        documents (1 or L, D), times weights.
+        """
+        columns = self._scores or 1
+        values, sums = np.zeros((columns + len(self._also), self._starts[-1])), np.zeros((columns, len(self._lengths)))
+        ahead = 0 if self._scores else 1  # a log-probability is of the token after a row
         if world.coordinates.tp == 0:  # tensor-parallel ranks of a slot hold the same
             for targets, on_device in self._parts:
                 numbers = on_device.double().cpu().numpy()
-                values[:, self._starts[targets.documents] + targets.positions + 1] = numbers  # of the token after a row
-                np.add.at(sums, targets.documents, numbers[0] * targets.weights)
-        flat = np.concatenate([values.ravel(), sums])
+                values[:, self._starts[targets.documents] + targets.positions + ahead] = numbers
+                for total, column in zip(sums, numbers, strict=False):
+                    np.add.at(total, targets.documents, column * targets.weights)
+        flat = np.concatenate([values.ravel(), sums.ravel()])
         flat = world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")
-        values, sums = flat[: values.size].reshape(values.shape), flat[values.size :]
-        return TokenLogProbs(self._lengths, values[0], sums, dict(zip(self._also, values[1:], strict=True)))
+        return flat[: values.size].reshape(values.shape), flat[values.size :].reshape(sums.shape)

@@ -1,0 +1,94 @@
+"""A document whose rows have scores: its last token's, those of given rows, or of every token."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from longspan.data.document import Document, host_array
+from longspan.errors import DataError, short_text
+from longspan.layout import Integers
+from longspan.layout.partition import NO_TARGET
+
+LABEL = "label"  # the number of a label among the values of tokens; of several `label_0`, `label_1`, …
+
+
+class ScoredDocument(Document):
+    """Token ids (n,) of one document for a model with a head of scores, and which of its rows count.
+
+    >>> answer = ScoredDocument([5, 7, 9, 2], pad=2)                        # the row of 9, as transformers chooses it
+    >>> review = ScoredDocument(ids, label=3)                               # one of n, or a number
+    >>> words = ScoredDocument(ids, labels=[-100, 0, 2, 1])                 # of tokens, not shifted
+    >>> values = ScoredDocument(ids, rows=range(100, 164), old_values=old)  # of a critic
+
+    By default the row of the last token that is not `pad` counts, by its id, whatever stands behind it (without such a
+    token the first row; without `pad` the last). `rows` are others, by position, and "all" is every row. `label` is a
+    number or (L,) numbers of the document; `labels` (n,) or (n, L) are those of tokens, of which those that are not
+    −100 count. A loss reads them as `at["label"]`, of several as `at["label_0"]`, `at["label_1"]`, …. `weights` and
+    other keywords are numbers as a Document has them. Raises DataError for rows that the document has not, and for
+    labels of both kinds.
+    """
+
+    makes_scores = True
+
+    def __init__(
+        self,
+        ids: Any,
+        *,
+        rows: Any = None,
+        pad: int | None = None,
+        label: Any = None,
+        labels: Any = None,
+        weights: Any = None,
+        **values: Any,
+    ) -> None:
+        super().__init__(ids)
+        if sum(x is not None for x in (rows, pad, labels)) > 1 or (label is not None and labels is not None):
+            raise DataError(
+                "a ScoredDocument has more than one of rows, pad and labels, or label and labels; each says which rows "
+                "count or what their scores are to be: give one of them"
+            )
+        columns, is_scored = dict[str, Any](), np.zeros(len(self._ids), dtype=bool)
+        if labels is not None:
+            table = host_array("labels", labels)
+            if table.ndim not in (1, 2) or len(table) != len(self._ids):
+                raise DataError(
+                    f"labels of a document have shape {table.shape} for {len(self._ids)} token ids; give one for each, "
+                    "(n,) or (n, L)"
+                )
+            is_scored = (table != NO_TARGET).reshape(len(table), -1).all(-1)
+            columns = _label_columns(table)
+        else:
+            is_scored[self._choose_rows(rows, pad)] = True
+            columns = {} if label is None else _label_columns(host_array(LABEL, label)[None])
+            columns = {name: column[0] for name, column in columns.items()}
+        self._labels = np.where(is_scored, 0, NO_TARGET)
+        self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
+
+    def _choose_rows(self, rows: Any, pad: int | None) -> Any:
+        if isinstance(rows, str) and rows == "all":
+            return slice(None)
+        if rows is None:
+            # transformers' rule: the rightmost token with another id, row 0 if there is none
+            return slice(0, 0) if not len(self._ids) else int(np.flatnonzero(self._ids != pad).max(initial=0))
+        chosen: Integers = np.unique(host_array("rows", list(rows) if isinstance(rows, range) else rows))
+        if (chosen.dtype.kind not in "iu" and chosen.size) or (
+            chosen.size and not 0 <= chosen[0] <= chosen[-1] < len(self)
+        ):
+            raise DataError(
+                f"rows of a document are {short_text(rows)}, the document has {len(self)} tokens; give positions from "
+                'its first to its last, or "all"'
+            )
+        return chosen.astype(np.int64)
+
+    @cached_property
+    def targets(self) -> int:
+        """How many rows count."""
+        return int((self._labels != NO_TARGET).sum())
+
+
+def _label_columns(table: Any) -> dict[str, Any]:
+    """Columns by name of a table (n,) or (n, L)."""
+    if table.ndim == 1 or table.shape[1] == 1:
+        return {LABEL: table.reshape(-1)}
+    return {f"{LABEL}_{i}": column for i, column in enumerate(table.T)}

@@ -1,0 +1,156 @@
+"""Heads that score: classifiers of transformers over decoders, and `add_score_head` for families that have none.
+
+A prepared classifier makes the scores (L,) of every row; which rows count is the documents' affair (`ScoredDocument`).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_outputs import TokenClassifierOutput
+
+from longspan.errors import ModelError
+from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
+
+_MAPPINGS: tuple[tuple[Any, Any], ...] = (
+    (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification),
+    (MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, GenericForTokenClassification),
+)
+
+
+def find_score_head(model: Any) -> Any:
+    """Return the linear over hidden states, as decoders' classes call it; None for other heads, such as a pooler's."""
+    of_tokens = any(kind.__name__.endswith(SCORE_HEADS[1]) for kind in model.__class__.__mro__)
+    names = ("score", "classifier") if of_tokens else ("score",)  # of an encoder's first token it is a "classifier"
+    return next((child for name in names if isinstance(child := getattr(model, name, None), nn.Module)), None)
+
+
+class _ScoresOfRows:
+    """Goes before a stock class of transformers: its forward without the choice of rows."""
+
+    makes_scores = True
+
+    def get_output_embeddings(self) -> Any:
+        return find_score_head(self)
+
+    def forward(
+        self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> TokenClassifierOutput:
+        model: Any = self
+        base = getattr(model, model.base_model_prefix)
+        hidden = base(input_ids=input_ids, inputs_embeds=inputs_embeds, **kwargs).last_hidden_state
+        hidden = model.dropout(hidden) if isinstance(getattr(model, "dropout", None), nn.Module) else hidden
+        return TokenClassifierOutput(logits=find_score_head(model)(hidden))
+
+
+@cache
+def _class_of_rows(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The name and the module stay, by which transformers finds sources and a saved folder its class."""
+    return type(stock.__name__, (_ScoresOfRows, stock), {"__module__": stock.__module__})
+
+
+@contextmanager
+def score_rows_or_undo(model: PreTrainedModel) -> Iterator[None]:
+    """Give a classifier the forward of all rows' scores, and take it back where it is refused inside.
+
+    Raises ModelError for a class with a forward of its own, which may do more than that.
+    """
+    stock: Any = type(model)
+    if getattr(model.config, "is_encoder_decoder", False) or base_model(model) is model or not find_score_head(model):
+        yield  # refused inside, with the reason
+        return
+    owner = next(kind for kind in stock.__mro__ if "forward" in vars(kind))
+    if not owner.__module__.startswith("transformers."):
+        raise ModelError(
+            f"{stock.__name__} has a forward of its own ({owner.__module__}), and a step makes the scores of rows by "
+            "its base model and its head alone; do the rest in the base model, or in a hook on one of its modules"
+        )
+    model.__class__ = _class_of_rows(stock)
+    try:
+        yield
+    except BaseException:
+        model.__class__ = stock
+        raise
+
+
+def score_class(config: PreTrainedConfig, kind: str = SCORE_HEADS[0]) -> type[PreTrainedModel]:
+    """Return transformers' class of this configuration with a head that scores, or one made as transformers makes them.
+
+    >>> model = score_class(config, "ForTokenClassification").from_pretrained(folder)
+
+    Raises ModelError for another kind, and for a configuration without a causal language model.
+    """
+    if kind not in SCORE_HEADS:
+        raise ModelError(f"a head that scores is {kind!r}; use {' or '.join(SCORE_HEADS)}")
+    mapping, generic = _MAPPINGS[SCORE_HEADS.index(kind)]
+    if type(config) in mapping:
+        return mapping[type(config)]
+    causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in causal:
+        raise ModelError(f"{type(config).__name__} stands for no causal language model, over which a head could score")
+    return _make_class(causal[type(config)], generic, kind)
+
+
+@cache
+def _make_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[PreTrainedModel]:
+    family = next(x for x in causal.__mro__ if x.__name__.endswith("PreTrainedModel"))
+    name = causal.__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + kind
+    prefix = {"base_model_prefix": "model", "__module__": causal.__module__}
+    return type(name, (generic, family), prefix)
+
+
+def find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class with a head that scores which a folder's configuration names; None for other models."""
+    names = [name for name in config.architectures or () if name.endswith(SCORE_HEADS)]
+    kinds = (kind for name in names[:1] for kind in SCORE_HEADS if name.endswith(kind))
+    return next((score_class(config, kind) for kind in kinds), None)
+
+
+def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = False, seed: int = 0) -> PreTrainedModel:
+    """Return a model with a new head of `labels` scores over a causal language model's base, for `prepare`.
+
+    >>> model = prepare(add_score_head(load_model("Qwen3.5-35B-A3B"), labels=1), world)
+
+    It is of the family's own ForSequenceClassification, with `tokens` ForTokenClassification (whose head has a bias),
+    and where transformers has none of one made in the same way, which `load_model` reads again. The head is drawn from
+    a normal distribution (`initializer_range`) by `seed`; base model and weights are shared with the given model, whose
+    own head is dropped. Raises ModelError for a model that is prepared, on the meta device, or no causal one.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ModelError(
+            f"{architecture_name(model)} has no values yet (sharded=True), and a new head has none in the folder; load "
+            "it with sharded=False, or save it once with its head: add_score_head(…).save_pretrained(folder)"
+        )
+    config = deepcopy(model.config)
+    config.num_labels = labels
+    kind: Any = score_class(config, SCORE_HEADS[tokens])
+    with torch.device("meta"):
+        scored = kind(config)
+    base = base_model(model)
+    if not base_name(model) or type(base_model(scored)) is not type(base):
+        raise ModelError(
+            f"{architecture_name(model)} keeps a {type(base).__name__} below its head, and {kind.__name__} a "
+            f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
+        )
+    setattr(scored, scored.base_model_prefix, base)
+    head = find_score_head(scored)
+    drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
+    spread = getattr(config.get_text_config(), "initializer_range", None) or 0.02
+    head.weight = nn.Parameter((drawn * spread).to(model.dtype))
+    if head.bias is not None:
+        head.bias = nn.Parameter(torch.zeros(labels, dtype=model.dtype))
+    if isinstance(getattr(scored, "dropout", None), nn.Dropout):
+        scored.dropout.p = 0.0  # of a token classifier, 0.1 by default, which training over slots would draw anew
+    return scored.train(model.training)

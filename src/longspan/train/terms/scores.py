@@ -1,0 +1,152 @@
+"""Losses of scores, and scores themselves: what a model with a head of scores makes of a plan's documents.
+
+Losses are those of transformers' heads: means over all that count, not multiplied by steps of accumulation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from longspan.comm import World
+from longspan.data.scored_document import LABEL
+from longspan.errors import LossError, plural
+from longspan.layout import Floats
+from longspan.model.layers import architecture_name, score_columns
+from longspan.plan import Plan
+from longspan.train.passes import Passes, read_batches, run_passes
+from longspan.train.read_rows import WEIGHTS
+from longspan.train.step_inputs import check_step_arguments
+from longspan.train.terms.document_loss import DocumentLoss
+from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossRows
+
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
+def score_loss(problem: ProblemType | None = None) -> LossFunction:
+    """Return the loss of scores by labels, as transformers' classifiers have it, for `loss=` of `run_step`.
+
+    >>> run_step(model, plan, [ScoredDocument(ids, label=2)], world, optimizer, loss=score_loss())
+
+    Of scores (t,) or (t, L) by `at["label"]`, or `at["label_0"]` to L − 1: the squared error, the cross entropy of one
+    of L classes, or the binary cross entropy of L, which are means over the L; times `at["weights"]`. None chooses:
+    regression for one score, one class for one label, several classes for L labels. Without a `loss=` a step's is this,
+    by the configuration's `problem_type`. Raises LossError for labels that do not fit.
+    """
+    if problem not in (None, *_PROBLEMS):
+        raise LossError(f"the problem of a loss of scores is {problem!r}; use {', '.join(_PROBLEMS)}, or None")
+
+    def losses(scores: Tensor, at: LossRows) -> Tensor:
+        count = 1 if scores.ndim == 1 else scores.shape[1]
+        one = LABEL in at.values or count == 1
+        chosen = problem or ("regression" if count == 1 else _PROBLEMS[1 if one else 2])
+        names = [LABEL] if one else [f"{LABEL}_{i}" for i in range(count)]
+        labels = torch.stack([at[name] for name in names], -1)
+        table = scores.reshape(len(at), count)
+        if chosen == "single_label_classification":
+            return _class_losses(table, labels) * at[WEIGHTS]
+        if labels.shape != table.shape:
+            raise LossError(f"{plural(count, 'score')} of a row and {plural(labels.shape[1], 'label')}; give as many")
+        if chosen == "regression":
+            return (table - labels).square().mean(-1) * at[WEIGHTS]
+        return F.binary_cross_entropy_with_logits(table, labels, reduction="none").mean(-1) * at[WEIGHTS]
+
+    return losses
+
+
+def _class_losses(table: Tensor, labels: Tensor) -> Tensor:
+    classes = labels[:, 0].long()
+    if labels.shape[1] > 1 or bool(((classes != labels[:, 0]) | (classes < 0) | (classes >= table.shape[1])).any()):
+        raise LossError(
+            f"a row has the label {labels.flatten().tolist()[:4]} among {table.shape[1]} classes; give one integer "
+            f"from 0 to {table.shape[1] - 1}, or leave the row out (−100 of labels)"
+        )
+    return F.cross_entropy(table, classes, reduction="none")
+
+
+def configured_loss(model: nn.Module) -> LossFunction:
+    """Return the loss that a prepared model's class has for its labels."""
+    kind: Any = getattr(model, "architecture", type(model))
+    if kind.__name__.endswith("ForTokenClassification") and score_columns(model) > 1:
+        return score_loss("single_label_classification")  # whatever `problem_type` says
+    return score_loss(getattr(model.config, "problem_type", None))  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+
+
+def pair_loss(
+    pairs: Sequence[tuple[int, int]],
+    *,
+    margins: Sequence[float] | None = None,
+    center_rewards_coefficient: float | None = None,
+) -> DocumentLoss:
+    """Return the loss of pairs (chosen, rejected) of documents, numbered as in the plan, for `loss=` of `run_step`.
+
+    >>> run_step(model, plan, documents, world, optimizer, loss=pair_loss([(0, 1), (2, 3)]))
+
+    −log σ(chosen − rejected − margin) + coefficient · (chosen + rejected)², the mean over pairs, as TRL's RewardTrainer
+    has it: one score (L = 1) of each document. Raises LossError for another number of margins than of pairs.
+    """
+    if margins is not None and (len(margins) != len(pairs) or not all(map(math.isfinite, margins))):
+        raise LossError(f"{plural(len(pairs), 'pair')} have {len(margins)} margins; give a finite number for each")
+    by_pair = dict(zip(map(tuple, pairs), margins or [0.0] * len(pairs), strict=True))
+
+    def loss_of_pair(scores: Tensor, documents: tuple[int, ...]) -> Tensor:
+        if scores.shape != (2,):
+            raise LossError(f"a pair has scores of shape {tuple(scores.shape)}; use a head of one score, and pairs")
+        loss = -F.logsigmoid(scores[0] - scores[1] - by_pair[documents])
+        return loss + (center_rewards_coefficient or 0.0) * scores.sum().square()
+
+    return DocumentLoss(loss_of_pair, pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Scores of documents of these lengths, the same on every rank; `values` (rows of all documents, L) end to end.
+
+    `sums` (D, L) are those of each document times the weights of its rows, as a DocumentLoss gets them.
+    """
+
+    lengths: tuple[int, ...]
+    values: Floats
+    sums: Floats
+
+    def of(self, document: int) -> Floats:
+        """Return the scores of a document's rows (length, L), 0 at rows that do not count."""
+        start = sum(self.lengths[:document])
+        return self.values[start : start + self.lengths[document]]
+
+
+def token_scores(model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0) -> TokenScores:
+    """Compute the scores of all rows of a plan's documents that count, on every rank; no gradient.
+
+    >>> values = token_scores(model, plan, [ScoredDocument(ids, rows="all")], world).of(0)      # (length, L)
+
+    The model runs in evaluation mode, under any plan of these documents; all ranks call it together, and it refuses
+    what `run_step` refuses.
+    """
+    inputs = check_step_arguments(model, plan, documents, world, backward=False)
+    if not (columns := score_columns(inputs.language_model)):
+        raise LossError(
+            f"{architecture_name(inputs.language_model)} predicts tokens and has no scores; use token_log_probs, or "
+            "prepare a model with a head of scores"
+        )
+    batches = read_batches(inputs, ())
+    collected = CollectedLogProbs(plan.lengths, loss_chunk_rows, scores=columns)
+    run_passes(Passes.with_terms(inputs, (), collected), batches)
+    values, sums = collected.gather_tables(world)
+    return TokenScores(plan.lengths, values.T, sums.T)
+
+
+def scores(model: nn.Module, plan: Plan, documents: Any, world: World, loss_chunk_rows: int = 0) -> Floats:
+    """Compute the scores (D, L) of a plan's documents, on every rank; no gradient.
+
+    >>> rewards = scores(model, plan, [ScoredDocument(ids, pad=pad) for ids in answers], world)[:, 0]
+
+    By default one row of a ScoredDocument counts; of several it is their sum, times their weights. Called as
+    `token_scores`.
+    """
+    return token_scores(model, plan, documents, world, loss_chunk_rows).sums
