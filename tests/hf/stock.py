@@ -25,7 +25,7 @@ from longspan.launch import fork_server
 from longspan.testing import run_ranks
 from tests.model.stock import without_trials
 
-TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo"))
+TRAINERS = tuple(f"trl.trainer.{name}_trainer" for name in ("sft", "dpo", "kto", "grpo", "rloo", "reward"))
 fork_server.PRELOAD = (*fork_server.PRELOAD, *(m for m in (*TRAINERS, "peft") if m not in fork_server.PRELOAD))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from longspan.data.batch_documents import BatchDocuments
 from longspan.data.document import NO_TARGET, Document
 from longspan.errors import ConfigError, DataError, ModelError
+from longspan.hf.scores import CalledScores, make_leaf, read_scored_batch, stock_loss
 from longspan.layout import Floats
 from longspan.model.adapters import unwrap_peft_model
+from longspan.model.layers import SCORE_HEADS, architecture_name, score_columns
 from longspan.train import TokenLogProbs, documents_of
 
 VALUES = ("entropy", "top1", "mean_logits", "log_sum_sq_probs")
@@ -84,6 +86,14 @@ class CalledBatch(NamedTuple):
         """
         gradient = torch.zeros_like(self.leaf) if self.leaf.grad is None else self.leaf.grad
         return self.rows.from_batch(torch.nn.functional.pad(gradient, (1, 0)))
+
+    def documents_with_coefficients(self) -> list[Document]:
+        """Return the documents with targets, each with the derivative of the loss by its log-probabilities."""
+        return [
+            document.with_values(coefficient=np.asarray(coefficients))
+            for document, coefficients in zip(self.rows.documents, self.coefficients(), strict=True)
+            if document.targets
+        ]
 
 
 class TokenOutput(dict[str, Any]):
@@ -168,7 +178,7 @@ class Facade:
     ) -> None:
         self.head: FusedHead = head or FusedHead()
         self._model, self._token_values = model, token_values
-        self.called: list[CalledBatch] = []  # of this optimizer step, with gradients
+        self.called: list[CalledBatch | CalledScores] = []  # of this optimizer step, with gradients
         self.ahead: list[AheadBatch] = []  # of this optimizer step, not called with yet
         self.evaluated = (0.0, 0)  # of an evaluation: the sum of losses, and tokens
         self.logits_of: Callable[[Facade, list[Document]], list[Tensor]] | None = None  # where they are wanted
@@ -202,6 +212,8 @@ class Facade:
                 "output_router_logits asks for the balance loss as transformers computes it, a batch at a time; under "
                 "longspan leave it out: router_aux_loss_coef of the model's configuration is not applied"
             )
+        if score_columns(self.inner_model):
+            return self._answer_scores({"input_ids": input_ids, **batch}, labels)
         if labels is None and self.labels_apart is not None:  # compute_loss_func= reads log-probabilities, or logits
             labels, fused_lm_head = self.labels_apart, self.logits_of is None
         batch = {"input_ids": input_ids, "labels": labels, **batch}
@@ -235,6 +247,19 @@ class Facade:
         return TokenOutput(
             {**out, **no_values, **value_tables, "log_probs": leaf, "label_mask": _label_mask(labels), "is_top1": top1}
         )
+
+    def _answer_scores(self, batch: Mapping[str, Any], labels: Any) -> TokenOutput:
+        """Answer with logits (B, L) or (B, W, L), and the class's loss if there are labels."""
+        model = self.inner_model
+        tokens = architecture_name(model).endswith(SCORE_HEADS[1])
+        batch = {name: value for name, value in batch.items() if name not in IGNORED}
+        rows = read_scored_batch(batch, model.config.get_text_config().pad_token_id, tokens=tokens)
+        values: Any = self._token_values(self, list(rows.documents))
+        leaf = make_leaf(rows, values, model, torch.as_tensor(batch["input_ids"]).device, tokens=tokens)
+        if torch.is_grad_enabled():
+            self.called.append(CalledScores(rows, leaf))
+        loss = {} if labels is None else {"loss": stock_loss(model, leaf, labels, tokens=tokens)}
+        return TokenOutput(loss, logits=leaf)
 
     def _loss_output(self, rows: BatchDocuments, leaf: Tensor, labels: Any, items: Any) -> TokenOutput:
         """Return the cross entropy of log-probabilities (B, L - 1): over `items`, or the mean of the batch (None).
@@ -296,13 +321,3 @@ def read_documents_of_batch(batch: Mapping[str, Any]) -> BatchDocuments:
                 "it −100, as DataCollatorWithFlattening does"
             )
     return rows
-
-
-def documents_with_coefficients(batches: list[CalledBatch]) -> list[Document]:
-    """Return a step's documents with targets, each with the derivative of the loss by its log-probabilities."""
-    return [
-        document.with_values(coefficient=np.asarray(coefficients))
-        for batch in batches
-        for document, coefficients in zip(batch.rows.documents, batch.coefficients(), strict=True)
-        if document.targets
-    ]

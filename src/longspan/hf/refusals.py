@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
-from transformers import Trainer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.trainer_utils import SaveStrategy
 
@@ -16,6 +16,8 @@ from longspan.errors import ConfigError, ModelError
 from longspan.hf.arguments import LongspanArguments
 from longspan.model.adapters import unwrap_peft_model
 from longspan.model.exactness.check_model import refuse_quantized
+from longspan.model.layers import SCORE_HEADS
+from longspan.model.score_heads import find_score_head
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 _LAYOUT = "the layout is in longspan's own keys (docs/trainer.md)"
@@ -100,12 +102,21 @@ def refuse_model_kind(maybe_wrapped: Any) -> None:
         )
     refuse_quantized(model)
     config = getattr(model, "config", None)
+    if is_score_model(model):
+        return
     causal = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM") is ForCausalLMLoss
     head: Any = getattr(model, "get_output_embeddings", None)
     if not causal or getattr(config, "is_encoder_decoder", False) or head is None or head() is None:
         raise ModelError(
             f"{name} is no causal language model, which a longspan trainer needs; use an AutoModelForCausalLM"
         )
+
+
+def is_score_model(model: Any) -> bool:
+    """Return whether a model is one of transformers' classifiers over a decoder, prepared or not."""
+    scores = any(kind.__name__.endswith(SCORE_HEADS) for kind in type(model).__mro__)
+    is_decoder = scores and type(model.config) in MODEL_FOR_CAUSAL_LM_MAPPING and not model.config.is_encoder_decoder
+    return is_decoder and find_score_head(model) is not None
 
 
 def refuse_made_model(trainer: Any) -> None:
@@ -129,7 +140,7 @@ def refuse_made_model(trainer: Any) -> None:
             "time; a longspan trainer does not: set it to False in the configuration, or for TRL "
             "args.router_aux_loss_coef to 0.0; or use longspan train"
         )
-    if not has_cross_entropy_loss(trainer) and (dropout := _dropout_text(trainer.model)):
+    if (is_score_model(model) or not has_cross_entropy_loss(trainer)) and (dropout := _dropout_text(trainer.model)):
         way = ", or args.disable_dropout to True" if hasattr(trainer.args, "disable_dropout") else ""
         raise ModelError(
             f"{dropout} of {name}, and the loss of {type(trainer).__name__} takes two forward passes, which would drop "

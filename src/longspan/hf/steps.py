@@ -26,13 +26,14 @@ from longspan.hf.facade import (
     Facade,
     Offset,
     document_entries,
-    documents_with_coefficients,
     read_documents_of_batch,
     write_counts,
 )
 from longspan.hf.one_process import StockTrainer
 from longspan.hf.refusals import has_cross_entropy_loss
+from longspan.hf.scores import COEFFICIENT, loss_by_coefficients
 from longspan.model.adapters import unwrap_peft_model
+from longspan.model.layers import score_columns
 from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import Cost, Plan
@@ -44,6 +45,7 @@ from longspan.train import (
     clip_grad_norm,
     run_step,
     token_log_probs,
+    token_scores,
 )
 from longspan.train import grad_norm as norm_of
 from longspan.train.loss import Head
@@ -223,6 +225,12 @@ class CollectedTokens:
         return TokenLogProbs(self._lengths, sums[0], no_sums, also)
 
 
+def has_coefficients(document: Document) -> bool:
+    """Return whether a loss depends on a document; coefficients of several scores are numbered."""
+    values = document.token_values(np.arange(len(document)))
+    return any(np.any(value) for name, value in values.items() if name.startswith(COEFFICIENT))
+
+
 def coefficients_agree(documents: Sequence[Document], guessed: Sequence[Document], dtype: torch.dtype) -> bool:
     """Return whether the coefficients that a loss left are those of a guess, up to rounding in the loss's dtype.
 
@@ -295,10 +303,11 @@ class StepsPart(StockTrainer):
         self._compare_rows_on_ranks(documents)
         prepared, head, training = facade.inner_model, facade.head, facade.inner_model.training
         plan = self._cached_plan(documents, training=training)
-        values = {"also": head.values, "temperature": head.temperature}
+        read_values = token_scores if score_columns(prepared) else token_log_probs
+        values = {} if score_columns(prepared) else {"also": head.values, "temperature": head.temperature}
         try:
             with torch.autocast(self.args.device.type, enabled=False):
-                return token_log_probs(prepared, plan, documents, self.world, **values)
+                return read_values(prepared, plan, documents, self.world, **values)
         finally:
             prepared.train(training)  # the pass has put the model into evaluation mode
 
@@ -421,7 +430,7 @@ class StepsPart(StockTrainer):
                     f"finite, in batch {number + 1} of {len(calls)} of the step; weights and optimizer are as before "
                     "the step. Look in compute_loss for a division by 0, a logarithm of 0 or an overflow"
                 )
-        documents = documents_with_coefficients(calls)
+        documents = [document for batch in calls for document in batch.documents_with_coefficients()]
         if guessed and not uncalled and coefficients_agree(documents, guessed, calls[0].leaf.dtype):
             return
         if guessed:
@@ -430,7 +439,7 @@ class StepsPart(StockTrainer):
             self._runs_ahead = False
             _log.info("the loss is not the mean cross entropy: each step takes one forward pass more")
         refuse_two_pass_dropout(self._facade.inner_model, "losses that are not the mean cross entropy")
-        documents = [d for d in documents if np.any(d.token_values(np.arange(len(d)))["coefficient"])]
+        documents = [d for d in documents if has_coefficients(d)]
         if documents:
             self._run_step(documents)
             return
@@ -445,6 +454,7 @@ class StepsPart(StockTrainer):
         self._compare_rows_on_ranks(documents, coming.digest if coming else "")
         facade, plan = self._facade, coming.plan if coming else self._cached_plan(documents, training=True)
         collected = CollectedTokens(plan.lengths, names)
+        of_scores = score_columns(facade.inner_model) > 0
         facade.inner_model.train()
         with torch.autocast(self.args.device.type, enabled=False):
             result = run_step(
@@ -454,14 +464,14 @@ class StepsPart(StockTrainer):
                 self.world,
                 step=self.state.global_step,
                 router=RouterCoefficients(balance=0.0),  # routers' balance losses are refused at construction
-                loss=collected,
+                loss=loss_by_coefficients if of_scores else collected,
                 divisor=1,  # the coefficients are divided already
                 temperature=facade.head.temperature,
                 meanwhile=self._prepare_next_step_and_wait,
             )
         assert result.grad_norm is not None
         self._norm_and_versions = result.grad_norm, gradient_versions(facade.inner_model)
-        return collected.sum_over_ranks(self.world)
+        return collected.sum_over_ranks(self.world)  # which is empty of scores: nothing reads them here
 
     @property
     def _has_step_below(self) -> bool:

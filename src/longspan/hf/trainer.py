@@ -24,7 +24,13 @@ from longspan.hf.files import FilesPart
 from longspan.hf.generation import GenerationPart, refuse_generation
 from longspan.hf.one_process import OneAccelerator, OneProcess
 from longspan.hf.preferences import PreferencesPart, ReferenceAdapter, clear_device_map, take_reference_adapter
-from longspan.hf.refusals import refusals_of_arguments, refuse_made_model, refuse_model_kind, refuse_search
+from longspan.hf.refusals import (
+    is_score_model,
+    refusals_of_arguments,
+    refuse_made_model,
+    refuse_model_kind,
+    refuse_search,
+)
 from longspan.hf.steps import EvaluationPart, StepsPart
 from longspan.layout import Layout
 from longspan.model.adapters import find_adapter, unwrap_peft_model
@@ -178,6 +184,9 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
             with self._replace_generation():
                 super().__init__(*positional, **named)
             refuse_made_model(self)
+            if is_score_model(unwrap_peft_model(self.model)):
+                # transformers' heads ignore the count of targets: the Trainer is to divide by steps of accumulation.
+                self.model_accepts_loss_kwargs, self._runs_ahead = False, False
             self._refuse_reference()
             self._try_to_save_files()
             if is_first_rank(self.world):

@@ -71,7 +71,7 @@ OF_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"divisor": 0}, "divisor is 0; give a positive number"),
     ({"divisor": float("inf")}, "divisor is inf; give a positive number"),
     ({"loss": lambda x, at: x.sum()}, r"float64 of shape \(\) for \d+ rows"),
-    ({"loss": lambda x, at: 0.5}, r"the loss gave float for \d+ log-"),
+    ({"loss": lambda x, at: 0.5}, r"the loss gave float for \d+ rows"),
     ({"loss": lambda x, at: at.target}, "the loss gave torch.int64 of shape"),
     ({"loss": DocumentLoss(lambda sums, _: sums)}, r"float64 of shape \(8,\) for documents"),
 ]
