@@ -242,7 +242,7 @@ class RowSums:
         classes = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if self.error is not None or self._score_loss is None:
             return classes, losses
-        at = targets.rows(part, scores.dtype)
+        at = targets.loss_rows(part, scores.dtype)
         try:
             losses = self._score_loss(scores, at).double()
             return at.values[LABEL].long() if LABEL in at.values else classes, losses

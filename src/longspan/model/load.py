@@ -82,8 +82,9 @@ def load_model(
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
             fill_when_prepared(model, checked_folder_weights(folder, model))
             if not sharded:
-                automatic: Any = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
-                model = (score_class or automatic).from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
+                automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
+                stock: Any = score_class or automatic
+                model = stock.from_pretrained(folder, config=config, dtype=kind, **FOLDER_OPTIONS)
         return _check_embedding_rows(model, path, vocab_size)
     if config is None and preset is None:
         raise ModelError(f"give a folder, or a preset: {', '.join(PRESETS)}")

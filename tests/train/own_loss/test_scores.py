@@ -207,12 +207,13 @@ def check_home(rank: int, home: Layout, cases: list[tuple[str, str]], make: Any 
 
 QWEN = [("qwen3", name) for name in TASKS]
 HOMES = {
-    "cp": (Layout(2), QWEN),
+    "cp": (Layout(2), [("qwen3", name) for name in ("several of three", "pairs", "sets of two columns", "values")]),
     "tp 2": (Layout(2, tp=2), [("qwen3", "pairs"), ("llama", "words")]),
     "pp 2": (Layout(2, pp=2), [("llama", "pairs"), ("qwen3", "one of three")]),
 }
 FAMILY_CASES = [(f, n) for f in ("gpt-oss", "gemma2", *FAMILIES) for n in ("pairs", "words")]
 WHOLE = {
+    "cp": (Layout(2), QWEN),
     "families": (Layout(2), FAMILY_CASES),
     "tp 2": (Layout(2, tp=2), QWEN),
     "pp 2": (Layout(2, pp=2), QWEN),
