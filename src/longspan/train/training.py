@@ -19,12 +19,13 @@ from longspan.comm.all_ranks import LogLine, silence_warnings_of_other_ranks
 from longspan.config.defaults import compute_dtype, encoder_default
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import ModelConfig, RunConfig, given_checkpointing
-from longspan.errors import ConfigError, plural
+from longspan.errors import ConfigError, ModelError, plural
 from longspan.hub import hub_name
 from longspan.layout import Layout
 from longspan.model import PRESETS, load_model, prepare, preset_config
 from longspan.model.experts.router import RouterCoefficients
 from longspan.model.float8_layers import device_lack
+from longspan.model.layers import SCORE_HEADS
 from longspan.model.mtp import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
@@ -139,6 +140,11 @@ def load_run_model(
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
     configuration = configuration or read_model_configuration(config, vocabulary)
+    if names := [name for name in configuration.architectures or () if name.endswith(SCORE_HEADS)]:
+        raise ModelError(
+            f"{config.model.source} holds a {names[0]}, and rows of a run have no labels for its scores; train it in a "
+            "loop with run_step (docs/losses.md), by with_longspan(RewardTrainer), or take a causal language model"
+        )
     model, seed = config.model, config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification
 
 from longspan import Layout, World, evaluate, gather_documents, plan_dynamic, plan_fixed, prepare, run_step, save_model
+from longspan.config.file import load_config
 from longspan.errors import DataError, LossError, ModelError
 from longspan.layout.partition import NO_TARGET
 from longspan.model import add_score_head, load_model, score_class
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
 from longspan.train import DocumentLoss, PlanChoice, ScoredDocument, pair_loss, scores, token_log_probs, token_scores
+from longspan.train.training import load_run_model
 from tests.model.stock import SIZES, VOCABULARY, config_of, error, gradients_of, prepare_untried, random_model
 
 PAD = 3
@@ -215,8 +217,8 @@ FAMILY_CASES = [(f, n) for f in ("gpt-oss", "gemma2", *FAMILIES) for n in ("pair
 WHOLE = {
     "cp": (Layout(2), QWEN),
     "families": (Layout(2), FAMILY_CASES),
-    "tp 2": (Layout(2, tp=2), QWEN),
-    "pp 2": (Layout(2, pp=2), QWEN),
+    "tp 2": (Layout(2, tp=2), [*QWEN, ("lfm2", "pairs"), ("gpt-oss", "words")]),
+    "pp 2": (Layout(2, pp=2), [*QWEN, ("lfm2", "pairs"), ("gpt-oss", "words")]),
     "cp 2, pp 2": (Layout(4, pp=2), [("qwen3", "pairs"), ("llama", "values")]),
 }
 FLOAT32_PARTS = {"qwen3-next": 3e-4, "qwen3.5": 3e-4} | dict.fromkeys(
@@ -297,6 +299,8 @@ def test_folders_adapters_and_evaluations(tmp_path: Any) -> None:
     exact, base = stock_model("qwen3", 3, tokens=False), trained_by_lora("qwen3", tokens=False)
     same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "head", dtype=torch.float64), exact)
     same_weights(load_model(tmp_path / "head", dtype="float64"), exact)
+    with pytest.raises(ModelError, match="no labels for its scores"):
+        load_run_model(load_config(None, {"model.path": str(tmp_path / "head")}), VOCABULARY)
     own = stock_model("lfm2", 2, tokens=True)
     assert type(own).__name__ == "Lfm2ForTokenClassification" and not hasattr(transformers, type(own).__name__)
     same_weights(load_model(tmp_path / "own", dtype="float64"), own)
