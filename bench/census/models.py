@@ -117,7 +117,8 @@ def class_name(name: str) -> str:
 
 
 def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """What attention needs of a kernel in each kind of layer: head sizes, a window or not, a soft cap or not."""
+    """What attention needs of a kernel in each kind of layer: head sizes, a window or not, a soft cap or not, and
+    whether keys are chosen."""
     values = config.get_text_config().to_dict()
     layers = {int(layer): entry for layer, entry in (values.get("per_layer_config") or {}).items()}
     window = bool(values.get("sliding_window")) and values.get("use_sliding_window", True)
@@ -129,11 +130,12 @@ def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
         query, value = _head_sizes(values | layers.get(number, {}))
         softcap = bool(values.get("attn_logit_softcapping"))
         entry = {"query": query, "value": value, "window": kind == "sliding_attention", "softcap": softcap}
+        entry |= {"indexed": True} if kind == "indexed_attention" else {}
         kinds += [entry] if query and entry not in kinds else []
     return kinds
 
 
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "attention")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "hybrid", "attention", "indexed_attention")
 
 
 def _head_sizes(values: Mapping[str, Any]) -> tuple[int, int]:

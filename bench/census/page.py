@@ -18,6 +18,7 @@ POPULAR = {
     "cohere2": "Command A, R7B",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1, Kimi K2",
+    "axk2": "A.X K2",
     "deepseek_v32": "DeepSeek-V3.2",
     "ernie4_5": "ERNIE 4.5 dense",
     "ernie4_5_moe": "ERNIE 4.5 A3B, A47B",
@@ -33,10 +34,12 @@ POPULAR = {
     "glm4_moe": "GLM-4.5, 4.6",
     "gpt2": "GPT-2",
     "gpt_neox": "Pythia",
+    "glm_moe_dsa": "GLM-5",
     "gpt_oss": "gpt-oss 20B, 120B",
     "granite": "Granite 3",
     "granitemoehybrid": "Granite 4-H",
     "hunyuan_v1_dense": "Hunyuan 0.5B to 7B",
+    "hy_v4": "HY-V4",
     "lfm2": "LFM2",
     "llama": "Llama 2, 3, many others",
     "llama4": "Llama 4 Scout, Maverick",
@@ -111,8 +114,9 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"indexed_attention|compressed|_sparse'",
         "chosen keys",
-        "Attention to keys that an index chooses, or to compressed ones, is not exact over ranks. Use an earlier "
-        "version of the family that attends to all keys.",
+        "Attention to pools or blocks of keys that an index chooses, or to compressed keys, is not exact over ranks. "
+        "Indexers that score keys one by one are ([chosen keys](attention.md#chosen-keys)): use a model of those, or "
+        "an earlier version of the family that attends to all keys.",
     ),
     (
         r"cross.?attention|encoder_attn|cross_attn",
@@ -186,7 +190,9 @@ def kernel_of(kind: Mapping[str, Any]) -> str:
     query, value, window = kind["query"], kind["value"], 1 if kind["window"] else None
     softcap = 1.0 if kind["softcap"] else None
     gpu, mask = torch.device("cuda"), Mask(window=window)
-    call = AttendCall(1, 1, query, value, torch.bfloat16, gpu, mask, softcap=softcap)
+    call = AttendCall(
+        1, 1, query, value, torch.bfloat16, gpu, mask, softcap=softcap, indexed=kind.get("indexed", False)
+    )
     known = [replace(kernel, device_lack=lambda device: "") for kernel in KERNELS if not kernel.one_document_only]
     name = next(kernel.name for kernel in known if not kernel.lack_for(call))
     sizes = str(query) if query == value else f"{query}/{value}"

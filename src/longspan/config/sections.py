@@ -38,8 +38,8 @@ class ModelConfig:
     """Download what path, config or data.tokenizer name on the hub into the local cache, if it is not there."""
     preset: str = ""
     """Random weights: qwen3-tiny, llama-tiny, qwen3-deep-tiny (4 layers), qwen3-moe-tiny, gpt-oss-tiny (8 experts),
-    qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), or published sizes: qwen3-0.6b, qwen3-4b, qwen3-8b,
-    qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
+    qwen3-next-tiny, bamba-tiny, granite-hybrid-tiny (hybrids), deepseek-v32-tiny (chosen keys), or published sizes:
+    qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
     config: str = ""
     """A local Hugging Face folder, or its config.json, or a name as in path: random weights of that configuration."""
     rope_scaling: Literal["", "yarn", "linear"] = ""

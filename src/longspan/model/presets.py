@@ -78,6 +78,24 @@ _DELTA_NET = {
 _MAMBA2 = {"mamba_n_heads": 16, "mamba_d_head": 24, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_expand": 2}
 _EXPERTS = {"moe_intermediate_size": 192, "num_experts": 8, "num_experts_per_tok": 2}
 _SHARED = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192, "shared_intermediate_size": 192}
+# Latent attention to 64 keys of each row, which an indexer chooses; a dense layer, then one of experts.
+_INDEXED = {name: value for name, value in _TINY.items() if name != "head_dim"} | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "index_topk": 64,
+    "index_head_dim": 32,
+    "index_n_heads": 8,
+    "moe_intermediate_size": 192,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+}
 
 _MOE = {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
 
@@ -101,6 +119,7 @@ PRESETS: dict[str, Preset] = {
         "GraniteMoeHybridConfig",
         _HYBRID | _MAMBA2 | _SHARED | {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
     ),
+    "deepseek-v32-tiny": Preset("DeepseekV32Config", _INDEXED),
     "qwen3-0.6b": Preset("Qwen3Config", _qwen3_values(1024, 28, 16, 8, 3072, tie_word_embeddings=True)),
     "qwen3-4b": Preset("Qwen3Config", _qwen3_values(2560, 36, 32, 8, 9728, tie_word_embeddings=True)),
     "qwen3-8b": Preset("Qwen3Config", _qwen3_values(4096, 36, 32, 8, 12288)),

@@ -213,9 +213,10 @@ def test_a_preset_has_the_promised_sizes(name: str) -> None:
     assert config.model_type == family.replace("granite_hybrid", "granitemoehybrid")
     assert (config.hidden_size, config.vocab_size) == (192, 2048)
     hybrid = "linear_attention" in (getattr(config, "layer_types", None) or ())
-    assert config.num_hidden_layers == (4 if "deep" in name or hybrid else 2)
+    assert config.num_hidden_layers == (4 if "-deep-" in name or hybrid else 2)
     assert hybrid == (name in ("qwen3-next-tiny", "bamba-tiny", "granite-hybrid-tiny"))
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (8, 4, 24)
+    heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    assert heads == ((8, 8, 16) if name == "deepseek-v32-tiny" else (8, 4, 24))
     assert config.tie_word_embeddings
 
 
