@@ -80,10 +80,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     classes = CLASSES[options.classes]
     flag = "" if options.classes == "text" else f"--classes {options.classes} "
     command = f"python bench/census.py {flag}--out {classes.record.relative_to(ROOT)}"
-    record: dict[str, Any] = {**about, "command": command}
-    record["models"] = dict(known)
-    there = classes.names()
-    order = {name: number for number, name in enumerate(there)}
+    record: dict[str, Any] = {**about, "command": command, "models": dict(known)}
+    order = dict(zip(there := classes.names(), range(10**6), strict=False))
     wanted = _chosen(options, there, known, commit)
     began = time.perf_counter()
     for number, (name, row) in enumerate(rows_of(classes.row_of, wanted, options.jobs), 1):

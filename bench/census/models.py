@@ -117,8 +117,7 @@ def class_name(name: str) -> str:
 
 
 def head_kinds(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """What attention needs of a kernel in each kind of layer: head sizes, a window or not, a soft cap or not, and
-    whether keys are chosen."""
+    """What attention needs of a kernel in each kind of layer: head sizes, window, soft cap and chosen keys or not."""
     values = config.get_text_config().to_dict()
     layers = {int(layer): entry for layer, entry in (values.get("per_layer_config") or {}).items()}
     window = bool(values.get("sliding_window")) and values.get("use_sliding_window", True)

@@ -114,9 +114,8 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"indexed_attention|compressed|_sparse'",
         "chosen keys",
-        "Attention to pools or blocks of keys that an index chooses, or to compressed keys, is not exact over ranks. "
-        "Indexers that score keys one by one are ([chosen keys](attention.md#chosen-keys)): use a model of those, or "
-        "an earlier version of the family that attends to all keys.",
+        "Attention to pools or blocks of keys, or to compressed ones, is not exact over ranks. Use a model whose "
+        "indexer scores keys one by one ([chosen keys](attention.md#chosen-keys)), or an earlier one of its family.",
     ),
     (
         r"cross.?attention|encoder_attn|cross_attn",

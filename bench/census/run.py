@@ -42,7 +42,7 @@ def _heads(config: Any) -> list[dict[str, Any]]:
 
 def as_such(outcomes: Sequence[Outcome]) -> Row:
     """The worst of the cases, and what it said."""
-    worst = min(outcomes, key=lambda outcome: (ORDER.index(outcome.status), -_error(outcome)))
+    worst = min(outcomes, key=lambda o: (ORDER.index(o.status), -max(o.loss_error or 0.0, o.gradient_error or 0.0)))
     return {"status": worst.status, "cases": len(outcomes), **said(worst)}
 
 
@@ -59,7 +59,3 @@ def said(outcome: Outcome) -> Row:
     """The fields of an outcome in the record."""
     errors = {"loss_error": outcome.loss_error, "gradient_error": outcome.gradient_error}
     return {"message": outcome.message, "case": outcome.case.name, "parameter": outcome.parameter, **errors}
-
-
-def _error(outcome: Outcome) -> float:
-    return max(outcome.loss_error or 0.0, outcome.gradient_error or 0.0)
