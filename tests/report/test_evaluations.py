@@ -69,7 +69,12 @@ def test_a_row_is_an_evaluation_or_none_or_is_refused_by_name() -> None:
 def test_the_last_evaluations_are_of_one_step(tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", row_of(30, 6.0), row_of(70, 4.0, "books"), row_of(65, 5.0, cp=1), row_of(65, 5.0))
     folder = RunFolder.read(run)
-    assert [row.cp for row in folder.degrees] == [1, 2] and [row.step for row in folder.held_out] == [30, 60, 65, 65]
+    assert [row.cp for row in folder.newest_by_degree] == [1, 2] and [row.step for row in folder.held_out] == [
+        30,
+        60,
+        65,
+        65,
+    ]
     assert [row.step for row in evaluations_by_set(folder)["books"]] == [70]
     rows = [row_of(65, 4.0, cp=cp, eval_activation_bytes=(8 << 30) // cp) for cp in (1, 2)]
     (run / "summary.json").write_text(json.dumps({"eval_at_degrees": rows}))

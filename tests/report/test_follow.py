@@ -21,7 +21,7 @@ from longspan.errors import PlanError
 from longspan.layout import Layout
 from longspan.plan import plan_fixed
 from longspan.plan.plan import find_plan, plan_row, read_plans
-from longspan.report.follow import Follower, LiveRun, is_over, live_page, lock_holder
+from longspan.report.follow import Follower, LiveRun, is_run_over, live_page, lock_holder_text
 from tests.report.pages import parts_of, value_of, words_of
 from tests.report.runs import FACTS, evaluation_row, train_row, write_run
 
@@ -58,7 +58,7 @@ def fetch(address: str, **headers: str) -> str:
 def test_states_of_a_run_from_nothing_to_its_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     live = LiveRun.read(run)
-    assert live.state == "waiting" and not is_over(live, has_begun=False) and live_page(live)[1]["sections"] == []
+    assert live.state == "waiting" and not is_run_over(live, has_begun=False) and live_page(live)[1]["sections"] == []
     with at_work(run):
         (run / "run.json").write_text(json.dumps(FACTS))
         live = LiveRun.read(run)
@@ -71,9 +71,11 @@ def test_states_of_a_run_from_nothing_to_its_end(tmp_path: Path) -> None:
         assert title == "2/300 trains · run · longspan" and value["head"]["progress"] == (2, 300)
         assert value["head"]["story"] == "step 2 of 300 · about 89.4 s of steps left"
         assert "5.500000000" in words_of(value)
-    assert lock_holder(run) == ""  # asking for the lock did not take it; the text of a killed process stays in the file
+    assert (
+        lock_holder_text(run) == ""
+    )  # asking for the lock did not take it; the text of a killed process stays in the file
     live = LiveRun.read(run)
-    assert live.state == "broken" and is_over(live, has_begun=True) and not is_over(live, has_begun=False)
+    assert live.state == "broken" and is_run_over(live, has_begun=True) and not is_run_over(live, has_begun=False)
     for stopped, steps, state in (("SIGTERM", 300, "stopped"), ("", 2, "done"), ("", 300, "broken")):
         (run / "summary.json").write_text(json.dumps({"step": 2, "steps": steps, "stopped": stopped}))
         assert LiveRun.read(run).state == state
@@ -132,7 +134,7 @@ def test_a_page_gets_what_changed_and_the_end(tmp_path: Path) -> None:
         assert {"figures", "Loss", "Steps"} <= changed and "configuration" in after.keys() - changed
     (run / "summary.json").write_text(json.dumps({"step": 61, "steps": 61, "stopped": ""}))
     with Follower(run, farewell=0.0) as follower:
-        live = follower.wait()
+        live = follower.wait_until_run_ends()
         assert live.state_sentence() == "the run has come to its end at step 61 of 61"
         last = json.loads(fetch(f"{follower.address}data"))
         assert last["over"] and "61/61 done" in last["page"]["name"]
@@ -147,7 +149,7 @@ def test_the_longer_reading_takes_the_rarer_it_is(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(LiveRun, "read", read)
     with Follower(tmp_path) as follower:
         began = time.monotonic()
-        assert follower.read() is live and follower._due - began > 2.0
+        assert follower.read_run() is live and follower._due - began > 2.0
 
 
 def test_the_verb_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from longspan.layout import Layout
 from longspan.plan import Group, MicroBatch, Plan, plan_dynamic
 from longspan.report import gantt_svg, plan_document, write_png
 from longspan.report.gantt import FILLS, plan_bars, plan_part
-from longspan.report.page import room_text
+from longspan.report.page import read_report_file
 from tests.plan.cases import bounded, plans
 from tests.report.runs import mixed_plan
 
@@ -102,7 +102,7 @@ def test_hover_says_where_a_document_is() -> None:
 def test_all_colours_are_used_and_are_those_of_the_page() -> None:
     rects = ElementTree.fromstring(gantt_svg(mixed_plan(16))).iter("rect")
     assert len({r.attrib["class"] for r in rects if "data-d" in r.attrib}) == len(FILLS)
-    sheet = room_text("page.css")
+    sheet = read_report_file("page.css")
     assert all(f".k{place} {{ fill: {fill}; }}" in sheet for place, fill in enumerate(FILLS))
 
 
@@ -115,7 +115,7 @@ def test_neighbours_have_other_colours(slots: int) -> None:
             together = a.start < b.stop and b.start < a.stop and b.slot == a.slot + a.slots
             after = a.stop == b.start and a.slot < b.slot + b.slots and b.slot < a.slot + a.slots
             if a.document != b.document and (together or after):
-                assert picture.color_of[a.document] != picture.color_of[b.document], (a, b)
+                assert picture.color_by_document[a.document] != picture.color_by_document[b.document], (a, b)
 
 
 def test_a_plan_is_an_svg_document_of_its_own() -> None:

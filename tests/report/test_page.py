@@ -16,8 +16,20 @@ from hypothesis import strategies as st
 from longspan.plain_text import bytes_text, number_text, ranges_text, seconds_text
 from longspan.report import plan_page, write_report
 from longspan.report.evaluation_page import eval_page
-from longspan.report.gantt import ticks
-from longspan.report.page import PATTERNS, chart, curve, head, page, room_text, section, smooth, tag, text, thin_curve
+from longspan.report.gantt import axis_ticks
+from longspan.report.page import (
+    PATTERNS,
+    chart,
+    curve,
+    element_markup,
+    escaped_text,
+    moving_average,
+    page,
+    page_head,
+    read_report_file,
+    section,
+    thin_curve,
+)
 from tests.plan.cases import bounded
 from tests.report.pages import draw, value_of
 from tests.report.runs import FACTS, RECORD, mixed_plan, train_row, write_run
@@ -26,7 +38,7 @@ HOSTILE = "</script><!--<script>\u2028alert(1)\"'&"
 
 
 def test_texts_stay_in_the_json() -> None:
-    html = page(HOSTILE, {"head": head(HOSTILE), "sections": [section(HOSTILE, {"note": HOSTILE})]})
+    html = page(HOSTILE, {"head": page_head(HOSTILE), "sections": [section(HOSTILE, {"note": HOSTILE})]})
     value = value_of(html)
     assert value["sections"][0] == {"title": HOSTILE, "key": HOSTILE, "parts": [{"note": HOSTILE}]}
     assert html.count("<script") == html.count("</script") == 2 and "<!--" not in html
@@ -34,20 +46,20 @@ def test_texts_stay_in_the_json() -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_a_page_runs_its_own_script_only_and_loads_nothing(live: bool) -> None:
-    html = page("x", {"head": head("x"), "sections": []}, live=live)
+    html = page("x", {"head": page_head("x"), "sections": []}, live=live)
     policy = html.split('Content-Security-Policy" content="')[1].split('"')[0]
     script = html.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in policy and "default-src 'none'" in policy
     assert ("connect-src 'self'" in policy) == live
     assert not re.search(r"https?:|@import|url\((?!#)|\b(src|href)=", html.replace("http://www.w3.org/2000/svg", ""))
-    assert room_text("page.js").count("innerHTML") == 1 and "prefers-color-scheme: dark" in html
+    assert read_report_file("page.js").count("innerHTML") == 1 and "prefers-color-scheme: dark" in html
 
 
 def test_markup() -> None:
-    assert tag("a", text("<&>")) == "<a>&lt;&amp;&gt;</a>"
-    assert tag("a", class_="x", data_d=3, none=None) == '<a class="x" data-d="3"></a>'
-    assert tag("svg", x=1.26, quote='"') == '<svg x="1.3" quote="&quot;"></svg>'
+    assert element_markup("a", escaped_text("<&>")) == "<a>&lt;&amp;&gt;</a>"
+    assert element_markup("a", class_="x", data_d=3, none=None) == '<a class="x" data-d="3"></a>'
+    assert element_markup("svg", x=1.26, quote='"') == '<svg x="1.3" quote="&quot;"></svg>'
     assert len(list(ElementTree.fromstring(PATTERNS))) == 2
 
 
@@ -77,7 +89,7 @@ def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
     for title, (y, options) in curves.items():
         charts = [chart(title, "nats", curve("a", range(1, 6), y, kind="marks"), references=[(5, "bound")], **options)]
         path = tmp_path / f"{title}.html"
-        path.write_text(page("x", {"head": head("x"), "sections": [section("Loss", {"charts": charts})]}))
+        path.write_text(page("x", {"head": page_head("x"), "sections": [section("Loss", {"charts": charts})]}))
         elements = draw(path, 400)["elements"]
         (drawn,) = (element["d"] for element in elements if element.get("class", "").startswith("curve"))
         points = [tuple(map(float, point.split())) for point in drawn[1:].split("L")]
@@ -95,7 +107,7 @@ def test_curves_are_where_their_values_are(tmp_path: Path) -> None:
 def test_smooth_is_the_mean_of_the_window(window: int) -> None:
     values = np.random.default_rng(0).normal(size=40)
     values[[3, 4, 20]] = np.nan
-    for i, mean in enumerate(smooth(values, window)):
+    for i, mean in enumerate(moving_average(values, window)):
         here = values[max(0, i - window // 2) : i + (window + 1) // 2]
         here = here[np.isfinite(here)]
         assert mean == pytest.approx(here.mean(), abs=1e-12) if len(here) else math.isnan(mean)
@@ -119,9 +131,9 @@ def test_values_of_a_curve_that_are_not_finite_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (ticks(0, 300, 5), [0, 100, 200, 300]),
-        (ticks(3.9, 7.7, 4), [4, 5, 6, 7]),
-        (ticks(1, 1), [1]),
+        (axis_ticks(0, 300, 5), [0, 100, 200, 300]),
+        (axis_ticks(3.9, 7.7, 4), [4, 5, 6, 7]),
+        (axis_ticks(1, 1), [1]),
         (number_text(1234567), "1.23M"),
         (number_text(12345), "12.3K"),
         (number_text(1024), "1,024"),

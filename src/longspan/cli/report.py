@@ -67,17 +67,17 @@ def _follow_run(run_dir: Path, flags: ReportFlags) -> int:
     from longspan.report.follow import Follower
 
     with Follower(run_dir, flags.port) as follower:
-        live = follower.read()
+        live = follower.read_run()
         if live.state != "done":  # if the run has ended already, only the last line is printed
             state = "" if live.state == "running" else f" ({live.state_sentence()}; waits for one to begin)"
             line = f"following {run_dir}{state}: {follower.address}\nCtrl-C ends this; the run goes on"
             print(json.dumps({"address": follower.address}) if flags.json else line, flush=True)
         try:
-            live = follower.wait()
+            live = follower.wait_until_run_ends()
         except KeyboardInterrupt as interrupted:
             if getattr(interrupted, "number", signal.SIGINT) != signal.SIGINT:  # Ctrl-C alone is a usual end
                 raise
-            live = follower.read()
+            live = follower.read_run()
     end, ending = {"state": live.state, "step": live.step, "steps": live.steps}, ""
     if live.state == "running":
         ending = ", and goes on"

@@ -43,7 +43,9 @@ class LongspanVLLM(VLLMGeneration):
         """
         first_rank, generate_stock = self._trainer._first_rank, super().generate
         if self.mode == "server":
-            return first_rank.run(lambda: generate_stock(prompts, images, num_generations, profiler), "answers")
+            return first_rank.run_on_first(
+                lambda: generate_stock(prompts, images, num_generations, profiler), "answers"
+            )
         arguments = prompts, num_generations, self._llm_weights_sleeping
         with profiler or nullcontext(), first_rank.call_on_others("vllm", "generate_in_shares", *arguments):
             return self.generate_in_shares(*arguments)

@@ -6,7 +6,7 @@ from typing import Any
 from longspan.errors import plural
 from longspan.evaluation.result import HELD_OUT, SAME
 from longspan.plain_text import bytes_text, number_text, seconds_text
-from longspan.report.page import COLORS, Part, chart, curve, head, page, section, table, written_line
+from longspan.report.page import COLORS, Part, chart, curve, page, page_head, section, table, time_and_command_text
 from longspan.report.run_folder import EvalRow, RunFolder
 
 Buckets = Sequence[Sequence[Any]]  # (first, last, mean loss, targets, documents) of each; a loss may be None
@@ -18,7 +18,7 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
     """The table of the last evaluations of the held-out documents, a row for each degree. Losses are equal if they are
     of as many tokens and differ by SAME at most, relative to the first.
     """
-    if not (rows := run.degrees):
+    if not (rows := run.newest_by_degree):
         return
     base, memory, cells = rows[0], any(row.activation_bytes for row in rows), list[list[object]]()
     for row in rows:
@@ -99,11 +99,11 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
                 # of a bucket 0 is its beginning, 2 its loss: None if it has no targets
                 losses = {firsts.index(bucket[0]): bucket[2] for bucket in buckets if bucket[2] is not None}
                 curves.append(curve(name, losses, losses.values(), color, "marks"))
-            starts = [_start_text(first) for first in firsts]
+            starts = [_position_text(first) for first in firsts]
             yield chart(f"Loss by {kind}", NATS, *curves, format="loss", x_label=x_label, x_names=starts)
 
 
-def _start_text(first: int) -> str:
+def _position_text(first: int) -> str:
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if first >= size and first % size == 0:
             return f"{first // size}{unit}"
@@ -146,7 +146,7 @@ def eval_page(record: Mapping[str, Any]) -> str:
     sections += [_difference_section(difference, names) for difference in differences]
     if charts := [*bucket_charts(by_position, by_length)]:
         sections.append(section("Where the loss is", {"charts": charts}))
-    title = head(names[0], written_line(), layout, *changes)
+    title = page_head(names[0], time_and_command_text(), layout, *changes)
     return page(f"{names[0]} · longspan", {"head": title, "sections": sections})
 
 

@@ -23,9 +23,9 @@ import numpy as np
 from longspan.errors import ConfigError
 from longspan.files import json_safe_values
 from longspan.plain_text import seconds_text
-from longspan.report.page import Part, content_policy, finite, head, page, section
-from longspan.report.run_folder import RunFolder, number
-from longspan.report.run_page import BAD_RECORD, RECENT, RUN_SECTIONS, session_line, subject_line
+from longspan.report.page import Part, content_policy, finite_values, page, page_head, section
+from longspan.report.run_folder import RunFolder, number_to_draw
+from longspan.report.run_page import BAD_RECORD, RECENT, RUN_SECTIONS, model_and_data_text, session_text
 from longspan.run.facts import LOCK
 
 State = Literal["waiting", "running", "done", "stopped", "broken"]
@@ -43,7 +43,7 @@ class LiveRun:
     @classmethod
     def read(cls, path: Path) -> "LiveRun":
         """Read the run in a folder, which need not be there yet."""
-        holder = lock_holder(path)  # first: what a run that ends writes is there once its lock is gone
+        holder = lock_holder_text(path)  # first: what a run that ends writes is there once its lock is gone
         run = RunFolder.read(path, live=True)
         files = (path / name for name in ("metrics.jsonl", "run.json"))
         idle = min((time.time() - file.stat().st_mtime for file in files if file.is_file()), default=0.0)
@@ -57,7 +57,7 @@ class LiveRun:
     def steps(self) -> int:
         """How many steps the run is to take, by run.json, summary.json or config.toml; 0 where none of them says."""
         facts, summary = self.run.facts, self.run.summary
-        values = facts.steps if facts else 0, summary.get("steps"), self.run.key("train", "steps")
+        values = facts.steps if facts else 0, summary.get("steps"), self.run.configured_value("train", "steps")
         # up to 2^53 a browser holds whole numbers exactly
         return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 53), 0)
 
@@ -76,7 +76,7 @@ class LiveRun:
         return sentences[self.state]
 
 
-def lock_holder(folder: Path) -> str:
+def lock_holder_text(folder: Path) -> str:
     """Return which process is at work in a run's folder, as its lock names it; "" where none is. The lock is only asked
     for and never taken, so that a run which begins meanwhile is not refused. Where the system has no locks of files,
     the lock counts as held if the file names a process.
@@ -107,7 +107,7 @@ def _state_of(run: RunFolder, holder: str) -> State:
         return "running"
     if not run.summary and not len(run.step) and not run.evaluations:
         return "waiting"
-    summary_step, steps = number(run.summary.get("step")), number(run.summary.get("steps"))
+    summary_step, steps = number_to_draw(run.summary.get("step")), number_to_draw(run.summary.get("steps"))
     if summary_step != (int(run.step[-1]) if len(run.step) else summary_step):
         return "broken"
     return "stopped" if run.summary.get("stopped") else "done" if summary_step >= steps else "broken"
@@ -146,14 +146,14 @@ def live_page(live: LiveRun) -> tuple[str, dict[str, Any]]:
                 name = make.__name__.replace("_", " ")
                 words = f"{name}: records hold values that no run writes ({type(error).__name__}: {error})"
                 sections.append(section("", {"note": words[:500]}, key=name))
-        story = " · ".join(_progress_words(live))
-    lines = session_line(run), subject_line(run), f"at work: {live.holder}" if live.holder else ""
-    title = head(run.name, *lines, story=story, state=state, progress=(live.step, live.steps))
+        story = " · ".join(_progress_texts(live))
+    lines = session_text(run), model_and_data_text(run), f"at work: {live.holder}" if live.holder else ""
+    title = page_head(run.name, *lines, story=story, state=state, progress=(live.step, live.steps))
     steps = f"{live.step:,}/{live.steps:,}" if live.steps else f"{live.step:,}"
     return f"{steps} {state[1]} · {run.name} · longspan", {"head": title, "sections": sections}
 
 
-def _progress_words(live: LiveRun) -> Iterator[str]:
+def _progress_texts(live: LiveRun) -> Iterator[str]:
     if live.state != "running":
         yield live.state_sentence()
         if live.state == "waiting":
@@ -163,7 +163,7 @@ def _progress_words(live: LiveRun) -> Iterator[str]:
         return
     total = f" of {live.steps:,}" if live.steps else ""
     yield f"step {live.step:,}{total}" if live.step else f"sets up, before step 1{total}"
-    seconds = finite(live.run.train["seconds"])
+    seconds = finite_values(live.run.train["seconds"])
     usual_seconds = float(np.median(seconds[-RECENT:])) if len(seconds) else 0.0
     if usual_seconds > 0:
         if live.steps > live.step:
@@ -211,7 +211,7 @@ class Follower:
         self._server.server_close()
         self._thread.join()
 
-    def read(self) -> LiveRun:
+    def read_run(self) -> LiveRun:
         """The run as it is now, or was a moment ago: the longer reading takes, the rarer it is."""
         with self._lock:
             began = time.monotonic()
@@ -221,22 +221,22 @@ class Follower:
                 self._due = now + max(POLL_SECONDS, (now - began) / BUSY_SHARE)
             return self._live
 
-    def wait(self) -> LiveRun:
+    def wait_until_run_ends(self) -> LiveRun:
         """Wait until the run has ended, and open pages, which ask often, had time to fetch its end; return the run. A
         run that has not begun, or that is about to be resumed, is waited for.
         """
-        live, has_begun = self.read(), False
-        while not is_over(live, has_begun=has_begun):
+        live, has_begun = self.read_run(), False
+        while not is_run_over(live, has_begun=has_begun):
             has_begun |= live.state == "running"
             time.sleep(POLL_SECONDS)
-            live = self.read()
+            live = self.read_run()
         self.is_over = True
         if time.monotonic() - self.asked_at < ASKS_WITHIN:
             time.sleep(self._farewell)
         return live
 
 
-def is_over(live: LiveRun, *, has_begun: bool) -> bool:
+def is_run_over(live: LiveRun, *, has_begun: bool) -> bool:
     """Whether the run is done, or was seen at work and is no more; one that stopped before may be resumed."""
     return live.state == "done" or (has_begun and live.state != "running")
 
@@ -257,7 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in ("", "data"):
             return self._send_text(404, "text/plain", "there is no such page\n")
         follower.asked_at, over = time.monotonic(), follower.is_over
-        title, value = live_page(follower.read())
+        title, value = live_page(follower.read_run())
         if name == "":
             return self._send_text(200, "text/html", page(title, value, live=True))
         answer = json.dumps(json_safe_values({"over": over, "page": {"name": title, **value}}), separators=(",", ":"))

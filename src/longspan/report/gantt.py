@@ -19,7 +19,7 @@ from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, MicroBatch, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.step_times import GroupTable
-from longspan.report.page import PATTERNS, Part, label, room_text, tag, text
+from longspan.report.page import PATTERNS, Part, element_markup, escaped_text, read_report_file, text_markup
 
 # Paul Tol's light scheme, told apart with any colour vision, and a shade darker: those of page.css.
 FILLS = (
@@ -73,7 +73,7 @@ class PlanBars:
         return max((panel.stop for panel in self.panels), default=0.0)
 
     @cached_property
-    def color_of(self) -> dict[int, int]:
+    def color_by_document(self) -> dict[int, int]:
         """The index in FILLS of each document's colour; documents without one of the largest bars take turns."""
         largest_bars = sorted(self.bars, key=lambda bar: -(bar.stop - bar.start) * bar.slots)[:MOST_COLORED]
         return {i: i % HUES for i in range(len(self.plan.lengths))} | _document_colors(largest_bars)
@@ -200,7 +200,7 @@ def plan_part(plan: Plan, name: str, cost: Cost | None, seconds: float | None, *
     cost = cost if measured else replace(cost, source="")
     pictures = [gantt_svg(plan, cost, width=width) for width in (WIDTH, NARROW)]
     shown = {int(number) for number in re.findall(r'data-d="(\d+)"', str(pictures))}
-    return {"name": name, "facts": facts, "pictures": pictures, "documents": _document_words(plan, cost, shown)}
+    return {"name": name, "facts": facts, "pictures": pictures, "documents": _document_facts(plan, cost, shown)}
 
 
 def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = True) -> Iterator[tuple[str, str]]:
@@ -225,7 +225,7 @@ def plan_facts(plan: Plan, seconds: float | None = None, *, measured: bool = Tru
         yield "over the lower bound", f"× {number_text(plan.ratio, 4)}"
 
 
-def fact_lines(plan: Plan) -> tuple[str, str]:
+def plan_fact_lines(plan: Plan) -> tuple[str, str]:
     """The facts of a plan as two lines: as one they would be wider than its picture."""
     facts = [f"{name} {value}" for name, value in plan_facts(plan)]
     return " · ".join(facts[:5]), " · ".join(facts[5:])
@@ -236,19 +236,23 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
     entries = (
-        tag("rect", class_=kind, x=54 + 540 * (i % 2), y=round(_HEAD + height) + 4 + 18 * (i // 2), width=22, height=12)
-        + label(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
+        element_markup(
+            "rect", class_=kind, x=54 + 540 * (i % 2), y=round(_HEAD + height) + 4 + 18 * (i // 2), width=22, height=12
+        )
+        + text_markup(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
         for i, (kind, words) in enumerate(LEGEND)
     )
     picture = gantt_svg(plan, cost).replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
-    return tag(
+    return element_markup(
         "svg",
-        tag("style", room_text("page.css")),
+        element_markup("style", read_report_file("page.css")),
         PATTERNS,
-        tag("rect", fill="var(--card)", **size),
-        tag("text", text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"),
-        *(label(line, 12, 42 + 16 * i, "start") for i, line in enumerate(fact_lines(plan))),
-        tag("g", picture, transform=f"translate(0 {_HEAD})"),
+        element_markup("rect", fill="var(--card)", **size),
+        element_markup(
+            "text", escaped_text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"
+        ),
+        *(text_markup(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
+        element_markup("g", picture, transform=f"translate(0 {_HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {size['width']} {size['height']}",
@@ -266,7 +270,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, limit: int = 2400, width:
     canvas = _Canvas(plan_bars(plan, cost), cost, width)
     bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height, limit)
     drawn = *map(canvas.summary, summaries), *map(canvas.bar, bars), *canvas.slot_axis(), *canvas.value_axis()
-    return tag(
+    return element_markup(
         "svg",
         *canvas.panels(),
         *drawn,
@@ -279,7 +283,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, limit: int = 2400, width:
     )
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
+def axis_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers (1, 2, 2.5 or 5 times a power of ten) from `low` to `high`, at most about `count`."""
     if not high > low:
         return [low]
@@ -303,9 +307,9 @@ class _Canvas:
     def panels(self) -> Iterator[str]:
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
-            yield tag("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
+            yield element_markup("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
             if panel.work > panel.start:
-                yield tag("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
+                yield element_markup("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
 
     def bar(self, bar: Bar) -> str:
         """Rectangles are smaller than their place by a gap, but never too small to be seen."""
@@ -313,14 +317,14 @@ class _Canvas:
         y, height = _TOP + bar.slot * self.slot_height, bar.slots * self.slot_height
         inset = 0.5 if self.slot_height >= 5 else 0.0
         size = {"width": max(width - 0.6, 0.6), "height": max(height - 2 * inset, 0.8)}
-        css = f"b k{self.picture.color_of[bar.document]}"
-        rect = tag("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
+        css = f"b k{self.picture.color_by_document[bar.document]}"
+        rect = element_markup("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")  # pixels of a character, and of both margins
         if not name or height < 12:
             return rect
-        return rect + tag("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)
+        return rect + element_markup("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)
 
     def summary(self, part: Summary) -> str:
         slots = ranges_text(range(part.slot, part.slot + part.slots))
@@ -329,40 +333,40 @@ class _Canvas:
         place = {"x": self.x(part.start), "y": _TOP + part.slot * self.slot_height}
         width = max((part.stop - part.start) * self.x_scale, 0.6)
         height = max(part.slots * self.slot_height, 0.8)
-        return tag("rect", class_="many", data_info=info, **place, width=width, height=height)
+        return element_markup("rect", class_="many", data_info=info, **place, width=width, height=height)
 
     def slot_axis(self) -> Iterator[str]:
         """Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n =
         0), else at its top.
         """
-        yield label("slot", _LEFT - 8, _TOP - 9, "end")
+        yield text_markup("slot", _LEFT - 8, _TOP - 9, "end")
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.slot_height)))
         for slot in range(0, self.plan.slots, slot_step):
             y = _TOP + slot * self.slot_height + (self.slot_height / 2 + 3.5 if slot_step == 1 else 9)
-            yield label(str(slot), _LEFT - 8, y, "end", "tick")
+            yield text_markup(str(slot), _LEFT - 8, y, "end", "tick")
         nodes = range(self.plan.node_size, self.plan.slots, self.plan.node_size)
         if nodes and self.plan.node_size * self.slot_height >= 6:
             lines = "".join(f"M{_LEFT} {_TOP + n * self.slot_height:.1f}H{self.right}" for n in nodes)
-            yield tag("path", class_="node", d=lines)
+            yield element_markup("path", class_="node", d=lines)
 
     def value_axis(self) -> Iterator[str]:
-        values = ticks(0, self.picture.end, 9 if self.right > 900 else 4)
+        values = axis_ticks(0, self.picture.end, 9 if self.right > 900 else 4)
         places = [(value, f"{value:g}" if self.timed else self.write_time(value)) for value in values]
         words = "predicted seconds" if self.timed else "share of the step, as priced"
         for value, name in places:
-            yield tag("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")
-            yield label(name, self.x(value), self.bottom + 16, "middle", "tick")
-        yield label(words, self.right, self.bottom + 32, "end")
+            yield element_markup("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")
+            yield text_markup(name, self.x(value), self.bottom + 16, "middle", "tick")
+        yield text_markup(words, self.right, self.bottom + 32, "end")
 
     def panel_ends_and_names(self) -> Iterator[str]:
         last_name_x = -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
-            yield tag("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}")
+            yield element_markup("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}")
             name = f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
             # 6.2 pixels a character, and 8 between names
             if middle - last_name_x >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
-                yield label(name, middle, _TOP - 9, "middle")
+                yield text_markup(name, middle, _TOP - 9, "middle")
                 last_name_x = middle
 
 
@@ -372,7 +376,7 @@ def _time_format(cost: Cost, step_seconds: float) -> Callable[[float], str]:
     return lambda seconds: f"{100 * seconds / (step_seconds or 1.0):.0f}% of the step"
 
 
-def _document_words(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
+def _document_facts(plan: Plan, cost: Cost, shown: set[int]) -> dict[int, list[tuple[str, str]]]:
     times, write_time = group_times(plan, cost), _time_format(cost, plan.timeline(cost).step_seconds)
     words = dict[int, list[tuple[str, str]]]()
     for batch, micro_batch in enumerate(plan.micro_batches):
@@ -425,7 +429,7 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None) -> Path:
         axes.axvline(panel.stop, color="#555555", linewidth=0.8, zorder=3)
     for host in range(plan.node_size, plan.slots, plan.node_size):
         axes.axhline(host, color="#555555", linewidth=1.0, linestyle=(0, (1, 3)), zorder=3)
-    fills = [FILLS[picture.color_of[b.document]] for b in bars]
+    fills = [FILLS[picture.color_by_document[b.document]] for b in bars]
     boxes, summary_boxes = (
         [Rectangle((b.start, b.slot), b.stop - b.start, b.slots) for b in group] for group in (bars, summaries)
     )
@@ -438,7 +442,11 @@ def write_png(plan: Plan, path: str | Path, cost: Cost | None = None) -> Path:
         across, along = (width, height) if upright else (height, width)
         name = next((name for name in names if along >= LETTER_WIDTH * len(name) + 4), "")
         if name and across >= LABEL_HEIGHT:
-            ground = {"facecolor": FILLS[picture.color_of[b.document]], "edgecolor": "none", "pad": 0.5}  # hides lines
+            ground = {
+                "facecolor": FILLS[picture.color_by_document[b.document]],
+                "edgecolor": "none",
+                "pad": 0.5,
+            }  # hides lines
             look = {"fontsize": 8, "color": "#222222", "zorder": 4, "bbox": ground, "rotation": 90 if upright else 0}
             axes.text((b.start + b.stop) / 2, b.slot + b.slots / 2, name, ha="center", va="center", **look)
     entries = (
@@ -460,7 +468,7 @@ def _label_axes(axes: Any, picture: PlanBars, *, timed: bool) -> None:
     plan, seconds = picture.plan, "predicted seconds" if timed else "time as priced, of no machine"
     axes.set(xlim=(0, picture.end or 1.0), ylim=(plan.slots, 0), ylabel="slot")
     axes.set_xlabel(seconds)
-    axes.set_title("\n".join(fact_lines(plan)), loc="left", fontsize=9, pad=18)
+    axes.set_title("\n".join(plan_fact_lines(plan)), loc="left", fontsize=9, pad=18)
     last_middle, room = -math.inf, 0.02 * (picture.end or 1.0)
     for index, panel in enumerate(picture.panels if plan.mode == "lockstep" else ()):
         middle = (panel.start + panel.stop) / 2

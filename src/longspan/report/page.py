@@ -25,12 +25,12 @@ from longspan.files import json_safe_values
 Part = dict[str, Any]
 
 
-def head(title: str, *lines: str, story: str = "", **others: object) -> Part:
+def page_head(title: str, *lines: str, story: str = "", **others: object) -> Part:
     """Return the head of a page: its title, a sentence, and lines; an empty line is left out."""
     return {"title": title, "version": __version__, "story": story, "lines": [*filter(None, lines)], **others}
 
 
-def written_line() -> str:
+def time_and_command_text() -> str:
     command = shlex.join([Path(sys.argv[0]).name.replace("__main__.py", "longspan"), *sys.argv[1:]])
     return f"{datetime.now().astimezone().isoformat(' ', 'minutes')} · {command}"
 
@@ -54,22 +54,22 @@ def page(title: str, value: Mapping[str, Any], *, live: bool = False) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{content_policy(live=live)}">'
-        f"<title>{text(title)}</title><style>\n{room_text('page.css')}</style></head>\n<body>{PATTERNS}<main></main>"
+        f"<title>{escaped_text(title)}</title><style>\n{read_report_file('page.css')}</style></head>\n<body>{PATTERNS}<main></main>"
         "<noscript>A script in this page draws it; let the browser run scripts.</noscript>"
         '<div id="tip" role="status" aria-live="polite" hidden></div>'
         f'<script type="application/json" id="data">{data.replace("<", chr(92) + "u003c")}</script>'
-        f"<script>{room_text('page.js')}</script></body></html>\n"
+        f"<script>{read_report_file('page.js')}</script></body></html>\n"
     )
 
 
 def content_policy(*, live: bool) -> str:
     """Return what a page allows a browser: its one script, known by its hash, and no request but one to its server."""
-    digest = base64.b64encode(sha256(room_text("page.js").encode()).digest()).decode()
+    digest = base64.b64encode(sha256(read_report_file("page.js").encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
     return f"{policy}base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
 
 
-def tag(element: str, *content: str, **attributes: object) -> str:
+def element_markup(element: str, *content: str, **attributes: object) -> str:
     """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
 
     >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
@@ -85,16 +85,16 @@ def tag(element: str, *content: str, **attributes: object) -> str:
     return f"<{element}{''.join(written)}>{''.join(content)}</{element}>"
 
 
-def text(value: object) -> str:
+def escaped_text(value: object) -> str:
     return escape(str(value))
 
 
-def label(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+def text_markup(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
     """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
-    return tag("text", text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
+    return element_markup("text", escaped_text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
-def room_text(name: str) -> str:
+def read_report_file(name: str) -> str:
     return files("longspan.report").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -111,11 +111,11 @@ COLORS = 6  # of page.css
 MAX_POINTS = 900  # of one curve
 
 
-def finite(values: np.ndarray) -> np.ndarray:
+def finite_values(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values)]
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
+def moving_average(values: np.ndarray, window: int) -> np.ndarray:
     """The mean of the `window` values around each one, fewer at the ends, without those that are not finite."""
     is_finite = np.isfinite(values)
     total = np.concatenate(([0.0], np.cumsum(np.where(is_finite, values, 0.0))))

@@ -61,18 +61,18 @@ class EvalRow:
         """The evaluation of a row of metrics.jsonl; None for a row of training, or a loss that is not finite. Raises
         ConfigError for a row that lacks keys or has no number in their place.
         """
-        loss = number(row.get("eval_loss"))
+        loss = number_to_draw(row.get("eval_loss"))
         if math.isnan(loss):
             return None
         lack = [key for key in _EVALUATION_KEYS if key not in row]
-        counts = [number(row.get(key)) for key in ("step", "cp", "eval_tokens", "eval_documents")]
+        counts = [number_to_draw(row.get(key)) for key in ("step", "cp", "eval_tokens", "eval_documents")]
         if lack or any(map(math.isnan, counts)):
             reason = f"it has no {', '.join(lack)}" if lack else "its counts are no numbers"
             raise ConfigError(f"an evaluation of metrics.jsonl is left out: {reason}")
         step, cp, tokens, documents = map(int, counts)
-        values = {key: number(row[key]) for key in row if key.startswith("eval_") and key not in _NO_METRIC}
+        values = {key: number_to_draw(row[key]) for key in row if key.startswith("eval_") and key not in _NO_METRIC}
         metrics = {key.removeprefix("eval_"): value for key, value in values.items() if not math.isnan(value)}
-        memory = int(np.nan_to_num(number(row.get("eval_activation_bytes", 0))))
+        memory = int(np.nan_to_num(number_to_draw(row.get("eval_activation_bytes", 0))))
         names, buckets = (str(row["planner"]), str(row.get("eval_name", ""))), (row["by_position"], row["by_length"])
         places = map(_read_buckets, buckets)
         return cls(step, cp, loss, tokens, documents, *names, memory, tuple(metrics.items()), *places)
@@ -95,7 +95,7 @@ class EvalRow:
         return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
 
 
-def number(value: object) -> float:
+def number_to_draw(value: object) -> float:
     """Return a number of a record as a float; NaN for what is no number, or too large to be drawn (MOST or more)."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST:
         return float(value)
@@ -105,7 +105,7 @@ def number(value: object) -> float:
 def _read_buckets(rows: object) -> tuple[Bucket, ...]:
     buckets = list[Bucket]()
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number, row)):
+        if isinstance(row, list) and len(row) == 5 and not any(math.isnan(value) for value in map(number_to_draw, row)):
             first, last, loss, targets, documents = row
             buckets.append((int(first), int(last), float(loss), int(targets), int(documents)))
     return tuple(buckets)
@@ -152,13 +152,14 @@ class RunFolder:
         config_text, config = _read_config(path / "config.toml", notes)
         facts = RunFacts.from_json(_read_object(path / "run.json", notes))
         steps, depths = sorted(train), {name for row in train.values() for name in row if name.startswith(MTP_LOSS)}
-        times = sorted((seconds, step) for step in steps if (seconds := number(train[step].get("seconds"))) > 0)
+        times = sorted((seconds, step) for step in steps if (seconds := number_to_draw(train[step].get("seconds"))) > 0)
         shown_step = max(steps, default=0) if live else times[(len(times) - 1) // 2][1] if times else 0
         return cls(
             path=path,
             step=np.array(steps, np.int64),
             train={
-                n: np.array([number(train[s].get(n)) for s in steps], float) for n in (*TRAIN_COLUMNS, *sorted(depths))
+                n: np.array([number_to_draw(train[s].get(n)) for s in steps], float)
+                for n in (*TRAIN_COLUMNS, *sorted(depths))
             },
             evaluations=tuple(evaluations[key] for key in sorted(evaluations)),
             final=tuple(_evaluation_rows(summary.get("eval_at_degrees", ()), notes)),
@@ -177,13 +178,13 @@ class RunFolder:
         return tuple(row for row in self.evaluations if not row.name)
 
     @property
-    def degrees(self) -> tuple[EvalRow, ...]:
+    def newest_by_degree(self) -> tuple[EvalRow, ...]:
         """The evaluations of the newest weights on the held-out documents, at every degree."""
         last = max((row.step for row in self.held_out), default=0)
         is_newest = bool(self.final) and self.final[0].step >= last  # else of a session before this one
         return self.final if is_newest else tuple(row for row in self.held_out if row.step == last)
 
-    def key(self, section: str, name: str) -> Any:
+    def configured_value(self, section: str, name: str) -> Any:
         values = self.config.get(section)
         return values.get(name) if isinstance(values, dict) else None
 
@@ -191,7 +192,7 @@ class RunFolder:
         size = self.summary.get("vocab_size")
         return size if isinstance(size, int) and not isinstance(size, bool) and size > 1 else None
 
-    def step_value(self, plan_name: str, column: str) -> float | None:
+    def value_of_planned_step(self, plan_name: str, column: str) -> float | None:
         """Return a positive value of the step of a plan; None for an evaluation, and for a step without a record."""
         values = [self.train[column][i] for i, step in enumerate(self.step.tolist()) if _step_name(step) == plan_name]
         return float(values[0]) if values and values[0] > 0 else None

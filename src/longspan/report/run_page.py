@@ -16,7 +16,18 @@ from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text
 from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, set_sections
 from longspan.report.gantt import LEGEND, plan_part
-from longspan.report.page import Part, chart, curve, finite, head, page, section, smooth, table, written_line
+from longspan.report.page import (
+    Part,
+    chart,
+    curve,
+    finite_values,
+    moving_average,
+    page,
+    page_head,
+    section,
+    table,
+    time_and_command_text,
+)
 from longspan.report.run_folder import MTP_LOSS, RunFolder
 
 # What building a page raises for records that hold values which no run writes.
@@ -82,15 +93,15 @@ def plan_page(plan: Plan, cost: Cost | None = None, *, title: str = "plan") -> s
     """Return a page with the picture of one plan."""
     part = plan_part(plan, title, cost, None, measured=bool((cost or plan.cost).source))
     plans = section("Plan of a step", {"plans": {"plans": [part], "first": 0, "legend": LEGEND}}, {"note": _PLAN_NOTE})
-    return page(f"{title} · longspan", {"head": head(title, written_line()), "sections": [plans]})
+    return page(f"{title} · longspan", {"head": page_head(title, time_and_command_text()), "sections": [plans]})
 
 
 def run_head(run: RunFolder) -> Part:
-    loss, seconds, words = finite(run.train["loss"]), finite(run.train["seconds"]), list[str]()
+    loss, seconds, words = finite_values(run.train["loss"]), finite_values(run.train["seconds"]), list[str]()
     if len(loss) > 1:
         duration = f" in {seconds_text(float(seconds.sum()))} of steps" if len(seconds) else ""
         words.append(f"loss {loss[0]:.3g} → {loss[-LAST:].mean():.3g}{duration}")
-    if rows := [*run.degrees]:
+    if rows := [*run.newest_by_degree]:
         spread, degrees = largest_difference([row.loss for row in rows]), ", ".join(row.degree for row in rows)
         agreement = f", {'the same' if spread <= SAME else 'different'} at degrees {degrees} to {spread:.1e}"
         words.append(f"{rows[0].loss:.4g} on documents that it never saw{agreement if len(rows) > 1 else ''}")
@@ -102,16 +113,19 @@ def run_head(run: RunFolder) -> Part:
         steps += f", stopped by {stopped} after step {run.summary.get('step')} of {run.summary.get('steps')}"
     versions = run.summary.get("versions")
     version_texts = [f"{name} {version}" for name, version in versions.items()] if isinstance(versions, dict) else []
-    lines = session_line(run), " · ".join(filter(None, (subject_line(run), steps))), " · ".join(version_texts)
-    return head(run.name, *lines, story=story[:1].upper() + story[1:])
+    lines = session_text(run), " · ".join(filter(None, (model_and_data_text(run), steps))), " · ".join(version_texts)
+    return page_head(run.name, *lines, story=story[:1].upper() + story[1:])
 
 
-def session_line(run: RunFolder) -> str:
+def session_text(run: RunFolder) -> str:
     return " · ".join(map(str, filter(None, (run.facts.date, run.facts.command)))) if run.facts else ""
 
 
-def subject_line(run: RunFolder) -> str:
-    model, data = run.key("model", "path") or run.key("model", "preset"), run.key("data", "path")
+def model_and_data_text(run: RunFolder) -> str:
+    model, data = (
+        run.configured_value("model", "path") or run.configured_value("model", "preset"),
+        run.configured_value("data", "path"),
+    )
     return f"{model} on {data}" if model and data else str(model or "")
 
 
@@ -128,14 +142,14 @@ def card_sections(run: RunFolder) -> Iterator[Part]:
 def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
     """Each is a name, a value and words about it. A column without a value has the median NaN, which equals nothing."""
     train, facts, of_steps = run.train, run.facts, f"median of the last {recent} steps" if recent else "median"
-    medians = {name: float(np.median([*finite(train[name])[-recent:]] or [math.nan])) for name in train}
+    medians = {name: float(np.median([*finite_values(train[name])[-recent:]] or [math.nan])) for name in train}
     recorded = {name for name, value in medians.items() if value == value}
-    loss, seconds, vocab = finite(train["loss"]), finite(train["seconds"]), run.vocab_size()
+    loss, seconds, vocab = finite_values(train["loss"]), finite_values(train["seconds"]), run.vocab_size()
     if len(loss):
         mean = float(loss[-LAST:].mean())
         share = f"; {100 * mean / math.log(vocab):.0f}% of ln V = {math.log(vocab):.3f}" if vocab else ""
         yield "training loss", f"{mean:.4f}", f"mean of the last {min(LAST, len(loss))}{share}"
-    if rows := [*run.degrees]:
+    if rows := [*run.newest_by_degree]:
         degrees, spread = ", ".join(row.degree for row in rows), largest_difference([row.loss for row in rows])
         words = f"degrees {degrees} differ by {spread:.1e}" if len(rows) > 1 else f"degree {degrees}"
         yield "evaluation loss", f"{rows[0].loss:.4f}", f"after step {rows[0].step:,}; {words}"
@@ -151,14 +165,14 @@ def _key_figures(run: RunFolder, recent: int) -> Iterator[tuple[str, str, str]]:
         words = f"{of_steps}: the plan's lower bound, priced for {facts.priced_for}, over the time"
         yield "share of the plan's bound", f"{100 * medians['bound_share']:.0f}%", words
     predicted = train["predicted_seconds"] > 0
-    if len(ratios := finite(train["seconds"][predicted] / train["predicted_seconds"][predicted])[-recent:]):
+    if len(ratios := finite_values(train["seconds"][predicted] / train["predicted_seconds"][predicted])[-recent:]):
         yield "measured / predicted", f"{np.median(ratios):.2f}", f"seconds, {of_steps}"
     if "encoder_share" in recorded:
         words = f"of the step, {of_steps}"
         words += f"; predicted {100 * medians['predicted_encoder_share']:.0f}%" if len(ratios) else ""
         yield "encoder", f"{100 * medians['encoder_share']:.0f}%", words
     if len(seconds):
-        tokens, targets = (number_text(finite(train[name]).sum()) for name in ("tokens", "targets"))
+        tokens, targets = (number_text(finite_values(train[name]).sum()) for name in ("tokens", "targets"))
         words = f"{of_steps}; {seconds_text(float(seconds.sum()))} in all, {plural(len(seconds), 'step')}"
         yield "time of a step", seconds_text(medians["seconds"]), f"{words}, {tokens} tokens, {targets} targets"
     peak, planned = measured_and_planned_peaks(run)
@@ -176,7 +190,7 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
     window = max(5, len(loss) // 30) if len(loss) >= 20 else 1
     curves = [curve("training", run.step, loss, 0, "faint" if window > 1 else "line")]
     if window > 1:
-        curves.append(curve(f"training, averaged over {window} steps", run.step, smooth(loss, window)))
+        curves.append(curve(f"training, averaged over {window} steps", run.step, moving_average(loss, window)))
     uniform = [(math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess")] if vocab else []
     options = {"format": "loss", "tall": True, "references": uniform, "events": resume_events(run)}
     yield section("Loss", {"charts": [chart("Training and evaluation", NATS, *curves, *degree_curves(run), **options)]})
@@ -198,9 +212,9 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
     if not len(run.step):
         return
     window, charts = max(5, len(run.step) // 60) if len(run.step) >= 100 else 1, list[Part]()
-    shown = {name for name, values in run.train.items() if len(finite(values))}
+    shown = {name for name, values in run.train.items() if len(finite_values(values))}
     shown -= {"tflops"} if "mfu" in shown else set()  # mfu is tflops over the GPU's peak
-    norm, events = finite(run.train["grad_norm"]), [(step, "") for step, _ in resume_events(run)]
+    norm, events = finite_values(run.train["grad_norm"]), [(step, "") for step, _ in resume_events(run)]
     spiky = len(norm) > 0 and float(norm.min()) > 0 and float(norm.max()) > 30 * float(np.median(norm))
     for title, name, unit, color, options in _STEP_CHARTS:
         if name not in shown:
@@ -208,14 +222,16 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
         averaged = window > 1 and name not in ("lr", "memory_bytes")
         curves = [curve("each step", run.step, run.train[name], color, "faint" if averaged else "line")]
         if averaged:
-            curves.append(curve(f"averaged over {window} steps", run.step, smooth(run.train[name], window), color))
+            curves.append(
+                curve(f"averaged over {window} steps", run.step, moving_average(run.train[name], window), color)
+            )
         charts.append(chart(title, unit, *curves, events=events, log=spiky and name == "grad_norm", **options))
     shares = {"encoder_share": "measured"} if "encoder_share" in shown else {}
     shares |= {"predicted_encoder_share": "predicted"} if shares and "predicted_seconds" in shown else {}
     depths = {name: f"depth {name.removeprefix(MTP_LOSS)}" for name in run.train if name.startswith(MTP_LOSS)}
     joint_charts = ("Encoder", "share of the step", shares, "percent"), ("Multi-token prediction", NATS, depths, "loss")
     for title, unit, labels, number_format in joint_charts:  # several figures in each, as averages alone
-        averages = ((label, smooth(run.train[name], window)) for name, label in labels.items())
+        averages = ((label, moving_average(run.train[name], window)) for name, label in labels.items())
         curves = [curve(label, run.step, y, color) for color, (label, y) in enumerate(averages)]
         charts += [chart(title, unit, *curves, events=events, format=number_format)] if curves else []
     yield section("Steps", {"charts": charts})
@@ -223,7 +239,7 @@ def step_sections(run: RunFolder) -> Iterator[Part]:
 
 def save_sections(run: RunFolder) -> Iterator[Part]:
     folder, parts = run.path / "checkpoints", list[Part]()
-    if folder.is_dir() and not run.key("run", "checkpoints"):
+    if folder.is_dir() and not run.configured_value("run", "checkpoints"):
         unfinished = {step_of(path) for path in folder.iterdir() if is_unfinished(path)} - {-1}  # -1: no step
         complete = sorted(map(step_of, complete_checkpoints(folder)))
         for words, steps in (("in the folder", complete), ("being written, or not complete", sorted(unfinished))):
@@ -269,7 +285,7 @@ def measured_and_planned_peaks(run: RunFolder) -> tuple[float, float]:
     """The most bytes of any step, and the planned ones, without communicators; 0 for what is not known."""
     device = _planned_bytes(run, "device")
     planned = device.get("total", 0.0) - device.get("communicators", 0.0)
-    return float(finite(run.train["memory_bytes"]).max(initial=0.0)), planned
+    return float(finite_values(run.train["memory_bytes"]).max(initial=0.0)), planned
 
 
 def _planned_bytes(run: RunFolder, memory: str) -> dict[str, float]:
@@ -298,11 +314,13 @@ def plan_sections(run: RunFolder) -> Iterator[Part]:
     if not run.plans:
         return
     names, parts = [name for name, _ in run.plans], list[Part]()
-    predicts = len(finite(run.train["predicted_seconds"])) > 0
+    predicts = len(finite_values(run.train["predicted_seconds"])) > 0
     first = names.index(run.median) if run.median in names else sum(name.startswith("step ") for name in names) // 2
     for name, plan in run.plans:
-        is_measured = run.step_value(name, "predicted_seconds") is not None if name.startswith("step ") else predicts
-        part = plan_part(plan, name, None, run.step_value(name, "seconds"), measured=is_measured)
+        is_measured = (
+            run.value_of_planned_step(name, "predicted_seconds") is not None if name.startswith("step ") else predicts
+        )
+        part = plan_part(plan, name, None, run.value_of_planned_step(name, "seconds"), measured=is_measured)
         parts.append(part | {"name": f"{name}, the median" if name == run.median else name})
     title = f"Plan of {names[0]}, the newest" if run.live else "Plan of a step"
     plans = {"plans": parts, "first": first, "legend": LEGEND}
