@@ -6,7 +6,7 @@ from typing import Any
 
 from worth_cases import NAMES, NETWORKS, PUBLISHED, SLOTS, WEIGHTS, WEIGHTS_OF_EXPERTS
 
-from longspan.report.page import element_markup, escaped_text, text_markup
+from longspan.report.page import escaped_text, svg_element, svg_text
 
 Row = dict[str, Any]
 AS_GOOD = 1.03  # gains below this: one degree is as good
@@ -302,20 +302,20 @@ def picture(record: Row) -> str:
     legend = [
         part
         for i, name in enumerate(NAMES)
-        for part in (_mark(60 + 240 * i, 46, COLORS[name]), text_markup(WORDS[name], 70 + 240 * i, 50, "start"))
+        for part in (_mark(60 + 240 * i, 46, COLORS[name]), svg_text(WORDS[name], 70 + 240 * i, 50, "start"))
     ]
     panels = [part for i, gbps in enumerate(NETWORKS) for part in _panel(record, gbps, 10.0 + PANEL * i, most)]
     footer = "GPUs (H200, hosts of 8; 32 query and 8 key/value heads, 8K tokens a slot, 32K tokens a GPU and step)"
     return (
-        element_markup(
+        svg_element(
             "svg",
-            element_markup("title", escaped_text(heading)),
-            element_markup("style", STYLE),
-            element_markup("rect", class_="paper", width=width, height=HEIGHT),
-            text_markup(heading, 12, 22, "start", "title"),
+            svg_element("title", escaped_text(heading)),
+            svg_element("style", STYLE),
+            svg_element("rect", class_="paper", width=width, height=HEIGHT),
+            svg_text(heading, 12, 22, "start", "title"),
             *legend,
             *panels,
-            text_markup(footer, LEFT, HEIGHT - 10.0, "start"),
+            svg_text(footer, LEFT, HEIGHT - 10.0, "start"),
             xmlns="http://www.w3.org/2000/svg",
             viewBox=f"0 0 {width} {HEIGHT}",
             role="img",
@@ -334,21 +334,21 @@ def _panel(record: Row, gbps: float, left: float, most: float) -> Iterator[str]:
     def across(slots: int) -> float:
         return start + 10 + SLOTS.index(slots) / (len(SLOTS) - 1) * (end - start - 20)
 
-    yield text_markup(f"{gbps:g} GB/s between hosts", start, TOP - 10.0, "start", "strong")
+    yield svg_text(f"{gbps:g} GB/s between hosts", start, TOP - 10.0, "start", "strong")
     for gain in (value for value in (1.0, 1.1, 1.25, 1.5, 2.0, 2.5, 3.0) if value <= top_value):
         kind = "reference" if gain == 1.0 else "grid"
-        yield element_markup("path", class_=kind, d=f"M{start:.1f} {up(gain):.1f}H{end:.1f}")
-        yield text_markup(f"{gain:g}", start - 6, up(gain) + 4, "end", "tick")
+        yield svg_element("path", class_=kind, d=f"M{start:.1f} {up(gain):.1f}H{end:.1f}")
+        yield svg_text(f"{gain:g}", start - 6, up(gain) + 4, "end", "tick")
     for slots in SLOTS:
-        yield text_markup(f"{slots:,}", across(slots), bottom + 18.0, "middle", "tick")
+        yield svg_text(f"{slots:,}", across(slots), bottom + 18.0, "middle", "tick")
     for name in NAMES:
         rows = [row for row in select(record, **usual(lengths=name, gbps=gbps)) if row["slots"] in SLOTS]
         points = [(across(row["slots"]), up(row["gain"])) for row in sorted(rows, key=lambda row: row["slots"])]
-        yield element_markup(
+        yield svg_element(
             "path", class_=f"curve c{COLORS[name]}", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         )
         yield from (_mark(x, y, COLORS[name]) for x, y in points)
 
 
 def _mark(x: float, y: float, color: int) -> str:
-    return element_markup("circle", class_=f"mark c{color}", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4)
+    return svg_element("circle", class_=f"mark c{color}", cx=f"{x:.1f}", cy=f"{y:.1f}", r=4)

@@ -21,13 +21,13 @@ from longspan.report.page import (
     PATTERNS,
     chart,
     curve,
-    element_markup,
     escaped_text,
     moving_average,
     page,
     page_head,
     read_report_file,
     section,
+    svg_element,
     thin_curve,
 )
 from tests.plan.cases import bounded
@@ -57,9 +57,9 @@ def test_a_page_runs_its_own_script_only_and_loads_nothing(live: bool) -> None:
 
 
 def test_markup() -> None:
-    assert element_markup("a", escaped_text("<&>")) == "<a>&lt;&amp;&gt;</a>"
-    assert element_markup("a", class_="x", data_d=3, none=None) == '<a class="x" data-d="3"></a>'
-    assert element_markup("svg", x=1.26, quote='"') == '<svg x="1.3" quote="&quot;"></svg>'
+    assert svg_element("a", escaped_text("<&>")) == "<a>&lt;&amp;&gt;</a>"
+    assert svg_element("a", class_="x", data_d=3, none=None) == '<a class="x" data-d="3"></a>'
+    assert svg_element("svg", x=1.26, quote='"') == '<svg x="1.3" quote="&quot;"></svg>'
     assert len(list(ElementTree.fromstring(PATTERNS))) == 2
 
 

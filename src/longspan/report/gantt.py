@@ -19,7 +19,7 @@ from longspan.plain_text import number_text, ranges_text, seconds_text
 from longspan.plan import Cost, MicroBatch, Plan
 from longspan.plan.plan import group_counts
 from longspan.plan.step_times import GroupTable
-from longspan.report.page import PATTERNS, Part, element_markup, escaped_text, read_report_file, text_markup
+from longspan.report.page import PATTERNS, Part, escaped_text, read_report_file, svg_element, svg_text
 
 # Paul Tol's light scheme, told apart with any colour vision, and a shade darker: those of page.css.
 FILLS = (
@@ -236,23 +236,23 @@ def plan_document(plan: Plan, cost: Cost | None = None, *, title: str = "plan") 
     height = slot_height(plan.slots) * plan.slots + _TOP + _BOTTOM
     size = {"width": WIDTH, "height": round(_HEAD + height + _FOOT)}
     entries = (
-        element_markup(
+        svg_element(
             "rect", class_=kind, x=54 + 540 * (i % 2), y=round(_HEAD + height) + 4 + 18 * (i // 2), width=22, height=12
         )
-        + text_markup(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
+        + svg_text(words, 82 + 540 * (i % 2), round(_HEAD + height) + 14 + 18 * (i // 2), "start")
         for i, (kind, words) in enumerate(LEGEND)
     )
     picture = gantt_svg(plan, cost).replace("<svg", f'<svg width="{WIDTH}" height="{height:g}"', 1)
-    return element_markup(
+    return svg_element(
         "svg",
-        element_markup("style", read_report_file("page.css")),
+        svg_element("style", read_report_file("page.css")),
         PATTERNS,
-        element_markup("rect", fill="var(--card)", **size),
-        element_markup(
+        svg_element("rect", fill="var(--card)", **size),
+        svg_element(
             "text", escaped_text(title), x=12, y=22, style="font-size: 15px; font-weight: 600; fill: var(--ink)"
         ),
-        *(text_markup(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
-        element_markup("g", picture, transform=f"translate(0 {_HEAD})"),
+        *(svg_text(line, 12, 42 + 16 * i, "start") for i, line in enumerate(plan_fact_lines(plan))),
+        svg_element("g", picture, transform=f"translate(0 {_HEAD})"),
         *entries,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {size['width']} {size['height']}",
@@ -270,7 +270,7 @@ def gantt_svg(plan: Plan, cost: Cost | None = None, *, limit: int = 2400, width:
     canvas = _Canvas(plan_bars(plan, cost), cost, width)
     bars, summaries = canvas.picture.select_bars(canvas.x_scale, canvas.slot_height, limit)
     drawn = *map(canvas.summary, summaries), *map(canvas.bar, bars), *canvas.slot_axis(), *canvas.value_axis()
-    return element_markup(
+    return svg_element(
         "svg",
         *canvas.panels(),
         *drawn,
@@ -307,9 +307,9 @@ class _Canvas:
     def panels(self) -> Iterator[str]:
         for panel in self.picture.panels:
             box = {"x": self.x(panel.start), "y": _TOP, "height": self.bottom - _TOP}
-            yield element_markup("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
+            yield svg_element("rect", class_="idle", width=(panel.stop - panel.start) * self.x_scale, **box)
             if panel.work > panel.start:
-                yield element_markup("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
+                yield svg_element("rect", class_="launch", width=(panel.work - panel.start) * self.x_scale, **box)
 
     def bar(self, bar: Bar) -> str:
         """Rectangles are smaller than their place by a gap, but never too small to be seen."""
@@ -318,13 +318,13 @@ class _Canvas:
         inset = 0.5 if self.slot_height >= 5 else 0.0
         size = {"width": max(width - 0.6, 0.6), "height": max(height - 2 * inset, 0.8)}
         css = f"b k{self.picture.color_by_document[bar.document]}"
-        rect = element_markup("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
+        rect = svg_element("rect", class_=css, data_d=bar.document, x=x, y=y + inset, **size)
         length = self.plan.lengths[bar.document]
         names = (f"document {bar.document} · {length:,}", f"{bar.document} · {number_text(length)}", f"{bar.document}")
         name = next((n for n in names if width >= 6.4 * len(n) + 6), "")  # pixels of a character, and of both margins
         if not name or height < 12:
             return rect
-        return rect + element_markup("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)
+        return rect + svg_element("text", name, class_="name", x=x + width / 2, y=y + height / 2 + 3.8)
 
     def summary(self, part: Summary) -> str:
         slots = ranges_text(range(part.slot, part.slot + part.slots))
@@ -333,40 +333,40 @@ class _Canvas:
         place = {"x": self.x(part.start), "y": _TOP + part.slot * self.slot_height}
         width = max((part.stop - part.start) * self.x_scale, 0.6)
         height = max(part.slots * self.slot_height, 0.8)
-        return element_markup("rect", class_="many", data_info=info, **place, width=width, height=height)
+        return svg_element("rect", class_="many", data_info=info, **place, width=width, height=height)
 
     def slot_axis(self) -> Iterator[str]:
         """Every 2^n-th slot is numbered, so that numbers are at least 13 pixels apart: at its middle if all are (n =
         0), else at its top.
         """
-        yield text_markup("slot", _LEFT - 8, _TOP - 9, "end")
+        yield svg_text("slot", _LEFT - 8, _TOP - 9, "end")
         slot_step = 1 << math.ceil(math.log2(max(1.0, 13 / self.slot_height)))
         for slot in range(0, self.plan.slots, slot_step):
             y = _TOP + slot * self.slot_height + (self.slot_height / 2 + 3.5 if slot_step == 1 else 9)
-            yield text_markup(str(slot), _LEFT - 8, y, "end", "tick")
+            yield svg_text(str(slot), _LEFT - 8, y, "end", "tick")
         nodes = range(self.plan.node_size, self.plan.slots, self.plan.node_size)
         if nodes and self.plan.node_size * self.slot_height >= 6:
             lines = "".join(f"M{_LEFT} {_TOP + n * self.slot_height:.1f}H{self.right}" for n in nodes)
-            yield element_markup("path", class_="node", d=lines)
+            yield svg_element("path", class_="node", d=lines)
 
     def value_axis(self) -> Iterator[str]:
         values = axis_ticks(0, self.picture.end, 9 if self.right > 900 else 4)
         places = [(value, f"{value:g}" if self.timed else self.write_time(value)) for value in values]
         words = "predicted seconds" if self.timed else "share of the step, as priced"
         for value, name in places:
-            yield element_markup("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")
-            yield text_markup(name, self.x(value), self.bottom + 16, "middle", "tick")
-        yield text_markup(words, self.right, self.bottom + 32, "end")
+            yield svg_element("path", class_="grid short", d=f"M{self.x(value):.1f} {self.bottom:.1f}v4")
+            yield svg_text(name, self.x(value), self.bottom + 16, "middle", "tick")
+        yield svg_text(words, self.right, self.bottom + 32, "end")
 
     def panel_ends_and_names(self) -> Iterator[str]:
         last_name_x = -100.0
         for index, panel in enumerate(self.picture.panels):
             middle, edge = self.x((panel.start + panel.stop) / 2), self.x(panel.stop)
-            yield element_markup("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}")
+            yield svg_element("path", class_="barrier", d=f"M{edge:.1f} {_TOP - 5}V{self.bottom + 4:.1f}")
             name = f"micro-batch {index}" if (panel.stop - panel.start) * self.x_scale >= 90 else str(index)
             # 6.2 pixels a character, and 8 between names
             if middle - last_name_x >= 6.2 * len(name) + 8 and self.plan.mode == "lockstep":
-                yield text_markup(name, middle, _TOP - 9, "middle")
+                yield svg_text(name, middle, _TOP - 9, "middle")
                 last_name_x = middle
 
 

@@ -69,7 +69,7 @@ def content_policy(*, live: bool) -> str:
     return f"{policy}base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
 
 
-def element_markup(element: str, *content: str, **attributes: object) -> str:
+def svg_element(element: str, *content: str, **attributes: object) -> str:
     """Return one element. `content` is markup (callers put plain text through `text`); attribute values are escaped.
 
     >>> tag("rect", class_="bar", x=1.25, data_d=3, hidden=None)
@@ -89,9 +89,9 @@ def escaped_text(value: object) -> str:
     return escape(str(value))
 
 
-def text_markup(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
+def svg_text(words: str, x: float, y: float, anchor: str, css_class: str = "label") -> str:
     """Return words in a drawing at (x, y), which is where they start, end or have their middle, as `anchor` says."""
-    return element_markup("text", escaped_text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
+    return svg_element("text", escaped_text(words), class_=css_class, x=float(x), y=float(y), text_anchor=anchor)
 
 
 def read_report_file(name: str) -> str:
