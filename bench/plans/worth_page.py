@@ -344,9 +344,8 @@ def _panel(record: Row, gbps: float, left: float, most: float) -> Iterator[str]:
     for name in NAMES:
         rows = [row for row in select(record, **usual(lengths=name, gbps=gbps)) if row["slots"] in SLOTS]
         points = [(across(row["slots"]), up(row["gain"])) for row in sorted(rows, key=lambda row: row["slots"])]
-        yield svg_element(
-            "path", class_=f"curve c{COLORS[name]}", d="M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
-        )
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        yield svg_element("path", class_=f"curve c{COLORS[name]}", d=path)
         yield from (_mark(x, y, COLORS[name]) for x, y in points)
 
 

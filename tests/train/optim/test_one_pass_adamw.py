@@ -135,7 +135,7 @@ BLOCKS = [
 
 def test_places_are_those_in_the_whole() -> None:
     for shape, block in BLOCKS:
-        expected, places = torch.arange(math.prod(shape)).view(shape)[block].flatten(), Places.of_block(shape, block)
+        expected, places = torch.arange(math.prod(shape)).view(shape)[block].flatten(), Places.from_block(shape, block)
         assert torch.equal(places.indices(0, len(expected), CPU), expected), (shape, block)
         later = places._replace(start=1)
         assert torch.equal(later.indices(0, len(expected) - 1, CPU), expected[1:]), (shape, block)
@@ -187,11 +187,11 @@ def test_shards_are_rounded_as_the_whole(down: int, across: int) -> None:
     tensors.append(tensors[2].square())
     factors = Factors.from_parameter_group(GROUP, 2)
     whole = [tensor.clone() for tensor in tensors]
-    apply_update_by_torch(Update(*whole, factors, key, Places.of_block(shape, (slice(0, 6), slice(0, 6)))))
+    apply_update_by_torch(Update(*whole, factors, key, Places.from_block(shape, (slice(0, 6), slice(0, 6)))))
     for i in range(0, 6, down):
         for j in range(0, 6, across):
             block = slice(i, i + down), slice(j, j + across)
             shard = [tensor[block].clone() for tensor in tensors]
-            apply_updates([Update(*shard, factors, key, Places.of_block(shape, block))], None)
+            apply_updates([Update(*shard, factors, key, Places.from_block(shape, block))], None)
             assert all(torch.equal(part, result[block]) for part, result in zip(shard, whole, strict=True))
     assert not torch.equal(whole[0], tensors[0])

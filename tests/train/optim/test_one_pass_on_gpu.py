@@ -31,18 +31,18 @@ SINGLE, HALF = torch.float32, torch.bfloat16
 DTYPES = [(SINGLE,) * 3, (HALF,) * 3, (SINGLE, SINGLE, HALF), (HALF, HALF, SINGLE), (HALF, SINGLE, HALF)]
 SIZES = (1, 1023, 1024, 5003, 20_000)
 BLOCKS = {  # of whole parameters: the place of a block, which is whole, of rows, of columns, of both, or a part
-    "whole": Places.of_block((20_000,), (slice(0, 20_000),)),
-    "far": Places.of_block((2**21, 2**13), (slice(2**20, 2**20 + 3), slice(0, 2**13))),
-    "columns": Places.of_block((5000, 40), (slice(0, 5000), slice(7, 11))),
-    "columns of some experts": Places.of_block((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12))),
-    "a part": Places.of_block((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12)))._replace(start=1025),
-    "wide columns": Places.of_block((40, 5000), (slice(0, 40), slice(2500, 5000))),
-    "wide columns of some experts": Places.of_block((30, 5, 5000), (slice(3, 20), slice(1, 4), slice(2000, 3100))),
-    "past 2^32, wide": Places.of_block((9, 2**21, 5000), (slice(1, 9), slice(1, 2**20), slice(7, 3007)))._replace(
+    "whole": Places.from_block((20_000,), (slice(0, 20_000),)),
+    "far": Places.from_block((2**21, 2**13), (slice(2**20, 2**20 + 3), slice(0, 2**13))),
+    "columns": Places.from_block((5000, 40), (slice(0, 5000), slice(7, 11))),
+    "columns of some experts": Places.from_block((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12))),
+    "a part": Places.from_block((90, 1000, 40), (slice(3, 50), slice(100, 201), slice(7, 12)))._replace(start=1025),
+    "wide columns": Places.from_block((40, 5000), (slice(0, 40), slice(2500, 5000))),
+    "wide columns of some experts": Places.from_block((30, 5, 5000), (slice(3, 20), slice(1, 4), slice(2000, 3100))),
+    "past 2^32, wide": Places.from_block((9, 2**21, 5000), (slice(1, 9), slice(1, 2**20), slice(7, 3007)))._replace(
         start=2**33
     ),
-    "past 2^32, narrow": Places.of_block((2**31, 40), (slice(0, 2**31), slice(7, 11)))._replace(start=2**32 - 1500),
-    "across 2^32": Places.of_block((2**21, 2**13), (slice(2**19 - 1, 2**19 + 2), slice(0, 2**13))),
+    "past 2^32, narrow": Places.from_block((2**31, 40), (slice(0, 2**31), slice(7, 11)))._replace(start=2**32 - 1500),
+    "across 2^32": Places.from_block((2**21, 2**13), (slice(2**19 - 1, 2**19 + 2), slice(0, 2**13))),
 }
 
 
@@ -104,7 +104,7 @@ def test_numbers_past_two_to_the_31_are_updated_alike(by_chance: bool) -> None:
         tensor.normal_()
     square.uniform_()
     factors, key = Factors.from_parameter_group(GROUP, 2), Key(5**13, 3**20) if by_chance else None
-    whole = Places.of_block((PAST,), (slice(0, PAST),)) if by_chance else None
+    whole = Places.from_block((PAST,), (slice(0, PAST),)) if by_chance else None
     places = (0, 2**30, 2**31 - 5000, 2**31, PAST - 10_001)
     expected = list[Update]()
     for first in places:

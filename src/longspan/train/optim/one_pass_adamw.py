@@ -63,14 +63,14 @@ class Places(NamedTuple):
         return not (self.near or self.far)
 
     @classmethod
-    def of_block(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
+    def from_block(cls, shape: Sequence[int], block: Sequence[slice]) -> "Places":
         """Return the places of a block of a tensor of this shape: a slice for each dim.
 
         `levels` are (count, stride), from the last dim to the first. A dim joins the level before if all dims of that
         level are whole; otherwise it begins a new level. A dim of which the block has one index adds to the offset
         only. A tensor that is cut along two dims has three levels at most.
 
-        >>> Places.of_block((4, 6), (slice(2, 4), slice(3, 6)))
+        >>> Places.from_block((4, 6), (slice(2, 4), slice(3, 6)))
         Places(offset=15, inner=3, rows=2, near=6, far=0, start=0)
         """
         offset, stride, levels = 0, 1, [(1, 1)]
@@ -128,7 +128,7 @@ class RoundingBits:
     def places(self, parameter: nn.Parameter) -> Places:
         places = self._places.get(parameter)
         if places is None:
-            places = self._places[parameter] = Places.of_block(
+            places = self._places[parameter] = Places.from_block(
                 parameter.shape, LocalPart.from_parameter(parameter).block
             )
         return places
