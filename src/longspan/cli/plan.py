@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from longspan.cli.flags import Groups, check_flags_at_least, flag_text, parse_flags, write_text_file
 from longspan.cli.plans.answer import answer_gpu_question
 from longspan.cli.plans.planning import read_lengths
-from longspan.cli.plans.question import GpuFlags, asks_for_gpus, parse_question
+from longspan.cli.plans.question import GpuFlags, is_gpu_question, parse_question
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import PLANNERS
 from longspan.errors import ConfigError, PlanError, plural
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
             "answers for one"
         )
     asks_for_degree = any(word.replace("_", "-").startswith("--which-eval-degree") for word in argv)
-    if not asks_for_degree and asks_for_gpus(argv):
+    if not asks_for_degree and is_gpu_question(argv):
         return answer_gpu_question(*parse_question(PlanFlags, argv))
     flags = parse_flags(PlanFlags, argv, "longspan plan")
     flags = replace(flags, model=find_local_path(flags.model, "--model"))

@@ -76,7 +76,7 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if not config.data.sources:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
-    config = _set_defaults(config, {"context.planner": _named_planner(config.context)})
+    config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     if not is_demo(config.model) and not config.train.epochs:  # of epochs the corpus decides the steps, later
         config = set_steps(config, config.train.steps)
@@ -86,8 +86,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.eval))
 
 
-def _named_planner(context: ContextConfig) -> str:
-    """The planner that a degree is of; "" where none is given."""
+def _planner_of_given_degrees(context: ContextConfig) -> str:
+    """Fixed where one degree is given, dynamic where a smallest or largest one is, "" for none."""
     if context.context_parallel_size not in (NOT_GIVEN, 0):
         return "fixed"
     limits = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size

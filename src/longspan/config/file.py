@@ -165,7 +165,7 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
 
 
 def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
-    value = read_choice_word(value, kind)
+    value = choice_of_bool(value, kind)
     if value in ([], ()) and get_origin(kind) is tuple and get_args(kind)[-1] is ...:
         return ()  # not by `_value_if_it_fits`: where a list is one of several types, an empty list fits none
     for option in get_args(kind) if isinstance(kind, UnionType) else (kind,):
@@ -178,7 +178,7 @@ def _convert_value(key: str, value: object, kind: Any, source: str) -> object:
     raise ConfigError(f"{key} is {value!r} in {source}; it must be {kind_text(kind)}{hint}")
 
 
-def read_choice_word(value: object, kind: Any) -> object:
+def choice_of_bool(value: object, kind: Any) -> object:
     """Return the choice that true ("full" or "layers") or false ("none") stands for; other values are unchanged."""
     if (
         get_origin(kind) is not Literal
@@ -209,7 +209,7 @@ def _word_values(word: str, kind: Any) -> Iterator[object]:
         with suppress(ValueError):
             yield read(word)
     yield {"true": True, "false": False}.get(word.lower())
-    yield read_choice_word(word, kind)
+    yield choice_of_bool(word, kind)
 
 
 def _value_if_it_fits(value: object, option: Any) -> object | None:

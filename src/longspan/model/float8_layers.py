@@ -27,7 +27,7 @@ from longspan.model.float8.products import (
 )
 from longspan.model.layers import decoder_layers, expert_modules
 from longspan.model.mtp import PREFIX, model_depths
-from longspan.model.seams.call_rules import has_instance_forward
+from longspan.model.seams.call_rules import has_forward_of_others
 from longspan.model.sharding import Placement
 from longspan.model.tensor_parallel import plan as styles
 from longspan.model.tensor_parallel.plan import list_styles
@@ -53,7 +53,7 @@ def float8_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
             type(module) is not nn.Linear
             or not name.startswith(prefixes)
             or is_left_out
-            or has_instance_forward(module)
+            or has_forward_of_others(module)
         ):
             continue
         linear_name = [word for word in name.split(".") if word != "base_layer"][-1]  # which peft puts behind the name

@@ -101,7 +101,7 @@ class Evaluations:
         return self.run.world.control.broadcast_object((done, entry.name) in self.records.metrics.evaluated)
 
     def _record_evaluations(self, entry: EvaluationSet, evaluations: Sequence[Evaluation]) -> None:
-        """Losses of documents, and the row for `take_new_rows`, are of the first: a degree changes no loss."""
+        """`take_new_rows` gives the row of the first evaluation alone: a degree changes no loss."""
         world = self.run.world
         self._recorded.extend(evaluation.row() for evaluation in evaluations[:1])
         for evaluation in sorted(evaluations, key=attrgetter("cp")):

@@ -112,7 +112,7 @@ class Question:
         return not self.given_keys.isdisjoint(keys)
 
 
-def asks_for_gpus(argv: Sequence[str]) -> bool:
+def is_gpu_question(argv: Sequence[str]) -> bool:
     """Return whether the words of a command name GPUs, and so ask whether a run fits them. Raises ConfigError, if no
     GPUs are named, for flags and keys that only such a question has.
     """

@@ -50,7 +50,7 @@ def items_text(items: Sequence[int] | Sequence[str], limit: int = 4) -> str:
     return f"{head}, … ({len(items)} in all)" if len(items) > limit else head
 
 
-def has_instance_forward(module: nn.Module) -> bool:
+def has_forward_of_others(module: nn.Module) -> bool:
     """Return whether somebody else than longspan gave a module a forward in place of its class's.
 
     longspan's are functions of its modules, alone or in a `partial`, and copies of the class's code (`mixers.py`).
@@ -74,7 +74,7 @@ def is_wrapped_by_others(module: nn.Module) -> bool:
 
 def modules_with_instance_forward(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Return the modules, by name and class, to which somebody gave a forward in place of their class's."""
-    return [f"{name} ({type(module).__name__})" for name, module in modules if has_instance_forward(module)]
+    return [f"{name} ({type(module).__name__})" for name, module in modules if has_forward_of_others(module)]
 
 
 def _defining_module(function: Any) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import rms_norm
 
-from longspan.model.seams.call_rules import has_instance_forward
+from longspan.model.seams.call_rules import has_forward_of_others
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 16384  # features of a group, which a program holds
@@ -166,7 +166,7 @@ def fuse_norms(model: nn.Module) -> int:
     """
     norms = [m for m in model.modules() if type(m).__name__.endswith(("RMSNorm", "RMSNormGated"))]
     norms = [norm for norm in norms if getattr(getattr(norm, "weight", None), "ndim", 0) == 1]
-    weighted = [norm for norm in norms if _find_eps(norm) is not None and not has_instance_forward(norm)]
+    weighted = [norm for norm in norms if _find_eps(norm) is not None and not has_forward_of_others(norm)]
     first_norms = {_norm_kind(norm): norm for norm in reversed(weighted)}  # the first norm of each kind
     formulas = {kind: _find_formula(norm) for kind, norm in first_norms.items()}
     fused = [(norm, formula) for norm in weighted if (formula := formulas[_norm_kind(norm)]) is not None]
