@@ -15,6 +15,8 @@ from longspan.model.exactness.small_copies import make_tiny_model, shrink_config
 from longspan.model.presets import preset_config
 from tests.model.deep import deep
 from tests.model.experts.moe_models import moe_model
+from tests.model.seams.families import FAMILIES
+from tests.model.seams.families import tiny as of_family
 from tests.model.seams.test_mixers import small_config
 from tests.model.stock import SIZES, at_random, gradients_of, random_model, texts, tiny
 
@@ -90,6 +92,8 @@ def _model(family: str, dtype: torch.dtype) -> PreTrainedModel:
         return moe_model(family, dtype)
     if family in HYBRIDS or family in OTHER_HYBRIDS:
         return _hybrid(family).to(dtype)
+    if family in FAMILIES:
+        return of_family(family).to(dtype)
     if family == "deep":
         return deep("llama", dtype, 4, EVEN)
     if family != "biased":

@@ -21,6 +21,8 @@ from longspan.plan import Plan, plan_dynamic, plan_fixed
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer, run_step, token_log_probs
 from tests.model.lora.adapted import LENGTHS, OTHER_HYBRIDS, adapted, dense_answer
+from tests.model.seams.families import MANY_HEADS
+from tests.model.seams.families import here as indexed_here
 from tests.model.seams.test_mixers import here
 from tests.model.stock import error, gradients_of, prepare_untried, texts
 from tests.mutation import Change, mutated
@@ -129,7 +131,8 @@ CASES = (
 OTHERS = tuple((family, "projections") for family in here(OTHER_HYBRIDS))
 CP_MIXERS, DYNAMIC = Home(Layout(ranks=2), partition="contiguous"), Home(Layout(ranks=2), FULL, dynamic=True)
 TP_MIXERS, PP_MIXERS = Home(TP, partition="contiguous"), Home(PP, partition="contiguous")
-FEW_MIXERS: Table = {"dynamic": (DYNAMIC, (CASES[3],)), "tp 2": (TP_MIXERS, (CASES[1],))}
+INDEXED = [(family, "projections") for family in indexed_here([f"deepseek-v3.2{MANY_HEADS}"])]
+FEW_MIXERS: Table = {"dynamic": (DYNAMIC, (CASES[3], *INDEXED)), "tp 2": (TP_MIXERS, (CASES[1],))}
 MIXERS: Table = {
     "cp 2": (CP_MIXERS, (*CASES, *OTHERS)),
     "dynamic": (DYNAMIC, CASES),

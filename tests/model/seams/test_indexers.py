@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from longspan import Layout, World, bind, plan_fixed
+from longspan import Layout, World, attend, bind, plan_fixed
+from longspan.attention.saved_outputs import Recording
 from longspan.doctor.stock import compute_in_float64
 from longspan.model.seams import indexers
 from longspan.model.seams.attention_calls import find_indexers
@@ -122,3 +124,23 @@ def test_documents_of_no_more_rows_than_keys_need_no_choice() -> None:
         ids = torch.zeros(1, shard.local_rows, dtype=torch.long, device=world.device)
         model(input_ids=ids, position_ids=shard.position_ids[None], shard=shard)
     assert {*shapes} == {(1, K + 2, 0)}
+
+
+@pytest.mark.skipif(backend() == "nccl", reason="a GPU would be of no more use to this process")
+def test_a_recomputed_layer_that_chooses_other_keys_ends() -> None:
+    with World(Layout(ranks=1), backend=backend()) as world:
+        shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
+        q = torch.zeros(shard.local_rows, 2, 8, device=world.device, requires_grad=True)
+        indices = torch.zeros(shard.local_rows, K, dtype=torch.int32, device=world.device)
+
+        def layer(q: Tensor) -> Tensor:
+            return attend(q * 1, q * 1, q * 1, shard, indices=indices.clone())
+
+        for change, ends in ((0, False), (1, True)):
+            out = checkpoint(layer, q, use_reentrant=False, context_fn=Recording().contexts)
+            indices[3, 1] += change
+            if ends:
+                with pytest.raises(RuntimeError, match="chose other keys than its forward pass did"):
+                    out.sum().backward()
+            else:
+                out.sum().backward()

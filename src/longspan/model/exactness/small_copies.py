@@ -8,13 +8,14 @@ import logging
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily  # pyright: ignore[reportPrivateUsage]
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -302,6 +303,8 @@ class LayerChoice(NamedTuple):
             return len(self.layers) - 1
         if name == "per_layer_config" and isinstance(value, Mapping):
             return {index: value[key] for index, layer in enumerate(self.layers) for key in value if int(key) == layer}
+        if isinstance(value, list) and value == [*range(self.of)]:  # each layer's own number
+            return [*range(len(self.layers))]
         if isinstance(value, list | tuple) and len(value) == self.of and self.of > 1:
             return [value[layer] for layer in self.layers]
         return value
@@ -471,7 +474,9 @@ def make_tiny_model(
 
     Norms, biases and sinks start at constants, which would hide their gradients: every parameter is moved at random.
     """
-    with torch.random.fork_rng(devices=[]), _silence_warnings():
+    # Under a mode that widens types, parameters of float32 would be drawn otherwise.
+    outside_mode = _pop_mode_temporarily() if _get_current_function_mode_stack() else nullcontext()
+    with torch.random.fork_rng(devices=[]), _silence_warnings(), outside_mode:
         torch.manual_seed(seed)
         model = _make_model(config, attention, images=images)
         for parameter in model.parameters():
