@@ -25,10 +25,10 @@ from tests.train.own_loss.dense import (
 
 LOSS, OWN, ALL = "train.loss", "train.terms.", "weights tokens sets all"
 DOCUMENTS, LOG_PROBS = OWN + "document_loss", OWN + "token_loss"
-SUM = 'self._world.control.sum_over_slots(local[ids].tolist(), "log-probabilities of documents")'
+SUM = 'self._world.control.sum_over_slots(local[ids].ravel().tolist(), "numbers of documents")'
 MUTATIONS = {  # what is wrong -> the module, what stands there, and in its place; and the losses that show it
     "nothing": (None, ""),
-    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[ids]"), "sets"),
+    "a rank's sum dropped inside a micro-batch": ((DOCUMENTS, SUM, "local[ids].ravel()"), "sets"),
     "a rank's sum dropped in the pass ahead": (
         (LOG_PROBS, 'world.control.sum_array_over_ranks(flat, "log-probabilities of tokens")', "flat"), "all"),
     "a loss counted by every slot": ((DOCUMENTS, "loss if self._world.slot == 0 else 0.0", "loss"), "sets"),
@@ -47,9 +47,9 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
         (LOSS, "sum(dtype=torch.float64), slopes", "sum(dtype=torch.float64), -torch.ones_like(slopes)"),
         "weights"),
     "weights forgotten in the gradient of sets": (
-        (DOCUMENTS, "coefficients[targets.documents] * targets.weights", "coefficients[targets.documents]"),
+        (DOCUMENTS, "(coefficients[targets.documents].T * targets.weights).T", "coefficients[targets.documents]"),
         "sets all"),
-    "weights forgotten in the pass ahead": ((LOG_PROBS, "numbers[0] * targets.weights", "numbers[0]"), "all"),
+    "weights forgotten in the pass ahead": ((LOG_PROBS, "column * targets.weights", "column"), "all"),
     "weights multiplied beside a loss of one's own": (
         (OWN + "token_loss", "total = losses.sum(",
          'total = (losses * targets.rows(part, leaf.dtype)["weights"]).sum('),
