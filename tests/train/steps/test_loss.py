@@ -132,6 +132,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 class Plain:
     linear: nn.Linear
     cap: float | None = None
+    makes_scores: bool = False
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
