@@ -176,6 +176,7 @@ BAD = [
     ({"indices": [0]}, "indices is a list; give a tensor of positions for each row"),
     ({"indices": x(2, 8, dtype=torch.int32)}, r"indices has shape \(2, 8\); give positions for each row: \(3, k\)"),
     ({"indices": x(3, 8)}, "indices is torch.float32 on cpu; give int32 on cpu"),
+    ({"indices": torch.tensor([[0], [-2], [1]])}, "indices has -2; give positions"),
     ({"indices": x(3, 8, dtype=torch.int32), "causal": False}, "indices choose among earlier keys, got causal=False"),
     ({"cp_comm_type": 5}, "cp_comm_type is 5; use one of p2p, all_gather, a2a, a2a.p2p, auto, or one per layer"),
     ({"cp_comm_type": [5]}, r"cp_comm_type has 1 entries, one per layer; got layer=None"),

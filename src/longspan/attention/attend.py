@@ -251,6 +251,8 @@ def check_indices(indices: Tensor | None, q: Tensor, shard: SequenceShard, argum
         raise AttentionError(f"indices has shape {tuple(indices.shape)}; give positions for each row: ({len(q)}, k)")
     if indices.dtype not in (torch.int32, torch.int64) or indices.device != q.device:
         raise AttentionError(f"indices is {indices.dtype} on {indices.device}; give int32 on {q.device}")
+    if indices.device.type == "cpu" and indices.numel() and (least := int(indices.min())) < -1:  # a GPU would wait
+        raise AttentionError(f"indices has {least}; give positions in the row's own document from 0, or -1 for none")
     if not arguments.causal or shard.has_spans:
         got = "causal=False" if not arguments.causal else "a shard with spans"
         raise AttentionError(f"indices choose among earlier keys, got {got}; call without indices")

@@ -303,8 +303,9 @@ class StepsPart(StockTrainer):
         self._compare_rows_on_ranks(documents)
         prepared, head, training = facade.inner_model, facade.head, facade.inner_model.training
         plan = self._cached_plan(documents, training=training)
-        read_values = token_scores if score_columns(prepared) else token_log_probs
-        values = {} if score_columns(prepared) else {"also": head.values, "temperature": head.temperature}
+        read_values, values = token_log_probs, {"also": head.values, "temperature": head.temperature}
+        if score_columns(prepared):
+            read_values, values = token_scores, {}
         try:
             with torch.autocast(self.args.device.type, enabled=False):
                 return read_values(prepared, plan, documents, self.world, **values)

@@ -103,11 +103,12 @@ def load_model(
 
 
 def _find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    if not any(name.endswith(SCORE_HEADS) for name in config.architectures or ()):
+    kinds = (kind for name in config.architectures or () for kind in SCORE_HEADS if name.endswith(kind))
+    if (kind := next(kinds, None)) is None:
         return None
-    from longspan.model.score_heads import find_score_class
+    from longspan.model.score_heads import score_class
 
-    return find_score_class(config)
+    return score_class(config, kind)
 
 
 def check_folder_weights(folder: str | Path) -> None:

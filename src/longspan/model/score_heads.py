@@ -111,13 +111,6 @@ def _make_class(causal: type[PreTrainedModel], generic: Any, kind: str) -> type[
     return type(name, (generic, family), prefix)
 
 
-def find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the class with a head that scores which a folder's configuration names; None for other models."""
-    names = [name for name in config.architectures or () if name.endswith(SCORE_HEADS)]
-    kinds = (kind for name in names[:1] for kind in SCORE_HEADS if name.endswith(kind))
-    return next((score_class(config, kind) for kind in kinds), None)
-
-
 def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = False, seed: int = 0) -> PreTrainedModel:
     """Return a model with a new head of `labels` scores over a causal language model's base, for `prepare`.
 

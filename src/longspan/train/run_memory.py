@@ -173,8 +173,9 @@ class ComingSteps:
         Those with the fullest slots, by a simple cost, where all steps can be looked at; else the heaviest, and where
         rows have a limit a plan that fills every slot to it. Raises PlanError for documents that fit no group.
         """
-        both = ("dynamic", "fixed")  # of which a run with "auto" chooses one later
-        planners = self.planners or (both if config.context.planner == AUTO else (config.context.planner,))
+        planners = self.planners or (config.context.planner,)
+        if planners == (AUTO,):  # of several slots a run chooses one later
+            planners = ("dynamic", "fixed") if self.home.slots > 1 else ("fixed",)
         configs = (replace(config, context=replace(config.context, planner=planner)) for planner in planners)
         choices = [PlanChoice.training(one, cost=cost, heads=self.heads) for one in configs]
         steps, sees_all = range(self.first, min(self.last, self.first + MOST_STEPS)), True

@@ -26,7 +26,7 @@ FAMILIES = here(["deepseek-v3.2", f"deepseek-v3.2{MANY_HEADS}", "glm-5", "a.x-k2
 SEAM = "model.seams.indexers"
 CHANGES = {
     "a tie is broken otherwise": (SEAM, "(scores + 0.0)", "(scores + 1e-12 * torch.arange(scores.shape[-1]))"),
-    "a key of another document": (SEAM, "first_key = sum(laid_out[:document])", "first_key = 0"),
+    "a key of another document": (SEAM, "accumulate(laid_out, initial=0)", "0 for _ in laid_out"),
     "a later key": (SEAM, "visible = key_positions <= key_positions", "visible = key_positions <= 1 + key_positions"),
     "a choice of another layer": (SEAM, "return chosen", "return _choose_keys.__dict__.setdefault('first', chosen)"),
     "a sum in half precision": (SEAM, "(scores + 0.0).sort(dim=-1", "scores.bfloat16().sort(dim=-1"),

@@ -24,7 +24,6 @@ from longspan.cli.plans.question import GpuFlags, Question, choose_gpus, find_do
 from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
-from longspan.config.plan_section import ONE_DEGREE
 from longspan.config.sections import RunConfig, section_kinds
 from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
 from longspan.data.manifest import SHORTEST
@@ -37,6 +36,7 @@ from longspan.plan.memory.settings import Bytes, gib_text
 from longspan.plan.ways import plan_type_text
 from longspan.run.checks import check_config, check_paths_exist
 from longspan.train.plans.order import documents_line, make_step_order, most_step_tokens, order_lengths, set_epoch_steps
+from longspan.train.plans.run_cost import leaves_plans_open
 
 Log = Callable[[str], None]
 BYTES_PER_TOKEN = 4  # of English text and code under the usual byte-pair vocabularies
@@ -291,9 +291,11 @@ def show_dry_run(config: RunConfig, *, ranks: int, on_gpus: bool, as_json: bool)
     check_paths_exist(config)
     run = RunOnGpus.with_model(config, choose_gpus(config, ranks, on_gpus=on_gpus))
     context = config.context
-    is_open = context.planner == AUTO
-    degree = is_open or (context.planner in ONE_DEGREE and not context.context_parallel_size)
-    choices = Choices(planner=is_open, degree=degree, rows=context.max_tokens_per_slot == AUTO)
+    choices = Choices(
+        planner=context.planner == AUTO,
+        degree=leaves_plans_open(config),
+        rows=context.max_tokens_per_slot == AUTO,
+    )
     return _show_answer(_answer_by_data(run, frozenset(), choices, estimate=False), as_json=as_json)
 
 

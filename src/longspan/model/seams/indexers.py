@@ -8,7 +8,8 @@ torch's `topk` has no order among equals. Indexers get no gradient, as in transf
 
 import inspect
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,7 +93,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     Where no document is longer than k, every row sees every key, and there are no columns. Else index keys are gathered
     over each group, (rows, head size), and scored by a few rows at a time.
     """
-    signature = inspect.signature(inspect.unwrap(type(indexer).forward))
+    signature = _forward_signature(type(indexer))
     arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
     del arguments["self"]
     (cache,) = signature.parameters.keys() & {*_CACHE_ARGUMENTS}
@@ -125,6 +126,11 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     return chosen
 
 
+@cache
+def _forward_signature(kind: type[nn.Module]) -> inspect.Signature:
+    return inspect.signature(inspect.unwrap(kind.forward))
+
+
 def _gather_keys(keys: Tensor, members: Members) -> Tensor:
     """The index keys of all rows of a group (S, head size), document after document."""
     if members.degree == 1:
@@ -136,13 +142,13 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield runs of this member's rows, their positions, and the rows of their document among those of the group."""
     laid_out = members.part.group.laid_out
+    first_keys = list(accumulate(laid_out, initial=0))
     for document, start, stop, offset in members.real_segments(members.member):
-        first_key = sum(laid_out[:document])
         at_once = max(1, _SCORE_BYTES // (4 * heads * stop))
         for first in range(start, stop, at_once):
             last = min(first + at_once, stop)
             rows = slice(offset + first - start, offset + last - start)
-            yield rows, slice(first, last), slice(first_key, first_key + laid_out[document])
+            yield rows, slice(first, last), slice(first_keys[document], first_keys[document] + laid_out[document])
 
 
 def _take_rows(value: Any, count: int, rows: slice) -> Any:

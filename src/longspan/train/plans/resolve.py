@@ -18,7 +18,7 @@ import torch
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
 from longspan.config.keys import AUTO
-from longspan.config.plan_section import ONE_DEGREE, EvalConfig
+from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, set_evaluations
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, PlanError, plural
@@ -26,7 +26,7 @@ from longspan.layout import Layout
 from longspan.plan import Cost, PlanOptions
 from longspan.plan.ways import PartitionChoice, compare_degrees, compare_partitions, options_at_degree
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.plans.run_cost import KEY, read_run_machine
+from longspan.train.plans.run_cost import KEY, leaves_plans_open, read_run_machine
 
 STEPS = 4  # whose documents are planned for
 NAMED = 3  # other choices in a reason
@@ -97,6 +97,8 @@ def choose_planner_on_ranks(
     config: RunConfig, order: StepOrder, world: World, log: LogLine, *, longest: int, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
     """Choose planner and degree on the first rank, by the first steps; returns the configuration, and why."""
+    if not leaves_plans_open(config):
+        return config, ""
     lengths = [order.lengths_of_step(step) for step in range(STEPS)]
     work = partial(choose_planner, config, lengths, world.home, longest=longest, cost=cost, heads=heads)
     config, reason = run_on_first_rank(world, work, ConfigError)
@@ -120,10 +122,9 @@ def choose_planner(
     Only degrees that hold the `longest` document are tried; a dynamic plan must be faster than `least_gain` says.
     Raises ConfigError where no degree is possible.
     """
-    context = config.context
-    is_open = context.planner == AUTO
-    if not is_open and (context.planner not in ONE_DEGREE or context.context_parallel_size):
+    if not leaves_plans_open(config):
         return config, ""
+    context, is_open = config.context, config.context.planner == AUTO
     dynamic, kind = PlanChoice.training(config, cost=cost, heads=heads), "fixed" if is_open else context.planner
     choices = [dynamic] * (is_open and home.slots > 1)
     for degree in degrees_to_compare(home, dynamic):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.config.defaults import DTYPE_BYTES, compute_dtype_name, encoder_default
 from longspan.config.file import nearest_hint
-from longspan.config.plan_section import PLANNERS
+from longspan.config.keys import AUTO
+from longspan.config.plan_section import ONE_DEGREE, PLANNERS
 from longspan.config.sections import RunConfig, TrainConfig, chooses_measures, given_checkpointing
 from longspan.errors import ConfigError, LongspanError, PlanError, import_object, plural
 from longspan.layout import Layout
@@ -31,7 +32,7 @@ def check_planner_exists(name: str, key: str) -> None:
         return
     if "." not in name:
         raise ConfigError(
-            f"{key} is {name!r}; {nearest_hint(name, PLANNERS)}, or a function of your own with its module, as in "
+            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, as in "
             "'my_module.my_planner' (docs/planning.md)"
         )
     _import_planner(name, key)
@@ -198,6 +199,12 @@ def optimizer_state_numbers(train: TrainConfig, *, lora: bool = False, dtype: st
     optimizer.step()
     size = sum(x.nbytes for x in optimizer.state[matrix].values() if isinstance(x, torch.Tensor))
     return round(size / matrix.nbytes, 3)  # rounded: the count of steps does not show
+
+
+def leaves_plans_open(config: RunConfig) -> bool:
+    """Return whether the keys leave the planner of training, or its one degree, to be chosen."""
+    context = config.context
+    return context.planner == AUTO or (context.planner in ONE_DEGREE and not context.context_parallel_size)
 
 
 def can_be_free(config: RunConfig, home: Layout) -> bool:
