@@ -32,8 +32,8 @@ def check_planner_exists(name: str, key: str) -> None:
         return
     if "." not in name:
         raise ConfigError(
-            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, as "
-            "in 'my_module.my_planner' (docs/planning.md)"
+            f"{key} is {name!r}; {nearest_hint(name, (AUTO, *PLANNERS))}, or a function of your own with its module, "
+            "as in 'my_module.my_planner' (docs/planning.md)"
         )
     _import_planner(name, key)
 
