@@ -141,8 +141,8 @@ RUNS = (
     ),
     GpuRun("tests-compiled", 150, f"{SAME_AS_CPUS} tests/model/test_compiled_layers.py"),
     *(  # 2,048 rows hold the longest document on four GPUs, 4,096 on two
-        GpuRun(f"many-{rows}-{mode}", 95, f"{MANY} --context.max_tokens_per_slot {rows} --context.mode {mode}")
-        for rows in (2048, 16384, 4096, 8192)
+        GpuRun(f"many-{rows}-{mode}", 95, f"{MANY} --context.max_tokens_per_slot {rows} --context.mode {mode}", gpus)
+        for rows, gpus in ((2048, 4), (16384, 2), (4096, 2), (8192, 2))
         for mode in ("lockstep", "free")
     ),
     *(  # the two other ways of sharding: gradients summed in every micro-batch, and weights gathered there too
@@ -170,6 +170,8 @@ RUNS = (
     ),
     GpuRun("step-packed", 180, f"{PEERS} {PACKED}"),
     GpuRun("step-packed-float8", 80, f"{STEP} {PACKED} --train.float8 rows"),
+    GpuRun("step-128k", 130, f"{STEP} --sequences 131072 {YARN} --warmup 1 --repeats 2", gpus=4),
+    GpuRun("step-512k", 400, f"{STEP} --sequences 524288 {YARN} --warmup 1 --repeats 1", gpus=4),
     GpuRun("step-256k", 330, f"{STEP} --sequences 262144 {YARN} --warmup 1 --repeats 1"),
     # the longest documents of `longspan plan --longest` (bench/records/what-fits.md), and 5 % longer ones, which fill
     # more than a run fills
@@ -192,20 +194,19 @@ RUNS = (
         GpuRun(f"choice-{name}", 45, f"{STEP} --layers 12 --sequences 32768 --train.memory {keys}")
         for name, keys in CHOICES.items()
     ),
-    GpuRun(
-        "first-steps-eager",
-        110,
-        "{python} bench/training/first_steps.py --ranks 2 --longest 16384 --tail 49152 --tail_longest 8192 --steps 6 "
-        "--runs cold,warm --out {out} -- --model.preset qwen3-0.6b --model.dtype bfloat16 --train.compiled none",
-    ),
     GpuRun("step-peers", 150, f"{PEERS.replace('fixed', 'none')} --sequences 8192,16384,32768 --repeats 2"),
     GpuRun("trainer-train", 100, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways train"),
     GpuRun("trainer-sft", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways SFTTrainer"),
     GpuRun("trainer-trl", 95, f"{TRAINER} --memory auto --out {{folder}}/trainer.json --ways 'TRL cp'"),
-    GpuRun(
-        "evaluation",
-        140,
-        "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp1,8k-tp1,1k-tp2,8k-tp2 --out {out}",
+    *(  # two documents on four GPUs are the published work of each
+        GpuRun(
+            f"evaluation-{name}",
+            100,
+            "{python} bench/evaluation/evaluation_degrees.py --cases 1k-tp2,8k-tp2,8k-pp2,16k-pp2 --whole true "
+            f"--documents {documents} --compiled {compiled} --out {{out}}",
+            gpus=4,
+        )
+        for name, documents, compiled in (("one", 1, "none"), ("equal", 2, "none"), ("compiled", 2, "layers"))
     ),
     GpuRun(
         "saves",
@@ -255,24 +256,18 @@ RUNS = (
         "--distribution lognorm --seed 6 --tokens 65536 --longest_document 16384 --layers 2 --warmup 1 --repeats 1 "
         "--out {out}",
     ),
-    GpuRun(
-        "evaluations",
-        75,
-        "{python} bench/evaluation/evaluation_degrees.py --cases 8k-tp1,8k-pp2,16k-pp2 --out {out}",
-    ),
-    GpuRun(
-        "two-nodes-step",
-        170,
-        f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
-        "--distribution lognorm --seed 7 --tokens 524288 --longest_document 16384 --context.mode free --layers 8 "
-        "--warmup 1 --repeats 1 --out {out}",
-    ),
-    GpuRun(
-        "two-nodes-step-16k",
-        260,
-        f"{NODES} longspan bench step --run.machine {{folder}}/two-nodes.json --planners fixed,dynamic "
-        "--distribution lognorm --seed 7 --tokens 524288 --longest_document 32768 --context.max_tokens_per_slot 16384 "
-        "--context.mode free --layers 8 --warmup 1 --repeats 1 --out {out}",
+    GpuRun("two-nodes-four", 120, "sh bench/two_nodes.sh longspan bench calibrate --out {out}", gpus=4),
+    *(
+        GpuRun(
+            f"two-nodes-{mode}",
+            200,
+            "sh bench/two_nodes.sh longspan bench step --run.machine {folder}/two-nodes-four.json --planners "
+            "fixed,dynamic --distribution lognorm --seed 7 --tokens 524288 --longest_document 65536 "
+            f"--context.max_tokens_per_slot 16384 --context.mode {mode} --layers 8 {YARN} --warmup 1 --repeats 1 "
+            "--out {out}",
+            gpus=4,
+        )
+        for mode in ("lockstep", "free")
     ),
     GpuRun("price-adapters", 150, f"sh -c '{CHATS} && {ADAPTERS}'", gpus=1),
     *(

@@ -156,6 +156,8 @@ class EvalBenchFlags(BenchFlags):
     """How the slots of a group share attention."""
     compiled: str = "auto"
     """Whether layers are compiled, as `train.compiled`; auto: as a run of `longspan train` has them."""
+    whole: bool = False
+    """Every rank keeps all weights of its part, in bfloat16 on GPUs, as published figures have it; not FSDP2."""
     warmup: int = 3
     """Evaluations before the timed ones."""
     repeats: int = 10
@@ -187,7 +189,7 @@ class EvaluationSettings:
 
     def to_json(self) -> dict[str, Any]:
         """What a record contains of them."""
-        names = ("documents", "vocabulary", "cp_comm_type", "compiled", "warmup", "repeats")
+        names = ("documents", "vocabulary", "cp_comm_type", "compiled", "whole", "warmup", "repeats")
         return {
             **{name: getattr(self.flags, name) for name in names},
             "ranks": self.ranks,
@@ -262,10 +264,11 @@ class _Bench:
 
 def _bench(case: EvaluationCase, settings: EvaluationSettings, world: World) -> _Bench:
     flags, configuration = settings.flags, case.configuration(settings.flags.vocabulary)
-    loaded = load_model(config=configuration, sharded=True)
+    dtype = torch.bfloat16 if settings.gpu else torch.float32
+    loaded = load_model(config=configuration, sharded=True, dtype=dtype if flags.whole else torch.float32)
     split = case.tp > 1
-    compute = torch.bfloat16 if settings.gpu else None
-    model = prepare(loaded, world, sequence_parallel=split, compute_dtype=compute, compiled=flags.compiled)
+    weights = {"shard_parameters": False} if flags.whole else {"compute_dtype": dtype if settings.gpu else None}
+    model = prepare(loaded, world, sequence_parallel=split, compiled=flags.compiled, **weights)
     lengths = [case.tokens] * flags.documents
     documents = [d[np.arange(len(d))] for d in synthetic_documents(lengths, flags.vocabulary)]
     options = PlanOptions(
@@ -362,7 +365,8 @@ def record_markdown(record: dict[str, Any]) -> str:
         f"{origin_text(record)}\n\n"
         f"{markdown_table(_SUMMARY, _summary(record))}\n\n"
         f"Whole evaluations of {documents} documents, the slowest rank of each, means over {record['repeats']} after "
-        f"{record['warmup']}: planning, agreement of the ranks, reading, forward passes under FSDP2, loss, token "
+        f"{record['warmup']}: planning, agreement of the ranks, reading, forward passes "
+        f"{'with whole weights' if record.get('whole') else 'under FSDP2'}, loss, token "
         "accuracy, and sums over ranks. Both degrees run on the same ranks and weights, after a training step at one "
         "of them. At a fixed degree each group of slots has one document in a micro-batch; a ratio is the time at "
         "degree 1 over that at degree 2, or over the planned one. Loss difference: of the same documents, at degrees "
