@@ -164,7 +164,7 @@ def taken(found: DocumentStream, count: int) -> list[int]:
 
 def one_by_one(found: DocumentStream, lengths: npt.NDArray[np.int64], count: int) -> list[int]:
     tokens, ids = [0] * len(found.sources), list[int]()
-    streams = [iter(source.ids(0, count).tolist()) for source in found.sources]
+    streams = [iter(source.document_ids(0, count).tolist()) for source in found.sources]
     for _ in range(count):
         behind = min(range(len(tokens)), key=lambda s: (tokens[s] / found.sources[s].weight, s))
         ids.append(next(streams[behind]))

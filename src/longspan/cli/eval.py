@@ -44,12 +44,12 @@ from longspan.evaluation.request import (
     SavedWeights,
     Subject,
     SubjectResult,
-    changed_keys,
     differences_by_set,
     document_rows,
     find_saved_weights,
     fit_evaluation_plans,
     fit_home_to_ranks,
+    layout_changes,
     parse_named_paths,
     results_record,
 )
@@ -191,7 +191,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
         degrees=degrees,
         metrics=flags.metrics,
         flag_keys=flag_keys,
-        home_changes=changed_keys(first.config, config),
+        home_changes=layout_changes(first.config, config),
     )
 
 

@@ -135,7 +135,7 @@ class ShuffledSource:
     def documents(self) -> int:
         return self.stop - self.first - len(self.held_out)
 
-    def ids(self, start: int, count: int) -> Integers:
+    def document_ids(self, start: int, count: int) -> Integers:
         """Return the ids of `count` documents of this source's endless stream, from place `start` on."""
         numbers = self.shuffled[np.arange(start, start + count)]
         before = self.held_out - self.first - np.arange(len(self.held_out))  # training documents before each
@@ -258,7 +258,7 @@ class DocumentStream:
         """
         used, used_tokens = self._marks[number]
         candidates = [
-            source.ids(start, n) for source, start, n in zip(self.sources, used, self._candidates, strict=True)
+            source.document_ids(start, n) for source, start, n in zip(self.sources, used, self._candidates, strict=True)
         ]
         # The source's tokens before each candidate, and after the last.
         before = [start + self._document_ends(ids) for start, ids in zip(used_tokens, candidates, strict=True)]

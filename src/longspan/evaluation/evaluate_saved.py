@@ -39,9 +39,9 @@ from longspan.evaluation.request import (
     SetResult,
     Subject,
     SubjectResult,
-    changed_keys,
     changes_line,
     fit_evaluation_plans,
+    layout_changes,
 )
 from longspan.model import load_model
 from longspan.model.load import check_folder_weights
@@ -275,7 +275,7 @@ def _fit_subject(request: EvalRequest, checked: CheckedWeights, *, sets: Sets, w
     is_cap_fixed = "context.eval_max_tokens_per_slot" in flag_keys  # a cap that a flag gives is not raised
     for at_degree in _list_choices(choice, request.degrees, 0 if is_cap_fixed else longest):
         at_degree.check_longest_document(longest, world.home, f"the longest document ({longest} tokens)")
-    return _Fit(checked, sets, config, configuration, (*request.home_changes, *changed_keys(usual, config)))
+    return _Fit(checked, sets, config, configuration, (*request.home_changes, *layout_changes(usual, config)))
 
 
 @dataclass(frozen=True)

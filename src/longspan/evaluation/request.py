@@ -192,7 +192,7 @@ def fit_evaluation_plans(
     return replace(config, context=config.context.set_evaluation(**values))
 
 
-def changed_keys(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
+def layout_changes(before: RunConfig, now: RunConfig) -> tuple[Change, ...]:
     """List the keys of the layout that have another value now; one that was "auto" is none."""
     old, new = before.tables(), now.tables()
     names = ((section, key) for section in ("parallel", "context", "encoder") for key in new[section])

@@ -80,7 +80,7 @@ def load_model(
             model = empty_model(config, kind, score_class or image_class)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-            fill_when_prepared(model, checked_folder_weights(folder, model))
+            fill_when_prepared(model, checked_folder_weights(folder, model))  # stock's loader would let faults pass
             if not sharded:
                 automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
                 stock: Any = score_class or automatic

@@ -10,7 +10,7 @@ from longspan.cli.eval import check_request, make_request, parse_eval
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import EncoderSection, ParallelConfig, RunConfig
 from longspan.errors import ConfigError
-from longspan.evaluation.request import changed_keys, changes_line, fit_evaluation_plans, fit_home_to_ranks
+from longspan.evaluation.request import changes_line, fit_evaluation_plans, fit_home_to_ranks, layout_changes
 from longspan.layout import Layout
 from longspan.run.checks import check_config, check_longest_of_set
 from longspan.train.plans import PlanChoice, home_of
@@ -43,7 +43,7 @@ def test_a_home_has_the_nearest_degrees_that_fit(
     config = replace(large, parallel=ParallelConfig(**before))
     fitted = fit_home_to_ranks(config, ranks, flag_keys)
     assert fitted.parallel == ParallelConfig(**after)
-    assert {change.key for change in changed_keys(config, fitted)} == {
+    assert {change.key for change in layout_changes(config, fitted)} == {
         f"parallel.{key}" for key in before if before[key] != getattr(fitted.parallel, key)
     }
     if not flag_keys:
@@ -57,13 +57,13 @@ def test_a_home_has_the_nearest_degrees_that_fit(
 def test_an_encoder_has_the_nearest_degree_that_fits(ranks: int, flag_keys: set[str], tp: int) -> None:
     config = replace(load_config(None, BASE), encoder=EncoderSection(tp=4))
     fitted = fit_home_to_ranks(config, ranks, flag_keys)
-    changes = [change.key for change in changed_keys(config, fitted)]
+    changes = [change.key for change in layout_changes(config, fitted)]
     assert fitted.encoder.tp == tp and changes == ["encoder.tp"] * (tp != 4)
 
 
 def entry_at(config: RunConfig, slots: int, *flag_keys: str, heads: int = 8, longest: int = 100) -> tuple[Any, str]:
     fitted = fit_evaluation_plans(config, Layout(ranks=slots), heads, longest, flag_keys)
-    return fitted.context.evaluation, changes_line(changed_keys(config, fitted), slots)
+    return fitted.context.evaluation, changes_line(layout_changes(config, fitted), slots)
 
 
 def subject_of(folder: Path, config: RunConfig, *flags: str) -> RunConfig:
@@ -133,7 +133,7 @@ def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
     fitted = fit_home_to_ranks(config, 2, ())
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlanChoice.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
-    line = changes_line(changed_keys(config, fitted), 2)
+    line = changes_line(layout_changes(config, fitted), 2)
     assert "context.min_dynamic_context_parallel_size 4 -> 2" in line
     with pytest.raises(ConfigError, match=r"context\.max_dynamic_context_parallel_size = 0"):
         check_longest_of_set(config, config.eval[0], Layout(16), 8 * 2048 + 1, "a file")

@@ -54,7 +54,7 @@ def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> 
     """Draw an image in the form that a model takes, which its class's image function shows.
 
     `side` is height and width: in merged patches (of `merge` patches a side), in halves of a tile's side where the
-    model cuts images, or in tiles; for packed tiles see `_draw_packed_tiles`.
+    model cuts images, or in tiles; for padded tiles see `_draw_padded_tiles`.
     """
     parameters, vision = image_feature_parameters(base), base.config.vision_config
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
@@ -62,7 +62,7 @@ def draw_image(base: Any, merge: int, side: Side, draw: np.random.Generator) -> 
     if GRIDS in parameters:
         return _draw_patches(base, merge, side, channels * patch**2, draw)
     if _SHAPES in parameters:
-        return _draw_packed_tiles(base, side, channels * patch**2, draw)
+        return _draw_padded_tiles(base, side, channels * patch**2, draw)
     if getattr(base.config, "image_grid_pinpoints", None):
         return _draw_cut_image(base, side, (channels, image_side, image_side), draw)
     if SIZES in parameters and getattr(base.config, "spatial_merge_size", None):  # patches are merged, without a grid
@@ -87,7 +87,7 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
     return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
 
 
-def _draw_packed_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
+def _draw_padded_tiles(base: Any, side: Side, width: int, draw: np.random.Generator) -> ImageInput:
     """For LFM2-VL: patches (n, P, C · p²), a mask (n, P), 0 at padding, and shapes (n, 2) in patches.
 
     Full tiles have 3 x 3 rows, the last one `side`, so that the mask hides some; there are as many as `side` is high.
