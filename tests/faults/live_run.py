@@ -70,14 +70,22 @@ def last_step(folder: Path) -> int:
     return read_metrics(folder / "run" / "metrics.jsonl")[-1]["step"]
 
 
+def read_process(pid: int, name: str) -> str:
+    """A file of a process in /proc; "" of one that has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for child in read_process(pid, f"task/{pid}/children").split()]
 
 
 def ranks_of(process: Process) -> list[int]:
     """The processes that train: torchrun's, or those of the launcher's fork server."""
     children = children_of(process.pid)
-    servers = [pid for pid in children if "multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_text()]
+    servers = [pid for pid in children if "multiprocessing.forkserver" in read_process(pid, "cmdline")]
     return [pid for server in servers for pid in children_of(server)] or children
 
 

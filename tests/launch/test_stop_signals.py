@@ -29,6 +29,7 @@ from longspan.launch.stop_signals import (
     ignore_signals,
     raise_on_stop_signals,
 )
+from tests.faults.live_run import children_of, read_process
 from tests.train.small import small_config
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -144,14 +145,11 @@ def test_an_error_after_a_signal_is_raised_and_not_hidden_by_it(tmp_path: Path) 
     sender.join()
 
 
-def children_of(pid: int) -> dict[int, str]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return {int(child): Path(f"/proc/{child}/cmdline").read_bytes().decode().replace("\0", " ") for child in children}
-
-
 def fork_server_of(pid: int) -> int:
     """The fork server that a launcher has started; 0 for none."""
-    return next((child for child, line in children_of(pid).items() if "multiprocessing.forkserver" in line), 0)
+    return next(
+        (child for child in children_of(pid) if "multiprocessing.forkserver" in read_process(child, "cmdline")), 0
+    )
 
 
 def a_rank_is_there(pid: int) -> bool:

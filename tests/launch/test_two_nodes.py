@@ -25,7 +25,7 @@ from longspan.errors import RankLostError
 from longspan.layout import Layout
 from longspan.plan import Machine
 from longspan.testing import backend
-from tests.faults.live_run import lives
+from tests.faults.live_run import children_of, lives, read_process
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = [str(ROOT / "bench/two_nodes.sh"), "--cpu"]
@@ -48,16 +48,8 @@ def _start(*words: str, folder: Path, **variables: str) -> subprocess.Popen[str]
     return subprocess.Popen([*SCRIPT, *words], **pipes, env=environment, start_new_session=True)
 
 
-def _read(file: str) -> bytes:
-    """Of a process, empty if it has ended meanwhile."""
-    try:
-        return Path(file).read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
 def _children(pid: int) -> Iterator[int]:
-    direct = [int(child) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
+    direct = children_of(pid)
     yield from direct
     for child in direct:
         yield from _children(child)
@@ -105,8 +97,8 @@ def test_a_node_that_dies_and_ctrl_c_end_everything(number: signal.Signals, said
     nodes = _start(*words, folder=tmp_path, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
 
     def with_words(words: str) -> list[int]:
-        line = words.replace(" ", "\0").encode()
-        return [pid for pid in _children(nodes.pid) if line in _read(f"/proc/{pid}/cmdline")]
+        line = words.replace(" ", "\0")
+        return [pid for pid in _children(nodes.pid) if line in read_process(pid, "cmdline")]
 
     _wait_for(lambda: len(with_words("sleep 100 ")) == 2, nodes)
     everything = [*_children(nodes.pid)]
