@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 LEAST = 0.95
+ANY_BASES = ("LongspanMixin", "LongspanTrainer", "LongspanLM")  # classes of another library's base, Any on purpose
 
 
 def main(wheel: str) -> int:
@@ -36,7 +37,7 @@ def main(wheel: str) -> int:
         return 1
     share = sum(map(is_known, exported)) / len(exported)
     members = public_symbols(symbols)
-    unknown = [symbol for symbol in members if not is_known(symbol)]
+    unknown = [s for s in members if not is_known(s) and s["name"].rpartition(".")[2] not in ANY_BASES]
     for symbol in unknown:
         reasons = "; ".join(note["message"].replace("\n", " ") for note in symbol["diagnostics"])
         print(f"{symbol['name']}: {reasons or 'what it is made of is not known'}")

@@ -20,9 +20,7 @@ from longspan.comm import World
 from longspan.errors import ConfigError
 from longspan.layout import Layout
 
-StockTrainer: Any = (
-    object  # for a type checker: the Trainer class after our parts in the order of bases, whatever it has
-)
+StockTrainer: Any = object  # for a type checker: the Trainer class behind our parts in the order of bases
 
 OURS = "_longspan_processes"  # of arguments: the ranks whose rows one process reads
 

@@ -149,6 +149,7 @@ class LongspanMixin(GenerationPart, PreferencesPart, StepsPart, EvaluationPart, 
     """
 
     hyperparameter_search = refuse_search
+    model_accepts_loss_kwargs: bool
 
     def __init__(self, *args: Any, longspan: LongspanArguments | None = None, **keywords: Any) -> None:
         self.longspan: LongspanArguments = longspan or LongspanArguments()
