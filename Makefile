@@ -13,17 +13,19 @@ BIN    := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 DOCS   := .venv-docs
+VERL   := .venv-verl
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 # Two workers leave two cores idle up to a third of the time, while ranks wait for each other.
 WORKERS ?= 3
+VERL_VERSION := 0.9.1
 # The range in which pip finds a build without CUDA on the machines that have one; TORCH=torch takes the newest.
 TORCH  ?= torch>=2.11,<2.14
 VLM    ?= runs/vlm
 # Every process would compile longspan anew in an environment that writes no bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: train vlm docs test test-all test-gpu test-oldest test-newest predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
+.PHONY: train vlm docs test test-all test-gpu test-oldest test-newest test-verl predictions check format types wheel wheel-demo recipes recipes-check bench size clean help
 
 help:
 	@sed -n '1,4p' Makefile
@@ -37,6 +39,7 @@ help:
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part; RANKS_PER_GPU=8: ranks share a GPU)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make test-newest the tests with the newest torch, transformers and trl, on Python 3.13 (downloads several GB)"
+	@echo "#   make test-verl the tests of longspan.verl, with verl $(VERL_VERSION) beside what make test installs"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails off the bar"
 	@echo "#   make docs     the site of docs/ in build/site, with every link checked (needs no torch)"
 	@echo "#   make size     lines by folder, and the largest files"
@@ -94,6 +97,20 @@ test-oldest: $(OLDEST)/.dev
 test-newest: $(NEWEST)/.dev
 	$(NEWEST)/bin/python -m pytest -n 2 --dist loadfile
 
+# verl wants an older transformers, so it comes without what it depends on; the rest is that of $(VENV).
+$(VERL)/.dev: $(VENV)/.dev
+	@echo "installing verl $(VERL_VERSION) and what it imports into $(VERL)"
+	@$(BIN)/python -m venv $(VERL)
+	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path("purelib")!r})")' \
+		>"$$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
+	@for what in "-e .[verl]" "--no-deps verl==$(VERL_VERSION)"; do \
+		$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check $$what 2>&1 \
+			| { grep -v "is ignored: it is neither\|verl .* requires\|dependency resolver" || true; }; done
+	@$(VERL)/bin/python -c "import verl, longspan.verl" && touch $@
+
+test-verl: $(VERL)/.dev
+	$(VERL)/bin/python -m pytest tests/verl
+
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -138,4 +155,4 @@ size: $(VENV)/.core
 	@$(BIN)/python bench/source/house.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) runs build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(VERL) runs build dist

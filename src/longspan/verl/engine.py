@@ -1,0 +1,471 @@
+"""longspan's engines for verl 0.9: language models (actor, reference, SFT) and critics.
+
+Each rank gets the whole mini-batch, and a plan shares its samples out: to verl the ranks are one data-parallel rank.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
+from verl.utils.device import get_device_name  # pyright: ignore[reportMissingImports]
+from verl.utils.fsdp_utils import replace_lora_wrapper  # pyright: ignore[reportMissingImports]
+from verl.utils.torch_functional import (  # pyright: ignore[reportMissingImports]
+    get_constant_schedule_with_warmup,
+    get_cosine_schedule_with_warmup,
+)
+from verl.workers.config.optimizer import build_optimizer  # pyright: ignore[reportMissingImports]
+from verl.workers.engine.base import BaseEngine, BaseEngineCtx  # pyright: ignore[reportMissingImports]
+from verl.workers.engine.fsdp.utils import unfuse_moe_params  # pyright: ignore[reportMissingImports]
+
+from longspan.comm import World
+from longspan.data.document import Document
+from longspan.data.scored_document import ScoredDocument
+from longspan.errors import CheckpointError, ConfigError, LossError, NonFiniteError, PlanError
+from longspan.hub import find_local_path
+from longspan.layout import Floats, Layout
+from longspan.model import prepare, save_model, weights_by_name, without_adapter
+from longspan.model.adapters import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
+from longspan.model.load import load_model, torch_dtype
+from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
+from longspan.model.saving import WholeWeights
+from longspan.model.score_heads import score_class
+from longspan.model.seams.call_rules import refuse_two_pass_dropout
+from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed
+from longspan.plan.cost.machine import CostSettings
+from longspan.train import (
+    LossRows,
+    clip_grad_norm,
+    find_checkpoint,
+    load_checkpoint,
+    run_step,
+    save_checkpoint,
+    token_log_probs,
+    token_scores,
+)
+from longspan.verl.samples import Samples, read_samples, read_temperature
+from longspan.verl.settings import LongspanEngineConfig
+
+VALUES = {
+    "calculate_entropy": ("entropy", "entropy"),
+    "calculate_sum_pi_squared": ("log_sum_sq_probs", "sum_pi_squared"),
+}
+
+
+def refuse_model_settings(model: Any) -> None:
+    """Raise ConfigError for keys of verl's `model` that this engine would leave out."""
+    reasons = {
+        "mtp.enable": (model.mtp.enable, "depths of multi-token prediction are not trained here"),
+        "use_liger": (model.use_liger, "engine.prepare.fused_norms and .compiled choose kernels"),
+        "tiled_mlp.enabled": (model.tiled_mlp.get("enabled"), "use engine.prepare.mlp_tile_rows"),
+        "target_parameters": (model.target_parameters, "adapters are on linears; name them in target_modules"),
+        "exclude_modules": (model.exclude_modules, "name the linears to adapt in target_modules"),
+        "lora_adapter_path": (model.lora_adapter_path, "an adapter begins anew here; merge the old one into its model"),
+    }
+    for key, (value, reason) in reasons.items():
+        if value:
+            raise ConfigError(f"model.{key} is {value!r}, which the longspan engine does not follow: {reason}")
+
+
+class _Mode(BaseEngineCtx):
+    """Loads what is offloaded, and has the module in its mode, while verl's worker computes."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.engine.module.train(self.mode == "train")
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.mode == "train" and (self.zero_grad_on_exit or kind is not None):
+            self.engine.optimizer_zero_grad()
+        super().__exit__(kind, error, trace)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """What the model makes of a batch: values of rows by verl's names, a tensor (rows of all samples,) each."""
+
+    of_rows: dict[str, Tensor]
+    plan: Plan
+    temperature: float = 1.0
+
+
+class LongspanEngine(BaseEngine):
+    """A language model as verl's TrainingWorker runs it; made by `EngineRegistry.new`.
+
+    Log-probabilities, entropies and verl's loss are of the whole mini-batch. The loss's derivatives by the
+    log-probabilities are the coefficients of one `run_step`.
+    """
+
+    output = "log_probs"
+
+    def __init__(
+        self, model_config: Any, engine_config: LongspanEngineConfig, optimizer_config: Any, checkpoint_config: Any
+    ) -> None:
+        super().__init__()
+        refuse_model_settings(model_config)
+        self.model_config, self.engine_config = model_config, engine_config
+        self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
+        self.mode: str | None = None
+        ranks = dist.get_world_size()
+        home = Layout(ranks=ranks, tp=engine_config.tp, ep=engine_config.ep)
+        self.world: World = World(home, device="cpu" if get_device_name() == "cpu" else None).open()
+        self._alone = [dist.new_group([rank]) for rank in range(ranks)][dist.get_rank()]
+        self._checkpoints: list[str] = []
+        self._offloaded = {"model": False, "optimizer": False}
+
+    # ---- places
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self.engine_config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self.engine_config.optimizer_offload
+
+    def get_data_parallel_size(self) -> int:
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_group(self) -> Any:
+        return self._alone
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        return self.world.rank == self.world.home.ranks[0]
+
+    # ---- the model
+
+    def initialize(self) -> None:
+        """Load the model of `model.path`, and make optimizer and schedule anew, as FSDP's engine does."""
+        torch.manual_seed(self.engine_config.seed)
+        model, keywords = self._load_model(), dict(self.engine_config.prepare)
+        if not self.engine_config.forward_only:
+            keywords.setdefault("activation_checkpointing", self.model_config.enable_gradient_checkpointing)
+            keywords.setdefault("offload_activations", self.model_config.enable_activation_offload)
+        computes_in = torch_dtype(self.engine_config.dtype)
+        keywords.setdefault("compute_dtype", None if computes_in == model.dtype else computes_in)
+        self.module: Any = prepare(model, self.world, **keywords)
+        self._offloaded = {"model": False, "optimizer": False}
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        if not self.engine_config.forward_only:
+            refuse_two_pass_dropout(self.module, "a loss of verl")
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            self.optimizer = build_optimizer(trained, self.optimizer_config)
+            self.lr_scheduler = self._build_schedule()
+        offload = self.is_param_offload_enabled
+        self.to("cpu", model=offload, optimizer=self.is_optimizer_offload_enabled, grad=offload)
+
+    def _load_model(self) -> Any:
+        path, config = self._model_path(), self._stock_configuration()
+        model = load_model(path, config=config, dtype=self.engine_config.model_dtype, sharded=True)
+        if (rank := self.model_config.lora_rank) > 0:
+            names = self.model_config.target_modules
+            targets = () if names == "all-linear" else (names,) if isinstance(names, str) else tuple(names)
+            alpha, seed = self.model_config.lora_alpha, self.engine_config.seed
+            return add_lora(model, NewAdapter(rank=rank, alpha=alpha, targets=targets, seed=seed, base=path))
+        return model
+
+    def _model_path(self) -> str:
+        return find_local_path(self.model_config.local_path, "model.path", weights=True)
+
+    def _stock_configuration(self) -> Any:
+        config = deepcopy(self.model_config.hf_config)  # with verl's override_config
+        config._attn_implementation = "sdpa"  # verl's is flash_attention_2, which need not be there
+        return config
+
+    def _build_schedule(self) -> Any:
+        settings = self.optimizer_config
+        total, warmup = settings.total_training_steps, settings.lr_warmup_steps
+        if warmup is None or warmup <= 0:
+            warmup = int(settings.lr_warmup_steps_ratio * total)
+        if settings.lr_scheduler_type == "constant":
+            return get_constant_schedule_with_warmup(self.optimizer, num_warmup_steps=warmup)
+        return get_cosine_schedule_with_warmup(
+            self.optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=total,
+            min_lr_ratio=settings.min_lr_ratio,
+            num_cycles=settings.num_cycles,
+            zero_indexed_step=settings.zero_indexed_step,
+        )
+
+    def train_mode(self, **keywords: Any) -> _Mode:
+        return _Mode(self, "train", **keywords)
+
+    def eval_mode(self, **keywords: Any) -> _Mode:
+        return _Mode(self, "eval", **keywords)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        return nullcontext() if adapter_of_prepared_model(self.module) is None else without_adapter(self.module)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move parameters with their gradients, and the optimizer's states, to the host ("cpu") or to the device."""
+        super().to(device=device, model=model, optimizer=optimizer, grad=grad)
+        target = torch.device("cpu") if device == "cpu" else self.world.device
+        if model:
+            self.module.to(target)
+            self._offloaded["model"] = device == "cpu"
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                state.update({name: x.to(target) for name, x in state.items() if isinstance(x, Tensor) and x.ndim})
+            self._offloaded["optimizer"] = device == "cpu"
+
+    @contextmanager
+    def _loaded(self) -> Iterator[None]:
+        """Have all on the device inside, and where it was afterwards."""
+        away = dict(self._offloaded)
+        self.to(get_device_name(), **away, grad=False)
+        yield
+        self.to("cpu", **away, grad=False)
+
+    # ---- steps
+
+    def _plan(self, documents: list[Any], data: Any, *, forward_only: bool) -> Plan:
+        settings, home = self.engine_config, self.world.home
+        limit = settings.max_tokens_per_slot
+        if limit is None:
+            if not tu.get_non_tensor_data(data, "use_dynamic_bsz", True):
+                raise ConfigError(
+                    "use_dynamic_bsz is False, and plans count tokens, not samples; set it to True with "
+                    "ppo_max_token_len_per_gpu (of forward passes log_prob_max_token_len_per_gpu), or set "
+                    "engine.max_tokens_per_slot"
+                )
+            limit = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None)
+        keywords: dict[str, Any] = {
+            "max_tokens_per_slot": limit,
+            "targets": sum(document.targets for document in documents),
+            "cost": self._cost(forward_only=forward_only),
+            **settings.plan,
+        }
+        lengths = [len(document) for document in documents]
+        if settings.planner == "fixed":
+            return plan_fixed(lengths, home, cp=settings.context_parallel_size, **keywords)
+        return plan_dynamic(lengths, home, **keywords)
+
+    def _cost(self, *, forward_only: bool) -> Cost:
+        home = self.world.home
+        recomputes = self.model_config.enable_gradient_checkpointing and not forward_only
+        try:
+            return self.world.machine.cost(
+                self.model_config.hf_config,
+                CostSettings(
+                    recomputation="full" if recomputes else "none",
+                    frozen=self.model_config.lora_rank > 0,
+                    shards=home.slots,
+                    tp=home.tp,
+                    ep=home.ep,
+                    forward=forward_only,
+                ),
+            )
+        except PlanError:  # a configuration that gives no price is planned for as a Qwen3-8B
+            return Cost().forward_only() if forward_only else Cost()
+
+    def _documents(self, samples: Samples, coefficients: list[Floats] | None = None) -> list[Any]:
+        """Make documents of samples, with coefficients of rows (n,): of row j for token j + 1."""
+        documents = [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
+        if coefficients is None:
+            return documents
+        rows = zip(documents, coefficients, strict=True)
+        return [document.with_values(c=np.append(0.0, slopes[:-1])) for document, slopes in rows]
+
+    def _read_values(self, samples: Samples, data: Any, *, forward_only: bool) -> _Values:
+        """Compute what verl reads: the value of token j + 1 is that of row j, and 0 where no token is predicted."""
+        names = dict(names for key, names in VALUES.items() if tu.get_non_tensor_data(data, key, False))
+        documents = self._documents(samples)
+        plan = self._plan(documents, data, forward_only=forward_only)
+        temperature = read_temperature(data)
+        values = token_log_probs(self.module, plan, documents, self.world, also=[*names], temperature=temperature)
+
+        def rows(of_tokens: Any) -> Tensor:
+            return samples.flat_rows(lambda d: np.append(of_tokens(d)[1:], 0.0), self._values_dtype)
+
+        of_rows = {self.output: rows(values.of)}
+        for name, output in names.items():
+            of_rows[output] = rows(partial(values.value, name))
+        if "sum_pi_squared" in of_rows:
+            predicts = samples.flat_rows(lambda d: np.append(samples.predicted[d][1:], 0.0), self._values_dtype)
+            of_rows["sum_pi_squared"] = of_rows["sum_pi_squared"].exp() * predicts
+        return _Values(of_rows, plan, temperature)
+
+    @property
+    def _values_dtype(self) -> torch.dtype:
+        return torch.float64 if self.engine_config.model_dtype == "float64" else torch.float32
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
+        """Return outputs, loss and metrics of a batch, as verl's engines do, and leave gradients unless forward only.
+
+        The loss may be any function of log-probabilities. Raises LossError where it has a derivative by entropies.
+        """
+        data = data.to("cpu")
+        mask = data["loss_mask"]
+        tokens = int((mask.values() if mask.is_nested else mask).sum())
+        tu.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=tokens)
+        samples, training = read_samples(data), self.module.training
+        values = self._read_values(samples, data, forward_only=forward_only)
+        self.module.train(training)
+        leaves = {name: rows.requires_grad_(not forward_only) for name, rows in values.of_rows.items()}
+        output, loss, metrics = {name: samples.nest(leaf) for name, leaf in leaves.items()}, torch.tensor(1.0), {}
+        if loss_function is not None:
+            with torch.set_grad_enabled(not forward_only):
+                loss, metrics = loss_function(model_output=output, data=data, dp_group=self._alone)
+        if not forward_only:
+            slopes = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()], allow_unused=True), strict=True))
+            of_values = slopes.pop(self.output)
+            for name, slope in slopes.items():
+                if slope is not None and bool(slope.any()):
+                    raise LossError(
+                        f"the loss of verl has a derivative by {name}, which is not there; set entropy_coeff=0"
+                    )
+            of_values = torch.zeros_like(leaves[self.output]) if of_values is None else of_values
+            documents, temperature = self._documents(samples, samples.cut(of_values)), values.temperature
+            keywords: dict[str, Any] = {"loss": _loss_by_coefficients, "divisor": 1, "temperature": temperature}
+            run_step(self.module, values.plan, documents, self.world, **keywords)
+        keeps = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
+        return {
+            "model_output": {name: x.detach() for name, x in output.items()} if keeps else {},
+            "loss": [float(loss.detach())],
+            "metrics": {name: [value] for name, value in metrics.items()},
+        }
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Clip, update, and return the norm: nan where it is not finite, and nothing is updated then."""
+        try:
+            norm = clip_grad_norm(self.module, self.optimizer_config.clip_grad, self.world)
+        except NonFiniteError as error:
+            if self.is_mp_src_rank_with_outputs():
+                print(f"WARN: no update: {error}")
+            self.optimizer.zero_grad()
+            return float("nan")
+        self.optimizer.step()
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        self.lr_scheduler.step()
+        return self.lr_scheduler.get_last_lr()[0]
+
+    # ---- weights
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **keywords: Any
+    ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any] | None]:
+        """Yield whole weights one by one, on all ranks; of an adapter that is not merged its own, or the base model's.
+
+        Returned beside them is the adapter's configuration, None without one or where it is merged.
+        """
+        self.to(get_device_name(), model=self._offloaded["model"], optimizer=False, grad=False)
+        adapter, kind = adapter_of_prepared_model(self.module), self.model_config.hf_config.model_type
+        if adapter is None or self.model_config.lora.get("merge", False):
+            merged = weights_by_name(self.module, self.world, merge_adapter=adapter is not None)
+            return unfuse_moe_params(merged, kind), None
+        weights, config = WholeWeights(self.module, self.world), adapter.config
+        of_adapter = {
+            name: name_in_peft_files(name, adapter.name) for name in weights.names if belongs_to_adapter(name)
+        }
+        if base_sync_done:
+            return ((stock, weights.gather_tensor(name)) for name, stock in of_adapter.items()), config.to_dict()
+        base = (
+            (replace_lora_wrapper(name_without_adapter(name), config), weights.gather_tensor(name))
+            for name in weights.names
+            if name not in of_adapter
+        )
+        return unfuse_moe_params(base, kind), config.to_dict()
+
+    def get_per_tensor_param_shard(self, **keywords: Any) -> Any:
+        raise ConfigError(
+            "checkpoint_engine.backend delta_sharded sends shards, which longspan does not give out; use naive or nccl"
+        )
+
+    get_per_tensor_param_delta_shard = get_per_tensor_param_shard
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+        **keywords: Any,
+    ) -> None:
+        """Write model, optimizer and schedule, on any number of ranks to be loaded; with "hf_model" stock weights."""
+        _refuse_hdfs(hdfs_path)
+        schedule = self.lr_scheduler.state_dict() if self.lr_scheduler is not None else None
+        with self._loaded():
+            state = {"schedule": schedule}
+            save_checkpoint(local_path, self.module, self.optimizer, self.world, step=global_step, state=state)
+            if "hf_model" in self.checkpoint_config.save_contents:
+                folder, processor = Path(local_path, "huggingface"), self.model_config.get_processor()
+                save_model(self.module, folder, self.world, tokenizer=processor)
+        self._checkpoints.append(local_path)
+        while max_ckpt_to_keep and len(self._checkpoints) > max_ckpt_to_keep:
+            oldest = self._checkpoints.pop(0)
+            if self.is_mp_src_rank_with_outputs():
+                shutil.rmtree(oldest, ignore_errors=True)
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = True, **keywords: Any
+    ) -> None:
+        """Load what `save_checkpoint` wrote into `local_path`, which is kept."""
+        if local_path is None:
+            return
+        _refuse_hdfs(hdfs_path)
+        if (checkpoint := find_checkpoint(local_path, self.world)) is None:
+            raise CheckpointError(f"{local_path} holds no checkpoint of longspan's engine; give the folder of its save")
+        with self._loaded():
+            state = load_checkpoint(checkpoint, self.module, self.optimizer, self.world)
+        if self.lr_scheduler is not None and state.get("schedule"):
+            self.lr_scheduler.load_state_dict(state["schedule"])
+            for group, lr in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
+
+
+def _loss_by_coefficients(values: Tensor, at: LossRows) -> Tensor:
+    return at["c"] * values
+
+
+def _refuse_hdfs(path: str | None) -> None:
+    if path is not None:
+        raise ConfigError(f"hdfs_path is {path!r}; checkpoints go to folders that all machines share: leave it out")
+
+
+class LongspanValueEngine(LongspanEngine):
+    """A critic: a token classifier with one score of each row, or a language model's base with a new head."""
+
+    output = "values"
+
+    def _load_model(self) -> Any:
+        path, config = self._model_path(), self._stock_configuration()
+        config.num_labels = 1
+        config.classifier_dropout = config.hidden_dropout = config.summary_dropout_prob = 0.0  # as verl's engines
+        dtype = self.engine_config.model_dtype
+        if self.model_config.architectures[0].endswith("ForTokenClassification"):
+            return load_model(path, config=config, dtype=dtype, sharded=True)
+        stock: Any = score_class(config, "ForTokenClassification")
+        return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype))
+
+    def _documents(self, samples: Samples, coefficients: list[Floats] | None = None) -> list[Any]:
+        rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]
+        documents = [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
+        if coefficients is None:
+            return documents
+        return [document.with_values(c=slopes) for document, slopes in zip(documents, coefficients, strict=True)]
+
+    def _read_values(self, samples: Samples, data: Any, *, forward_only: bool) -> _Values:
+        documents = self._documents(samples)
+        plan = self._plan(documents, data, forward_only=forward_only)
+        values = token_scores(self.module, plan, documents, self.world)
+        rows = samples.flat_rows(lambda d: values.of(d)[:, 0], self._values_dtype)
+        return _Values({self.output: rows}, plan)

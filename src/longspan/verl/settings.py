@@ -1,0 +1,47 @@
+"""What verl's configuration holds for this engine: `actor_rollout_ref.actor.engine` and the like."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.workers.config import EngineConfig  # pyright: ignore[reportMissingImports]
+
+from longspan.errors import ConfigError
+
+PLANNERS = ("dynamic", "fixed")
+
+
+@dataclass
+class LongspanEngineConfig(EngineConfig):
+    """`engine` of an actor, a reference or a critic; keys that are not here are those of verl's EngineConfig.
+
+    Parameters are in `model_dtype`, arithmetic in `dtype` (bfloat16). `planner` "dynamic" gives each sample a degree of
+    its own, "fixed" all of them `context_parallel_size`. `max_tokens_per_slot` stands in place of verl's
+    max_token_len_per_gpu. `plan` holds further keywords of the planner, `prepare` those of `longspan.prepare`.
+    """
+
+    strategy: str = "longspan"
+    planner: str = "dynamic"
+    context_parallel_size: int = 1
+    max_tokens_per_slot: int | None = None
+    tp: int = 1
+    ep: int = 1
+    model_dtype: str = "float32"
+    plan: dict[str, Any] = field(default_factory=dict)
+    prepare: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strategy != "longspan":
+            raise ConfigError(f"engine.strategy is {self.strategy!r} of a LongspanEngineConfig; use 'longspan'")
+        if self.planner not in PLANNERS:
+            raise ConfigError(f"engine.planner is {self.planner!r}; use {' or '.join(PLANNERS)}")
+        if self.planner == "dynamic" and self.context_parallel_size != 1:
+            raise ConfigError(
+                f"engine.context_parallel_size is {self.context_parallel_size}, and dynamic plans choose degrees; set "
+                "engine.planner=fixed, or bound degrees by engine.plan.min_cp and engine.plan.max_cp"
+            )
+        if self.router_replay.mode != "disabled":
+            raise ConfigError(
+                f"engine.router_replay.mode is {self.router_replay.mode!r}, and longspan's routers choose experts "
+                "anew in each pass; set it to disabled"
+            )

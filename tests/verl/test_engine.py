@@ -1,0 +1,99 @@
+"""longspan's engine under verl's own TrainingWorker equals one dense float64 model; run by make test-verl."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed here: make test-verl")
+EXACT = 1e-12
+FLOAT32 = 1e-6  # verl's worker makes a float32 of a loss
+PLANS = {
+    "dynamic": {},
+    "degree 1": {"planner": "fixed", "max_tokens_per_slot": 200},
+    "degree 2": {"planner": "fixed", "context_parallel_size": 2},
+    "tp 2": {"planner": "fixed", "tp": 2, "max_tokens_per_slot": 200},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "token-mean": {},
+    "token-sum": {"loss_agg_mode": "token-sum"},
+    "seq-mean-token-sum": {"loss_agg_mode": "seq-mean-token-sum"},
+    "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True, "kl_loss_coef": 0.1},
+    "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 150},
+    "norm of the longest": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+    "gspo": {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
+}
+
+
+def update_errors(rank: int, folder: Path, plan: str, losses: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Relative errors by loss and by what is compared; of rank 0, which alone answers verl."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.verl import workers as w
+
+    path = w.write_model(folder)
+    worker, found = w.make_worker(path, **PLANS[plan]), {}
+    for name, settings in losses.items():
+        mode = {"policy_loss": w.PolicyLossConfig(loss_mode=settings["loss_mode"])} if "loss_mode" in settings else {}
+        loss_fn = w.actor_loss(**{key: x for key, x in settings.items() if key != "loss_mode"} | mode)
+        worker.reset()
+        worker.set_loss_fn(loss_fn)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="float64")
+        loss, norm, output = w.dense_update(model, w.make_batch(), loss_fn, w.adamw(model))
+        answer = worker.infer_batch(w.make_batch(compute_loss=False))
+        metrics = w.metrics_of(worker.train_batch(w.make_batch()))
+        weights = w.engine_weights(worker)
+        if rank == 0:
+            found[name] = {key: w.answer_difference(answer[key], output[key]) for key in output} | {
+                "loss": abs(metrics["loss"] - loss) / abs(loss),
+                "norm": abs(metrics["grad_norm"] - norm) / norm,
+                "weights": w.largest_difference(weights, model.state_dict()),
+            }
+    worker.engine.world.close()
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_updates_of_an_actor_are_those_of_a_dense_model(plan: str, tmp_path: Path) -> None:
+    losses = LOSSES if plan in ("dynamic", "degree 2") else {name: LOSSES[name] for name in ("token-mean", "gspo")}
+    errors = run_ranks(update_errors, 2, tmp_path / "model", plan, losses, timeout=200)[0]
+    assert errors.keys() == losses.keys()
+    for name, found in errors.items():
+        assert found.pop("loss") < FLOAT32, (name, found)
+        assert max(found.values()) < EXACT, (name, found)
+
+
+def critic_errors(rank: int, folder: Path) -> dict[str, float]:
+    from transformers import AutoModelForTokenClassification
+
+    from tests.verl import workers as w
+
+    found = {}
+    for name, head in (("classifier", True), ("language model", False)):
+        path = w.write_model(folder / name.split()[0], head=head)
+        worker = w.make_worker(path, "value_model")
+        for mode in ("token-mean", "seq-mean-token-mean"):
+            worker.reset()
+            worker.set_loss_fn(loss_fn := w.critic_loss(loss_agg_mode=mode))
+            model = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, dtype="float64")
+            start = w.engine_weights(worker)
+            model.load_state_dict({name: start.get(name, x) for name, x in model.state_dict().items()})
+            loss, norm, output = w.dense_update(model, w.make_batch(), loss_fn, w.adamw(model), critic=True)
+            answer = worker.infer_batch(w.make_batch(compute_loss=False))
+            metrics = w.metrics_of(worker.train_batch(w.make_batch()))
+            weights = w.engine_weights(worker)
+            if rank == 0:
+                found[f"loss {name} {mode}"] = abs(metrics["loss"] - loss) / abs(loss) / FLOAT32
+                found[f"norm {name} {mode}"] = abs(metrics["grad_norm"] - norm) / norm / EXACT
+                found[f"values {name} {mode}"] = w.answer_difference(answer["values"], output["values"]) / EXACT
+                found[f"weights {name} {mode}"] = w.largest_difference(weights, model.state_dict()) / EXACT
+    worker.engine.world.close()
+    return found
+
+
+def test_updates_of_a_critic_are_those_of_a_dense_model(tmp_path: Path) -> None:
+    errors = run_ranks(critic_errors, 2, tmp_path, timeout=200)[0]
+    assert len(errors) == 16 and max(errors.values()) < 1, errors
