@@ -57,6 +57,7 @@ from verl.utils.torch_functional import entropy_from_logits  # noqa: E402
 from verl.workers.config import (  # noqa: E402
     ActorConfig,
     CriticConfig,
+    EngineRouterReplayConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     TrainingWorkerConfig,
@@ -67,8 +68,6 @@ from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss  # noqa: E4
 
 import longspan.verl  # noqa: E402, F401
 from longspan.verl.settings import LongspanEngineConfig  # noqa: E402
-
-SGD = FSDPOptimizerConfig
 
 
 def start_rank() -> None:
@@ -223,4 +222,4 @@ def engine_weights(worker: Any) -> dict[str, Tensor]:
     return {name: weight.clone() for name, weight in worker.engine.get_per_tensor_param()[0]}
 
 
-__all__ = ["PolicyLossConfig", "sft_loss"]
+__all__ = ["EngineRouterReplayConfig", "PolicyLossConfig", "sft_loss"]

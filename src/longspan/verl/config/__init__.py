@@ -1,0 +1,1 @@
+"""Files of hydra, found by `hydra.searchpath=[pkg://longspan.verl.config]`."""
