@@ -3,12 +3,9 @@
 import itertools
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 from torch import Tensor
 
 from longspan import Layout, World, attend, bind
@@ -32,8 +28,9 @@ from longspan.errors import AttentionError
 from longspan.layout import Partition
 from longspan.plan import Group
 from longspan.testing import backend, run_ranks
-from tests.attention.cases import micro_batch
+from tests.attention.cases import WAYS, Question, cases_of, micro_batch, run_cases
 from tests.attention.test_attend import TYPES, needs
+from tests.interpreter import run_interpreted
 from tests.pairs import every_pair
 from tests.reference import dense_attention, relative_error
 
@@ -410,18 +407,35 @@ def test_the_sums_of_wide_heads_are_made_one_after_the_other(monkeypatch, size, 
 
 
 def test_kernels_in_the_interpreter():
-    if find_spec("triton") is None or Version(version("triton")) < Version("3.7"):
-        pytest.skip("needs triton 3.7 or later: the interpreter of 3.6 takes no bounds of loops from tensors")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "tests.attention.test_kernels"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    run_interpreted("tests.attention.test_kernels")
 
 
-def interpreted():
+ON_CPUS = replace(find_kernel("triton_flash"), devices=("cpu",), dtypes=(torch.float32,), device_lack=lambda device: "")
+CHOSEN = cases_of(
+    [
+        Question("ragged", "mla", "float32", indices=7, sinks=True),
+        Question("padded", "mqa", "float32", indices=5, window=9, softcap=2.0),
+    ],
+    [replace(way, kernel="tests.attention.test_kernels.ON_CPUS") for way in WAYS[:3]],
+)
+
+
+def take_small_blocks():
     for table in (triton_flash.FORWARD, triton_flash.QUERY_GRADIENTS, triton_flash.KEY_GRADIENTS):
         for width in table:
             table[width] = (Blocks(16, 16, 4, 1),)
+
+
+def interpreted_cases(rank, slots, cases):
+    take_small_blocks()
+    return run_cases(rank, slots, cases)
+
+
+def interpreted():
+    take_small_blocks()
+    errors = run_ranks(interpreted_cases, 2, 2, CHOSEN)[0]
+    wrong = [str(case) for case, error in zip(CHOSEN, errors, strict=True) if not error <= 1]
+    assert not wrong, "\n".join(wrong)
     for name, size, v_size, softcap in INTERPRETED:
         launch = Launch(Tiling.from_tiles(TILES[name]), CPU)
         call = AttendCall(4, 2, size, v_size, torch.float32, scale=size**-0.5, softcap=softcap)
@@ -522,7 +536,3 @@ def test_deterministic_mode_gives_the_same_bits() -> None:
     needs(4)
     for equal in run_ranks(repeated, 4, 4):
         assert len(equal) >= 12 and all(equal.values()), [call for call, same in equal.items() if not same]
-
-
-if __name__ == "__main__":
-    interpreted()

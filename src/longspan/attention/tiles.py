@@ -143,6 +143,19 @@ class Tokens(NamedTuple):
     k_position: Integers
 
 
+class ChosenKeys(NamedTuple):
+    """How positions become bits, one for each row and key of a tile, a row's in whole words of 64.
+
+    `places` has the key that lies at each position of a tile's document (−1: none), tile after tile: (P,) int32. Tiles
+    begin there at `place_starts`, and among all `words` at `bit_starts`: (tiles + 1,) int64.
+    """
+
+    places: Tensor
+    place_starts: Tensor
+    bit_starts: Tensor
+    words: int
+
+
 class Launch:
     """One tiling, bound to a device. Made once per block and kept, so that layers share its index tensors.
 
@@ -198,6 +211,18 @@ class Launch:
         # Copied: positions are read-only, which torch warns of.
         documents, q_positions, k_positions = (to_device(x.copy(), self.device) for x in picked)
         return documents, q_positions, k_positions
+
+    @cached_property
+    def chosen_keys(self) -> ChosenKeys:
+        assert self._tokens is not None, "this launch was made without tokens"
+        bounds, positions = self.tiling.packed_tiling().bounds, self._tokens().k_position[self.tiling.k_rows()]
+        starts, (rows, keys) = bounds[:, 2], (bounds[:, 1::2] - bounds[:, ::2]).T
+        ends = np.zeros((2, len(self.tiling) + 1), dtype=np.int64)
+        ends[:, 1:] = np.cumsum([np.maximum.reduceat(positions, starts) + 1, rows * -(-keys // 64)], axis=1)
+        places = np.full(ends[0, -1], -1, dtype=np.int32)
+        places[np.repeat(ends[0, :-1], keys) + positions] = np.arange(len(positions)) - np.repeat(starts, keys)
+        place_starts, bit_starts = to_device(ends, self.device)
+        return ChosenKeys(to_device(places, self.device), place_starts, bit_starts, int(ends[1, -1]))
 
 
 def visible_keys(tile: Tile, device: torch.device) -> Tensor | None:

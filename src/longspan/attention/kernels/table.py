@@ -66,7 +66,7 @@ KERNELS: tuple[Kernel, ...] = (
         dtypes=_HALF,
         forward=triton_flash.forward,
         backward=triton_flash.backward,
-        features=frozenset({"window", "softcap"}),
+        features=frozenset({"window", "softcap", "indices"}),
         head_sizes=HeadSizes(largest=triton_flash.LARGEST),
         needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
         device_lack=triton_flash.device_lack,

@@ -1,9 +1,10 @@
-"""FlashAttention in Triton, for what torch's kernels and FlashAttention-4 lack: heads up to 512, soft caps.
+"""FlashAttention in Triton, for what torch's kernels and FlashAttention-4 lack: heads up to 512, chosen keys.
 
 All tiles of a launch at once, under every mask that tiles have; grouped heads are its own. Programs own blocks of rows
 or of keys, so that nothing is added by two of them and results are the same bits each time. Source of the algorithm:
 FlashAttention 2 (https://arxiv.org/abs/2307.08691). In backward one kernel gives dq and another dk and dv; where heads
-are larger than 256, whose two sums no multiprocessor can hold, it runs once for each.
+are larger than 256, whose two sums no multiprocessor can hold, it runs once for each. Of chosen keys each launch packs
+a bit for each row and key of a tile.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ KEY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
     512: (Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1)),
 }
 _MIN_TABLE_WIDTH = 64  # the narrowest of the tables
+_PACKED = (4, 256)  # rows and chosen keys that a program packs at a time
 _MAX_JOINT_WIDTH = 256  # the widest head whose dk and dv are summed in one program
 _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of its blocks fits
 
@@ -74,12 +76,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     q, k, v = (_contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    strides = (*_strides(q, k, v, out), *lse.stride())
+    strides, bits = (*_strides(q, k, v, out), *lse.stride()), _pack_bits(launch, call)
 
     def launch_blocks(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().forward[len(block_list), q.shape[1]](
-            *(q, k, v, out, lse, block_list, *launch.cu_seqlens, q.shape[1] // k.shape[1]),
+            *(q, k, v, out, lse, block_list, *launch.cu_seqlens, *bits, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
             *strides,
             **_call_constants(q, v, launch, call),
@@ -102,7 +104,8 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     delta = saved.deltas(dout)
     tensors = (q, k, v, dout, saved.lse, delta)
     strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
-    shared = (*launch.cu_seqlens, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
+    bits = _pack_bits(launch, call)
+    shared = (*launch.cu_seqlens, *bits, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
     constants = _call_constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: Blocks) -> None:
@@ -127,6 +130,21 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     _launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
     _launch_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
     return dq, dk, dv
+
+
+def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor | None]:
+    """A bit for each row and key of each tile, in words of 64, and the word that each tile begins at: int64."""
+    if call.indices is None:
+        return None, None
+    places, place_starts, bit_starts, words = launch.chosen_keys
+    bits = torch.zeros(words, dtype=torch.int64, device=places.device)
+    rows, columns = _PACKED
+    block_list, indices = launch.blocks(rows, of_keys=False), _contiguous_heads(call.indices)
+    _flash_kernels().pack_bits[(len(block_list),)](
+        *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
+        *(indices.shape[1], indices.stride(0), rows, columns),
+    )
+    return bits, bit_starts
 
 
 def _launch_fitting_blocks(
@@ -156,6 +174,7 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
         "HAS_CAP": call.softcap is not None,
         "HAS_LEFT": launch.left is not None,
         "HAS_RIGHT": launch.right is not None,
+        "HAS_BITS": call.indices is not None,
         "SIZE": q.shape[2],
         "V_SIZE": v.shape[2],
         "WIDTH": _padded_size(q),
@@ -177,4 +196,5 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _contiguous_heads(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()
+    """With elements of a head, or the last columns of a matrix, one after another."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources as OutOfResources
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_NO_KEY = tl.constexpr(-1e30)  # `rows.NO_KEY`
 
 
 @triton.jit
@@ -30,6 +31,12 @@ def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIG
 
 
 @triton.jit
+def _is_chosen(word, key):
+    """Return whether words of 64 keys have the bits of keys that lie in them."""
+    return ((word >> key % 64) & 1) != 0
+
+
+@triton.jit
 def _load_rows(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
     column = tl.arange(0, WIDTH)
@@ -46,6 +53,43 @@ def _store_rows(x, row, row_stride, rows, values, SIZE: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
+def pack_bits(
+    indices,
+    bits,
+    blocks,
+    q_ends,
+    k_ends,
+    places,
+    place_starts,
+    bit_starts,
+    columns,
+    indices_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Set the bit of each key that ROWS rows of a tile have chosen: `indices` are positions, `places` has their keys.
+
+    A row's bits fill whole words of 64 keys. Positions that the tile has no key at set none.
+    """
+    tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+    q_start = tl.load(q_ends + tile)
+    rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - tl.load(k_ends + tile)
+    first_place = tl.load(place_starts + tile)
+    positions = tl.load(place_starts + tile + 1) - first_place
+    row = start + tl.arange(0, ROWS).to(tl.int64)
+    row_bits = bits + tl.load(bit_starts + tile) + row * tl.cdiv(keys, 64)
+    indices += (q_start + row)[:, None] * indices_row
+    for first in range(0, columns, COLUMNS):
+        column = first + tl.arange(0, COLUMNS)
+        exists = (row < rows)[:, None] & (column < columns)[None, :]
+        index = tl.load(indices + column[None, :], mask=exists, other=-1)
+        is_key = (index >= 0) & (index < positions)
+        place = tl.load(places + first_place + index, mask=is_key, other=-1)
+        bit = tl.full(place.shape, 1, tl.int64) << (place % 64)
+        tl.atomic_or(row_bits[:, None] + place // 64, bit, mask=place >= 0, sem="relaxed")
+
+
+@triton.jit
 def forward(
     q,
     k,
@@ -55,6 +99,8 @@ def forward(
     blocks,
     q_ends,
     k_ends,
+    bits,
+    bit_starts,
     group,
     scale,
     softcap,
@@ -73,6 +119,7 @@ def forward(
     HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_BITS: tl.constexpr,
     SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -86,7 +133,9 @@ def forward(
     are multiplied by log₂ e. The first program id is a block of rows in `blocks` (its tile, and its first row in the
     tile), the second a head. `*_ends` are the boundaries of tiles among the rows and among the keys, `*_row` and
     `*_head` strides, `group` the query heads of a key/value head. The last row of a tile is aligned to its last key; a
-    row sees the keys from `left` before to `right` after the one that it is aligned to.
+    row sees the keys from `left` before to `right` after the one that it is aligned to. With HAS_BITS it sees those of
+    them whose bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too:
+    a branch around them costs 30 %, as loads are not made ahead through it (bench/records/chosen-keys-2xH200.md).
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)
@@ -108,6 +157,8 @@ def forward(
         first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
         end_key = tl.minimum(first_aligned + ROWS + right, keys)
+    if HAS_BITS:
+        row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, V_WIDTH), tl.float32)
@@ -118,6 +169,9 @@ def forward(
         if HAS_CAP:
             scores = _cap_scores(scores, softcap)
         seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+        if HAS_BITS:
+            word = tl.load(row_bits + block_start // 64, mask=row < rows, other=0)
+            seen = seen & _is_chosen(word[:, None], key[None, :])
         scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
@@ -127,6 +181,9 @@ def forward(
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
         result = tl.dot(weights.to(v_block.dtype), v_block, result * rescale[:, None])
         largest = higher
+    if HAS_BITS:  # rows that have chosen no key of this launch
+        largest = tl.where(total == 0.0, _NO_KEY * _LOG2_E, largest)
+        total = tl.where(total == 0.0, 1.0, total)
     _store_rows(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
     tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
 
@@ -143,6 +200,8 @@ def query_gradients(
     blocks,
     q_ends,
     k_ends,
+    bits,
+    bit_starts,
     group,
     scale,
     softcap,
@@ -164,6 +223,7 @@ def query_gradients(
     HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_BITS: tl.constexpr,
     SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -203,6 +263,8 @@ def query_gradients(
         first_key = tl.maximum(first_aligned - left, 0) // KEYS * KEYS
     if HAS_RIGHT:
         end_key = tl.minimum(first_aligned + ROWS + right, keys)
+    if HAS_BITS:
+        row_bits = bits + tl.load(bit_starts + tile) + row.to(tl.int64) * tl.cdiv(keys, 64)
     result = tl.zeros((ROWS, WIDTH), tl.float32)
     for block_start in range(first_key, end_key, KEYS):
         key = block_start + tl.arange(0, KEYS)
@@ -213,6 +275,9 @@ def query_gradients(
             scores = _cap_scores(scores, softcap)
             slope = 1.0 - (scores / softcap) * (scores / softcap)
         seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
+        if HAS_BITS:
+            word = tl.load(row_bits + block_start // 64, mask=row < rows, other=0)
+            seen = seen & _is_chosen(word[:, None], key[None, :])
         weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[:, None]), 0.0)
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
         dscores = weights * (tl.dot(dout_block, tl.trans(v_block)) - row_delta[:, None]) * slope
@@ -233,6 +298,8 @@ def key_gradients(
     blocks,
     q_ends,
     k_ends,
+    bits,
+    bit_starts,
     group,
     scale,
     softcap,
@@ -256,6 +323,7 @@ def key_gradients(
     HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_BITS: tl.constexpr,
     WANTS_K: tl.constexpr,
     WANTS_V: tl.constexpr,
     SIZE: tl.constexpr,
@@ -294,6 +362,8 @@ def key_gradients(
         dk_sum = tl.zeros((KEYS, WIDTH), tl.float32)
     if WANTS_V:
         dv_sum = tl.zeros((KEYS, V_WIDTH), tl.float32)
+    if HAS_BITS:
+        first_bits = bits + tl.load(bit_starts + tile) + start // 64
     for member in range(group):
         head = kv_head * group + member
         for block_start in range(first_row, end_row, ROWS):
@@ -308,6 +378,9 @@ def key_gradients(
                 scores = _cap_scores(scores, softcap)
                 slope = 1.0 - (scores / softcap) * (scores / softcap)
             seen = _is_visible(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
+            if HAS_BITS:
+                word = tl.load(first_bits + row.to(tl.int64) * tl.cdiv(keys, 64), mask=row < rows, other=0)
+                seen = seen & _is_chosen(word[None, :], key[:, None])
             weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[None, :]), 0.0)
             if WANTS_V:
                 dv_sum = tl.dot(weights.to(dout_block.dtype), dout_block, dv_sum)
