@@ -3,11 +3,12 @@
 The class's own forward runs on the rank's rows with a stand-in for the cache that it asks for index keys: what it hands
 out are those of all ranks. Chosen are positions in the row's own document, so that no degree or layout enters; among
 keys of equal scores the lowest positions, which is a rule of longspan's: scores are sums of ReLUs, many are 0, and
-torch's `topk` has no order among equals. Indexers get no gradient, as in transformers.
+torch's `topk` has no order among equals. Indexers get no gradient, as in transformers. On GPUs the class forms queries
+and weights alone, and `index_scores.py` the scores.
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -29,8 +30,10 @@ from longspan.model.seams.attention_calls import (
     is_indexed,
     running_layer,
 )
+from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
+_ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
 _SCORE_BYTES = 256 << 20  # of the scores of all heads that are held at a time; what is made of them takes as much again
 
 
@@ -91,7 +94,7 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """Choose the keys of the local rows: positions in each row's document (1, T, k), int32, −1 for none.
 
     Where no document is longer than k, every row sees every key, and there are no columns. Else index keys are gathered
-    over each group, (rows, head size), and scored by a few rows at a time.
+    over each group, (rows, head size), and scored by a few rows at a time. Nothing of rows × keys is whole.
     """
     signature = _forward_signature(type(indexer))
     arguments = dict(signature.bind(indexer, *args, **kwargs).arguments)
@@ -104,25 +107,37 @@ def _choose_keys(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     shard = find_one_row_shard(type(indexer).__name__, shard, hidden.shape[0], hidden.shape[1])
     if isinstance(shard, SeparateRows) or max(shard.micro_batch.lengths, default=0) <= k:
         return _choose_nothing(indexer, hidden)
-    local_keys = list[Tensor]()  # (1, T, head size); the first stand-in keeps them, and hands none out to score
-    no_key = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
-    stand_in = SimpleNamespace(update_indexer=lambda keys, _: local_keys.append(keys) or keys[:, :0])
-    type(indexer).forward(indexer, **arguments | {"attention_mask": no_key, cache: stand_in})
-    chosen = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32)
+    arguments["attention_mask"] = hidden.new_empty((1, hidden.shape[1], 0), dtype=torch.bool)
+
+    def run_class(rows: slice, hand_out: Callable[[Tensor, int], Tensor], **changes: Any) -> Tensor:
+        of_rows = {name: _take_rows(x, hidden.shape[1], rows) for name, x in arguments.items()}
+        stand_in = SimpleNamespace(update_indexer=hand_out)
+        return type(indexer).forward(indexer, **of_rows | changes | {cache: stand_in})
+
+    local_keys = list[Tensor]()  # (1, rows, head size); the first stand-in keeps them, and hands none out to score
+    operands = ScoreOperands()
+    for first in range(0, max(1, hidden.shape[1]), _ROWS_AT_ONCE):
+        with (operands := ScoreOperands()):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            run_class(rows, lambda keys, _: local_keys.append(keys) or keys[:, :0])
+    in_tiles, heads = operands.are_known(), int(getattr(indexer, "n_heads", 1))
+    chosen, all_keys = hidden.new_full((1, hidden.shape[1], k), -1, dtype=torch.int32), torch.cat(local_keys, 1)[0]
     for part in shard.parts:
         members = find_members(part, shard, Mask())
-        group_keys = _gather_keys(local_keys[0][0, part.start : part.stop], members)
-        for rows, positions, document in _row_runs(members, int(getattr(indexer, "n_heads", 1))):
-            local_rows = slice(part.start + rows.start, part.start + rows.stop)
-            run = {name: _take_rows(x, hidden.shape[1], local_rows) for name, x in arguments.items()}
+        group_keys = _gather_keys(all_keys[part.start : part.stop], members)
+        for rows, positions, document in _row_runs(members, 0 if in_tiles else heads):
+            rows = slice(part.start + rows.start, part.start + rows.stop)
+            keys = group_keys[document][: positions.stop]
+            if in_tiles:
+                with ScoreOperands() as operands:
+                    run_class(rows, lambda own, _: own[:, :0])
+                chosen[0, rows] = choose_best_keys(*operands.queries_and_weights(), keys, positions.start, k)
+                continue
             key_positions = torch.arange(positions.stop, device=hidden.device)
             visible = key_positions <= key_positions[positions.start :, None]
-            keys_of_run = group_keys[None, document][:, : positions.stop]
-            run |= {"attention_mask": visible[None]}
-            run |= {cache: SimpleNamespace(update_indexer=lambda *_, keys=keys_of_run: keys)}
             with LowestFirst(none=True):
-                found = type(indexer).forward(indexer, **run)
-            chosen[:, local_rows, : found.shape[2]] = found
+                found = run_class(rows, lambda *_, keys=keys: keys[None], attention_mask=visible[None])
+            chosen[:, rows, : found.shape[2]] = found
     return chosen
 
 
@@ -140,11 +155,14 @@ def _gather_keys(keys: Tensor, members: Members) -> Tensor:
 
 
 def _row_runs(members: Members, heads: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Yield runs of this member's rows, their positions, and the rows of their document among those of the group."""
+    """Yield runs of this member's rows, their positions, and the rows of their document among those of the group.
+
+    `heads`: whose scores are held at a time.
+    """
     laid_out = members.part.group.laid_out
     first_keys = list(accumulate(laid_out, initial=0))
     for document, start, stop, offset in members.real_segments(members.member):
-        at_once = max(1, _SCORE_BYTES // (4 * heads * stop))
+        at_once = min(_ROWS_AT_ONCE, max(1, _SCORE_BYTES // (4 * heads * stop))) if heads else _ROWS_AT_ONCE
         for first in range(start, stop, at_once):
             last = min(first + at_once, stop)
             rows = slice(offset + first - start, offset + last - start)

@@ -1,0 +1,104 @@
+"""Choice of keys on GPUs: scores of an indexer in runs of rows, whose k best are found by the k-th score and a count.
+
+Only the k-th score is torch's `topk`: its order among equals has no part in the choice. Not covered: classes whose
+scores are formed otherwise, and CPUs (`indexers.py`).
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_SCORE_BYTES = 256 << 20  # of the scores of a run of rows
+_ROWS, _KEYS, _KEYS_OF_ROW = 64, 128, 2048  # that a program scores, and walks in the scores of one row
+_SCORING = [
+    "matmul",
+    "relu",
+    "matmul",
+    "squeeze",
+    "__invert__",
+    "masked_fill",
+    "topk",
+]  # what an indexer does to scores up to its `topk`
+
+
+class ScoreOperands(TorchFunctionMode):
+    """Notes what an indexer multiplies, in a forward pass with no key: q (1, T, H, size) and weights (1, T, 1, H)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps, self._products = list[str](), list[Tensor]()
+        self._widened = (torch.empty(0), torch.empty(0))  # what `float` gave last for queries, and of what
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out, name = func(*args, **(kwargs or {})), func.__name__
+        first = args[0] if args else None
+        if name == "float" and not self._products and isinstance(first, Tensor) and first.shape[-1]:
+            self._widened = out, first
+        is_positive = name in ("mul", "__mul__") and isinstance(args[1], float) and args[1] > 0  # the order stays
+        of_scores = any(isinstance(x, Tensor) and x.ndim > 2 and not x.shape[-1] for x in args)
+        if name == "matmul":
+            self._products.append(args[0])
+        if of_scores and not is_positive and name != "__get__" and self._products and "topk" not in self._steps:
+            self._steps.append(name)
+        return out
+
+    def are_known(self) -> bool:
+        """Scores are Σ heads weight · relu(q · key), times a number above 0, and this GPU's kernels sum them."""
+        return self._steps == _SCORING and len(self._products) == 2 and can_score(self._products[0])
+
+    def queries_and_weights(self) -> tuple[Tensor, Tensor]:
+        """q (T, H, size), in the type that it had before it was widened, and weights (T, H)."""
+        q, weights = self._products
+        widened, before = self._widened
+        return (before if widened is q else q)[0], weights[0, :, 0]
+
+
+def can_score(q: Tensor) -> bool:
+    """In float32, which is what classes widen q to."""
+    if not q.is_cuda or q.dtype != torch.float32 or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+@cache
+def _kernels() -> Any:
+    return import_module("longspan.model.seams.index_score_kernels")
+
+
+def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int) -> Tensor:
+    """Choose keys of rows at the positions from `first_position` on: (R, k) int32, ascending, −1 for none.
+
+    q (R, H, size), weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
+    """
+    q, keys = (q, keys) if q.dtype == keys.dtype else (q.float(), keys.float())
+    weights, q = weights.float().contiguous(), q.contiguous()
+    chosen = torch.empty((len(q), k), dtype=torch.int32, device=q.device)
+    at_once = max(_ROWS, _SCORE_BYTES // (4 * len(keys)) // _ROWS * _ROWS)
+    for start in range(0, len(q), at_once):
+        stop = min(start + at_once, len(q))
+        _choose_of_run(q[start:stop], weights[start:stop], keys, first_position + start, chosen[start:stop])
+    return chosen
+
+
+def _choose_of_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
+    (rows, heads, size), k = q.shape, chosen.shape[1]
+    count = min(len(keys), first_position + rows)
+    scores = q.new_empty((rows, count), dtype=torch.float32)
+    constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
+    _kernels().score_keys[-(-rows // _ROWS), -(-count // _KEYS)](
+        *(q, weights, keys, scores, rows, count, first_position, heads),
+        *(*q.stride()[:2], weights.stride(0), keys.stride(0), count),
+        **constants,
+        num_warps=8,
+    )
+    best = scores.topk(min(k, count), sorted=False).values
+    least = best.amin(1)
+    ties = k - (best > least[:, None]).sum(1, dtype=torch.int32)
+    _kernels().write_best_keys[(rows,)](
+        *(scores, least, ties, chosen, count, k, count, chosen.stride(0)), KEYS=_KEYS_OF_ROW
+    )
