@@ -37,6 +37,7 @@ CHOICES = {"auto": "auto --train.memory_bytes 51539607552"} | {
     }.items()
 }
 ATTENTION = "{python} bench/attention/attention_types.py --types p2p,all_gather,a2a --no_peers --out {out}"
+INDEXED = "{python} bench/attention/indexed_attention.py --out {out}"
 SHORT = ATTENTION.replace(",a2a", "")
 NODES = "sh bench/two_nodes.sh --rate 1.25G"  # a link of 10 Gbit/s, the same at all times; without a rate it varies
 TRAINER = "{torchrun} bench/training/trainer.py --preset qwen3-8b --layers 12 --documents 8 --length 13107 --cp 2"
@@ -229,8 +230,8 @@ RUNS = (
     GpuRun("attention-packed", 60, f"{ATTENTION} --lengths 65536,131072 --documents 8"),
     GpuRun("attention-short", 60, f"{SHORT} --lengths 16384 --documents 8 --cuda_graph"),
     GpuRun("attention-window", 60, f"{ATTENTION} --lengths 16384,65536,131072 --window 4096"),
-    # did not end after p2p and all_gather had been captured in the same process, on two H100s
-    GpuRun("attention-window-graph", 60, f"{ATTENTION} --lengths 16384 --window 4096 --cuda_graph"),
+    GpuRun("indexed-attention-one", 240, f"{INDEXED} --world 1", gpus=1),
+    GpuRun("indexed-attention", 150, f"{INDEXED} --world 2"),
     GpuRun("two-nodes", 120, f"{NODES} longspan bench calibrate --out {{out}}"),
     GpuRun(
         "two-nodes-attention",

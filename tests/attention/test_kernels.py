@@ -414,7 +414,7 @@ ON_CPUS = replace(find_kernel("triton_flash"), devices=("cpu",), dtypes=(torch.f
 CHOSEN = cases_of(
     [
         Question("ragged", "mla", "float32", indices=7, sinks=True),
-        Question("padded", "mqa", "float32", indices=5, window=9, softcap=2.0),
+        Question("long", "mqa", "float32", indices=20, window=80, softcap=2.0),
     ],
     [replace(way, kernel="tests.attention.test_kernels.ON_CPUS") for way in WAYS[:3]],
 )

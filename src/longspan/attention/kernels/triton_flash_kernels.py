@@ -135,7 +135,7 @@ def forward(
     `*_head` strides, `group` the query heads of a key/value head. The last row of a tile is aligned to its last key; a
     row sees the keys from `left` before to `right` after the one that it is aligned to. With HAS_BITS it sees those of
     them whose bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too:
-    a branch around them costs 30 %, as loads are not made ahead through it (bench/records/chosen-keys-2xH200.md).
+    a branch around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1).to(tl.int64)

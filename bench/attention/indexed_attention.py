@@ -1,0 +1,181 @@
+"""One layer's choice of keys and attention to them, of A.X K2's and DeepSeek-V3.2's widths, beside dense attention.
+
+    python bench/attention/indexed_attention.py --out bench/records/indexed-attention.json    # a process for each GPU
+
+Indexers are transformers' with random weights; queries, keys and values are random too, so that the choices of a row
+lie anywhere before it. A short length is compared with the class's own scores and the reference kernel before anything
+is timed. Rows are written one by one, and left out when the command is given again.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from bench.begun import missing_row, open_record
+from torch import Tensor
+from transformers import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+
+from longspan.attention import attend
+from longspan.bench.benches import origin_text
+from longspan.cli.processes import run_on_ranks, usable_gpus
+from longspan.comm import SequenceShard, World, bind
+from longspan.layout import Layout
+from longspan.model.seams import index_scores, indexers
+from longspan.plain_text import bytes_text, markdown_table
+from longspan.plan import plan_fixed
+
+NAMES = ("hidden_size", "q_lora_rank", "qk_rope_head_dim", "index_n_heads")
+MODELS = {  # heads, their size, that of values; and of the indexer
+    "axk2": ((32, 96, 64), (2048, 384, 32, 16)),
+    "deepseek_v32": ((128, 192, 128), (7168, 1536, 64, 64)),
+}
+CHECKED = (1024, 64)  # rows of each rank, and k
+ALLOWED = 2e-2  # relative error of bfloat16
+TIMES = ("choice", "chosen forward", "chosen backward", "dense forward", "dense backward")
+PEAKS = ("choice bytes", "chosen bytes", "dense bytes")
+
+
+class Layer:
+    """A layer's inputs on this rank, and its two steps."""
+
+    def __init__(self, model: str, shard: SequenceShard, k: int) -> None:
+        (self.heads, sizes), self.shard = MODELS[model], shard
+        config = DeepseekV32Config(**dict(zip(NAMES, sizes, strict=True)), index_topk=k)
+        self.indexer = DeepseekV32Indexer(config, 0).to(shard.device, torch.bfloat16)
+        angles = shard.position_ids[:, None] * 10_000.0 ** -torch.linspace(0, 1, sizes[2] // 2, device=shard.device)
+        rope = [x.repeat(1, 2)[None].bfloat16() for x in (angles.cos(), angles.sin())]
+        hidden, q_residual = (self.drawn(1, len(angles), size) for size in sizes[:2])
+        no_mask = torch.empty(1, 1, len(angles), 0, device=shard.device, dtype=torch.bool)
+        self.inputs = hidden, q_residual, tuple(rope), no_mask, shard.position_ids[None]
+
+    def drawn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.shard.device, dtype=torch.bfloat16)
+
+    def choose(self) -> Tensor:
+        with patch.object(indexers, "running_layer", lambda: SimpleNamespace(shard=self.shard)):
+            return indexers._choose_keys(self.indexer, *self.inputs)[0]
+
+    def draw_heads(self) -> list[Tensor]:
+        """q, k, v and the gradient of the output."""
+        n, size, v_size = self.heads
+        *leaves, gradient = (self.drawn(len(self.shard.position_ids), n, x) for x in (size, size, v_size, v_size))
+        return [*(x.requires_grad_() for x in leaves), gradient]
+
+    def attend(self, heads: list[Tensor], indices: Tensor | None, kernel: str | None = None) -> Tensor:
+        return attend(*heads[:3], self.shard, indices=indices, cp_comm_type="all_gather", kernel=kernel)
+
+
+def measure_ranks(rank: int, options: argparse.Namespace) -> dict[str, Any]:
+    with World(Layout(ranks=options.world), backend=None if options.world <= usable_gpus() else "gloo") as world:
+        about = {"ranks": options.world, "k": options.k}
+        record = open_record("indexed attention", options.out, world.backend, Path(__file__).parent, **about)
+        checks, rows = record.setdefault("checks", {}), record.setdefault("rows", {})
+        for model, length in itertools.product(options.models.split(","), map(int, options.lengths.split(","))):
+            if (name := f"{model}, {length:,}") in rows:
+                continue
+            if model not in checks:
+                checks[model] = check(Layer(model, bound(CHECKED[0] * options.world, world), CHECKED[1]), world)
+            rows[name] = measure(Layer(model, bound(length, world), options.k), world)
+            if rank == 0 and options.out is not None:
+                print(name, rows[name], flush=True)
+                options.out.write_text(json.dumps(record, indent=1))
+                options.out.with_suffix(".md").write_text(markdown(record))
+    return record
+
+
+def bound(length: int, world: World) -> SequenceShard:
+    return bind(plan_fixed([length], world.home, cp=len(world.plane)).micro_batches[0], world)
+
+
+def check(layer: Layer, world: World) -> dict[str, float]:
+    """Rows that choose other keys than the class, and errors beside the reference kernel: the largest of all ranks."""
+    chosen = layer.choose().sort(1).values
+    with patch.object(index_scores, "can_score", lambda q: False):
+        other = (chosen != layer.choose().sort(1).values).any(1).double().mean().item()
+    heads, results = layer.draw_heads(), list[list[Tensor]]()
+    for kernel in (None, "reference"):
+        out = layer.attend(heads, chosen, kernel)
+        results.append([out.detach(), *torch.autograd.grad(out, heads[:3], heads[3])])
+    errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(*results, strict=True)]
+    worst = [max(x) for x in zip(*world.control.gather_objects([other, *errors]), strict=True)]
+    assert worst[0] < 0.01 and max(worst[1:]) < ALLOWED, worst
+    return dict(zip(("rows that choose other keys", "out", "dq", "dk", "dv"), worst, strict=True))
+
+
+def measure(layer: Layer, world: World) -> dict[str, Any]:
+    """Seconds and bytes of the choice, and of forward and backward of dense attention and of that to chosen keys."""
+    row: dict[str, Any] = {}
+    try:
+        (row["choice"],), row["choice bytes"] = timed(lambda: layer.choose() is None, world)
+        for name, chosen in (("dense", None), ("chosen", layer.choose())):
+            heads = layer.draw_heads()
+
+            def both(heads: list[Tensor] = heads, chosen: Tensor | None = chosen) -> float:
+                out = layer.attend(heads, chosen)
+                middle = seconds_now(world)
+                torch.autograd.grad(out, heads[:3], heads[3])
+                return middle
+
+            (row[f"{name} forward"], row[f"{name} backward"]), row[f"{name} bytes"] = timed(both, world)
+            del heads, both
+    except torch.OutOfMemoryError as error:
+        row |= missing_row(error)
+    return row
+
+
+def timed(run: Callable[[], float], world: World) -> tuple[list[float], int]:
+    """Median seconds of one to three runs after one, before and after what `run` returns (0: all), and peak bytes."""
+    cuda, times = world.device.type == "cuda", list[list[float]]()
+    while len(times) < 4 and (len(times) < 2 or max(world.control.gather_objects(sum(times[-1]))) < 1):
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        world.control.gather_objects(None)  # all begin together
+        marks = [x for x in (seconds_now(world), run(), seconds_now(world)) if x]
+        times.append([after - before for before, after in itertools.pairwise(marks)])
+    medians = [statistics.median(x) for x in zip(*times[1:], strict=True)]
+    of_ranks = world.control.gather_objects((*medians, torch.cuda.max_memory_allocated() if cuda else 0))
+    *slowest, peak = (max(x) for x in zip(*of_ranks, strict=True))
+    return slowest, peak
+
+
+def seconds_now(world: World) -> float:
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def markdown(record: dict[str, Any]) -> str:
+    lines = [
+        (name, *(f"{1e3 * row.get(x, 0):.1f}" for x in TIMES), *(bytes_text(row.get(x, 0)) for x in PEAKS))
+        for name, row in record["rows"].items()
+    ]
+    table = markdown_table(("layer, rows", *(f"{x}, ms" for x in TIMES), *PEAKS), lines)
+    checks = "".join(f"\n- {model}: {errors}" for model, errors in record["checks"].items())
+    return f"{origin_text(record)}\n\nRanks: {record['ranks']}; k {record['k']}.\n\n{table}\n{checks}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=usable_gpus() or 1)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--lengths", default="16384,32768,65536,131072")
+    parser.add_argument("--k", type=int, default=2048)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    print(markdown(run_on_ranks(measure_ranks, (options,), options.world)))
+
+
+if __name__ == "__main__":
+    main()
