@@ -34,7 +34,15 @@ CHANGES = {
     "a choice of another layer": (SEAM, "return chosen", "return _choose_keys.__dict__.setdefault('first', chosen)"),
     "a sum in half precision": (SEAM, "(scores + 0.0).sort(dim=-1", "scores.bfloat16().sort(dim=-1"),
 }
-ON_GPUS = {"as on GPUs": ("model.seams.index_scores", " and can_score(self._products[0])", "")}
+IN_TILES = {  # from what the class multiplies, as on GPUs
+    "a later key": (SEAM, "keys, positions.start, k)", "keys, positions.start + 1, k)"),
+    "weights without sign": ("model.seams.index_scores", "weights[0, :, 0]", "weights[0, :, 0].abs()"),
+    "queries of other rows": (
+        SEAM,
+        "*operands.queries_and_weights()",
+        "*(x.flip(0) for x in operands.queries_and_weights())",
+    ),
+}
 Choices = list[list[set[int]]]  # of each row of a document, one document after another
 
 
@@ -106,6 +114,7 @@ def other_choices(rank: int, ranks: int, changed: bool) -> dict[str, int]:
         World(Layout(ranks=ranks), backend=backend()) as world,
         compute_in_float64(),
         patch.object(indexers, "choose_best_keys", best_of_all),
+        pytest.MonkeyPatch.context() as monkeypatch,
     ):
         shard = bind(plan_fixed(LENGTHS, world.home, cp=ranks).micro_batches[0], world)
         places = list(
@@ -113,18 +122,20 @@ def other_choices(rank: int, ranks: int, changed: bool) -> dict[str, int]:
         )
         for family in FAMILIES[:1] if changed else FAMILIES:
             expected = choices_of_the_class(family)
-            for change in each_mutated(CHANGES if changed else ON_GPUS):
-                model, chosen = prepare_untried(tiny(family), world, shard_parameters=False), list[Tensor]()
-                for indexer in find_indexers(model).values():
-                    indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
-                with torch.no_grad():
-                    local_ids = shard.scatter(torch.from_numpy(ids).to(world.device))
-                    model(input_ids=local_ids[None], position_ids=shard.position_ids[None], shard=shard)
-                rows[f"{family}, {change}"] = sum(
-                    sorted(key for key in keys if key >= 0) != sorted(layer[document][position])
-                    for layer, layer_chosen in zip(expected, chosen, strict=True)
-                    for (document, position), keys in zip(places, layer_chosen.tolist(), strict=True)
-                )
+            for in_tiles, changes in ((False, CHANGES), (True, IN_TILES)):
+                monkeypatch.setattr(index_scores, "can_score", lambda q, in_tiles=in_tiles: in_tiles)
+                for change in each_mutated(changes if changed else {}):
+                    model, chosen = prepare_untried(tiny(family), world, shard_parameters=False), list[Tensor]()
+                    for indexer in find_indexers(model).values():
+                        indexer.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
+                    with torch.no_grad():
+                        local_ids = shard.scatter(torch.from_numpy(ids).to(world.device))
+                        model(input_ids=local_ids[None], position_ids=shard.position_ids[None], shard=shard)
+                    rows[f"{family}, {in_tiles}, {change}"] = sum(
+                        sorted(key for key in keys if key >= 0) != sorted(layer[document][position])
+                        for layer, layer_chosen in zip(expected, chosen, strict=True)
+                        for (document, position), keys in zip(places, layer_chosen.tolist(), strict=True)
+                    )
     return rows
 
 
@@ -141,7 +152,7 @@ there = pytest.mark.skipif(not FAMILIES, reason="this transformers has no such c
 def test_a_broken_rule_is_noticed() -> None:
     of_ranks = run_ranks(other_choices, 2, 2, True)
     unnoticed = [name for name in of_ranks[0] if not any(rows[name] for rows in of_ranks)]
-    assert unnoticed == [f"{FAMILIES[0]}, nothing"]
+    assert unnoticed == [f"{FAMILIES[0]}, {in_tiles}, nothing" for in_tiles in (False, True)]
 
 
 @there
@@ -154,6 +165,7 @@ def test_scores_are_sums_in_float32_whatever_the_model_is(monkeypatch: pytest.Mo
             return super().__torch_function__(func, types, args, kwargs)
 
     monkeypatch.setattr(indexers, "LowestFirst", Noted)
+    monkeypatch.setattr(index_scores, "can_score", lambda q: False)
     with World(Layout(ranks=1), backend=backend()) as world:
         shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
         model = prepare_untried(tiny(FAMILIES[0]).bfloat16(), world)
