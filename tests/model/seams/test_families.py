@@ -20,7 +20,7 @@ from longspan.model.layers import decoder_layers, towers_beside_text_model
 from longspan.model.parts import find_parts
 from longspan.model.pipeline.stages import refuse_dependent_layers
 from longspan.model.seams.attention_calls import IMPLEMENTATION, hook_layer_arguments
-from longspan.model.seams.indexers import order_ties
+from longspan.model.seams.indexers import order_ties, shard_indexers
 from longspan.testing import backend, run_ranks
 from longspan.train import build_optimizer
 from tests.model.seams import wrappers
@@ -144,6 +144,16 @@ def test_layers_that_need_more_of_earlier_ones_than_their_hidden_states() -> Non
     second.register_forward_pre_hook(lambda *_: kept.__getitem__("keys") and None)
     with pytest.raises(ModelError, match=r"layers 1 to 1 do not run without those before them \(KeyError: 'keys'\)"):
         refuse_dependent_layers(model, parts, stages)
+
+
+@pytest.mark.skipif(not here(["glm-5"]), reason="this transformers has no such class")
+def test_layers_that_may_begin_a_stage_are_named() -> None:
+    model = tiny("glm-5")  # the second and the last layer take the choice of the one before
+    model.set_attn_implementation(IMPLEMENTATION)
+    hook_layer_arguments(model)
+    shard_indexers(model)
+    with pytest.raises(ModelError, match=r"layers 1 to 3 do not run .*; later stages may begin with layers 2: choose"):
+        refuse_dependent_layers(model, find_parts(model), (range(1), range(1, 4)))
 
 
 # ---- models of several modalities

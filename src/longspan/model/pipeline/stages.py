@@ -296,16 +296,25 @@ def refuse_dependent_layers(model: PreTrainedModel, parts: ModelParts, layers: S
     All run on the meta device, then each stage alone; where all together do not run, no stage is tried.
     """
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
-    for indices in (range(sum(map(len, layers))), *layers):
+
+    def run_alone(indices: range) -> Exception | None:
         stage = decoder_model(copy_for_stage(model, parts, indices, first=False, last=False))
         try:
             run_on_meta(stage, Probe(), input_ids=None, inputs_embeds=hidden)
         except Exception as error:  # whatever a forward raises
-            if indices not in layers:
-                return
+            return error
+        return None
+
+    count = sum(map(len, layers))
+    if run_alone(range(count)) is not None:
+        return
+    for indices in layers:
+        if (error := run_alone(indices)) is not None:
+            first = ", ".join(str(i) for i in range(1, count) if run_alone(range(i, count)) is None)
+            hint = f"later stages may begin with layers {first}: choose pp and vpp by that, or " if first else ""
             raise ModelError(
                 f"{type(model).__name__}: layers {indices.start} to {indices.stop - 1} do not run without those before "
-                f"them ({type(error).__name__}: {error}), as a pipeline stage would; use pp 1"
+                f"them ({type(error).__name__}: {error}), as a pipeline stage would; {hint}use pp 1"
             ) from error
 
 
