@@ -24,6 +24,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "seq-mean-token-mean": {"loss_agg_mode": "seq-mean-token-mean", "use_kl_loss": True, "kl_loss_coef": 0.1},
     "seq-mean-token-sum-norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 150},
     "norm of the longest": {"loss_agg_mode": "seq-mean-token-sum-norm"},
+    "entropy": {"loss_agg_mode": "token-mean", "entropy_coeff": 0.1},
     "gspo": {"loss_agg_mode": "seq-mean-token-mean", "loss_mode": "gspo"},
 }
 
@@ -58,7 +59,11 @@ def update_errors(rank: int, folder: Path, plan: str, losses: dict[str, dict[str
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_updates_of_an_actor_are_those_of_a_dense_model(plan: str, tmp_path: Path) -> None:
-    losses = LOSSES if plan in ("dynamic", "degree 2") else {name: LOSSES[name] for name in ("token-mean", "gspo")}
+    losses = (
+        LOSSES
+        if plan in ("dynamic", "degree 2")
+        else {name: LOSSES[name] for name in ("token-mean", "entropy", "gspo")}
+    )
     errors = run_ranks(update_errors, 2, tmp_path / "model", plan, losses, timeout=200)[0]
     assert errors.keys() == losses.keys()
     for name, found in errors.items():

@@ -256,8 +256,6 @@ def refusals(rank: int, folder: Path) -> list[str]:
             texts.append("")
 
     worker = w.make_worker(path)
-    worker.set_loss_fn(w.actor_loss(entropy_coeff=0.1))
-    refused(lambda: worker.train_batch(w.make_batch()))
     hot = w.make_batch(compute_loss=False)
     hot["temperature"] = torch.linspace(0.5, 1, 6)
     refused(lambda: worker.infer_batch(hot))
@@ -274,7 +272,7 @@ def refusals(rank: int, folder: Path) -> list[str]:
 
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
     words = (
-        "entropy_coeff", "temperatures from 0.5 to 1", "distillation", "use_dynamic_bsz", "delta_sharded", "hdfs_path",
+        "temperatures from 0.5 to 1", "distillation", "use_dynamic_bsz", "delta_sharded", "hdfs_path",
         "model.use_liger", "router_replay", "context_parallel_size",
     )  # fmt: skip
     for texts in run_ranks(refusals, 2, tmp_path, timeout=200):

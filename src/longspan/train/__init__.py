@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from longspan.train.step_end import clip_grad_norm as clip_grad_norm
     from longspan.train.step_end import grad_norm as grad_norm
     from longspan.train.terms.document_loss import DocumentLoss as DocumentLoss
+    from longspan.train.terms.micro_batch_loss import MicroBatchLoss as MicroBatchLoss
+    from longspan.train.terms.micro_batch_loss import MicroBatchTokens as MicroBatchTokens
     from longspan.train.terms.mtp import MtpLoss as MtpLoss
     from longspan.train.terms.scores import TokenScores as TokenScores
     from longspan.train.terms.scores import pair_loss as pair_loss

@@ -24,6 +24,7 @@ from longspan.train.read_rows import WEIGHTS, LocalBatch, target_rows
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _COLUMNS = 4096  # that a program has at a time
+_ENTROPY_PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
 
 # From derivatives (t,) of a loss by log-probabilities to its gradient (t, V) by logits. Once: it may reuse its memory.
 GradientOf = Callable[[Tensor], Tensor]
@@ -86,12 +87,24 @@ def row_scores(logits: Tensor, ids: Tensor) -> tuple[Tensor, GradientOf]:
     return scores.squeeze(1), lambda slopes: slopes.to(logits.dtype).reshape(logits.shape)
 
 
+@torch.no_grad()
+def add_entropy_gradient(gradient: Tensor, logits: Tensor, slopes: Tensor) -> None:
+    """Add the derivative of the entropies H of softmaxes p by logits (t, V), times slopes (t,): −p (log p + H)."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    for part in cut_into_chunks(len(logits), max(1, len(logits) // _ENTROPY_PARTS)):
+        log_probs = logits[part].to(dtype).log_softmax(-1).clamp_(min=torch.finfo(dtype).min)  # of −inf, which adds 0
+        probs = log_probs.exp()
+        entropies = -(probs * log_probs).sum(-1, keepdim=True)
+        gradient[part] -= (log_probs.add_(entropies).mul_(probs) * slopes[part].unsqueeze(1)).to(gradient.dtype)
+
+
 CHUNK_BYTES = {"cuda": 2 << 30}  # of logits and what is computed from them, at a time
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
 # Of log-probabilities (t,) of targets, which of all targets they are, and their logits (t, V): the sum of their losses
-# (a float64 scalar) and the derivative of each loss by its log-probability (t,). Of a head of scores: `row_scores`.
-LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, Tensor]]
+# (a float64 scalar) and the derivative of each loss by its log-probability (t,), and if it has one by its entropy (t,).
+# Of a head of scores: `row_scores`.
+LossOfRows = Callable[[Tensor, slice, Tensor], tuple[Tensor, ...]]
 ValuesOfRows = Callable[[Tensor, Tensor], Tensor]  # of logits (t, V) and token ids (t,): numbers (…, t)
 
 
@@ -289,9 +302,11 @@ class _ChunkedLoss(torch.autograd.Function):
                 logits = head(rows_in)
             log_probs, gradient_of = numbers(logits, targets.ids[chunk])
             with torch.enable_grad():  # a caller's loss is differentiated inside
-                loss, slopes = losses(log_probs, chunk, logits)
+                loss, slopes, *of_entropy = losses(log_probs, chunk, logits)
             total += loss.detach()
             logit_gradient = gradient_of(slopes.detach())
+            if of_entropy:
+                add_entropy_gradient(logit_gradient, logits.detach(), of_entropy[0])
             del log_probs, gradient_of, slopes  # the memory of the exponentials
             leaves = (*([rows_in] if gradient is not None else []), *parameters)
             gradients = list(torch.autograd.grad(logits, leaves, logit_gradient))

@@ -37,6 +37,7 @@ from longspan.train.step_inputs import StepInputs, check_step_arguments, check_u
 if TYPE_CHECKING:
     from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.encoders import EncoderTimes
+    from longspan.train.terms.micro_batch_loss import MicroBatchLoss
     from longspan.train.terms.mtp import MtpLoss
     from longspan.train.terms.token_loss import LossFunction, TokenLogProbs
 
@@ -81,7 +82,7 @@ def run_step(
     step: int | None = None,
     loss_chunk_rows: int = 0,
     router: RouterCoefficients | None = None,
-    loss: "LossFunction | DocumentLoss | None" = None,
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
     divisor: float | None = None,
     mtp: "MtpLoss | None" = None,
     times_slots: bool = False,
@@ -104,9 +105,9 @@ def run_step(
     The loss is the cross entropy, of documents with weights (`Document`) times the weight of each token, or one's own:
     `loss(log_probs, at)` gets the log-probabilities (t,) of some targets, in float32 (float64 for float64 logits), and
     a LossRows that describes them, and returns their losses (t,), each of its own row only. Weights are then
-    `at["weights"]`, and multiply nothing by themselves. A DocumentLoss is a function of documents' sums. `divisor`,
-    the same on every rank, is what the sum of the losses is divided by (None: the plan's targets, the number of sets of
-    a DocumentLoss).
+    `at["weights"]`, and multiply nothing by themselves. A DocumentLoss is a function of documents' sums, a
+    MicroBatchLoss one of all tokens of a micro-batch. `divisor`, the same on every rank, is what the sum of the losses
+    is divided by (None: the plan's targets, the number of sets of a DocumentLoss, 1 of a MicroBatchLoss).
 
     `loss_chunk_rows` is how many rows' logits are formed at a time (0: by a budget of bytes). `router` holds the
     weights of the routers' losses in the gradient (None: those of the model's configuration); `mtp` runs the depths of
@@ -302,7 +303,7 @@ def encoder_terms(inputs: StepInputs, depths: int = 0) -> tuple[Term, ...]:
 def step_terms(
     inputs: StepInputs,
     *,
-    loss: "LossFunction | DocumentLoss | None" = None,
+    loss: "LossFunction | DocumentLoss | MicroBatchLoss | None" = None,
     divisor: float | None = None,
     router: RouterCoefficients | None = None,
     mtp: "MtpLoss | None" = None,

@@ -4,11 +4,9 @@ Each rank gets the whole mini-batch, and a plan shares its samples out: to verl 
 """
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
 from verl.utils.device import get_device_name  # pyright: ignore[reportMissingImports]
 from verl.utils.fsdp_utils import replace_lora_wrapper  # pyright: ignore[reportMissingImports]
+from verl.utils.py_functional import append_to_dict  # pyright: ignore[reportMissingImports]
 from verl.utils.torch_functional import (  # pyright: ignore[reportMissingImports]
     get_constant_schedule_with_warmup,
     get_cosine_schedule_with_warmup,
@@ -30,20 +29,20 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params  # pyright: ignore[
 from longspan.comm import World
 from longspan.data.document import Document
 from longspan.data.scored_document import ScoredDocument
-from longspan.errors import CheckpointError, ConfigError, LossError, NonFiniteError, PlanError
+from longspan.errors import CheckpointError, ConfigError, NonFiniteError, PlanError
 from longspan.hub import find_local_path
-from longspan.layout import Floats, Layout
+from longspan.layout import Layout
 from longspan.model import prepare, save_model, weights_by_name, without_adapter
 from longspan.model.adapters import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
 from longspan.model.load import load_model, torch_dtype
 from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
 from longspan.model.saving import WholeWeights
 from longspan.model.score_heads import score_class
-from longspan.model.seams.call_rules import refuse_two_pass_dropout
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed
 from longspan.plan.cost.machine import CostSettings
 from longspan.train import (
-    LossRows,
+    MicroBatchLoss,
+    MicroBatchTokens,
     clip_grad_norm,
     find_checkpoint,
     load_checkpoint,
@@ -52,13 +51,8 @@ from longspan.train import (
     token_log_probs,
     token_scores,
 )
-from longspan.verl.samples import Samples, read_samples, read_temperature
+from longspan.verl.samples import Samples, pad_answers, read_samples, read_temperature
 from longspan.verl.settings import LongspanEngineConfig
-
-VALUES = {
-    "calculate_entropy": ("entropy", "entropy"),
-    "calculate_sum_pi_squared": ("log_sum_sq_probs", "sum_pi_squared"),
-}
 
 
 def refuse_model_settings(model: Any) -> None:
@@ -89,23 +83,13 @@ class _Mode(BaseEngineCtx):
         super().__exit__(kind, error, trace)
 
 
-@dataclass(frozen=True)
-class _Values:
-    """What the model makes of a batch: values of rows by verl's names, a tensor (rows of all samples,) each."""
-
-    of_rows: dict[str, Tensor]
-    plan: Plan
-    temperature: float = 1.0
-
-
 class LongspanEngine(BaseEngine):
     """A language model as verl's TrainingWorker runs it; made by `EngineRegistry.new`.
 
-    Log-probabilities, entropies and verl's loss are of the whole mini-batch. The loss's derivatives by the
-    log-probabilities are the coefficients of one `run_step`.
+    verl's loss is a MicroBatchLoss: it adds over micro-batches, as it is divided by numbers of the whole mini-batch.
     """
 
-    output = "log_probs"
+    further_values: Mapping[str, str] = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "log_sum_sq_probs"}
 
     def __init__(
         self, model_config: Any, engine_config: LongspanEngineConfig, optimizer_config: Any, checkpoint_config: Any
@@ -160,7 +144,6 @@ class LongspanEngine(BaseEngine):
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
         if not self.engine_config.forward_only:
-            refuse_two_pass_dropout(self.module, "a loss of verl")
             trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
             self.optimizer = build_optimizer(trained, self.optimizer_config)
             self.lr_scheduler = self._build_schedule()
@@ -272,72 +255,68 @@ class LongspanEngine(BaseEngine):
         except PlanError:  # a configuration that gives no price is planned for as a Qwen3-8B
             return Cost().forward_only() if forward_only else Cost()
 
-    def _documents(self, samples: Samples, coefficients: list[Floats] | None = None) -> list[Any]:
-        """Make documents of samples, with coefficients of rows (n,): of row j for token j + 1."""
-        documents = [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
-        if coefficients is None:
-            return documents
-        rows = zip(documents, coefficients, strict=True)
-        return [document.with_values(c=np.append(0.0, slopes[:-1])) for document, slopes in rows]
+    def _documents(self, samples: Samples) -> list[Any]:
+        return [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
 
-    def _read_values(self, samples: Samples, data: Any, *, forward_only: bool) -> _Values:
-        """Compute what verl reads: the value of token j + 1 is that of row j, and 0 where no token is predicted."""
-        names = dict(names for key, names in VALUES.items() if tu.get_non_tensor_data(data, key, False))
-        documents = self._documents(samples)
-        plan = self._plan(documents, data, forward_only=forward_only)
-        temperature = read_temperature(data)
-        values = token_log_probs(self.module, plan, documents, self.world, also=[*names], temperature=temperature)
+    def _compute_values(
+        self, plan: Plan, documents: list[Any], names: list[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """Compute values (tokens of all documents,) by longspan's names."""
+        values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
+        return {name: torch.from_numpy(x) for name, x in {"log_probs": values.values, **values.also}.items()}
 
-        def rows(of_tokens: Any) -> Tensor:
-            return samples.flat_rows(lambda d: np.append(of_tokens(d)[1:], 0.0), self._values_dtype)
-
-        of_rows = {self.output: rows(values.of)}
-        for name, output in names.items():
-            of_rows[output] = rows(partial(values.value, name))
-        if "sum_pi_squared" in of_rows:
-            predicts = samples.flat_rows(lambda d: np.append(samples.predicted[d][1:], 0.0), self._values_dtype)
-            of_rows["sum_pi_squared"] = of_rows["sum_pi_squared"].exp() * predicts
-        return _Values(of_rows, plan, temperature)
+    def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        """Turn values of tokens into verl's output, where that of token j + 1 is row j's; 0 where none is predicted."""
+        predicts = samples.flat_predicted.roll(-1)
+        rows = {name: x.roll(-1) for name, x in values.items()}  # at first tokens is 0
+        if "log_sum_sq_probs" in rows:
+            rows["sum_pi_squared"] = rows.pop("log_sum_sq_probs").exp() * predicts
+        return {name: samples.nest(x.to(self._values_dtype)) for name, x in rows.items()}
 
     @property
     def _values_dtype(self) -> torch.dtype:
         return torch.float64 if self.engine_config.model_dtype == "float64" else torch.float32
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> dict[str, Any]:
-        """Return outputs, loss and metrics of a batch, as verl's engines do, and leave gradients unless forward only.
+        """Return outputs, losses and metrics of a batch, as verl's engines do, and leave gradients unless forward only.
 
-        The loss may be any function of log-probabilities. Raises LossError where it has a derivative by entropies.
+        In training the loss is computed for each micro-batch of the plan, between its forward and backward pass.
         """
         data = data.to("cpu")
         mask = data["loss_mask"]
         tokens = int((mask.values() if mask.is_nested else mask).sum())
         tu.assign_non_tensor(data, sp_size=1, dp_size=1, batch_num_tokens=tokens)
-        samples, training = read_samples(data), self.module.training
-        values = self._read_values(samples, data, forward_only=forward_only)
-        self.module.train(training)
-        leaves = {name: rows.requires_grad_(not forward_only) for name, rows in values.of_rows.items()}
-        output, loss, metrics = {name: samples.nest(leaf) for name, leaf in leaves.items()}, torch.tensor(1.0), {}
-        if loss_function is not None:
-            with torch.set_grad_enabled(not forward_only):
-                loss, metrics = loss_function(model_output=output, data=data, dp_group=self._alone)
-        if not forward_only:
-            slopes = dict(zip(leaves, torch.autograd.grad(loss, [*leaves.values()], allow_unused=True), strict=True))
-            of_values = slopes.pop(self.output)
-            for name, slope in slopes.items():
-                if slope is not None and bool(slope.any()):
-                    raise LossError(
-                        f"the loss of verl has a derivative by {name}, which is not there; set entropy_coeff=0"
-                    )
-            of_values = torch.zeros_like(leaves[self.output]) if of_values is None else of_values
-            documents, temperature = self._documents(samples, samples.cut(of_values)), values.temperature
-            keywords: dict[str, Any] = {"loss": _loss_by_coefficients, "divisor": 1, "temperature": temperature}
-            run_step(self.module, values.plan, documents, self.world, **keywords)
-        keeps = forward_only or tu.get_non_tensor_data(data, "return_model_output", False)
-        return {
-            "model_output": {name: x.detach() for name, x in output.items()} if keeps else {},
-            "loss": [float(loss.detach())],
-            "metrics": {name: [value] for name, value in metrics.items()},
-        }
+        samples, temperature = read_samples(data), self._temperature(data)
+        names = [name for key, name in self.further_values.items() if tu.get_non_tensor_data(data, key, False)]
+        documents = self._documents(samples)
+        plan = self._plan(documents, data, forward_only=forward_only)
+        result: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
+
+        def compute_loss(output: dict[str, Tensor], data: Any) -> Tensor:
+            loss, metrics = loss_function(model_output=output, data=data, dp_group=self._alone)
+            result["loss"].append(float(loss.detach()))
+            append_to_dict(result["metrics"], metrics)
+            return loss
+
+        if forward_only:
+            values = self._compute_values(plan, documents, names, temperature)
+            result["model_output"] = self._outputs(values, samples)
+            if loss_function is None:
+                return result | {"loss": [1.0]}
+            compute_loss(result["model_output"], data)
+            return result
+        padded = pad_answers(data)
+
+        def loss_of_tokens(tokens: MicroBatchTokens) -> Tensor:
+            part = tu.index_select_tensor_dict(padded, [*tokens.documents])
+            return compute_loss(self._outputs(tokens.values, samples.select(tokens.documents)), part)
+
+        loss = MicroBatchLoss(loss_of_tokens, also=names)
+        run_step(self.module, plan, documents, self.world, loss=loss, temperature=temperature)
+        return result
+
+    def _temperature(self, data: Any) -> float:
+        return read_temperature(data)
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -432,10 +411,6 @@ class LongspanEngine(BaseEngine):
                 group["lr"] = lr
 
 
-def _loss_by_coefficients(values: Tensor, at: LossRows) -> Tensor:
-    return at["c"] * values
-
-
 def _refuse_hdfs(path: str | None) -> None:
     if path is not None:
         raise ConfigError(f"hdfs_path is {path!r}; checkpoints go to folders that all machines share: leave it out")
@@ -444,7 +419,7 @@ def _refuse_hdfs(path: str | None) -> None:
 class LongspanValueEngine(LongspanEngine):
     """A critic: a token classifier with one score of each row, or a language model's base with a new head."""
 
-    output = "values"
+    further_values: Mapping[str, str] = {}
 
     def _load_model(self) -> Any:
         path, config = self._model_path(), self._stock_configuration()
@@ -456,16 +431,17 @@ class LongspanValueEngine(LongspanEngine):
         stock: Any = score_class(config, "ForTokenClassification")
         return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype))
 
-    def _documents(self, samples: Samples, coefficients: list[Floats] | None = None) -> list[Any]:
-        rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]
-        documents = [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
-        if coefficients is None:
-            return documents
-        return [document.with_values(c=slopes) for document, slopes in zip(documents, coefficients, strict=True)]
+    def _documents(self, samples: Samples) -> list[Any]:
+        rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # those that predict an answer's tokens
+        return [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
 
-    def _read_values(self, samples: Samples, data: Any, *, forward_only: bool) -> _Values:
-        documents = self._documents(samples)
-        plan = self._plan(documents, data, forward_only=forward_only)
-        values = token_scores(self.module, plan, documents, self.world)
-        rows = samples.flat_rows(lambda d: values.of(d)[:, 0], self._values_dtype)
-        return _Values({self.output: rows}, plan)
+    def _compute_values(
+        self, plan: Plan, documents: list[Any], names: list[str], temperature: float
+    ) -> dict[str, Tensor]:
+        return {"scores": torch.from_numpy(token_scores(self.module, plan, documents, self.world).values[:, 0].copy())}
+
+    def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:
+        return {"values": samples.nest(values["scores"].to(self._values_dtype))}
+
+    def _temperature(self, data: Any) -> float:
+        return 1.0  # of scores

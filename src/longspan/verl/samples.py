@@ -1,6 +1,6 @@
 """A batch of verl as documents, and values of documents as verl's nested tensors."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode  # pyright: ignore[r
 from verl.utils.model import extract_multi_modal_inputs  # pyright: ignore[reportMissingImports]
 
 from longspan.errors import DataError
-from longspan.layout import Floats, Integers
+from longspan.layout import Integers
 
 _REFUSED = {  # entries of a batch, and why there is no exact answer to them
     "distillation_use_topk": "distillation by the teacher's likeliest tokens needs rows of logits, which no rank has",
@@ -29,16 +29,17 @@ class Samples:
     predicted: list[Any]
     offsets: Tensor
 
-    def flat_rows(self, values: Callable[[int], Floats], dtype: torch.dtype) -> Tensor:
-        """Join values (n,) of rows of each sample to a tensor (rows of all samples,) on the host."""
-        return torch.from_numpy(np.concatenate([values(d) for d in range(len(self.ids))])).to(dtype)
+    @property
+    def flat_predicted(self) -> Tensor:
+        return torch.from_numpy(np.concatenate(self.predicted))
 
-    def nest(self, flat: Tensor) -> Tensor:
-        return torch.nested.nested_tensor_from_jagged(flat, self.offsets)
+    def select(self, samples: Sequence[int]) -> "Samples":
+        ids, predicted = [self.ids[i] for i in samples], [self.predicted[i] for i in samples]
+        return Samples(ids, predicted, torch.tensor(np.cumsum([0, *map(len, ids)])))
 
-    def cut(self, flat: Tensor) -> list[Floats]:
-        """Cut values (rows of all samples,) into those of each sample (n,)."""
-        return np.split(flat.double().numpy(), self.offsets[1:-1].numpy())
+    def nest(self, rows: Tensor) -> Tensor:
+        """Make verl's nested tensor of values (rows of all samples,)."""
+        return torch.nested.nested_tensor_from_jagged(rows, self.offsets)
 
 
 def read_samples(data: Any) -> Samples:
@@ -74,6 +75,25 @@ def _answer_lengths(data: Any) -> list[int]:
     if answers.is_nested:
         return answers.offsets().diff().tolist()
     return data["attention_mask"][:, -answers.shape[1] :].sum(-1).tolist()
+
+
+def pad_answers(data: Any) -> Any:
+    """Return a batch whose numbers of answers (r,) are padded to the longest answer of them all.
+
+    verl divides some losses by the width of a micro-batch, which the plan would decide otherwise.
+    """
+    if "responses" not in data.keys() or not data["responses"].is_nested:  # noqa: SIM118 (a TensorDict)
+        return data
+    lengths = data["responses"].offsets().diff()
+    width, padded = int(lengths.max()), data.clone(recurse=False)
+    rows: Any
+    for name, rows in data.items():
+        if name in ("prompts", "responses") or not (getattr(rows, "is_nested", False) and rows.ndim == 2):
+            continue
+        if torch.equal(rows.offsets().diff(), lengths):
+            padded[name] = torch.nested.to_padded_tensor(rows, 0, output_size=(len(lengths), width))
+    tu.assign_non_tensor(padded, max_response_len=width)
+    return padded
 
 
 def read_temperature(data: Any) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from longspan.train import Document, LossRows
+from longspan.train import Document, LossRows, MicroBatchTokens
 from tests.model.stock import gradients_of, texts
 
 LENGTHS = (13, 1, 30, 7, 2, 18, 5, 9)
@@ -52,6 +52,18 @@ def pair_loss(sums: Tensor, documents: tuple[int, ...]) -> Tensor:
     return -F.logsigmoid(0.1 * (sums[0] - sums[1:].sum() + documents[0])) + 0.01 * (sums**2).sum() / (documents[-1] + 1)
 
 
+def sequence_loss(log_probs: Tensor, entropies: Tensor, positions: Tensor, document: int) -> Tensor:
+    """Of a document's tokens together, at these positions, whichever other documents are with it."""
+    ratio = (0.02 * log_probs.sum()).exp() * (document + 1)
+    return ratio + 0.01 * (positions * log_probs).square().sum() - 0.05 * (positions * entropies).square().sum()
+
+
+def micro_batch_loss(tokens: MicroBatchTokens) -> Tensor:
+    parts = (tokens.values[name].split(tokens.lengths) for name in ("log_probs", "entropy"))
+    by_document = zip(*parts, tokens.documents, strict=True)
+    return torch.stack([sequence_loss(x, h, torch.arange(len(x)), d) for x, h, d in by_document]).sum()
+
+
 class Rows(NamedTuple):
     log_probs: Tensor
     at: LossRows
@@ -70,7 +82,7 @@ def _rows(model: nn.Module, document: Document, number: int, temperature: float)
     targets = labels[predicting + 1]
     values = {"weights": np.ones(len(document)), **document.token_values(positions)}
     values = {n: torch.from_numpy(x).to(device)[predicting + 1] for n, x in values.items()}
-    of_rows: Any = Statistics(logits.detach()[predicting], targets)
+    of_rows: Any = Statistics(logits[predicting], targets)
     at = LossRows(torch.full_like(targets, number), predicting, targets, values, of_rows)
     return Rows(out[predicting].gather(1, targets[:, None]).squeeze(1), at)
 
@@ -82,11 +94,11 @@ class Statistics(NamedTuple):
     targets: Tensor
 
     def value(self, name: str) -> Tensor:
-        p = self.logits.softmax(-1)
+        p = self.logits.detach().softmax(-1)
         return {
             "entropy": -(p * p.log()).sum(-1),
             "top1": (p == p.amax(-1, keepdim=True)).double().gather(1, self.targets[:, None]).squeeze(1),
-            "mean_logits": self.logits.sum(-1) / self.logits.shape[-1],
+            "mean_logits": self.logits.detach().sum(-1) / self.logits.shape[-1],
             "log_sum_sq_probs": (p * p).sum(-1).log(),
         }[name]
 
@@ -97,6 +109,16 @@ def weighted(rows: Sequence[Rows]) -> Tensor:
 
 def own(rows: Sequence[Rows]) -> Tensor:
     return torch.stack([policy_loss(*row).sum() for row in rows]).sum()
+
+
+def by_document(rows: Sequence[Rows]) -> Tensor:
+    distributions: list[Any] = [row.at.distributions for row in rows]
+    log_probs = [x.logits.log_softmax(-1) for x in distributions]
+    entropies = [-(x * x.exp()).sum(-1) for x in log_probs]
+    parts = zip(rows, entropies, strict=True)
+    return torch.stack(
+        [sequence_loss(row.log_probs, h, row.at.position + 1, d) for d, (row, h) in enumerate(parts)]
+    ).sum()
 
 
 def of_sets(sets: Sequence[Sequence[int]]) -> Callable[[Sequence[Rows]], Tensor]:

@@ -22,12 +22,12 @@ from longspan import (
 )
 from longspan.errors import CommError, DataError, LossError, ModelError
 from longspan.testing import backend, run_ranks
-from longspan.train import build_optimizer
+from longspan.train import MicroBatchLoss, build_optimizer
 from longspan.train.terms.token_loss import DISTRIBUTION_VALUES, distribution_values
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.stock import SIZES, VOCABULARY, prepare_untried, texts, tiny, weights_of
-from tests.train.own_loss.dense import LENGTHS, documents_of, pair_loss, policy_loss, targets_of
+from tests.train.own_loss.dense import LENGTHS, documents_of, micro_batch_loss, pair_loss, policy_loss, targets_of
 
 TEXTS = [Document(ids, loss_mask=np.arange(len(ids)) % 3 > 0) for ids in texts((17, 5, 9))]
 TEXT_LENGTHS, TARGETS = [len(d) for d in TEXTS], sum(d.targets for d in TEXTS)
@@ -74,6 +74,13 @@ OF_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda x, at: 0.5}, r"the loss gave float for \d+ rows"),
     ({"loss": lambda x, at: at.target}, "the loss gave torch.int64 of shape"),
     ({"loss": DocumentLoss(lambda sums, _: sums)}, r"float64 of shape \(8,\) for documents"),
+    ({"loss": MicroBatchLoss(3)}, "the function of a MicroBatchLoss is 3"),  # type: ignore[arg-type]
+    ({"loss": MicroBatchLoss(micro_batch_loss, also=["kl"])}, "also has 'kl'; give a list of some of"),
+    (
+        {"loss": MicroBatchLoss(lambda x: x.values["log_probs"])},
+        "function of a MicroBatchLoss gave torch.float64 of shape",
+    ),
+    ({"loss": MicroBatchLoss(lambda x: x.values["top1"].sum(), also=["top1"])}, "has a derivative by top1"),
 ]
 REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed on a rank, and what all of them say
     **{f"{sets}": (lambda rank, of=sets: {"loss": DocumentLoss(pair_loss, of)}, LossError, x) for sets, x in OF_SETS},
@@ -95,6 +102,16 @@ REFUSED: dict[str, tuple[Makes, type[LongspanError], str]] = {  # what is passed
     ),
     "another function of sets on one rank": (
         lambda rank: {"loss": DocumentLoss(_unlike(rank))}, LossError, "gave other losses or derivatives on some ranks"
+    ),
+    "another function of tokens on one rank, inside a micro-batch": (
+        lambda rank: {"loss": MicroBatchLoss(lambda tokens: (1 + 0.01 * rank) * tokens.values["log_probs"].sum())},
+        LossError,
+        "the function of a MicroBatchLoss gave other losses or derivatives on some ranks",
+    ),
+    "other values on one rank": (
+        lambda rank: {"loss": MicroBatchLoss(micro_batch_loss, also=["entropy", "top1"][: 2 - rank])},
+        CommError,
+        "2 different losses, sets or",
     ),
     "no such name": (
         lambda rank: {"loss": lambda x, at: x * at["reward"]},
@@ -295,3 +312,11 @@ def test_as_trl_defines_them() -> None:
         for name, own in zip(names, ours, strict=True):
             assert np.allclose(own[1:], getattr(stock, name)[0].double().numpy(), rtol=1e-5, atol=1e-5), name
     assert values.of(0).std() > 0.1  # the rows differ
+
+
+def test_a_loss_of_micro_batches_takes_whole_ones_and_one_score() -> None:
+    loss, home = MicroBatchLoss(micro_batch_loss), Layout(2)
+    with pytest.raises(LossError, match=r"the plan is free; use mode=.lockstep."):
+        loss.check(plan_fixed([8, 8], home, cp=1, mode="free"), 0)
+    with pytest.raises(LossError, match="this one has 3 scores"):
+        loss.check(plan_fixed([8, 8], home, cp=1), 3)

@@ -13,6 +13,7 @@ from longspan import DocumentLoss, Layout, World, plan_dynamic, plan_fixed, run_
 from longspan.model.adapters import unwrap_peft_model
 from longspan.plan import Plan
 from longspan.testing import backend, run_ranks
+from longspan.train import MicroBatchLoss
 from tests.model.deep import deep
 from tests.model.lora.adapted import adapted
 from tests.model.stock import REFERENCE, error, gradients_of, prepare_untried
@@ -20,7 +21,9 @@ from tests.train.own_loss.dense import (
     LENGTHS,
     Answer,
     answer,
+    by_document,
     documents_of,
+    micro_batch_loss,
     of_sets,
     own,
     pair_loss,
@@ -80,6 +83,7 @@ CASES = [
 LOSSES: dict[str, Any] = {
     "weights": (weighted, None, TARGETS, None),
     "tokens": (own, policy_loss, 3.5, 3.5),
+    "micro-batches": (by_document, MicroBatchLoss(micro_batch_loss, also=["entropy"]), 2.5, 2.5),
     "groups": (of_sets(GROUPS), DocumentLoss(pair_loss, GROUPS), len(GROUPS), None),
     "all documents": (of_sets([range(8)]), DocumentLoss(pair_loss), 8, 8),
 }
@@ -114,7 +118,8 @@ def dense(case: Case) -> Dense:
 
 
 def losses_of(case: Case) -> tuple[str, ...]:
-    return tuple(LOSSES) if case.whole or case == CASES[0] else ("tokens", "groups")
+    names = tuple(LOSSES) if case.whole or case == CASES[0] else ("tokens", "micro-batches", "groups")
+    return tuple(name for name in names if name != "micro-batches" or not case.name.startswith("free"))
 
 
 def compare(rank: int, ranks: int, whole: bool, wanted: list[Dense]) -> dict[str, dict[str, float]]:

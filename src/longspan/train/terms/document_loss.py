@@ -23,6 +23,8 @@ from longspan.train.loss import CrossEntropy, Head, chunked_loss, chunked_values
 from longspan.train.passes import Passes, Term, default_divisor, run_passes
 from longspan.train.read_rows import LocalBatch
 from longspan.train.step_inputs import StepInputs
+from longspan.train.terms.micro_batch_loss import MicroBatchLoss, MicroBatchPasses, check_scalar
+from longspan.train.terms.same_on_ranks import SameOnRanks
 from longspan.train.terms.token_loss import BatchTargets, CollectedLogProbs, LossFunction, TokenLoss
 
 SetFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
@@ -102,61 +104,13 @@ def sum_set_losses(function: SetFunction, sets: Sequence[tuple[int, ...]], sums:
     for documents in sets:
         leaf = torch.from_numpy(sums[list(documents)]).requires_grad_()
         with torch.enable_grad():
-            loss = _checked_loss(function(leaf, documents), documents)
+            loss = check_scalar(function(leaf, documents), "DocumentLoss", documents)
         total += loss.item()
         if loss.requires_grad:
             (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
             if gradient is not None:
                 np.add.at(coefficients, list(documents), gradient.numpy())
     return total, coefficients
-
-
-def _checked_loss(loss: Any, documents: tuple[int, ...]) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
-        return loss.sum()
-    shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-    raise LossError(
-        f"the function of a DocumentLoss gave {shape} for documents {documents}; return a floating-point tensor of one "
-        "number"
-    )
-
-
-TOLERANCE = 1e-6  # relative: hosts of other kinds may differ in the last bits
-
-
-class SameOnRanks:
-    """Sums of losses and coefficients: of sets whose sums every rank has, and of those that only a last stage has."""
-
-    def __init__(self) -> None:
-        self._sums = np.full((2, 2), -np.inf)  # (kind of sets, loss or coefficients); -inf: this rank has none
-        self._sizes = np.zeros((2, 2))
-
-    def add_sums(self, loss: float, coefficients: Floats, *, inside: bool) -> None:
-        """Add the loss of some sets, and the coefficients of all documents (D,); `inside` sets are in one micro-batch.
-
-        Coefficients are added with a weight for each document, so that swapped ones do not give the same sum.
-        """
-        coefficients = coefficients.ravel()
-        weights = 1.0 + np.sqrt(np.arange(1, len(coefficients) + 1)) % 1.0
-        sums, kind = np.array([loss, coefficients @ weights]), int(inside)
-        sums_before = np.where(np.isneginf(self._sums[kind]), 0.0, self._sums[kind])  # -inf: none yet
-        self._sums[kind] = sums_before + sums
-        self._sizes[kind] += abs(loss), np.abs(coefficients) @ weights
-
-    def differ_on_ranks(self, world: World) -> bool:
-        """Return whether the ranks that have sums differ in them.
-
-        Sums that are not finite are not compared: a step with an optimizer raises NonFiniteError for them.
-        One collective gives the largest sums, the largest negated sums (so the smallest), and the largest sizes.
-        """
-        finite = np.isfinite(self._sums)
-        low = np.where(finite, -self._sums, -np.inf)
-        values = np.concatenate([np.where(finite, self._sums, -np.inf), low, np.where(finite, self._sizes, 0.0)])
-        extremes = np.array(world.control.largest_over_ranks(values.ravel().tolist(), "comparison of losses")).reshape(
-            3, 2, 2
-        )
-        spread = extremes[0] + extremes[1]  # the largest less the smallest; -inf where no rank has any
-        return bool((spread > TOLERANCE * extremes[2]).any())
 
 
 class DocumentPasses:
@@ -177,7 +131,7 @@ class DocumentPasses:
         """Sort the sets of documents by where their loss can be computed."""
         self.error: Exception | None = None
         self.forward_twice = 0  # micro-batches that `compute_coefficients_ahead` runs
-        self._check = SameOnRanks()
+        self.check = SameOnRanks()
         self._function, self._plan, self._world, self._chunk_rows = function, plan, world, chunk_rows
         self._scores = scores  # of a row; 0: log-probabilities
         shape = (len(plan.lengths), scores) if scores > 1 else len(plan.lengths)
@@ -204,15 +158,8 @@ class DocumentPasses:
         if self._sets_across:
             sets = plural(len(self._sets_across), "set")
             refuse_two_pass_dropout(model, f"{sets} of documents in several micro-batches")
-        adapter = adapter_of_prepared_model(model)
-        rate = adapter.dropout if adapter is not None and self._sets_inside else 0.0
-        if rate and self._world.control.any_rank(_head_is_adapted(model)):
-            raise on_all_ranks(
-                ModelError(
-                    "a DocumentLoss makes the logits of a micro-batch twice, which dropout of the head's adapter would "
-                    f"make differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
-                )
-            )
+        if self._sets_inside:
+            refuse_head_dropout(model, self._world, "DocumentLoss")
 
     def compute_coefficients_ahead(self, passes: Passes, batches: Sequence[LocalBatch]) -> None:
         """Compute the coefficients of sets that no micro-batch holds, from a forward pass; entered by all ranks."""
@@ -256,20 +203,29 @@ class DocumentPasses:
 
         return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, self._chunk_rows)
 
-    def differs_on_ranks(self) -> bool:
-        """Return whether the function gave other losses or derivatives on some ranks; entered by all."""
-        return self._check.differ_on_ranks(self._world)
-
     def _compute_set_losses(self, sets: Sequence[tuple[int, ...]], sums: Floats) -> tuple[float, Floats]:
         """Compute the loss of sets by the caller's function, and its coefficients (D,); an error is kept in `error`."""
         if self.error is None:
             try:
                 loss, coefficients = sum_set_losses(self._function, sets, sums)
-                self._check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
+                self.check.add_sums(loss, coefficients, inside=sets is not self._sets_across)
                 return loss, coefficients
             except Exception as error:  # of the caller's function
                 self.error = error
         return 0.0, np.zeros_like(sums)
+
+
+def refuse_head_dropout(model: nn.Module, world: World, loss: str) -> None:
+    """Raise ModelError where dropout would make the logits of a micro-batch differ; entered by all ranks."""
+    adapter = adapter_of_prepared_model(model)
+    rate = adapter.dropout if adapter is not None else 0.0
+    if rate and world.control.any_rank(_head_is_adapted(model)):
+        raise on_all_ranks(
+            ModelError(
+                f"a {loss} makes the logits of a micro-batch twice, which dropout of the head's adapter would make "
+                f"differ; set lora_dropout ({rate:g}) to 0.0, or leave the head out of the adapter"
+            )
+        )
 
 
 def _head_is_adapted(model: nn.Module) -> bool:
@@ -281,7 +237,8 @@ def _head_is_adapted(model: nn.Module) -> bool:
 # ---- the loss and the divisor of a step
 
 
-Loss = LossFunction | DocumentLoss | None
+Loss = LossFunction | DocumentLoss | MicroBatchLoss | None
+Measure = CrossEntropy | TokenLoss | DocumentPasses | MicroBatchPasses
 
 
 class LossTerm(Term):
@@ -298,7 +255,7 @@ class LossTerm(Term):
         self._world = world
         loss_text, failure = "", None
         try:
-            self.measure: CrossEntropy | TokenLoss | DocumentPasses
+            self.measure: Measure
             self.divisor: float
             self.measure, self.divisor, loss_text = _read_loss(loss, divisor, plan, world, chunk_rows, scores)
         except Exception as error:  # sets may be anything: the other ranks must learn of it
@@ -312,6 +269,8 @@ class LossTerm(Term):
     def check_inputs(self, inputs: StepInputs) -> None:
         if inputs.backward and isinstance(self.measure, DocumentPasses):
             self.measure.refuse_dropout(inputs.language_model)
+        if inputs.backward and isinstance(self.measure, MicroBatchPasses):
+            refuse_head_dropout(inputs.language_model, self._world, "MicroBatchLoss")
 
     def extend_passes(self, passes: Passes) -> Passes:
         return replace(passes, measure=self.measure, divisor=self.divisor)
@@ -328,13 +287,17 @@ class LossTerm(Term):
         error = None if self.measure.error is None else _to_loss_error(self.measure.error, self._world)
         if self._world.control.any_rank(error is not None):
             raise_first_error(self._world, error)
-        if isinstance(self.measure, DocumentPasses) and self.measure.differs_on_ranks():
-            raise on_all_ranks(
-                LossError(
-                    "the function of a DocumentLoss gave other losses or derivatives on some ranks; let it depend on "
-                    "sums, on the numbers of documents, and on values that are the same on every rank"
-                )
+        if isinstance(self.measure, TokenLoss) or not self.measure.check.differ_on_ranks(self._world):
+            return
+        kind, given = (
+            ("DocumentLoss", "sums") if isinstance(self.measure, DocumentPasses) else ("MicroBatchLoss", "tokens")
+        )
+        raise on_all_ranks(
+            LossError(
+                f"the function of a {kind} gave other losses or derivatives on some ranks; let it depend on {given}, "
+                "on the numbers of documents, and on values that are the same on every rank"
             )
+        )
 
     def results(self, sums: Sequence[float]) -> dict[str, Any]:
         return {"forward_twice": self.measure.forward_twice if isinstance(self.measure, DocumentPasses) else 0}
@@ -350,8 +313,8 @@ def _text_digest(text: str) -> str:
 
 def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
-) -> tuple[CrossEntropy | TokenLoss | DocumentPasses, float, str]:
-    if loss is not None and not isinstance(loss, DocumentLoss) and not callable(loss):
+) -> tuple[Measure, float, str]:
+    if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
         raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
@@ -359,6 +322,9 @@ def _read_loss(
             DocumentPasses(loss.function, sets, plan, world, chunk_rows, scores),
             float(max(len(sets), 1)),
         )
+    elif isinstance(loss, MicroBatchLoss):
+        sets, default = tuple(loss.also), 1.0
+        measure = MicroBatchPasses(loss, plan, world, chunk_rows, scores)
     else:
         sets, default = (), default_divisor(plan)
         measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)

@@ -299,6 +299,12 @@ class TokenLogProbs:
         return np.cumsum((0, *self.lengths))
 
 
+def tabulate_values(numbers: ValuesOfRows, also: Sequence[str], logits: Tensor, ids: Tensor) -> Tensor:
+    """Compute log-probabilities or scores of rows, and by name numbers of their distributions: (1 or L + k, t)."""
+    values = numbers(logits, ids).reshape(-1, len(ids))  # (1, t), or (L, t)
+    return torch.cat([values, distribution_values(logits, ids, also)]) if also else values
+
+
 class CollectedLogProbs:
     """A measure that collects numbers of this rank's rows: log-probabilities, and what `also` names; or `scores`."""
 
@@ -309,13 +315,9 @@ class CollectedLogProbs:
 
     def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
         targets = BatchTargets(batch, hidden.device)
-        values = partial(self._target_values, row_numbers(head))
+        values = partial(tabulate_values, row_numbers(head), self._also)
         self._parts.append((targets, chunked_values(hidden, targets.targets, values, head, self._chunk_rows)))
         return hidden.new_zeros((), dtype=torch.float64)
-
-    def _target_values(self, numbers: ValuesOfRows, logits: Tensor, ids: Tensor) -> Tensor:
-        values = numbers(logits, ids).reshape(-1, len(ids))  # (1, t), or (L, t)
-        return torch.cat([values, distribution_values(logits, ids, self._also)]) if self._also else values
 
     def sum_over_ranks(self, world: World) -> TokenLogProbs:
         """Put the numbers of all ranks' rows together, on every rank: a sum, as a rank has 0 for tokens of others."""

@@ -1,0 +1,131 @@
+"""A loss of all tokens of a micro-batch's documents together, in one forward pass."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from longspan.comm import World, to_device
+from longspan.errors import LossError, short_text
+from longspan.layout import Floats
+from longspan.plan import Plan
+from longspan.train.loss import Head, chunked_loss, chunked_values, row_numbers
+from longspan.train.read_rows import LocalBatch
+from longspan.train.terms.same_on_ranks import SameOnRanks
+from longspan.train.terms.token_loss import BatchTargets, check_value_names, tabulate_values
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchTokens:
+    """All tokens of a micro-batch's documents, of these numbers in the plan, in this order, the same on every rank.
+
+    `values` are by name, (tokens of these documents,) end to end in float64 on the host: "log_probs", and what `also=`
+    of the loss names, 0 at tokens without a label; of a head of one score "scores", 0 at rows that do not count.
+    """
+
+    documents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    values: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatchLoss:
+    """A loss of micro-batches, as `loss=` of `run_step`: of sequences and tokens together, as policy gradients have it.
+
+    >>> def sequence_ratio(tokens):                # of each document the ratio of its mean probability, clipped
+    ...     parts = tokens.values["log_probs"].split(tokens.lengths)
+    ...     return sum(loss_of(part, document) for part, document in zip(parts, tokens.documents, strict=True))
+    >>> run_step(model, plan, documents, world, optimizer, loss=MicroBatchLoss(sequence_ratio), divisor=8)
+
+    `function(tokens)` gets a MicroBatchTokens and returns a scalar, the same on every rank. The step's loss is the sum
+    over micro-batches, divided by `divisor=` (by default 1): it should not depend on which documents are together.
+    It may have derivatives by log-probabilities or scores, and by "entropy" if `also` names it; `also` as of
+    `token_log_probs`. The head makes logits twice; nothing else runs twice. Plans are in lockstep.
+    """
+
+    function: Callable[[MicroBatchTokens], Tensor]
+    also: Sequence[str] = field(default=())
+
+    def check(self, plan: Plan, scores: int) -> tuple[str, ...]:
+        """Return the names of values. Raises LossError for others, for a plan in free mode and for several scores."""
+        if not callable(self.function):
+            raise LossError(f"the function of a MicroBatchLoss is {short_text(self.function)}; give one of (tokens)")
+        if plan.mode != "lockstep":
+            raise LossError(
+                f'a MicroBatchLoss is of whole micro-batches, and the plan is {plan.mode}; use mode="lockstep"'
+            )
+        if scores > 1 or (scores and self.also):
+            raise LossError(f"a MicroBatchLoss takes heads of one score, without also=; this one has {scores} scores")
+        return check_value_names(self.also)
+
+
+class MicroBatchPasses:
+    """The measure of a step's passes under a MicroBatchLoss; an error of its function is kept in `error`."""
+
+    def __init__(self, loss: MicroBatchLoss, plan: Plan, world: World, chunk_rows: int, scores: int) -> None:
+        self.error: Exception | None = None
+        self.check = SameOnRanks()
+        self._also = loss.check(plan, scores)
+        self._names = ("scores" if scores else "log_probs", *self._also)
+        self._ahead = 0 if scores else 1  # a log-probability is of the token after a row
+        self._function, self._lengths, self._world, self._chunk_rows = loss.function, plan.lengths, world, chunk_rows
+
+    def __call__(self, batch: LocalBatch, hidden: Tensor, head: Head) -> Tensor:
+        """Return this rank's part of the micro-batch's loss, with all its gradients."""
+        targets = BatchTargets(batch, hidden.device)
+        documents = tuple(d for group in batch.shard.micro_batch.groups for d in group.documents)
+        lengths = tuple(self._lengths[d] for d in documents)
+        starts = dict(zip(documents, np.cumsum((0, *lengths)), strict=False))
+        at = np.array([starts[d] for d in targets.documents.tolist()], dtype=np.int64) + targets.positions + self._ahead
+        values = partial(tabulate_values, row_numbers(head), self._also)
+        table = np.zeros((len(self._names), sum(lengths)))
+        table[:, at] = chunked_values(hidden, targets.targets, values, head, self._chunk_rows).double().cpu().numpy()
+        over_slots = self._world.control.sum_over_slots(table.ravel().tolist(), "values of tokens")
+        loss, slopes = self._differentiate(documents, lengths, np.reshape(over_slots, table.shape))
+        # Every slot has the loss, and losses are summed over slots.
+        total = torch.tensor(loss if self._world.slot == 0 else 0.0, dtype=torch.float64, device=hidden.device)
+        if not torch.is_grad_enabled():
+            return total
+        local = {name: to_device(slope[at], hidden.device) for name, slope in slopes.items()}
+
+        def zero_loss_and_slopes(log_probs: Tensor, part: slice, logits: Tensor) -> tuple[Tensor, ...]:
+            return log_probs.new_zeros((), dtype=torch.float64), *(slope[part] for slope in local.values())
+
+        return total + chunked_loss(hidden, targets.targets, zero_loss_and_slopes, head, self._chunk_rows)
+
+    def _differentiate(
+        self, documents: tuple[int, ...], lengths: tuple[int, ...], table: Floats
+    ) -> tuple[float, dict[str, Floats]]:
+        """Compute the loss and its derivatives by the first value, and by entropies where they are not 0."""
+        slopes = {self._names[0]: np.zeros(table.shape[1])}
+        if not documents or self.error is not None:
+            return 0.0, slopes
+        try:
+            leaves = [torch.from_numpy(row.copy()).requires_grad_(torch.is_grad_enabled()) for row in table]
+            tokens = MicroBatchTokens(documents, lengths, dict(zip(self._names, leaves, strict=True)))
+            loss = check_scalar(self._function(tokens), "MicroBatchLoss", documents)
+            if loss.requires_grad:
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
+                slopes |= {
+                    n: g.numpy() for n, g in zip(self._names, gradients, strict=True) if g is not None and g.any()
+                }
+            if others := sorted(slopes.keys() - {self._names[0], "entropy"}):
+                raise LossError(f"the loss has a derivative by {others[0]}, which is not computed; detach it")
+            self.check.add_sums(loss.item(), np.concatenate([*slopes.values()]), inside=True)
+            return loss.item(), slopes
+        except Exception as error:  # of the caller's function
+            self.error = error
+            return 0.0, {self._names[0]: np.zeros(table.shape[1])}
+
+
+def check_scalar(loss: Any, kind: str, documents: tuple[int, ...]) -> Tensor:
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+        return loss.sum()
+    shape = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise LossError(
+        f"the function of a {kind} gave {shape} for documents {documents}; return a floating-point tensor of one number"
+    )
