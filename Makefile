@@ -13,7 +13,7 @@ BIN    := $(VENV)/bin
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 DOCS   := .venv-docs
-VERL   := .venv-verl
+VERL   := .venv-verl$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 RUN    ?= runs/first
 # Two workers leave two cores idle up to a third of the time, while ranks wait for each other.
@@ -39,7 +39,7 @@ help:
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part; RANKS_PER_GPU=8: ranks share a GPU)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make test-newest the tests with the newest torch, transformers and trl, on Python 3.13 (downloads several GB)"
-	@echo "#   make test-verl the tests of longspan.verl, with verl $(VERL_VERSION) beside what make test installs"
+	@echo "#   make test-verl the tests of longspan.verl, with verl $(VERL_VERSION) beside what make test installs (TRANSFORMERS=5.10.4: and that one)"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails off the bar"
 	@echo "#   make docs     the site of docs/ in build/site, with every link checked (needs no torch)"
 	@echo "#   make size     lines by folder, and the largest files"
@@ -103,9 +103,9 @@ $(VERL)/.dev: $(VENV)/.dev
 	@$(BIN)/python -m venv $(VERL)
 	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path("purelib")!r})")' \
 		>"$$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
-	@for what in "-e .[verl]" "--no-deps verl==$(VERL_VERSION)"; do \
+	@for what in "-e .[verl]" "--no-deps verl==$(VERL_VERSION)" $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS)); do \
 		$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check $$what 2>&1 \
-			| { grep -v "is ignored: it is neither\|verl .* requires\|dependency resolver" || true; }; done
+			| { grep -v "is ignored: it is neither\|\(verl\|longspan\) .* requires\|dependency resolver" || true; }; done
 	@$(VERL)/bin/python -c "import verl, longspan.verl" && touch $@
 
 test-verl: $(VERL)/.dev
@@ -155,4 +155,4 @@ size: $(VENV)/.core
 	@$(BIN)/python bench/source/house.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) $(VERL) runs build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(DOCS) .venv-verl* runs build dist
