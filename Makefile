@@ -101,7 +101,7 @@ test-newest: $(NEWEST)/.dev
 $(VERL)/.dev: $(VENV)/.dev
 	@echo "installing verl $(VERL_VERSION) and what it imports into $(VERL)"
 	@$(BIN)/python -m venv $(VERL)
-	@$(BIN)/python -c 'import sysconfig; print(f"import site; site.addsitedir({sysconfig.get_path("purelib")!r})")' \
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		>"$$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth"
 	@for what in "-e .[verl]" "--no-deps verl==$(VERL_VERSION)" $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS)); do \
 		$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check $$what 2>&1 \
