@@ -45,10 +45,14 @@ def update_errors(rank: int, folder: Path, plan: str, losses: dict[str, dict[str
         model = AutoModelForCausalLM.from_pretrained(path, dtype="float64")
         loss, norm, output = w.dense_update(model, w.make_batch(), loss_fn, w.adamw(model))
         answer = worker.infer_batch(w.make_batch(compute_loss=False))
+        with worker.engine.train_mode():
+            batch = w.make_batch(return_model_output=True, max_token_len_per_gpu=w.CAP)
+            kept = worker.engine.forward_backward_batch(batch, loss_fn)["model_output"]
         metrics = w.metrics_of(worker.train_batch(w.make_batch()))
         weights = w.engine_weights(worker)
         if rank == 0:
-            found[name] = {key: w.answer_difference(answer[key], output[key]) for key in output} | {
+            found[name] = {f"kept {key}": w.answer_difference(kept[key], output[key]) for key in output}
+            found[name] |= {key: w.answer_difference(answer[key], output[key]) for key in output} | {
                 "loss": abs(metrics["loss"] - loss) / abs(loss),
                 "norm": abs(metrics["grad_norm"] - norm) / norm,
                 "weights": w.largest_difference(weights, model.state_dict()),

@@ -38,6 +38,7 @@ from longspan.model.load import load_model, torch_dtype
 from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
 from longspan.model.saving import WholeWeights
 from longspan.model.score_heads import score_class
+from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed
 from longspan.plan.cost.machine import CostSettings
 from longspan.train import (
@@ -305,15 +306,20 @@ class LongspanEngine(BaseEngine):
                 return result | {"loss": [1.0]}
             compute_loss(result["model_output"], data)
             return result
-        padded = pad_answers(data)
+        padded, kept = pad_answers(data), dict[str, dict[int, Tensor]]()
 
         def loss_of_tokens(tokens: MicroBatchTokens) -> Tensor:
+            if tu.get_non_tensor_data(data, "return_model_output", False):
+                for name, x in tokens.values.items():
+                    parts = x.detach().split(tokens.lengths)
+                    kept.setdefault(name, {}).update(zip(tokens.documents, parts, strict=True))
             part = tu.index_select_tensor_dict(padded, [*tokens.documents])
             return compute_loss(self._outputs(tokens.values, samples.select(tokens.documents)), part)
 
         loss = MicroBatchLoss(loss_of_tokens, also=names)
         run_step(self.module, plan, documents, self.world, loss=loss, temperature=temperature)
-        return result
+        of_all = {name: torch.cat([parts[d] for d in range(len(documents))]) for name, parts in kept.items()}
+        return result | {"model_output": self._outputs(of_all, samples) if kept else {}}
 
     def _temperature(self, data: Any) -> float:
         return read_temperature(data)
@@ -429,7 +435,7 @@ class LongspanValueEngine(LongspanEngine):
         if self.model_config.architectures[0].endswith("ForTokenClassification"):
             return load_model(path, config=config, dtype=dtype, sharded=True)
         stock: Any = score_class(config, "ForTokenClassification")
-        return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype))
+        return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
 
     def _documents(self, samples: Samples) -> list[Any]:
         rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # those that predict an answer's tokens
