@@ -15,15 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 _SCORE_BYTES = 256 << 20  # of the scores of a run of rows
 _ROWS, _KEYS, _KEYS_OF_ROW = 64, 128, 2048  # that a program scores, and walks in the scores of one row
-_SCORING = [
-    "matmul",
-    "relu",
-    "matmul",
-    "squeeze",
-    "__invert__",
-    "masked_fill",
-    "topk",
-]  # what an indexer does to scores up to its `topk`
+# What an indexer does to scores up to its `topk`.
+_SCORING = ["matmul", "relu", "matmul", "squeeze", "__invert__", "masked_fill", "topk"]
 
 
 class ScoreOperands(TorchFunctionMode):

@@ -289,9 +289,9 @@ class LossTerm(Term):
             raise_first_error(self._world, error)
         if isinstance(self.measure, TokenLoss) or not self.measure.check.differ_on_ranks(self._world):
             return
-        kind, given = (
-            ("DocumentLoss", "sums") if isinstance(self.measure, DocumentPasses) else ("MicroBatchLoss", "tokens")
-        )
+        kind, given = "DocumentLoss", "sums"
+        if isinstance(self.measure, MicroBatchPasses):
+            kind, given = "MicroBatchLoss", "tokens"
         raise on_all_ranks(
             LossError(
                 f"the function of a {kind} gave other losses or derivatives on some ranks; let it depend on {given}, "
@@ -315,7 +315,8 @@ def _read_loss(
     loss: Loss, divisor: Any, plan: Plan, world: World, chunk_rows: int, scores: int
 ) -> tuple[Measure, float, str]:
     if loss is not None and not isinstance(loss, DocumentLoss | MicroBatchLoss) and not callable(loss):
-        raise LossError(f"loss is {short_text(loss)}; give a function of (log_probs, at), a DocumentLoss, or None")
+        kinds = "a function of (log_probs, at), a DocumentLoss, a MicroBatchLoss, or None"
+        raise LossError(f"loss is {short_text(loss)}; give {kinds}")
     if isinstance(loss, DocumentLoss):
         sets = loss.check_sets(plan)
         measure, default = (
