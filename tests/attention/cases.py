@@ -33,13 +33,16 @@ RAGGED = (13, 1, 40, 2, 7)
 MANY = tuple(range(19, 49, 3))  # under a window of about their length every one is limited elsewhere
 DEGREES = (1, 2, 3, 4, 6, 8)
 DRAWN_DEGREES = (1,) * 20 + (2,) * 8 + (3, 4)  # pairs on as few ranks as can be, for each takes its time
-HEADS = ("mha", "gqa", "mqa", "mla", "GQA, 48/8")
+HEADS = ("mha", "gqa", "mqa", "mla", "GQA, 48/8", "latents")
 
 
 def heads_of(name: str, slots: int) -> tuple[int, int, int, int]:
-    """N, K, H, Hv. Query heads divide by every degree up to the slots: key/value heads may be fewer, or cut through."""
+    """N, K, H, Hv. Query heads divide by every degree up to the slots: key/value heads may be fewer, or cut through.
+
+    Of latents k has H − Hv numbers.
+    """
     n = 12 if 12 % slots == 0 else 24
-    shapes = ((n, n, 4, 4), (n, 4, 8, 8), (n, 1, 8, 8), (n, n // 2, 12, 8), (48, 8, 16, 16))
+    shapes = ((n, n, 4, 4), (n, 4, 8, 8), (n, 1, 8, 8), (n, n // 2, 12, 8), (48, 8, 16, 16), (n, 1, 12, 8))
     return dict(zip(HEADS, shapes, strict=True))[name]
 
 
@@ -217,7 +220,8 @@ def tensors(question: Question, slots: int, rows: int) -> list[Tensor]:
     """q, k, v, dout in the question's dtype, and sinks in one that sums; the same on every rank."""
     n, kv, size, v_size = heads_of(question.heads, slots)
     dtype, at, made = getattr(torch, question.dtype), question.seed * 7919 % 499_979, list[Tensor]()
-    for shape in ((rows, n, size), (rows, kv, size), (rows, kv, v_size), (rows, n, v_size), (n,)):
+    k_size = size - v_size * (question.heads == "latents")
+    for shape in ((rows, n, size), (rows, kv, k_size), (rows, kv, v_size), (rows, n, v_size), (n,)):
         made.append(_numbers()[at : at + math.prod(shape)].view(shape))  # drawing them anew takes longer than attention
         at += math.prod(shape)
     *made, sinks = made
@@ -241,8 +245,9 @@ def wanted(question: Question, slots: int, lengths: tuple[int, ...]) -> list[Ten
     """out, dq, dk, dv of the packed rows and dsinks, dense and in float64."""
     *qkv, dout, sinks = tensors(question, slots, sum(lengths))
     leaves = [x.double().detach().requires_grad_() for x in (*qkv, sinks)]
+    q, k, v = leaves[:3]
     out = dense_attention(
-        *leaves[:3],
+        *(q, torch.cat((v, k), -1) if question.heads == "latents" else k, v),
         lengths,
         sinks=leaves[3] if question.sinks else None,
         factors=dropout_factors(question) if question.dropout else None,
@@ -308,6 +313,7 @@ def options_of(case: Case) -> dict[str, Any]:
     question, way = case
     return {
         "cp_comm_type": way.kind,
+        "latents": question.heads == "latents",
         "kernel": way.kernel,
         "layer": question.seed % 2,
         "dropout": question.dropout,

@@ -173,6 +173,7 @@ BAD = [
     ({"dropout": 1.0}, "dropout is 1.0; give the probability"),
     ({"sinks": x(3)}, r"sinks has shape \(3,\); give one logit per query head: \(4,\)"),
     ({"sinks": 0.5}, "sinks is a float; give a tensor of one logit per query head"),
+    ({"latents": True}, "latents k and v need one head, and q the head sizes of both together"),
     ({"indices": [0]}, "indices is a list; give a tensor of positions for each row"),
     ({"indices": x(2, 8, dtype=torch.int32)}, r"indices has shape \(2, 8\); give positions for each row: \(3, k\)"),
     ({"indices": x(3, 8)}, "indices is torch.float32 on cpu; give int32 on cpu"),

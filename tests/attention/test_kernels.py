@@ -18,7 +18,7 @@ from torch import Tensor
 from longspan import Layout, World, attend, bind
 from longspan.attention import KERNELS, AttendCall, all_to_all, choose_kernel
 from longspan.attention.call import Members, Saved, add_block, block_gradients, sum_addends
-from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash
+from longspan.attention.kernels import cpu_flash, cudnn, reference, torch_flash, triton_flash, triton_gathered
 from longspan.attention.kernels.table import find_kernel
 from longspan.attention.kernels.triton_flash import Blocks
 from longspan.attention.rows import Partial, RowSum, accumulation_dtype, fused_deltas
@@ -410,32 +410,43 @@ def test_kernels_in_the_interpreter():
     run_interpreted("tests.attention.test_kernels")
 
 
-ON_CPUS = replace(find_kernel("triton_flash"), devices=("cpu",), dtypes=(torch.float32,), device_lack=lambda device: "")
+CPUS = {"devices": ("cpu",), "dtypes": (torch.float32,), "device_lack": lambda device: ""}
+ON_CPUS = replace(find_kernel("triton_flash"), **CPUS)
+GATHERED_ON_CPUS = replace(find_kernel("triton_gathered"), **CPUS)
 CHOSEN = cases_of(
     [
         Question("ragged", "mla", "float32", indices=7, sinks=True),
         Question("long", "mqa", "float32", indices=20, window=80, softcap=2.0),
     ],
     [replace(way, kernel="tests.attention.test_kernels.ON_CPUS") for way in WAYS[:3]],
+) + cases_of(
+    [
+        Question("ragged", "latents", "float32", indices=7, sinks=True),
+        Question("long", "latents", "float32", indices=40, window=80),
+    ],
+    [replace(way, kernel="tests.attention.test_kernels.GATHERED_ON_CPUS") for way in WAYS[:3]],
 )
 
 
-def take_small_blocks():
-    for table in (triton_flash.FORWARD, triton_flash.QUERY_GRADIENTS, triton_flash.KEY_GRADIENTS):
+def take_small_blocks(piece: int = 8):
+    tables = (triton_flash.FORWARD, triton_flash.QUERY_GRADIENTS, triton_flash.KEY_GRADIENTS)
+    for table in (*tables, triton_gathered.FORWARD, triton_gathered.GRADIENTS):
         for width in table:
             table[width] = (Blocks(16, 16, 4, 1),)
+    triton_gathered._PIECE, triton_gathered._LISTED_BYTES = piece, 4 * 7 * 30  # runs of few rows
 
 
-def interpreted_cases(rank, slots, cases):
-    take_small_blocks()
+def interpreted_cases(rank, slots, cases, piece):
+    take_small_blocks(piece)
     return run_cases(rank, slots, cases)
 
 
 def interpreted():
     take_small_blocks()
-    errors = run_ranks(interpreted_cases, 2, 2, CHOSEN)[0]
-    wrong = [str(case) for case, error in zip(CHOSEN, errors, strict=True) if not error <= 1]
-    assert not wrong, "\n".join(wrong)
+    for cases, piece in ((CHOSEN, 8), (CHOSEN[-1:], 128)):  # a value's columns in pieces, and at once
+        errors = run_ranks(interpreted_cases, 2, 2, cases, piece)[0]
+        wrong = [str(case) for case, error in zip(cases, errors, strict=True) if not error <= 1]
+        assert not wrong, "\n".join(wrong)
     for name, size, v_size, softcap in INTERPRETED:
         launch = Launch(Tiling.from_tiles(TILES[name]), CPU)
         call = AttendCall(4, 2, size, v_size, torch.float32, scale=size**-0.5, softcap=softcap)

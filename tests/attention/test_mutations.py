@@ -22,6 +22,7 @@ CASES = cases_of(
         Question("many documents", "gqa", window=19),
         Question("many documents", "gqa", window=3, spans=8),
         Question("ragged", "mla", indices=7, sinks=True),
+        Question("ragged", "latents", indices=7, sinks=True),
         Question("fewer rows than members", "GQA, 48/8"),  # members with two key/value heads, each of several slices
     ),
     WAYS,
@@ -107,6 +108,7 @@ OF_MODULES = {  # what stands in a module of attention once, and what takes its 
         "_chosen_keys(tile, launch, call.indices)": "None",
         "chosen[:, keys + 1]": "chosen[:, keys]",
         "clamp_(min=NO_KEY)": "clone()",
+        "dv += of_values": "pass",
     },
     "kernels.cpu_flash": {
         "total[rows] += x[0].transpose(0, 1)": "total[rows] = x[0].transpose(0, 1)",

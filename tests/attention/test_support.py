@@ -22,7 +22,7 @@ def page_rows(title: str) -> list[str]:
 def test_the_page_holds_the_table_of_this_version() -> None:
     answers = {True: "yes", False: "no"}
     for kernel, row in zip(KERNELS, page_rows("## Kernels"), strict=True):
-        name, tensors, sizes, *features, deterministic = row.strip("| ").split(" | ")[:8]
+        name, tensors, sizes, *features, deterministic = row.strip("| ").split(" | ")[:9]
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in kernel.dtypes)
         assert (name, tensors) == (f"`{kernel.name}`", f"{' and '.join(kernel.devices)}: {dtypes}")
         assert sizes == str(kernel.head_sizes) and features == [answers[x in kernel.features] for x in FEATURES]
@@ -39,7 +39,7 @@ def test_a_feature_names_the_kernels_that_have_it() -> None:
     having = {name: {k.name for k in KERNELS if name in k.features} for name in FEATURES}
     having["deterministic mode"] = {k.name for k in KERNELS if k.deterministic}
     rows = page_rows("## Features")
-    assert len(rows) == 14
+    assert len(rows) == 15
     for feature, _, kernels in (row.strip("| ").split(" | ") for row in rows):
         name = {"sliding window": "window", "spans": "window", "chosen keys": "indices"}.get(feature, feature)
         assert (every if kernels == "all" else set(kernels.replace("`", "").split(", "))) == having.get(name, every)
@@ -63,6 +63,7 @@ LACKING = [
     ("cudnn", needing(HALF, 64, mask=Mask(window=5), one_document=True), "a call without window, got window"),
     ("cudnn", needing(HALF, 64, one_document=True, spans=True), "a call without spans, got spans"),
     ("fa4", needing(HALF, 64, indexed=True), "a call without indices, got indices"),
+    ("triton_gathered", needing(HALF, 64, indexed=True), "a call with indices and latents, got none of latents"),
     (
         "cudnn",
         needing(HALF, 64, deterministic=True),

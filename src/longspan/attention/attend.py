@@ -58,9 +58,10 @@ class Arguments(NamedTuple):
     sizes: Any = None
     layer: int | None = None
     kernel: str | None = None
+    latents: bool = False
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, *, latents: bool = False) -> None:
     """Raise AttentionError unless q (T, N, H), k (T, K, H), v (T, K, Hv) fit each other and the shard.
 
     Rows must be those of the shard, on its device, and K must divide N; v may have another head size than q and k.
@@ -88,7 +89,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard) -> None
     if rows != {shard.local_rows}:
         got = " and ".join(str(n) for n in sorted(rows))
         raise AttentionError(f"got {got} rows, the shard holds {shard.local_rows}; {shapes}: pass this rank's rows")
-    if k.shape[1] != v.shape[1] or k.shape[2] != q.shape[2]:
+    if latents and (k.shape[1] != 1 or v.shape[1] != 1 or q.shape[2] != k.shape[2] + v.shape[2]):
+        raise AttentionError(f"{shapes}: latents k and v need one head, and q the head sizes of both together")
+    if k.shape[1] != v.shape[1] or (not latents and k.shape[2] != q.shape[2]):
         raise AttentionError(f"{shapes}: k and v need equal heads, q and k equal head sizes")
     heads, kv_heads = q.shape[1], k.shape[1]
     if not kv_heads or heads % kv_heads or not heads or not q.shape[2] or not v.shape[2]:
@@ -272,7 +275,7 @@ def pack_call(
     A window that hides nothing is dropped. Kernels take positive scales, so the sign is kept apart, and a scale of 0 is
     a sign of 0. A part of padding rows belongs to no group (index −1), and any communication type will do.
     """
-    check_tensors(q, k, v, shard)
+    check_tensors(q, k, v, shard, latents=arguments.latents)
     check_attention_arguments(arguments)
     check_sinks(sinks, q)
     check_indices(indices, q, shard, arguments)
@@ -294,6 +297,7 @@ def pack_call(
         one_document=mask.chunk is None and all(len(group.documents) == 1 for group in groups),
         spans=mask.causal and shard.has_spans,
         indexed=indices is not None,
+        latents=arguments.latents,
     )
     choices = comm_choices(shard, arguments, call)
     kernel = choose_kernel(call, arguments.kernel)
@@ -360,6 +364,7 @@ def attend(
     chunk: int | None = None,
     sinks: Tensor | None = None,
     indices: Tensor | None = None,
+    latents: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -385,8 +390,10 @@ def attend(
     `chunk` c: each c positions of a document are as a document of their own, as in Llama 4's chunked layers.
     `sinks` (N,): one logit per query head that takes weight and gives no value. `softcap` c: scores become
     c · tanh(score / c). `scale` is any finite number, H ** −0.5 by default. `indices` (T, k): positions, in the row's
-    own document, of the keys that it may see, in any order, −1 for none; of these it sees what causal, window and chunk
-    leave. A row that sees no key (one that pads a document out) has output and gradient 0.
+    own document, of the keys that it may see, distinct, in any order, −1 for none; of these it sees what causal, window
+    and chunk leave. `latents`: a key is the Hv numbers of its value and then those of k (T, 1, H − Hv), as in the
+    absorbed form of multi-head latent attention. A row that sees no key (one that pads a document out) has output and
+    gradient 0.
 
     `dropout` zeroes weights with this probability, by a hash of `dropout_seed`, head, document and both positions: the
     same weights at every degree and under every type. By default the seed is mixed from the world's seed and step, as
@@ -415,6 +422,7 @@ def attend(
         sizes=_hashable_argument(hierarchical_context_parallel_sizes),
         layer=layer,
         kernel=kernel,
+        latents=latents,
     )
     call = _cached_call(q, k, v, sinks, shard, arguments, indices)
     if dropout:

@@ -369,8 +369,8 @@ class AttendCall:
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
     under a causal mask. `indexed`: rows see chosen keys, those at the positions `indices` (rows at hand, k).
-    `deterministic`: the same bits again; torch's own switch by default. A caller who only looks for a kernel or a
-    communication type leaves out the rest:
+    `latents`: a key is the numbers of its value and then those of k. `deterministic`: the same bits again; torch's own
+    switch by default. A caller who only looks for a kernel or a communication type leaves out the rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
     'cpu_flash'
@@ -390,6 +390,7 @@ class AttendCall:
     one_document: bool = False
     spans: bool = False
     indexed: bool = False
+    latents: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     kernel: "Kernel | None" = None
     parts: tuple[CallPart, ...] = ()
@@ -412,9 +413,10 @@ class AttendCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """Which of "window", "softcap", "dropout" and "indices" the call has; some kernels lack them."""
+        """Which of "window", "softcap", "dropout", "indices" and "latents" the call has; some kernels lack them."""
         window = self.mask.window or self.spans or None  # later keys of a span are masked as by a window
-        values = {"window": window, "softcap": self.softcap, "dropout": self.dropout, "indices": self.indexed or None}
+        values = {"window": window, "softcap": self.softcap, "dropout": self.dropout}
+        values |= {"indices": self.indexed or None, "latents": self.latents or None}
         return frozenset(name for name, value in values.items() if value is not None)
 
     def for_heads(self, start: int, stop: int) -> "AttendCall":
@@ -455,9 +457,9 @@ class Kernel:
     """A row of the support table: what a kernel can do, and its two functions.
 
     `needs` is what it depends on; `device_lack` returns what this installation or device lacks of that ("" where
-    nothing). `one_document_only`: by name it runs every launch, but without a name it is chosen only for calls with one
-    document in each group. `takes_deltas` tells of a call whether backward takes dout · out of each row and head in
-    place of the output.
+    nothing). `required` are features that a call must have. `one_document_only`: by name it runs every launch, but
+    without a name it is chosen only for calls with one document in each group. `takes_deltas` tells of a call whether
+    backward takes dout · out of each row and head in place of the output.
     """
 
     name: str
@@ -466,6 +468,7 @@ class Kernel:
     forward: Callable[..., tuple[Tensor, Tensor]] = field(repr=False)
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = field(repr=False)
     features: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()
     head_sizes: HeadSizes = HeadSizes()
     deterministic: bool = True
     one_document_only: bool = False
@@ -487,6 +490,10 @@ class Kernel:
             only_spans = call.spans and call.mask.window is None  # kernels compute spans as windows
             extra = " and ".join("spans" if only_spans and name == "window" else name for name in sorted(unsupported))
             return f"needs a call without {extra}, got {extra}"
+        if missing := self.required - call.features:
+            return (
+                f"needs a call with {' and '.join(sorted(self.required))}, got none of {' and '.join(sorted(missing))}"
+            )
         if call.deterministic and not self.deterministic:
             return "needs torch.use_deterministic_algorithms(False), got deterministic mode"
         return self.device_lack(call.device)

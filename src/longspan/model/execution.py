@@ -19,7 +19,7 @@ class Execution:
     """Types of parameters, of arithmetic and of sums of gradients, and the different attention calls of the layers.
 
     `kernel` is the one requested by name; `mixers` counts state-space layers;
-    `float8` and `compiled` say in words what computes so.
+    `float8` and `compiled` say in words what computes so, `latents` when they are gathered.
     """
 
     parameter_dtype: torch.dtype
@@ -30,6 +30,7 @@ class Execution:
     mixers: int = 0
     float8: str = ""
     compiled: str = ""
+    latents: str = ""
 
     @property
     def kernels(self) -> tuple[str, ...]:

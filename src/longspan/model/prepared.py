@@ -40,6 +40,7 @@ from longspan.model.seams.attention_calls import (
     defer_temperature,
     find_indexers,
     hook_layer_arguments,
+    is_indexed,
     number_layers,
 )
 from longspan.model.seams.call_rules import (
@@ -51,6 +52,7 @@ from longspan.model.seams.call_rules import (
     position_table,
 )
 from longspan.model.seams.indexers import shard_indexers
+from longspan.model.seams.latents import latents_text
 from longspan.model.seams.mixers import find_mixers, shard_mixers
 from longspan.model.seams.norms import fuse_norms, split_long_norms
 from longspan.model.seams.rope import choose_frequencies_by_document
@@ -250,9 +252,10 @@ def prepare_language_model(
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # so that a saved folder has both too
     mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""
+    latents = latents_text([module for module in model.modules() if is_indexed(module)])
     compute_dtype = placement.dtype_of(model)
     dtypes = model.dtype, compute_dtype, placement.sharding.mixed_precision_policy(model).reduce_dtype or compute_dtype
-    execution = Execution(*dtypes, calls, options.attention_kernel, mixers, float8)
+    execution = Execution(*dtypes, calls, options.attention_kernel, mixers, float8, latents=latents)
     if placement.recomputation.repeats_exchanges and world.home.slots > 1:
         check_same_kernels(execution, world)
     add_row_loss(model)

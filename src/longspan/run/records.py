@@ -102,6 +102,7 @@ def _fact_lines(
         "products": execution.float8,
         "mixers": mixers_text(execution, run.world.device, config.context.partition),
         "compiled": execution.compiled,
+        "latents": execution.latents,
         "mtp": depths if mtp.depths else "",
         "encoder": _encoder_text(run),
         "rows": run.why_partition,

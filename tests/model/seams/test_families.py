@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan import Layout, World, bind, load_model, plan_fixed, prepare, run_step, save_model
+from longspan import Layout, World, bind, load_model, plan_dynamic, plan_fixed, prepare, run_step, save_model
 from longspan.doctor.stock import compute_in_float64
 from longspan.errors import ModelError
 from longspan.model.layers import decoder_layers, towers_beside_text_model
@@ -68,7 +68,7 @@ def _model_and_texts(family: str) -> tuple[Any, Any]:
     return (wrappers.tiny(family[len(TEXT) :]), wrappers.plain_texts()) if of_text else (tiny(family), texts(LENGTHS))
 
 
-def _stock_answer(family: str) -> tuple[float, dict[str, Tensor]]:
+def stock_answer(family: str) -> tuple[float, dict[str, Tensor]]:
     """Few index heads tie, of which the lowest positions are chosen; of many the model's own choice is unique."""
     model, documents = _model_and_texts(family)
     if MANY_HEADS not in family:
@@ -76,7 +76,7 @@ def _stock_answer(family: str) -> tuple[float, dict[str, Tensor]]:
     return dense_answer(model, documents)
 
 
-def _errors(
+def errors_of_rows(
     rank: int, ranks: int, rows: list[Row], stock: dict[str, Any]
 ) -> dict[str, tuple[float, set[str], set[str]]]:
     """The largest error of each row, the gradients that are here, and those of the stock model."""
@@ -87,7 +87,12 @@ def _errors(
             model = (prepare_untried if errors else prepare)(ours, world, **options)
             vars(model)["modes_of_row_trial"] = {False, True}  # trials of rows take as long as two steps
             tokens = 40 if world.home.pp > 1 else None
-            plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, cp_comm_type=kind, max_tokens_per_slot=tokens)
+            if kind == "dynamic":
+                plan = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=40)
+            else:
+                plan = plan_fixed(
+                    LENGTHS, world.home, cp=world.home.slots, cp_comm_type=kind, max_tokens_per_slot=tokens
+                )
             found = abs(run_step(model, plan, documents, world).loss / loss - 1)
             gradients = gradients_of(model)
             expected = {name: exact[name] for name in gradients} if world.home.pp > 1 else exact
@@ -100,8 +105,8 @@ def _errors(
 def test_equals_the_stock_model(name: str) -> None:
     ranks, rows = TABLES[name]
     with compute_in_float64():
-        stock = {family: _stock_answer(family) for family in {family for family, *_ in rows}}
-    answers = run_ranks(_errors, ranks, ranks, rows, stock, timeout=240)
+        stock = {family: stock_answer(family) for family in {family for family, *_ in rows}}
+    answers = run_ranks(errors_of_rows, ranks, ranks, rows, stock, timeout=240)
     assert len(answers[0]) == len(rows)
     for row in answers[0]:
         assert max(answer[row][0] for answer in answers) < 1e-12, (row, [answer[row][0] for answer in answers])

@@ -22,7 +22,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N)."""
     dtype = accumulation_dtype(q.dtype)
     out = q.new_empty((len(q), q.shape[1], v.shape[2]), dtype=dtype)  # tiles hold every row once
-    lse = q.new_empty(q.shape[:2], dtype=dtype)
+    lse, k = q.new_empty(q.shape[:2], dtype=dtype), _whole_keys(k, v, call)
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
         scores = _scores(_group_heads(q[rows], k.shape[1], dtype), k[keys].to(dtype), call)
@@ -42,7 +42,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     products with k and q.
     """
     q, k, v, _, lse = saved
-    dtype, deltas = accumulation_dtype(q.dtype), saved.deltas(dout)
+    dtype, deltas, k = accumulation_dtype(q.dtype), saved.deltas(dout), _whole_keys(k, v, call)
     dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
     for tile in _cut_tiles(launch, q.shape[1], dtype, call.dropout):
         rows, keys = slice(tile.q_start, tile.q_stop), slice(tile.k_start, tile.k_stop)
@@ -62,7 +62,14 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
             dscores *= slope
         dq[rows] = torch.einsum("kgqs,skh->qkgh", dscores, k_rows).flatten(1, 2)
         dk[keys] += torch.einsum("kgqs,qkgh->skh", dscores, q_rows)
+    if call.latents:
+        of_values, dk = dk.split([v.shape[2], k.shape[2] - v.shape[2]], -1)
+        dv += of_values
     return dq, dk, dv
+
+
+def _whole_keys(k: Tensor, v: Tensor, call: AttendCall) -> Tensor:
+    return torch.cat((v, k), -1) if call.latents else k
 
 
 def _cut_tiles(launch: Launch, heads: int, dtype: torch.dtype, dropout: Dropout | None) -> Iterator[Tile]:

@@ -7,10 +7,16 @@ it lacks. Errors and `longspan doctor` read the table.
 import torch
 
 from longspan.attention.call import AttendCall, HeadSizes, Kernel
-from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash
+from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash, triton_gathered
 from longspan.errors import AttentionError, import_object
 
-FEATURES = ("window", "softcap", "dropout", "indices")  # that some kernels lack; masks, sinks and scale are everybody's
+FEATURES = (
+    "window",
+    "softcap",
+    "dropout",
+    "indices",
+    "latents",
+)  # that some kernels lack; masks, sinks and scale are everybody's
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -73,6 +79,20 @@ KERNELS: tuple[Kernel, ...] = (
         takes_deltas=lambda call: True,
     ),
     Kernel(
+        name="triton_gathered",
+        devices=("cuda",),
+        dtypes=_HALF,
+        forward=triton_gathered.forward,
+        backward=triton_gathered.backward,
+        features=frozenset({"window", "indices", "latents"}),
+        required=frozenset({"indices", "latents"}),
+        head_sizes=HeadSizes(largest=triton_gathered.LARGEST),
+        deterministic=False,
+        needs="compute capability 8.0; triton, which torch's builds for GPUs bring",
+        device_lack=triton_flash.device_lack,
+        takes_deltas=lambda call: True,
+    ),
+    Kernel(
         name="cpu_flash",
         devices=("cpu",),
         dtypes=_HALF + _FULL,
@@ -97,14 +117,15 @@ KERNELS: tuple[Kernel, ...] = (
 def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
     """Choose the kernel of this name, or the first that suits the call.
 
+    A named kernel for some calls alone (`required`) leaves the others to the first that suits.
     Raises AttentionError where the named kernel is unknown or cannot, or where none can.
     """
-    if name is None:
+    if name is None or find_kernel(name, f"; {_available_kernels_text(call)}").required - call.features:
         kernel = next((kernel for kernel in KERNELS if kernel.suits(call)), None)
         if kernel is None:
             raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lack_for(call)}" for k in KERNELS))
         return kernel
-    kernel = find_kernel(name, f"; {_available_kernels_text(call)}")
+    kernel = find_kernel(name)
     if lack := kernel.lack_for(call):
         raise AttentionError(f"kernel {name} {lack}; {_available_kernels_text(call)}")
     return kernel

@@ -73,10 +73,10 @@ def _flash_kernels() -> Any:
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to k (Tk, K, H), v (Tk, K, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     assert call.dropout is None
-    q, k, v = (_contiguous_heads(x) for x in (q, k, v))
+    q, k, v = (contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    strides, bits = (*_strides(q, k, v, out), *lse.stride()), _pack_bits(launch, call)
+    strides, bits = (*strides_of(q, k, v, out), *lse.stride()), _pack_bits(launch, call)
 
     def launch_blocks(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
@@ -88,7 +88,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
             **_block_constants(blocks),
         )
 
-    _launch_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
+    launch_fitting_blocks("forward", FORWARD, q, v, launch_blocks)
     return out, lse
 
 
@@ -99,11 +99,11 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     launched with the largest blocks that fit the device's shared memory.
     """
     assert call.dropout is None
-    q, k, v, dout = (_contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
+    q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     delta = saved.deltas(dout)
     tensors = (q, k, v, dout, saved.lse, delta)
-    strides = (*_strides(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
+    strides = (*strides_of(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
     bits = _pack_bits(launch, call)
     shared = (*launch.cu_seqlens, *bits, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
     constants = _call_constants(q, v, launch, call)
@@ -111,7 +111,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
     def launch_query_gradients(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
-            *(*tensors, dq, block_list, *shared, *_strides(dq)), **constants, **_block_constants(blocks)
+            *(*tensors, dq, block_list, *shared, *strides_of(dq)), **constants, **_block_constants(blocks)
         )
 
     def launch_key_gradients(blocks: Blocks) -> None:
@@ -120,15 +120,15 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
             _flash_kernels().key_gradients[len(block_list), k.shape[1]](
-                *(*tensors, dk, dv, block_list, *shared, *_strides(dk, dv)),
+                *(*tensors, dk, dv, block_list, *shared, *strides_of(dk, dv)),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
                 **constants,
                 **_block_constants(blocks),
             )
 
-    _launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
-    _launch_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
+    launch_fitting_blocks("query_gradients", QUERY_GRADIENTS, q, v, launch_query_gradients)
+    launch_fitting_blocks("key_gradients", KEY_GRADIENTS, q, v, launch_key_gradients)
     return dq, dk, dv
 
 
@@ -139,7 +139,7 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     places, place_starts, bit_starts, words = launch.chosen_keys
     bits = torch.zeros(words, dtype=torch.int64, device=places.device)
     rows, columns = _PACKED
-    block_list, indices = launch.blocks(rows, of_keys=False), _contiguous_heads(call.indices)
+    block_list, indices = launch.blocks(rows, of_keys=False), contiguous_heads(call.indices)
     _flash_kernels().pack_bits[(len(block_list),)](
         *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
         *(indices.shape[1], indices.stride(0), rows, columns),
@@ -147,12 +147,12 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     return bits, bit_starts
 
 
-def _launch_fitting_blocks(
+def launch_fitting_blocks(
     name: str, table: Mapping[int, tuple[Blocks, ...]], q: Tensor, v: Tensor, launch_blocks: Callable[[Blocks], None]
 ) -> None:
     """The first blocks of the table that fit the device's shared memory are taken; later calls begin with them."""
-    key = (name, _padded_size(q), _padded_size(v), q.dtype, q.device)
-    choices = table[max(_MIN_TABLE_WIDTH, _padded_size(q), _padded_size(v))]
+    key = (name, padded_size(q), padded_size(v), q.dtype, q.device)
+    choices = table[max(_MIN_TABLE_WIDTH, padded_size(q), padded_size(v))]
     for index in range(_fitting.get(key, 0), len(choices)):
         try:
             launch_blocks(choices[index])
@@ -177,8 +177,8 @@ def _call_constants(q: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> d
         "HAS_BITS": call.indices is not None,
         "SIZE": q.shape[2],
         "V_SIZE": v.shape[2],
-        "WIDTH": _padded_size(q),
-        "V_WIDTH": _padded_size(v),
+        "WIDTH": padded_size(q),
+        "V_WIDTH": padded_size(v),
     }
 
 
@@ -186,15 +186,15 @@ def _block_constants(blocks: Blocks) -> dict[str, int]:
     return {"ROWS": blocks.rows, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
 
 
-def _padded_size(x: Tensor) -> int:
+def padded_size(x: Tensor) -> int:
     """A power of two, 16 at least, as Triton takes it."""
     return max(16, 1 << (x.shape[2] - 1).bit_length())
 
 
-def _strides(*tensors: Tensor) -> tuple[int, ...]:
+def strides_of(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for x in tensors for stride in x.stride()[:2])
 
 
-def _contiguous_heads(x: Tensor) -> Tensor:
+def contiguous_heads(x: Tensor) -> Tensor:
     """With elements of a head, or the last columns of a matrix, one after another."""
     return x if x.stride(-1) == 1 else x.contiguous()

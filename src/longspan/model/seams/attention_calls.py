@@ -24,6 +24,7 @@ from longspan.errors import ModelError
 from longspan.model.layers import architecture_name, decoder_layers, reads_other_modalities
 from longspan.model.mtp import layers_and_depths, mtp_blocks
 from longspan.model.seams.call_rules import call_rules, refuse_documents_beyond_positions, refuse_randomness
+from longspan.model.seams.latents import fold_queries, unfold_values
 
 
 def find_shard(name: str, shard: object, call: str = "model(..., shard=shard)") -> SequenceShard:
@@ -230,8 +231,9 @@ def sharded_attention(
     """Stand in for transformers' attention function: query (1, N, T, H), key, value (1, K, T, H) to (1, T, N, H).
 
     `indices` (1, T, k) are keys that an indexer chose; no column stands for every key, and a mask without columns for
-    none. A probe notes the call and gets an empty output, rows of SeparateRows attend to themselves alone. ModelError
-    without a shard, with a mask, or with more than one batch row.
+    none. Keys that are narrower than queries are latents (`latents.py`), of one head. A probe notes the call and gets
+    an empty output, rows of SeparateRows attend to themselves alone. ModelError without a shard, with a mask, or with
+    more than one batch row.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if shard is None:  # its layer keeps keyword arguments to itself
@@ -252,12 +254,15 @@ def sharded_attention(
     query = scale_queries(module, query, rows.position_ids)
     if isinstance(rows, SeparateRows):
         return attend_separately(query, key, value, scaling), None
+    scaling, latents = query.shape[-1] ** -0.5 if scaling is None else scaling, key.shape[-1] < query.shape[-1]
+    query = fold_queries(module, query) if latents else query
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, N, H), (T, K, H), (T, K, H)
     mask = {"causal": causal, "window": sliding_window, "chunk": chunk_size(module), "sinks": s_aux, "softcap": softcap}
     first_head = _first_head_index(module, q.shape[1], rows) if dropout else 0
     mask["indices"] = None if indices is None or not indices.shape[-1] else indices.squeeze(0)
     layer = {"layer": getattr(module, "layer_idx", None), "kernel": attention_kernel, "first_head": first_head}
-    return attend(q, k, v, rows, scale=scaling, dropout=dropout, **layer, **mask).unsqueeze(0), None
+    out = attend(q, k, v, rows, scale=scaling, dropout=dropout, latents=latents, **layer, **mask)
+    return (unfold_values(module, out) if latents else out).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, sharded_attention)

@@ -31,6 +31,7 @@ from longspan.model.seams.attention_calls import (
     running_layer,
 )
 from longspan.model.seams.index_scores import ScoreOperands, choose_best_keys
+from longspan.model.seams.latents import takes_latents
 
 _CACHE_ARGUMENTS = ("cache", "past_key_values")  # its name since transformers 5.20, and before
 _ROWS_AT_ONCE = 4096  # of whose queries the indexer's heads are made at a time
@@ -73,6 +74,8 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
     for module in model.modules():
         if is_indexed(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
+            if not alone and hasattr(module, "expand_kv"):
+                module.expand_kv = partial(_expand_or_keep, module)
 
 
 def _put_empty_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -81,6 +84,15 @@ def _put_empty_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return args, kwargs
     hidden: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
     return args, kwargs | {"attention_mask": hidden.new_empty((1, 1, hidden.shape[1], 0), dtype=torch.bool)}
+
+
+@break_graphs_around
+def _expand_or_keep(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of `expand_kv`: keys and values of all heads, or what expands to them, (1, 1, T, …) both."""
+    running = running_layer()
+    if takes_latents(module, running.shard, running.attention_kernel, latents):
+        return rotated, latents
+    return type(module).expand_kv(module, latents, rotated)
 
 
 def _choose_nothing(indexer: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -1,0 +1,100 @@
+"""Attention to chosen latents in Triton: each row gathers the keys that it chose, where a masked kernel computes all.
+
+A key is the numbers of its value and then those of k, one key/value head for many query heads, as multi-head latent
+attention has them in its absorbed form. Forward and backward cost rows × chosen keys. Gradients of keys are added by
+float32 atomics, whose order differs from run to run: not for deterministic mode.
+"""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention.call import AttendCall, Saved
+from longspan.attention.kernels.triton_flash import (
+    Blocks,
+    contiguous_heads,
+    launch_fitting_blocks,
+    padded_size,
+    strides_of,
+)
+from longspan.attention.tiles import Launch
+
+# By the value's width: heads (`rows`) and keys of a block, warps, stages of loads in flight.
+FORWARD: dict[int, tuple[Blocks, ...]] = {
+    64: (Blocks(64, 64, 4, 3), Blocks(16, 32, 4, 1)),
+    128: (Blocks(64, 64, 4, 3), Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
+    256: (Blocks(64, 64, 8, 2), Blocks(32, 64, 4, 1), Blocks(16, 32, 4, 1)),
+    512: (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1)),
+}
+GRADIENTS: dict[int, tuple[Blocks, ...]] = {
+    64: (Blocks(64, 64, 4, 2), Blocks(16, 32, 4, 1)),
+    128: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 1), Blocks(16, 32, 4, 1)),
+    256: (Blocks(64, 64, 8, 1), Blocks(32, 64, 4, 1), Blocks(16, 32, 4, 1)),
+    512: (Blocks(64, 64, 8, 1), Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1)),
+}
+LARGEST = 576  # of a key: 512 numbers of its value, and 64
+_LISTED_BYTES = 256 << 20  # of the lists of keys of a run of rows
+_COLUMNS = 512  # of a choice that a program lists at a time
+_PIECE = 128  # columns of a value whose gradients are summed at once
+
+
+@cache
+def _gathered_kernels() -> Any:
+    return import_module("longspan.attention.kernels.triton_gathered_kernels")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
+    """Attend from q (Tq, N, H) to latents k (Tk, 1, H − Hv), v (Tk, 1, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
+    out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=torch.float32)
+    _launch_on_runs("forward", FORWARD, (q, k, v), (out, lse), launch, call)
+    return out, lse
+
+
+def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, 1, H − Hv) and dv (Tk, 1, Hv), these in float32."""
+    (q, k, v, _, lse), delta = saved, saved.deltas(dout)
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (x.new_zeros(x.shape, dtype=torch.float32) for x in (k, v))
+    results = (lse.contiguous(), delta.contiguous(), dq, dk, dv)
+    _launch_on_runs("gradients", GRADIENTS, (q, k, v, dout), results, launch, call)
+    return dq, dk, dv
+
+
+def _launch_on_runs(
+    name: str,
+    table: dict[int, tuple[Blocks, ...]],
+    tensors: tuple[Tensor, ...],
+    contiguous: tuple[Tensor, ...],
+    launch: Launch,
+    call: AttendCall,
+) -> None:
+    """Launch a kernel for runs of rows, whose lists of keys are made before: which keys of its choice a row sees here.
+
+    A program has 16 heads at least, as products have.
+    """
+    assert call.indices is not None and call.softcap is None and call.dropout is None
+    kernels, indices, (places, place_starts, *_) = _gathered_kernels(), call.indices.contiguous(), launch.chosen_keys
+    q, k, v, *dout = (contiguous_heads(x) for x in tensors)
+    heads, columns = q.shape[1], indices.shape[1]
+    strides = (*strides_of(q), k.stride(0), v.stride(0), *strides_of(*dout))
+    sizes = {"SIZE": k.shape[2], "V_SIZE": v.shape[2], "WIDTH": padded_size(k), "V_WIDTH": padded_size(v)}
+    sizes |= {"PIECE": min(_PIECE, padded_size(v))} if dout else {}
+    limits = {"HAS_LEFT": launch.left is not None, "HAS_RIGHT": launch.right is not None, "COLUMNS": _COLUMNS}
+    for rows in launch.blocks(1, of_keys=False).split(max(1, _LISTED_BYTES // (4 * max(1, columns)))):
+        lists, counts = (rows.new_empty(shape) for shape in ((len(rows), columns), (len(rows),)))
+        kernels.list_keys[(len(rows),)](
+            *(indices, lists, counts, rows, *launch.cu_seqlens, places, place_starts, columns),
+            *(launch.left or 0, launch.right or 0),
+            **limits,
+        )
+        of_run = (*contiguous, lists, counts, rows, launch.cu_seqlens[0], columns, heads, call.scale, *strides)
+
+        def launch_blocks(blocks: Blocks, of_run: tuple[Any, ...] = of_run, programs: int = len(rows)) -> None:
+            at_once = min(blocks.rows, max(16, 1 << (heads - 1).bit_length()))
+            launched = {"HEADS": at_once, "KEYS": blocks.keys, "num_warps": blocks.warps, "num_stages": blocks.stages}
+            getattr(kernels, name)[programs, -(-heads // at_once)](q, k, v, *dout, *of_run, **sizes, **launched)
+
+        launch_fitting_blocks(f"gathered {name}", table, k, v, launch_blocks)

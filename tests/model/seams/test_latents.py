@@ -1,0 +1,133 @@
+"""Layers whose rows choose their keys equal the stock model where latents travel in place of expanded keys and values.
+
+Loss and every gradient, that of `kv_b_proj` among them, under every type; where a layer's keys must be expanded, they
+are, and it is said. From which length on latents are gathered is one rule.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from torch import nn
+
+from longspan import Layout, World, bind, plan_fixed
+from longspan.doctor.stock import compute_in_float64
+from longspan.model.seams import attention_calls, latents
+from longspan.testing import backend, run_ranks
+from tests.model.seams.families import LENGTHS, here, tiny
+from tests.model.seams.test_families import FULL, PP, SELECTIVE, Row, errors_of_rows, stock_answer
+from tests.mutation import mutated
+
+FAMILIES = here(["deepseek-v3.2", "a.x-k2", "glm-5", "hy-v4", "dots.3"])
+KINDS = ("p2p", "all_gather", "a2a", "dynamic")
+MEASURES = (FULL, SELECTIVE, {})
+IN_CI: list[Row] = [
+    *((family, {}, KINDS[i % 4], MEASURES[i % 3]) for i, family in enumerate(FAMILIES)),
+    *((family, PP, "p2p", FULL) for family in here(["glm-5"])),
+]
+ALL: list[Row] = [
+    (family, {}, kind, MEASURES[(i + j) % 3]) for i, family in enumerate(FAMILIES) for j, kind in enumerate(KINDS)
+]
+SEAM = "model.seams.latents"
+CHANGES = {
+    "keys of other heads": (SEAM, "query)[0], rotated", "query)[0].flip(0), rotated"),
+    "values of other heads": (SEAM, "out)[1].transpose", "out)[1].flip(0).transpose"),
+    "no gradient of the weight": (SEAM, "kv_b_proj.weight.to", "kv_b_proj.weight.detach().to"),
+}
+there = pytest.mark.skipif(not FAMILIES, reason="this transformers has no such class")
+
+
+def errors(rank: int, ranks: int, rows: list[Row], stock: dict[str, Any], changes: list[Any]) -> list[dict[str, float]]:
+    """Of each change of the source, the largest error of each row, where every layer takes latents."""
+    found = list[dict[str, float]]()
+    for change in changes:
+        fold = Mock(wraps=latents.fold_queries)
+        with (
+            mutated(change),
+            patch.object(latents, "MASKED_TO_GATHERED", 0.0),
+            patch.object(attention_calls, "fold_queries", fold),
+        ):
+            found.append({row: answer[0] for row, answer in errors_of_rows(rank, ranks, rows, stock).items()})
+        assert fold.call_count >= 2 * len(rows)
+    return found
+
+
+def largest_errors(ranks: int, rows: list[Row], changes: list[Any]) -> list[dict[str, float]]:
+    with compute_in_float64():
+        stock = {family: stock_answer(family) for family in {family for family, *_ in rows}}
+    of_ranks = run_ranks(errors, ranks, ranks, rows, stock, changes, timeout=300)
+    return [{row: max(x[i][row] for x in of_ranks) for row in of_ranks[0][i]} for i in range(len(changes))]
+
+
+@there
+@pytest.mark.parametrize(
+    "ranks, rows", [(2, IN_CI), *(pytest.param(n, ALL, marks=pytest.mark.whole) for n in (1, 3, 4))]
+)
+def test_equal_to_expanded_keys(ranks: int, rows: list[Row]) -> None:
+    (found,) = largest_errors(ranks, rows, [None])
+    assert len(found) == len(rows) and max(found.values()) < 1e-12, found
+
+
+@there
+def test_a_wrong_fold_is_noticed() -> None:
+    row = (FAMILIES[0], {}, "all_gather", {})
+    right, *wrong = largest_errors(2, [row], [None, *CHANGES.values()])
+    assert max(right.values()) < 1e-12 and all(min(found.values()) > 1e-3 for found in wrong), wrong
+
+
+def with_adapter(linear: nn.Linear) -> nn.Module:
+    return nn.Sequential(linear)
+
+
+def with_hook(linear: nn.Linear) -> nn.Module:
+    linear.register_forward_hook(lambda *_: None)
+    return linear
+
+
+def in_float8(linear: nn.Linear) -> nn.Module:
+    vars(linear)["forward"] = linear.forward
+    return linear
+
+
+EXPANDED = {with_adapter: "no plain linear", with_hook: "has hooks", in_float8: "a forward of its own"}
+
+
+@there
+@pytest.mark.parametrize("change", EXPANDED)
+def test_layers_that_must_be_expanded_are_and_say_so_once(change: Callable[[nn.Linear], nn.Module]) -> None:
+    latents._warn_once.cache_clear()
+    model: Any = tiny(FAMILIES[0])
+    modules = [layer.self_attn for layer in model.model.layers]
+    modules[0].kv_b_proj = change(modules[0].kv_b_proj)
+    assert EXPANDED[change] in latents.reason_to_expand(modules[0])
+    text = latents.latents_text(modules)
+    assert re.fullmatch(
+        rf"gathered where a document has .* tokens or more; expanded in 1 of 2 layers: .*{EXPANDED[change]}.*", text
+    )
+    with World(Layout(ranks=1), backend=backend()) as world, patch.object(latents, "MASKED_TO_GATHERED", 0.0):
+        shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
+        latent = torch.zeros(1, 1, shard.local_rows, modules[0].kv_lora_rank)
+        with pytest.warns(UserWarning, match=f"by a masked kernel.*{EXPANDED[change]}") as said:
+            assert [latents.takes_latents(modules[0], shard, None, latent) for _ in range(2)] == [False, False]
+        assert len(said) == 1 and latents.takes_latents(modules[1], shard, None, latent)
+
+
+@there
+def test_a_length_or_the_name_of_a_kernel_decides() -> None:
+    model: Any = tiny(FAMILIES[0])
+    module = model.model.layers[0].self_attn
+    least = latents.least_length(module)
+    with World(Layout(ranks=1), backend=backend()) as world:
+        for length in (6, 7, least - 1, least):  # 6 keys a row are chosen
+            shard = bind(plan_fixed((length, 2), world.home, cp=1).micro_batches[0], world)
+            latent = torch.zeros(1, 1, length + 2, module.kv_lora_rank)
+            taken = {
+                name: latents.takes_latents(module, shard, name, latent)
+                for name in (None, "triton_flash", "triton_gathered")
+            }
+            assert taken == {None: length >= least, "triton_flash": False, "triton_gathered": length > 6}
+    module.config.index_topk *= 2
+    assert abs(latents.least_length(module) - 2 * least) <= 1
