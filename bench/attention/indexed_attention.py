@@ -2,9 +2,11 @@
 
     python bench/attention/indexed_attention.py --out bench/records/indexed-attention.json    # a process for each GPU
 
-Indexers are transformers' with random weights; queries, keys and values are random too, so that the choices of a row
-lie anywhere before it. A short length is compared with the class's own scores and the reference kernel before anything
-is timed. Rows are written one by one, and left out when the command is given again.
+Attention to the choice goes two ways: by a masked kernel and bits, and by one that gathers latents. Indexers are
+transformers' with random weights; queries and latents are random too, so that the choices of a row lie anywhere before
+it. Each way begins with queries of heads and the latents of keys: what expands or folds them is in its time. A short
+length is compared with the class's own scores, and with float64, before anything is timed. Rows are written one by one,
+and left out when the command is given again.
 """
 
 import argparse
@@ -25,36 +27,39 @@ import torch
 from bench.begun import missing_row, open_record
 from torch import Tensor
 from transformers import DeepseekV32Config
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
-from longspan.attention import attend
 from longspan.bench.benches import origin_text
 from longspan.cli.processes import run_on_ranks, usable_gpus
 from longspan.comm import SequenceShard, World, bind
 from longspan.layout import Layout
 from longspan.model.seams import index_scores, indexers
+from longspan.model.seams.attention_calls import sharded_attention
 from longspan.plain_text import bytes_text, markdown_table
 from longspan.plan import plan_fixed
 
-NAMES = ("hidden_size", "q_lora_rank", "qk_rope_head_dim", "index_n_heads")
-MODELS = {  # heads, their size, that of values; and of the indexer
-    "axk2": ((32, 96, 64), (2048, 384, 32, 16)),
-    "deepseek_v32": ((128, 192, 128), (7168, 1536, 64, 64)),
+NAMES = ("hidden_size", "q_lora_rank", "index_n_heads", "num_attention_heads")
+OF_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+MODELS = {
+    "axk2": ((2048, 384, 16, 32), (64, 32, 64, 128)),
+    "deepseek_v32": ((7168, 1536, 64, 128), (128, 64, 128, 512)),
 }
 CHECKED = (1024, 64)  # rows of each rank, and k
 ALLOWED = 2e-2  # relative error of bfloat16
-TIMES = ("choice", "chosen forward", "chosen backward", "dense forward", "dense backward")
-PEAKS = ("choice bytes", "chosen bytes", "dense bytes")
+WAYS = ("latents", "bits", "dense")
+TIMES = ("choice", *(f"{way} {step}" for way in WAYS for step in ("forward", "backward")))
+PEAKS = ("choice bytes", *(f"{way} bytes" for way in WAYS))
 
 
 class Layer:
     """A layer's inputs on this rank, and its two steps."""
 
     def __init__(self, model: str, shard: SequenceShard, k: int) -> None:
-        (self.heads, sizes), self.shard = MODELS[model], shard
-        config = DeepseekV32Config(**dict(zip(NAMES, sizes, strict=True)), index_topk=k)
-        self.indexer = DeepseekV32Indexer(config, 0).to(shard.device, torch.bfloat16)
-        angles = shard.position_ids[:, None] * 10_000.0 ** -torch.linspace(0, 1, sizes[2] // 2, device=shard.device)
+        (sizes, of_heads), self.shard = MODELS[model], shard
+        values = dict(zip(NAMES, sizes, strict=True)) | dict(zip(OF_HEADS, of_heads, strict=True))
+        config = DeepseekV32Config(**values, num_key_value_heads=sizes[3], index_topk=k)
+        self.module: Any = DeepseekV32Attention(config, 0).to(shard.device, torch.bfloat16)
+        angles = shard.position_ids[:, None] * 10_000.0 ** -torch.linspace(0, 1, of_heads[1] // 2, device=shard.device)
         rope = [x.repeat(1, 2)[None].bfloat16() for x in (angles.cos(), angles.sin())]
         hidden, q_residual = (self.drawn(1, len(angles), size) for size in sizes[:2])
         no_mask = torch.empty(1, 1, len(angles), 0, device=shard.device, dtype=torch.bool)
@@ -65,16 +70,20 @@ class Layer:
 
     def choose(self) -> Tensor:
         with patch.object(indexers, "running_layer", lambda: SimpleNamespace(shard=self.shard)):
-            return indexers._choose_keys(self.indexer, *self.inputs)[0]
+            return indexers._choose_keys(self.module.indexer, *self.inputs)
 
     def draw_heads(self) -> list[Tensor]:
-        """q, k, v and the gradient of the output."""
-        n, size, v_size = self.heads
-        *leaves, gradient = (self.drawn(len(self.shard.position_ids), n, x) for x in (size, size, v_size, v_size))
-        return [*(x.requires_grad_() for x in leaves), gradient]
+        """Queries, latents, rotated parts of keys, the weight that expands them, and the gradient of the output."""
+        m, rows = self.module, len(self.shard.position_ids)
+        shapes = [(1, m.num_heads, rows, m.qk_head_dim), (1, 1, rows, m.kv_lora_rank), (1, 1, rows, m.qk_rope_head_dim)]
+        leaves = [self.drawn(*shape).requires_grad_() for shape in shapes]
+        return [*leaves, m.kv_b_proj.weight, self.drawn(1, rows, m.num_heads, m.v_head_dim)]
 
-    def attend(self, heads: list[Tensor], indices: Tensor | None, kernel: str | None = None) -> Tensor:
-        return attend(*heads[:3], self.shard, indices=indices, cp_comm_type="all_gather", kernel=kernel)
+    def attend(self, heads: list[Tensor], indices: Tensor | None, way: str, kernel: str | None = None) -> Tensor:
+        query, latents, rotated = heads[:3]
+        keys = (rotated, latents) if way == "latents" else DeepseekV32Attention.expand_kv(self.module, latents, rotated)
+        more = {"indices": indices, "shard": self.shard, "attention_kernel": kernel}
+        return sharded_attention(self.module, query, *keys, None, self.module.scaling, **more)[0]
 
 
 def measure_ranks(rank: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +96,7 @@ def measure_ranks(rank: int, options: argparse.Namespace) -> dict[str, Any]:
                 continue
             if model not in checks:
                 checks[model] = check(Layer(model, bound(CHECKED[0] * options.world, world), CHECKED[1]), world)
-            rows[name] = measure(Layer(model, bound(length, world), options.k), world)
+            rows[name] = measure(Layer(model, bound(length, world), options.k), world, options.ways.split(","))
             if rank == 0 and options.out is not None:
                 print(name, rows[name], flush=True)
                 options.out.write_text(json.dumps(record, indent=1))
@@ -96,42 +105,54 @@ def measure_ranks(rank: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bound(length: int, world: World) -> SequenceShard:
-    return bind(plan_fixed([length], world.home, cp=len(world.plane)).micro_batches[0], world)
+    return bind(
+        plan_fixed([length], world.home, cp=len(world.plane), cp_comm_type="all_gather").micro_batches[0], world
+    )
 
 
 def check(layer: Layer, world: World) -> dict[str, float]:
-    """Rows that choose other keys than the class, and errors beside the reference kernel: the largest of all ranks."""
-    chosen = layer.choose().sort(1).values
+    """Rows that choose other keys than the class, and errors of both ways beside float64: the largest of all ranks."""
+    chosen = layer.choose().sort(-1).values
     with patch.object(index_scores, "can_score", lambda q: False):
-        other = (chosen != layer.choose().sort(1).values).any(1).double().mean().item()
-    heads, results = layer.draw_heads(), list[list[Tensor]]()
-    for kernel in (None, "reference"):
-        out = layer.attend(heads, chosen, kernel)
-        results.append([out.detach(), *torch.autograd.grad(out, heads[:3], heads[3])])
-    errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(*results, strict=True)]
-    worst = [max(x) for x in zip(*world.control.gather_objects([other, *errors]), strict=True)]
-    assert worst[0] < 0.01 and max(worst[1:]) < ALLOWED, worst
-    return dict(zip(("rows that choose other keys", "out", "dq", "dk", "dv"), worst, strict=True))
+        other = (chosen != layer.choose().sort(-1).values).any(-1).double().mean().item()
+    heads, results = layer.draw_heads(), dict[str, list[Tensor]]()
+    for way in ("float64", *WAYS[:2]):
+        if way == "float64":
+            layer.module.double()
+        inputs = [x.detach().to(layer.module.kv_b_proj.weight.dtype).requires_grad_() for x in heads]
+        inputs[3] = layer.module.kv_b_proj.weight
+        out = layer.attend(inputs, chosen, way, "reference" if way == "float64" else None)
+        results[way] = [out.detach(), *torch.autograd.grad(out, inputs[:4], inputs[4])]
+        torch.distributed.all_reduce(results[way][4])  # of a rank's keys under one way, of its queries under the other
+        layer.module.bfloat16()
+    exact, worst = results.pop("float64"), {"rows that choose other keys": other}
+    for way, found in results.items():
+        for name, x, y in zip(("out", "dq", "dlatents", "drotated", "dweight"), found, exact, strict=True):
+            worst[f"{way}, {name}"] = ((x.double() - y).norm() / y.norm()).item()
+    of_ranks = world.control.gather_objects(worst)
+    worst = {name: max(x[name] for x in of_ranks) for name in worst}
+    assert other < 0.01 and max(worst.values()) < ALLOWED, worst
+    return worst
 
 
-def measure(layer: Layer, world: World) -> dict[str, Any]:
+def measure(layer: Layer, world: World, ways: list[str]) -> dict[str, Any]:
     """Seconds and bytes of the choice, and of forward and backward of dense attention and of that to chosen keys."""
     row: dict[str, Any] = {}
-    try:
-        (row["choice"],), row["choice bytes"] = timed(lambda: layer.choose() is None, world)
-        for name, chosen in (("dense", None), ("chosen", layer.choose())):
-            heads = layer.draw_heads()
+    (row["choice"],), row["choice bytes"] = timed(lambda: layer.choose() is None, world)
+    for way in ways:
+        chosen, heads = None if way == "dense" else layer.choose(), layer.draw_heads()
 
-            def both(heads: list[Tensor] = heads, chosen: Tensor | None = chosen) -> float:
-                out = layer.attend(heads, chosen)
-                middle = seconds_now(world)
-                torch.autograd.grad(out, heads[:3], heads[3])
-                return middle
+        def both(heads: list[Tensor] = heads, chosen: Tensor | None = chosen, way: str = way) -> float:
+            out = layer.attend(heads, chosen, way)
+            middle = seconds_now(world)
+            torch.autograd.grad(out, heads[:4], heads[4])
+            return middle
 
-            (row[f"{name} forward"], row[f"{name} backward"]), row[f"{name} bytes"] = timed(both, world)
-            del heads, both
-    except torch.OutOfMemoryError as error:
-        row |= missing_row(error)
+        try:
+            (row[f"{way} forward"], row[f"{way} backward"]), row[f"{way} bytes"] = timed(both, world)
+        except torch.OutOfMemoryError as error:
+            row[way] = missing_row(error)
+        del heads, both, chosen
     return row
 
 
@@ -158,7 +179,11 @@ def seconds_now(world: World) -> float:
 
 def markdown(record: dict[str, Any]) -> str:
     lines = [
-        (name, *(f"{1e3 * row.get(x, 0):.1f}" for x in TIMES), *(bytes_text(row.get(x, 0)) for x in PEAKS))
+        (
+            name,
+            *(f"{1e3 * row[x]:.1f}" if x in row else "–" for x in TIMES),
+            *(bytes_text(row.get(x, 0)) for x in PEAKS),
+        )
         for name, row in record["rows"].items()
     ]
     table = markdown_table(("layer, rows", *(f"{x}, ms" for x in TIMES), *PEAKS), lines)
@@ -171,6 +196,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, default=usable_gpus() or 1)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--lengths", default="16384,32768,65536,131072")
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--k", type=int, default=2048)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
