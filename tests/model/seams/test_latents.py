@@ -92,7 +92,7 @@ def in_float8(linear: nn.Linear) -> nn.Module:
     return linear
 
 
-EXPANDED = {with_adapter: "no plain linear", with_hook: "has hooks", in_float8: "a forward of its own"}
+EXPANDED: dict[Any, str] = {with_adapter: "no plain linear", with_hook: "has hooks", in_float8: "a forward of its own"}
 
 
 @there

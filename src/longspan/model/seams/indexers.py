@@ -75,7 +75,7 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
         if is_indexed(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
-                module.expand_kv = partial(_expand_or_keep, module)
+                vars(module)["expand_kv"] = partial(_expand_or_keep, module)
 
 
 def _put_empty_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
