@@ -220,6 +220,9 @@ RUNS = (
     # on two H100s, the measures that 1,769,472 rows have on two H200s
     GpuRun("longest-700k", 200, "{torchrun} bench/training/longest.py --rows 720896 --small 16 --history --out {out}"),
     GpuRun(
+        "verl-update", 190, "{torchrun} bench/training/verl_update.py --folder {folder}/model --samples 48 --out {out}"
+    ),
+    GpuRun(
         "mixture",
         160,
         "{python} -m longspan bench step --model.preset qwen3-30b-a3b --layers 4 --distribution lognorm --seed 4 "
