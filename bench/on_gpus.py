@@ -120,8 +120,10 @@ PRICED_STEPS = {  # seconds and command, by name and GPUs
 # Many short micro-batches: 256 lognormal documents of 128 to 8,192 tokens, the lengths of Megatron-LM#5123
 MANY = (
     "{python} -m longspan bench step --model.preset qwen3-4b --layers 12 --lengths bench/training/lengths_5123.json "
-    "--planners fixed,dynamic --context.cp_comm_type auto --warmup 1 --repeats 2 --out {out}"
+    "--planners fixed,dynamic --warmup 1 --repeats 2 --out {out}"
 )
+RING = "--context.context_parallel_size 4 --context.cp_comm_type p2p"
+PEER_6555 = f"{MIXTURE} --lengths bench/peers/lengths_6555.json --context.max_tokens_per_slot 4096 --parallel.ep 4"
 
 
 RUNS = (
@@ -146,6 +148,12 @@ RUNS = (
         for rows, gpus in ((2048, 4), (16384, 2), (4096, 2), (8192, 2))
         for mode in ("lockstep", "free")
     ),
+    # settings that others publish gains of dynamic plans for (bench/peers): a fixed plan made as theirs, then ours
+    GpuRun(
+        "peer-5123-ring", 300, f"{MANY.replace('fixed,dynamic', 'fixed')} --context.max_tokens_per_slot 2048 {RING}", 4
+    ),
+    GpuRun("peer-6555-ring", 150, f"{PEER_6555} --planners fixed {RING}", 4),
+    GpuRun("peer-6555", 150, f"{PEER_6555} --planners fixed,dynamic", 4),
     *(  # the two other ways of sharding: gradients summed in every micro-batch, and weights gathered there too
         GpuRun(f"many-4096-zero{stage}", 95, f"{MANY} --context.max_tokens_per_slot 4096 --train.memory none {key}")
         for stage, key in ((2, "--parallel.reshard_after_forward false"), (3, ""))
