@@ -40,7 +40,7 @@ def measure(model: Any, way: str, rows: int, steps: int, world: World) -> dict[s
     optimizer, cuda = build_optimizer(model, lr=1e-6), world.device.type == "cuda"
     plan = plan_fixed([rows], world.home, cp=world.home.slots)
     documents, seconds, loss = synthetic_documents([rows], model.config.vocab_size), list[float](), 0.0
-    with patch.object(latents, "MASKED_TO_GATHERED", WAYS[way]):
+    with patch.object(latents, "GATHERED_COST", WAYS[way]):
         for step in range(steps + 1):
             if cuda:
                 torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def main() -> None:
         set_gpu_environment()
     feeds = ["dense"] + ["sparse"] * (flags.layers - 1)
     sizes = {"hidden_size": flags.hidden, "n_routed_experts": flags.experts, "num_hidden_layers": flags.layers}
-    config = AXK2Config(**sizes, mlp_layer_types=feeds, layer_types=["indexed_attention"] * flags.layers)
+    config = AXK2Config(**sizes, mlp_layer_types=feeds)
     with World(Layout(ranks=int(os.environ.get("WORLD_SIZE", "1")))) as world:
         about = sizes | {"ranks": world.home.slots, "rows": flags.rows}
         record = open_record("indexed step", flags.out, world.backend, Path(__file__).parent, **about)

@@ -443,7 +443,7 @@ def interpreted_cases(rank, slots, cases, piece):
 
 def interpreted():
     take_small_blocks()
-    for cases, piece in ((CHOSEN, 8), (CHOSEN[-1:], 128)):  # a value's columns in pieces, and at once
+    for cases, piece in ((CHOSEN, 8), (CHOSEN[-1:], 64)):  # a value's columns in pieces, and at once
         errors = run_ranks(interpreted_cases, 2, 2, cases, piece)[0]
         wrong = [str(case) for case, error in zip(cases, errors, strict=True) if not error <= 1]
         assert not wrong, "\n".join(wrong)

@@ -47,7 +47,7 @@ def errors(rank: int, ranks: int, rows: list[Row], stock: dict[str, Any], change
         fold = Mock(wraps=latents.fold_queries)
         with (
             mutated(change),
-            patch.object(latents, "MASKED_TO_GATHERED", 0.0),
+            patch.object(latents, "GATHERED_COST", 0.0),
             patch.object(attention_calls, "fold_queries", fold),
         ):
             found.append({row: answer[0] for row, answer in errors_of_rows(rank, ranks, rows, stock).items()})
@@ -107,7 +107,7 @@ def test_layers_that_must_be_expanded_are_and_say_so_once(change: Callable[[nn.L
     assert re.fullmatch(
         rf"gathered where a document has .* tokens or more; expanded in 1 of 2 layers: .*{EXPANDED[change]}.*", text
     )
-    with World(Layout(ranks=1), backend=backend()) as world, patch.object(latents, "MASKED_TO_GATHERED", 0.0):
+    with World(Layout(ranks=1), backend=backend()) as world, patch.object(latents, "GATHERED_COST", 0.0):
         shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
         latent = torch.zeros(1, 1, shard.local_rows, modules[0].kv_lora_rank)
         with pytest.warns(UserWarning, match=f"by a masked kernel.*{EXPANDED[change]}") as said:

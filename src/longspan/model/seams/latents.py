@@ -17,8 +17,7 @@ from longspan.attention import AttendCall, choose_kernel
 from longspan.attention.kernels import find_kernel
 from longspan.comm import SequenceShard
 
-# How many times as long a masked kernel must compute, by its products, as one that gathers, whose products are slower.
-MASKED_TO_GATHERED = 2.0
+GATHERED_COST = 1.0  # of a product, beside a masked kernel's (bench/records/indexed-attention-2xH200.md)
 _EXPANDING = {"kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "shape"} | {
     *("torch", "split", "view", "transpose", "expand", "new_empty", "copy_")
 }
@@ -44,7 +43,7 @@ def least_length(module: Any) -> int:
     gathers those of `index_topk` keys with latents.
     """
     gathered = module.config.index_topk * (2 * module.kv_lora_rank + module.qk_rope_head_dim)
-    return int(MASKED_TO_GATHERED * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
+    return int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
 
 
 def takes_latents(module: Any, shard: object, kernel: str | None, latents: Tensor) -> bool:
