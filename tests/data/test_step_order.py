@@ -8,7 +8,7 @@ from collections import Counter
 from hashlib import sha256
 from itertools import pairwise, permutations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -43,6 +43,31 @@ def test_a_step_takes_as_many_documents_as_fit_and_at_least_one(tokens: int) -> 
         assert total + LENGTHS[then[0]] > tokens or then[0] in now  # the next one did not fit, or would be there twice
         assert len(set(now)) == len(now) or tokens > found.stream.tokens
         assert found.lengths_of_step(step) == LENGTHS[list(now)].tolist()
+
+
+@pytest.mark.parametrize("tokens", [2, 500, 2000, 10**6])
+@pytest.mark.parametrize("sources", [None, (1.0, 3.0)])
+def test_pairs_stay_in_one_step_and_are_shuffled_as_one_document(
+    tokens: int, sources: tuple[float, ...] | None
+) -> None:
+    """Also those that are held out, after pickling, and of several sources; each is as long as both documents."""
+    lengths, source_of = LENGTHS[:100], np.repeat(np.array([0, 1], np.int16), (40, 60))
+    mixture = None if sources is None else Mixture(source_of, sources)
+    keys: Any = {"tokens_per_step": tokens, "seed": 3, "epochs": 0.0 if sources else 2}
+    texts, targets = np.repeat(np.arange(50), 2), np.arange(100)
+    found = StepOrder(lengths, eval_documents=5, mixture=mixture, texts=texts, targets=targets, unit=2, **keys)
+    halved = None if mixture is None else mixture._replace(source_of=source_of[::2])
+    of_pairs = StepOrder(lengths.reshape(-1, 2).sum(1), eval_documents=5, mixture=halved, **keys)
+    assert (found.training_texts, found.held_out_texts) == (45, 5)
+    assert found.evaluation == tuple(d for pair in of_pairs.evaluation for d in (2 * pair, 2 * pair + 1))
+    for order in (found, pickle.loads(pickle.dumps(found))):
+        for step in range(12 if sources else order.count_steps()):
+            documents = order.documents_of_step(step)
+            assert documents == tuple(d for pair in of_pairs.documents_of_step(step) for d in (2 * pair, 2 * pair + 1))
+            assert order.lengths_of_step(step) == lengths[[*documents]].tolist()
+            assert order.targets_of_step(step) == sum(documents)
+            assert order.source_tokens(step) == of_pairs.source_tokens(step)
+            assert order.begin_of_step(step) == of_pairs.begin_of_step(step)
 
 
 @pytest.mark.parametrize("tokens", [2, 700, 30_000, 10**6])

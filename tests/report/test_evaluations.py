@@ -16,7 +16,7 @@ from tests.report.runs import DIFFERENCE, RECORD, write_run
 
 def row_of(step: int, loss: float, name: str = "", **keys: Any) -> dict[str, Any]:
     row = {"step": step, "eval_loss": loss, "eval_tokens": 900, "eval_documents": 7, "cp": 2, "planner": "fixed"}
-    row |= {"eval_token_accuracy": 0.25, "eval_bits_per_byte": 1.5}
+    row |= {"eval_token_accuracy": 0.25, "eval_bits_per_byte": 1.5, "eval_perplexity": 2.0}
     buckets = [[0, 127, loss, 500, 7], [128, 255, loss + 0.5, 300, 3], [256, 511, None, 0, 0], [1024, 2047, 9.0, 9, 1]]
     row |= {"by_position": buckets, "by_length": buckets}
     return row | ({"eval_name": name} if name else {}) | keys
@@ -57,6 +57,8 @@ def test_a_row_is_an_evaluation_or_none_or_is_refused_by_name() -> None:
     bare = row_of(3, 2.0, by_position=[], by_length=[])
     del bare["eval_token_accuracy"], bare["eval_bits_per_byte"]
     assert EvalRow.from_row(bare) == EvalRow(3, 2, 2.0, 900, 7, "fixed")
+    del bare["eval_perplexity"]  # of a model that scores
+    assert (row := EvalRow.from_row(bare)) is not None and row.perplexity == "–"
     with pytest.raises(ConfigError, match="no planner, eval_documents, by_position, by_length"):
         EvalRow.from_row({"step": 3, "eval_loss": 2.0, "cp": 4, "eval_tokens": 900})
     with pytest.raises(ConfigError, match="its counts are no numbers"):

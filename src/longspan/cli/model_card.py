@@ -77,6 +77,7 @@ def _card_figures(run_dir: Path, step: int, steps: int) -> Iterator[tuple[str, s
         for row in rows:
             if row["step"] == step and "eval_loss" in row:
                 where = f"{row.get('eval_name', 'held-out documents')}, degree {row['cp']}"
-                yield f"loss of {where}", f"{row['eval_loss']:.4f}, perplexity {row['eval_perplexity']:.4g}"
+                perplexity = f", perplexity {row['eval_perplexity']:.4g}" if "eval_perplexity" in row else ""
+                yield f"loss of {where}", f"{row['eval_loss']:.4f}{perplexity}"
         facts: dict[str, Any] = read_json(run_dir / "run.json")
         yield "documents", dict(facts["lines"])["data"]

@@ -30,7 +30,7 @@ def show_rows(config: RunConfig, count: int) -> None:
     row is shown as it is before it is cut or packed. A tokenizer that the run would train is trained, and not kept.
     Raises DataError as the run does, also for a bad row unless data.on_bad is "skip", which is shown with its reason.
     """
-    settings, data = CorpusSettings(config.data), config.data
+    settings, data = CorpusSettings(config.data, num_labels=config.model.num_labels), config.data
     files = settings.find_source_files(Path(config.run.dir))
     texts = texts_for_tokenizer(files, data.max_text_bytes)
     tokenizer = load_configured_tokenizer(config) or train_tokenizer(texts, data.vocab_size)

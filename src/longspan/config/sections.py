@@ -42,6 +42,10 @@ class ModelConfig:
     qwen3-0.6b, qwen3-4b, qwen3-8b, qwen3-30b-a3b; empty: qwen3-tiny, unless path or config is set."""
     config: str = ""
     """A local Hugging Face folder, or its config.json, or a name as in path: random weights of that configuration."""
+    num_labels: Annotated[NonNegativeInt, Needs("mtp.depths", (0,))] = 0
+    """Scores of each document, by a head in place of the vocabulary's: 1 for rows with chosen and rejected, or with a
+    number as label; as many as there are classes. A language model gets a new head. 0: a language model
+    (docs/losses.md#scores-by-a-command)."""
     rope_scaling: Literal["", "yarn", "linear"] = ""
     """yarn or linear: scale rotary positions for documents beyond the model's max_position_embeddings; empty: never."""
     rope_factor: Annotated[float, AtLeast(0), Needs("model.rope_scaling", ("yarn", "linear"))] = 0.0
@@ -176,14 +180,14 @@ class DataConfig:
     0: any."""
     cache: str = ""
     """Folder where tokens are kept for all runs that ask for the same; empty: longspan/corpora in the user's cache."""
-    turns: Literal["together", "split"] = "together"
+    turns: Annotated[Literal["together", "split"], Needs("model.num_labels", (0,), value="split")] = "together"
     """A conversation is one document, or split: one for each assistant turn, with what stood before it."""
     tokenizer: str = ""
     """A folder with tokenizer.json; empty: the model folder's, else one trained on the corpus."""
     chat_template: str = ""
     """A Jinja file that writes conversations, in place of the template in the tokenizer's folder; models that the run
     saves have it too."""
-    end_of_chat: str = ""
+    end_of_chat: Annotated[str, Needs("model.num_labels", (0,))] = ""
     """The token that a model stops at, put behind the answer that ends a conversation, as a target, where the chat
     template writes none there (GLM's, whose token is <|user|>)."""
     vocab_size: Annotated[int, AtLeast(257)] = 2048  # 256 bytes and the end of text at the least
@@ -314,6 +318,8 @@ class TrainConfig:
     compiled: Literal["auto", "layers", "none"] = "auto"
     """Compile with torch.compile: layers (true: each in two halves around attention), none (false), or auto: layers on
     GPUs at tp 1, of models whose hidden states have 2048 features or more."""
+    center_rewards_coefficient: Annotated[NonNegativeFloat, Needs("model.num_labels", (1,))] = 0.0
+    """Weight of (chosen + rejected)² in the loss of a pair, which keeps scores around 0."""
     router_balance_loss: Annotated[float, AtLeast(-1)] = -1.0
     """Weight of the load-balancing loss of experts' routers; 0: none. Default (-1): that of the model's
     configuration."""

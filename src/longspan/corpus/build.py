@@ -107,6 +107,7 @@ class _CorpusOfRun:
             new_value = values.get(key, *GONE_VALUES.get(f"data.{key}", ()))
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
                 prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
+                prefix = "model." if key == "num_labels" else prefix
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:
             changes.append("the tokenizer is another one")
@@ -232,10 +233,9 @@ def build_shared_corpus(
         if not (resumed and (directory / "config.json").is_file()):  # a resumed run keeps the one that it began with
             model.save_pretrained(directory)  # transformers reads the tokenizer next to it by this file
         with name_file_in_errors(directory / "corpus"):
-            corpus = open_or_build_run_corpus(
-                CorpusSettings(config.data), directory, tokenizer=tokenizer, resumed=resumed, log=log
-            )
-        log(f"corpus: {corpus_line(corpus, [path for _, path in CorpusSettings(config.data).source_paths()])}")
+            settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
+            corpus = open_or_build_run_corpus(settings, directory, tokenizer=tokenizer, resumed=resumed, log=log)
+        log(f"corpus: {corpus_line(corpus, [path for _, path in settings.source_paths()])}")
 
     run_on_first_rank(world, build_corpus, DataError)
     return run_on_every_rank(
@@ -244,7 +244,18 @@ def build_shared_corpus(
 
 
 def corpus_with_images(corpus: Corpus, model: PreTrainedConfig, folder: Path) -> Corpus:
-    """Return the corpus after `attach_images`, unless neither the model takes images nor the documents have any."""
+    """Return the corpus after `attach_images`, unless neither the model takes images nor the documents have any.
+
+    Of documents that are scored it learns which token is padding. Raises DataError where there is none.
+    """
+    if corpus.labels is not None:
+        corpus.pad = corpus.manifest.pad_id if model.pad_token_id is None else model.pad_token_id
+        if corpus.pad < 0:
+            raise DataError(
+                "the model's config.json has no pad_token_id and its tokenizer neither pad_token nor eos_token, and a "
+                "document's score is that of its last token that is not padding; write pad_token_id into config.json"
+            )
+        return corpus
     if getattr(model, "vision_config", None) is None and not corpus.images:
         return corpus
     from longspan.corpus.image_documents import attach_images

@@ -26,7 +26,16 @@ from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
 from longspan.data.images import ImageWriter
-from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
+from longspan.data.manifest import (
+    PAIRS,
+    SHORTEST,
+    GrowingArray,
+    GrowingCodes,
+    LeftOut,
+    Manifest,
+    SourceFile,
+    SourceFiles,
+)
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors
 from longspan.host import usable_cores
@@ -167,8 +176,13 @@ class Recipe:
     @property
     def records_texts(self) -> bool:
         """Whether a text may become several documents, and it is recorded which."""
-        splits = any(encoding.settings.turns == "split" for encoding in self.encodings)
+        splits = any(encoding.settings.turns == "split" or encoding.kind == PAIRS for encoding in self.encodings)
         return splits or self.longest > 0
+
+    @property
+    def scored(self) -> bool:
+        """Whether a model makes scores of the documents, which have a label, or are pairs."""
+        return self.encodings[0].settings.num_labels > 0
 
     @property
     def encoder(self) -> DocumentEncoder:
@@ -220,6 +234,8 @@ class _Writer:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
             columns["texts"] = "<i4"
+        if recipe.scored:
+            columns["labels"] = "<f8"
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
         self._tokens = (folder / "tokens.bin").open("wb")
@@ -248,6 +264,7 @@ class _Writer:
             "source_of": self._source_of_file[encoded.files],
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
             "texts": self._texts + np.cumsum(begins) - 1,
+            "labels": np.array(encoded.numbers),
         }
         if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
             self._images.append(encoded.images, self._columns["lengths"].count)
@@ -260,10 +277,13 @@ class _Writer:
         self._targets += int(encoded.targets.sum())
         self._texts = int(values["texts"][-1]) + 1 if len(encoded.lengths) else self._texts
         self._notes.add_notes(encoded.notes)
+        if len(sizes := self._notes.sizes) > 1:
+            places = " and ".join(f"{where} {plural(size, 'number')}" for size, where in sizes.items())
+            raise DataError(f"labels of documents are of several kinds: {places}; give as many in each row")
 
     def finish_manifest(self) -> Manifest:
         """Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text."""
-        if not self._has_codes:
+        if not self._has_codes and not self._recipe.scored:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
             (self._folder / "texts.npy").unlink(missing_ok=True)
@@ -287,6 +307,8 @@ class _Writer:
             tokens=self.tokens,
             images=0 if self._images is None else self._images.count,
             targets=self._targets,
+            labels=next(iter(notes.sizes), 0),
+            pad_id=next((i for i in (encoding.tokenizer.pad, encoding.tokenizer.end) if i is not None), -1),
             largest_id=notes.largest[0],
             largest_at=notes.largest[1],
             skipped=tuple(notes.skipped),

@@ -1,7 +1,7 @@
 """The settings of a corpus: keys of [data] or of an evaluation set, the recipe that follows, and lines about both."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold
 from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
 from longspan.data.document import NO_TARGET
-from longspan.data.manifest import SHORTEST, LeftOut, Manifest
-from longspan.errors import plural
+from longspan.data.manifest import PAIRS, SHORTEST, LeftOut, Manifest
+from longspan.errors import DataError, plural
 
 # Keys of [data] that decide documents, with the paths and RowSettings.
 _DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
@@ -24,12 +24,14 @@ _DECIDING = ("max_document_tokens", "on_bad", "max_text_bytes")
 class CorpusSettings:
     """The settings of a corpus of a run: keys of [data], or those of an evaluation set.
 
-    `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages.
+    `folder`, in the run's folder, is where the corpus is recorded; `prefix` is the table of its own keys in messages;
+    `num_labels` is the model's.
     """
 
     data: DataConfig
     folder: str = "corpus"
     prefix: str = "data."
+    num_labels: int = 0
 
     def source_paths(self) -> tuple[tuple[str, str], ...]:
         """Return the key and the path of each source; without any, the standard library is the only one."""
@@ -58,7 +60,8 @@ class CorpusSettings:
         return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
 
     def row_settings(self) -> RowSettings:
-        return RowSettings(**{field.name: getattr(self.data, field.name) for field in fields(RowSettings)})
+        names = (field.name for field in fields(RowSettings) if field.name != "num_labels")
+        return RowSettings(**{name: getattr(self.data, name) for name in names}, num_labels=self.num_labels)
 
 
 def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, *, key: str) -> Iterator[str]:
@@ -117,6 +120,7 @@ def make_recipe(
             source_files, skip_bad=data.on_bad == "skip", most_bytes=data.max_text_bytes, columns=data.columns
         )
         encodings.append(RowEncoding(kind, tokenizer, settings.row_settings()))
+    _check_kinds({encoding.kind for encoding in encodings}, settings)
     return Recipe(
         path=" and ".join(f"{key} {path!r}" for key, path in settings.source_paths()),
         files=files,
@@ -126,6 +130,17 @@ def make_recipe(
         skip_bad=data.on_bad == "skip",
         most_bytes=data.max_text_bytes,
     )
+
+
+def _check_kinds(kinds: Collection[str], settings: CorpusSettings) -> None:
+    paths, labels = " and ".join(path for _, path in settings.source_paths()), settings.num_labels
+    if PAIRS in kinds and labels != 1:
+        raise DataError(
+            f"rows of {paths} are pairs (chosen and rejected), and model.num_labels is {labels}; set it to 1 to train "
+            "a model that scores, or give a loss of your own in a loop (docs/losses.md)"
+        )
+    if PAIRS in kinds and len(kinds) > 1:
+        raise DataError(f"rows of {paths} are pairs and also {' and '.join({*kinds} - {PAIRS})}; train on one of them")
 
 
 _WORDS = ("Zq0user", "Zq1assistant")
@@ -146,6 +161,9 @@ def rows_line(encoding: RowEncoding) -> str:
         "prompt+completion": f"{surrounding_tokens}; targets are the completion and its end",
         "input_ids": "taken as they are; targets are those that labels or masks name, or all",
     }
+    if encoding.settings.num_labels:
+        what = "of each pair both documents" if encoding.kind == PAIRS else "each document by its label"
+        return f"{rows_hold(encoding.kind)}: {surrounding_tokens}; a head scores {what}, by the last token"
     if encoding.kind in CHATS:  # others may have no template
         targets = "which marks no targets: they are what each assistant turn says, up to the token that ends the turn"
         if encoding.template.has_marks(None):
@@ -161,7 +179,7 @@ def missing_end_line(encoding: RowEncoding) -> str | None:
     Behind the answer of an encoded conversation of two words the targets must have a special token, or one that ends
     generation.
     """
-    if encoding.kind not in CHATS or encoding.settings.end_of_chat:
+    if encoding.kind not in CHATS or encoding.settings.end_of_chat or encoding.settings.num_labels:
         return None
     turns = [{"role": role, "content": word} for role, word in zip(("user", "assistant"), _WORDS, strict=True)]
     (sample,) = replace(encoding, kind="messages").encode([Row("", {"messages": turns})])

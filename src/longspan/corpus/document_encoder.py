@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from longspan.corpus.rows.sample import BadRow, Row, Sample, rename_columns
 from longspan.data.documents import NOTHING, OTHER_TOKEN, OWN_TOKEN, encode_labels
 from longspan.data.images import PlacedImage
 from longspan.data.manifest import SHORTEST
-from longspan.errors import DataError, LongspanError
+from longspan.errors import DataError, LongspanError, plural
 from longspan.launch.worker import Worker, next_request
 from longspan.layout import Integers
 
@@ -46,6 +46,7 @@ class Notes:
     def __init__(self) -> None:
         self.rows = 0
         self.largest: tuple[int, str] = -1, ""  # the largest token id, labels included, and the place of its first row
+        self.sizes = dict[int, str]()  # how many numbers a document has as its label, and the place of its first row
         self.left_out: Counter[str] = Counter[str]()
         self.unseen: Counter[str] = Counter[str]()
         self.bad, self.skipped = list[str](), list[str]()  # the first bad rows, and files that are not UTF-8
@@ -53,6 +54,7 @@ class Notes:
     def add_notes(self, other: "Notes") -> None:
         self.rows += other.rows
         self.largest = max(self.largest, other.largest, key=lambda pair: pair[0])
+        self.sizes = {**other.sizes, **self.sizes}
         self.left_out.update(other.left_out)
         self.unseen.update(other.unseen)
         self.bad += other.bad[: SHOWN - len(self.bad)]
@@ -63,7 +65,7 @@ class Encoded(NamedTuple):
     """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
     `positions` are those of rows in files. Without `codes` every token is its own label. `images` count documents from
-    0.
+    0. `numbers` are the labels of documents, or their pairs' margins, end to end.
     """
 
     ids: npt.NDArray[Any]
@@ -74,6 +76,7 @@ class Encoded(NamedTuple):
     positions: Integers
     notes: Notes
     images: Sequence[PlacedImage] = ()
+    numbers: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ class _BatchDocuments:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
         self._facts = list[tuple[int, int, int, int]]()  # length, targets, file, position
-        self._images = list[PlacedImage]()
+        self._images, self._numbers = list[PlacedImage](), list[float]()
         self._notes = Notes()
 
     def read_rows(self, piece: FileChunk) -> Iterator[tuple[int, Row | BadRow]]:
@@ -146,15 +149,24 @@ class _BatchDocuments:
             reason = f"max_document_tokens is {most_tokens}, and an image is not cut; raise it, or set it to 0"
             self.add_bad_row(BadRow(where, f"an image takes {largest_span} tokens: {reason}"))
             return
+        if sample.stops and (reason := _refusal_of_lengths(np.diff(sample.stops, prepend=0).tolist(), most_tokens)):
+            self.add_bad_row(BadRow(where, reason))
+            return
         ids_and_labels = ids if sample.labels is None else np.concatenate([ids, sample.labels])
         self._notes.largest = max(self._notes.largest, (int(ids_and_labels.max(initial=-1)), where), key=lambda x: x[0])
         file, position = place
-        for piece in cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut):
+        if sample.stops:
+            pieces = [slice(start, stop) for start, stop in pairwise((0, *sample.stops))]
+            self._notes.sizes.setdefault(len(sample.numbers), where)
+        else:
+            pieces = cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut)
+        for piece in pieces:
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
                 self._images.append(PlacedImage(len(self._facts), moved, position))  # whose facts are added below
             document_ids, document_codes = ids[piece], None if codes is None else codes[piece].copy()
-            targets = len(document_ids) - 1
+            targets = 1 if sample.stops else len(document_ids) - 1
+            self._numbers += sample.numbers
             if document_codes is not None:
                 targets = int((document_codes[1:] != NOTHING).sum())
                 document_codes[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
@@ -182,7 +194,17 @@ class _BatchDocuments:
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
         table = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
         lengths, targets, files, positions = (column.copy() for column in table.T)
-        return Encoded(ids, codes, lengths, targets, files, positions, self._notes, self._images)
+        return Encoded(ids, codes, lengths, targets, files, positions, self._notes, self._images, self._numbers)
+
+
+def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:
+    """Return why a row is left out whose documents are scored; "" for none."""
+    if most_tokens and max(lengths) > most_tokens:
+        return (
+            f"a document has {max(lengths)} tokens, max_document_tokens is {most_tokens}, and one that is scored is "
+            "not cut; raise it, or set it to 0"
+        )
+    return f"a document has {plural(min(lengths), 'token')}; give {SHORTEST} or more" * (min(lengths) < SHORTEST)
 
 
 def cut_into_documents(

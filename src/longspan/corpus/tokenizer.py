@@ -48,7 +48,7 @@ def pattern_of_any(names: set[str] | frozenset[str]) -> re.Pattern[str] | None:
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and the token that ends a text (None: it has none).
+    """A tokenizer, the token that ends a text, and the one that pads (None: it has none).
 
     Two tokenizers with equal `digest` (SHA-256 of the engine without its post-processor), `opening` and `closing` give
     equal ids. It was read from `folder` (None: it was trained here) by the class `kind` of transformers. Chats are
@@ -61,6 +61,7 @@ class TextTokenizer:
     folder: Path | None = None
     kind: str = "Tokenizer"
     template_file: Path | None = None
+    pad: int | None = None
 
     @cached_property
     def size(self) -> int:
@@ -238,12 +239,12 @@ def _load_by_transformers(folder: Path) -> TextTokenizer:
 
     try:
         stock = AutoTokenizer.from_pretrained(folder, **FOLDER_OPTIONS)
-        engine, end = stock.backend_tokenizer, stock.eos_token_id
+        engine, end, pad = stock.backend_tokenizer, stock.eos_token_id, stock.pad_token_id
     except Exception as error:  # json, tokenizers, huggingface_hub and transformers each raise their own
         raise DataError(
             f"the tokenizer in {folder} cannot be loaded by transformers: {folder_error_text(error, _OWN_CODE_ADVICE)}"
         ) from error
-    return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__)
+    return replace(_make_tokenizer(engine, end), folder=folder, kind=type(stock).__name__, pad=pad)
 
 
 def check_vocabulary(tokenizer_size: int, embedding_rows: int, *, tokenizer: str, model: str) -> None:

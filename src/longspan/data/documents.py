@@ -2,7 +2,8 @@
 
 A folder of documents has `lengths.npy`, `origins.npy` (the file of each), `corpus.json`, `sources.jsonl`, and
 `tokens.bin` with `offsets.npy`. `targets.npy` and `codes.bin` exist only if some tokens are no targets, `texts.npy`
-(the number of each document's row) only if a row gave several documents. `longspan.corpus` builds it.
+(the number of each document's row) only if a row gave several documents, `labels.npy` only if a model scores them.
+`longspan.corpus` builds it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +16,14 @@ import numpy.typing as npt
 
 from longspan.data.document import NO_TARGET
 from longspan.data.images import ImageTable
-from longspan.data.manifest import FILE, Manifest, SourceFiles, map_array, read_record
+from longspan.data.manifest import FILE, PAIRS, Manifest, SourceFiles, map_array, read_record
+from longspan.data.scored_document import label_columns
 from longspan.errors import DataError
 from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
 OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
+_TAIL = 64  # tokens that are read at a time, until one is not padding
 
 
 class Corpus:
@@ -31,8 +34,10 @@ class Corpus:
     array([ 12, 907,   4])
 
     Mapped arrays say of each document its tokens (`lengths`), `targets` (None: all but the first of each), the row that
-    it is a part of (`texts`; None: each is one) and the number of its table [[data.sources]] (`source_of`). `rows_read`
-    counts the rows that were read in this process. Raises DataError if the folder is missing or damaged.
+    it is a part of (`texts`; None: each is one) and the number of its table [[data.sources]] (`source_of`). Of
+    documents that a model scores there are `labels` (D, L), or margins of pairs (D, 1), and the token `pad`: the last
+    other one has the score. `unit` is how many documents stay in one step: 2 of pairs. `rows_read` counts the rows that
+    were read in this process. Raises DataError if the folder is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,6 +55,7 @@ class Corpus:
                 raise
             raise DataError(f"{documents_folder} is not a corpus: {error}; remove it and it is built again") from error
         self.rows_read = 0
+        self.pad = -1  # no token: the last has the score
         # This makes the documents of a step; `attach_images` (corpus/image_documents.py) replaces it.
         self.selects: Callable[[Corpus, tuple[int, ...]], CorpusDocuments] = CorpusDocuments
 
@@ -61,6 +67,9 @@ class Corpus:
         self.lengths: npt.NDArray[Any] = map_array(folder / "lengths.npy")
         paths = (folder / name for name in ("source_of.npy", "targets.npy", "texts.npy"))
         source_of, self.targets, self.texts = (map_array(path) if path.is_file() else None for path in paths)
+        labels, columns = folder / "labels.npy", self.manifest.labels
+        self.labels: npt.NDArray[Any] | None = map_array(labels).reshape(-1, columns) if columns else None
+        self.unit = 2 if PAIRS in self.manifest.kinds else 1
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
         self.images: ImageTable | None = ImageTable.open_in_folder(folder)
@@ -83,6 +92,7 @@ class Corpus:
         if not 0 <= document < len(self):
             raise IndexError(f"document {document} of a corpus of {len(self)}")
         kind = CorpusDocument if self.targets is None else LabelledCorpusDocument
+        kind = kind if self.labels is None else ScoredCorpusDocument
         return kind(self, int(document), int(self.lengths[document]))
 
     def select(self, documents: Sequence[int]) -> "CorpusDocuments":
@@ -165,6 +175,28 @@ class LabelledCorpusDocument(CorpusDocument):
 
 
 @dataclass(frozen=True)
+class ScoredCorpusDocument(LabelledCorpusDocument):
+    """A document of which a model scores the last token that is not padding, by its label or in a pair."""
+
+    makes_scores = True
+
+    def labels(self, positions: Integers) -> Integers:
+        return np.where(self._check_positions(positions) == self._scored_row(), 0, NO_TARGET)
+
+    def token_values(self, positions: Integers) -> dict[str, npt.NDArray[np.float64]]:
+        assert self.corpus.labels is not None
+        table = np.repeat(self.corpus.labels[[self.number]], len(positions), axis=0)
+        return label_columns(table) if self.corpus.unit == 1 else {}
+
+    def _scored_row(self) -> int:
+        for stop in range(self.length, 0, -_TAIL):  # as `ScoredDocument` chooses it
+            positions = np.arange(max(stop - _TAIL, 0), stop)
+            if len(others := positions[self[positions] != self.corpus.pad]):
+                return int(others[-1])
+        return 0
+
+
+@dataclass(frozen=True)
 class CorpusDocuments(Sequence[CorpusDocument]):
     """Some documents of a corpus, in the order of a plan's lengths."""
 
@@ -189,6 +221,12 @@ class CorpusDocuments(Sequence[CorpusDocument]):
         """How many tokens of these documents are predicted; None if all but the first of each are."""
         targets = self.corpus.targets
         return None if targets is None else int(targets[list(self.ids)].sum())
+
+    @property
+    def margins(self) -> tuple[float, ...] | None:
+        """Of pairs of these documents, each of which is followed by the rejected one; None if they are no pairs."""
+        labels = self.corpus.labels
+        return None if labels is None or self.corpus.unit == 1 else tuple(labels[list(self.ids[::2]), 0].tolist())
 
     def origin(self, document: int) -> str:
         return self.corpus.origin(self.ids[document])

@@ -130,6 +130,7 @@ def map_array(path: Path) -> Array:
 
 
 FILE = "corpus.json"
+PAIRS = "chosen+rejected"  # the kind of rows that become two documents each, one after the other
 SHORTEST = 2  # tokens of a document: a single token predicts nothing
 # Keys whose values are lists in JSON.
 _TUPLES = ("kinds", "skipped", "opening", "closing", "bad", "encodings", "columns")
@@ -156,6 +157,9 @@ class LeftOut:
 class Manifest:
     """What a folder of documents contains: kinds of rows of each source, counts, and what was left out.
 
+    `labels` is how many numbers each document has that a model scores: its label, or the margin of its pair (0: of a
+    language model), `pad_id` the tokenizer's token for padding, else for the end of a text (-1: none).
+
     `key` is a digest of everything that decides the documents. Every text begins with the tokens `opening` and ends
     with `closing`. `largest_at` is the row with the token `largest_id`. `unseen` counts what chat templates leave out
     beside assistant turns. `codes` is the type of the tokens' codes (empty: none).
@@ -175,6 +179,8 @@ class Manifest:
     tokens: int = 0
     targets: int = 0
     images: int = 0
+    labels: int = 0
+    pad_id: int = -1
     largest_id: int = -1
     largest_at: str = ""
     skipped: tuple[str, ...] = ()

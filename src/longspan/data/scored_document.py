@@ -57,10 +57,10 @@ class ScoredDocument(Document):
                     "(n,) or (n, L)"
                 )
             is_scored = (table != NO_TARGET).reshape(len(table), -1).all(-1)
-            columns = _label_columns(table)
+            columns = label_columns(table)
         else:
             is_scored[self._choose_rows(rows, pad)] = True
-            columns = {} if label is None else _label_columns(host_array(LABEL, label)[None])
+            columns = {} if label is None else label_columns(host_array(LABEL, label)[None])
             columns = {name: column[0] for name, column in columns.items()}
         self._labels = np.where(is_scored, 0, NO_TARGET)
         self._values = self._read_values(({} if weights is None else {"weights": weights}) | columns | values)
@@ -87,7 +87,7 @@ class ScoredDocument(Document):
         return int((self._labels != NO_TARGET).sum())
 
 
-def _label_columns(table: Any) -> dict[str, Any]:
+def label_columns(table: Any) -> dict[str, Any]:
     """Columns by name of a table (n,) or (n, L)."""
     if table.ndim == 1 or table.shape[1] == 1:
         return {LABEL: table.reshape(-1)}

@@ -6,7 +6,7 @@ grow with the corpus: shuffled places are computed (`stream.py`), the start of e
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -76,7 +76,8 @@ class StepOrder:
     that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
     are `evaluation`. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
     into the next epoch up to a document that it has already (unless it `may_repeat` documents), except in a run of
-    `epochs` (0: without end), where steps end with the epoch. Raises DataError if no document is left to train on.
+    `epochs` (0: without end), where steps end with the epoch. Each `unit` documents that follow each other, as a pair,
+    are one here, and stay together. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -90,9 +91,14 @@ class StepOrder:
         mixture: Mixture | None = None,
         texts: npt.NDArray[Any] | None = None,
         epochs: float = 0.0,
+        unit: int = 1,
     ) -> None:
-        self.lengths, self.targets = np.asarray(lengths), targets
-        all_texts = count_texts(self.lengths, texts)
+        self.lengths, self.targets, self.unit = np.asarray(lengths), targets, unit
+        unit_lengths = self.lengths
+        if unit > 1:  # the stream is one of units, each of which is a text
+            unit_lengths, texts = self.lengths.reshape(-1, unit).sum(1), None
+            mixture = None if mixture is None else mixture._replace(source_of=mixture.source_of[::unit])
+        all_texts = count_texts(unit_lengths, texts)
         if eval_documents >= all_texts:
             raise DataError(
                 f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
@@ -103,10 +109,10 @@ class StepOrder:
             numbers = held_out.astype(texts.dtype)  # another type would copy the array
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
             held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
-        self.evaluation: tuple[int, ...] = tuple(held_out.tolist())
+        self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
         self.training_texts, self.held_out_texts = all_texts - eval_documents, eval_documents
         self.stream: DocumentStream = DocumentStream(
-            self.lengths, shuffled_sources(self.lengths, mixture, held_out, seed)
+            unit_lengths, shuffled_sources(unit_lengths, mixture, held_out, seed)
         )
         self._budget = tokens_per_step
         self.epoch_documents: int = self.stream.documents
@@ -117,32 +123,32 @@ class StepOrder:
         self._steps = StepBegins(self._end_of_step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is computed again, and without lengths, which the stream has."""
-        not_pickled = ("_steps", "lengths")
-        state = {name: value for name, value in self.__dict__.items() if name not in not_pickled}
+        """Without what is computed again; equal arrays, as the stream has, are files, or pickled once."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_steps"}
+        state["lengths"] = to_pickled(self.lengths) if self.unit > 1 else None  # else the stream has them
         return state | {"targets": None if self.targets is None else to_pickled(self.targets)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state | {"targets": None if state["targets"] is None else from_pickled(state["targets"])}
-        self.lengths = self.stream.lengths
+        self.lengths = self.stream.lengths if self.unit == 1 else from_pickled(state["lengths"])
         self._steps = StepBegins(self._end_of_step)
 
     def documents_of_step(self, step: int) -> tuple[int, ...]:
-        return tuple(self._document_ids(step).tolist())
+        return documents_of_units(self._unit_ids(step).tolist(), self.unit)
 
     def lengths_of_step(self, step: int) -> list[int]:
-        return self.lengths[self._document_ids(step)].tolist()
+        return self.lengths[[*self.documents_of_step(step)]].tolist()
 
     def targets_of_step(self, step: int) -> int | None:
         """Count the tokens that the documents of a step predict; None: all but the first of each."""
-        return None if self.targets is None else int(self.targets[self._document_ids(step)].sum(dtype=np.int64))
+        return None if self.targets is None else int(self.targets[[*self.documents_of_step(step)]].sum(dtype=np.int64))
 
     def select(self, corpus: Corpus, step: int) -> CorpusDocuments:
         return corpus.select(self.documents_of_step(step))
 
     def source_tokens(self, step: int) -> list[int]:
-        ids = self._document_ids(step)
-        return self.stream.tokens_of_sources(ids, self.lengths[ids])
+        ids = self._unit_ids(step)
+        return self.stream.tokens_of_sources(ids, self.stream.lengths[ids])
 
     def count_steps(self) -> int:
         """Count the steps of the run's epochs.
@@ -153,10 +159,10 @@ class StepOrder:
         return self._steps.count_steps_before(self.ends.last)
 
     def begin_of_step(self, step: int) -> int:
-        """Return how many documents the steps before a step take."""
+        """Return how many documents, or units, the steps before a step take."""
         return self._steps.begin_and_end(step)[0]
 
-    def _document_ids(self, step: int) -> Integers:
+    def _unit_ids(self, step: int) -> Integers:
         return self._ids_between(*self._steps.begin_and_end(step))
 
     def _ids_between(self, start: int, end: int) -> Integers:
@@ -187,6 +193,15 @@ class StepOrder:
         ids = self._ids_between(start, end)
         repeats = np.isin(ids[rest:], ids[:rest])
         return start + rest + int(np.argmax(repeats)) if repeats.any() else end
+
+
+def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
+    """List the documents of these units.
+
+    >>> documents_of_units((3, 0), 2)
+    (6, 7, 0, 1)
+    """
+    return tuple(unit * number + i for number in units for i in range(unit))
 
 
 def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:

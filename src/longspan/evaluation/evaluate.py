@@ -33,12 +33,13 @@ from longspan.model.sharding import fsdp_modules, reduction_groups, reset_fsdp_g
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
-from longspan.train.read_rows import LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
+from longspan.train.read_rows import WEIGHTS, LocalBatch, bring_gathered_rows, read_micro_batches, reading_error
 from longspan.train.run_memory import measure_added_peak, unused_bytes
 from longspan.train.step import encoder_terms
 from longspan.train.step_inputs import StepDocuments, StepInputs, check_step_arguments
 
 if TYPE_CHECKING:
+    from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.token_loss import LossFunction
 
 _GATHERED_BYTES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -161,6 +162,8 @@ def evaluate(
     """
     started, options = time.perf_counter(), options or EvaluationOptions()
     inputs = bring_gathered_rows(_checked_step_inputs(model, documents, choice, world))
+    if options.loss is not None and score_columns(inputs.language_model) != 1:
+        raise EvaluationError("a loss of sets of documents is evaluated of a model with one score; leave loss= out")
     plan, naming = inputs.plan, world.watch.name_collectives("evaluation", world.home.ranks, step=options.step)
     with naming, measure_added_peak(world.device) as added_bytes:
         portions = Portions(inputs, options, started)
@@ -201,26 +204,35 @@ def _checked_step_inputs(model: nn.Module, documents: Any, choice: PlanChoice | 
 def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions) -> Evaluation:
     """Every metric is a mean: a sum and what divides it. The caller sets degree, seconds and bytes."""
     plan, targets = inputs.plan, inputs.documents.targets_by_document
-    loss = math.fsum(totals.documents.tolist())
-    columns = score_columns(inputs.language_model)
+    columns, by_position = score_columns(inputs.language_model), ()
+    if options.loss is None:
+        loss = Mean(math.fsum(totals.documents.tolist()), plan.targets)
+        by_position = totals.bucket_by_position([n + (columns > 0) for n in plan.lengths])  # the last row may count too
+    else:
+        totals, loss = _totals_of_sets(totals, options.loss, plan)
     # Of scores it is the share of right classes, where each row has one of several.
-    chooses = not columns or (columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE))
-    metrics = {"token_accuracy": Mean(totals.hits, totals.rows)} if chooses else {}
+    chooses = (
+        not columns
+        or options.loss is not None
+        or (columns > 1 and plan.targets > 0 and LABEL in inputs.documents[0].token_values(_NOWHERE))
+    )
+    metrics = {"accuracy" if columns else "token_accuracy": Mean(totals.hits, totals.rows)} if chooses else {}
     if options.token_bytes is not None and not columns:
-        metrics["bits_per_byte"] = Mean(loss / math.log(2), totals.bytes)
+        metrics["bits_per_byte"] = Mean(loss.sum / math.log(2), totals.bytes)
     metrics |= {name: Mean(*pair) for name, pair in zip(options.metrics, totals.metrics.tolist(), strict=True)}
     return Evaluation(
         step=options.step,
         cp=0,
-        loss=loss / max(plan.targets, 1),
+        loss=loss.sum / max(loss.count, 1),
         documents=len(plan.lengths),
         tokens=plan.tokens,
         targets=plan.targets,
         seconds=0.0,
         plan=plan,
         name=options.name,
+        scored=columns > 0,
         metrics=metrics,
-        by_position=totals.bucket_by_position([n + (columns > 0) for n in plan.lengths]),  # the last row may count too
+        by_position=by_position,
         by_length=totals.bucket_by_length(plan.lengths, targets),
         document_losses=tuple(
             Mean(loss, count) for loss, count in zip(totals.documents.tolist(), targets, strict=True)
@@ -230,6 +242,18 @@ def _make_result(inputs: StepInputs, totals: Totals, options: EvaluationOptions)
             for name, sums in zip(options.document_metrics, totals.document_metrics, strict=True)
         },
     )
+
+
+def _totals_of_sets(totals: Totals, loss: "DocumentLoss", plan: Plan) -> tuple[Totals, Mean]:
+    """Return totals, of documents' scores, as those of the sets of documents, each of which has its set's loss."""
+    sets, losses, hits = loss.check_sets(plan), np.zeros_like(totals.documents), 0
+    values = list[float]()
+    for documents in sets:
+        first, *others = scores = totals.documents[list(documents)]
+        values.append(float(loss.function(torch.from_numpy(scores), documents)))
+        losses[list(documents)] += values[-1]
+        hits += all(first > other for other in others)
+    return totals._replace(documents=losses, hits=hits, rows=len(sets)), Mean(math.fsum(values), len(sets))
 
 
 # ---- the plan of an evaluation, priced for forward passes only
@@ -263,9 +287,11 @@ def _document_lengths(documents: Any) -> tuple[int, ...]:
 # ---- portions
 
 
-def _score_loss(model: nn.Module) -> "LossFunction | None":
+def _score_loss(model: nn.Module, loss: "DocumentLoss | None") -> "LossFunction | None":
     if not score_columns(model):
         return None
+    if loss is not None:  # of the sums of scores
+        return lambda scores, at: scores * at[WEIGHTS]
     from longspan.train.terms.scores import configured_loss
 
     return configured_loss(model)
@@ -281,7 +307,9 @@ class Portions:
         self.plan: Plan = inputs.plan
         self.world: World = inputs.world
         self.items = inputs.documents.items
-        self.sums: RowSums = RowSums(self.plan.lengths, options, self.world, _score_loss(inputs.language_model))
+        self.sums: RowSums = RowSums(
+            self.plan.lengths, options, self.world, _score_loss(inputs.language_model, options.loss)
+        )
         self.largest: int = PORTION * self.world.home.pp  # micro-batches of a portion at most
         self.long = self.any_long = False  # whether the last portion took long, here and on any rank
         self.gathered = 0  # bytes of parameters that stay gathered until the end

@@ -57,6 +57,7 @@ from longspan.train.starts import Starts
 from longspan.train.training import (
     AnyModel,
     load_run_model,
+    loss_of_pairs,
     make_model_without_weights,
     prepare_run_model,
     read_model_configuration,
@@ -174,7 +175,10 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
 
         def build_corpora() -> None:
             for index, (_, path) in enumerate(request.paths):
-                _build_corpus(replace(data, path=path), tokenizer, Path(folder, str(index)), log)
+                settings = CorpusSettings(
+                    replace(data, path=path), num_labels=request.subjects[0].config.model.num_labels
+                )
+                _build_corpus(settings, tokenizer, Path(folder, str(index)), log)
 
         def open_corpora() -> Sets:
             try:
@@ -191,8 +195,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
         return run_on_every_rank(world, open_corpora, DataError)
 
 
-def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
-    settings = CorpusSettings(data)
+def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Path, log: LogLine) -> None:
     try:
         folder.mkdir()
         files = settings.find_source_files(folder)
@@ -202,7 +205,7 @@ def _build_corpus(data: DataConfig, tokenizer: TextTokenizer, folder: Path, log:
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
         raise DataError(str(error).replace("data.path", "--data", 1)) from error
-    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [data.path])}")
+    log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [settings.data.path])}")
     for line in left_out_lines(settings, folder, manifest, key="--max-document-tokens"):
         log(line)
 
@@ -321,6 +324,7 @@ class _Evaluator:
                     token_bytes=bytes_of_ids,
                     stopped=stop.stop_reason,
                     progress=partial(self.progress, title),
+                    loss=loss_of_pairs(documents, fit.config.train.center_rewards_coefficient),
                 )
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)
 

@@ -24,6 +24,7 @@ from longspan.train.loss import cut_into_chunks, row_scores, rows_per_chunk, tar
 from longspan.train.read_rows import WEIGHTS, LocalBatch, documents_and_positions, target_rows
 
 if TYPE_CHECKING:
+    from longspan.train.terms.document_loss import DocumentLoss
     from longspan.train.terms.token_loss import BatchTargets, LossFunction
 
 
@@ -41,7 +42,17 @@ class TargetRows(NamedTuple):
     logits: Tensor
 
 
-BUILT_IN = ("loss", "perplexity", "token_accuracy", "bits_per_byte", "tokens", "targets", "documents", "name")
+BUILT_IN = (
+    "loss",
+    "perplexity",
+    "token_accuracy",
+    "bits_per_byte",
+    "accuracy",
+    "tokens",
+    "targets",
+    "documents",
+    "name",
+)
 Metric = Callable[[TargetRows], tuple[Any, Any]]
 DocumentMetric = Callable[
     [TargetRows], tuple[Tensor, Tensor]
@@ -122,6 +133,9 @@ class EvaluationOptions:
     document_metrics: Mapping[str, DocumentMetric] = field(default_factory=dict)
     """Metrics of each document, by name: functions of TargetRows to the values and the counts of rows, two tensors
     (n,), which are added up for every document; a row that does not count has the count 0."""
+    loss: "DocumentLoss | None" = None
+    """A loss of sets of documents, of a model with one score, in place of its class's; a set's first document is right
+    where its score is the highest."""
     token_bytes: npt.NDArray[np.int64] | None = None
     """(V,) UTF-8 bytes of each token id's text: with them, bits per byte."""
     attention_kernel: str | None = None

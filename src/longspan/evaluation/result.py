@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Evaluation:
     """The loss over the documents of an evaluation, the sum over `targets` predicted tokens divided by their number.
 
+    Of a model that makes scores (`scored`) it is that of scores, and has no perplexity.
+
     Every value is the same on every rank, except `seconds`. `metrics` are sums and counts; `by_position` and
     `by_length` have the loss in buckets cut at powers of two; `document_losses` and `document_metrics` the sum and
     count of each document. `activation_bytes` is the most memory that it added on any GPU; None on CPUs.
@@ -33,6 +35,7 @@ class Evaluation:
     seconds: float
     plan: Plan
     name: str = ""
+    scored: bool = False
     metrics: "Mapping[str, Mean]" = field(default_factory=dict)
     by_position: "tuple[Bucket, ...]" = ()
     by_length: "tuple[Bucket, ...]" = ()
@@ -50,7 +53,7 @@ class Evaluation:
     def row(self) -> dict[str, Any]:
         """Return a row of metrics.jsonl; buckets have first and last, mean loss, targets and documents."""
         row: dict[str, Any] = {"step": self.step} | ({"eval_name": self.name} if self.name else {})
-        row |= {"eval_loss": self.loss, "eval_perplexity": self.perplexity}
+        row |= {"eval_loss": self.loss} | ({} if self.scored else {"eval_perplexity": self.perplexity})
         row |= {f"eval_{name}": mean.value for name, mean in self.metrics.items()}
         row |= {"eval_tokens": self.tokens, "eval_targets": self.targets, "eval_documents": self.documents}
         row |= {"cp": self.cp, "planner": self.plan.planner, "seconds": round(self.seconds, 6)}
@@ -83,7 +86,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> str:
         difference = largest_difference([firsts.setdefault(e.name, e).loss, e.loss])
         values = [e.metrics[name].value if name in e.metrics else None for name in metrics]
         # from a loss of 50 on, e ** loss is above 5e21, whose digits would fill the table
-        perplexity = f"{e.perplexity:,.4f}" if e.loss < 50 else "over 1e21"
+        perplexity = "-" if e.scored else f"{e.perplexity:,.4f}" if e.loss < 50 else "over 1e21"
         figures = (f"{e.loss:.9f}", f"{difference:.1e}", perplexity)
         counts = (f"{count:,}" for count in (e.documents, e.tokens, e.targets, len(e.plan.micro_batches)))
         words = ("-" if value is None else f"{value:.5f}" for value in values)

@@ -29,7 +29,14 @@ from longspan.model.mtp import (
 )
 from longspan.model.seams.call_rules import is_prepared, modules_with_instance_forward
 from longspan.model.seams.meta_pass import run_on_meta
-from longspan.model.weights.fill import WeightSource, draw_copy, empty_model, has_meta_parameters, persistent_buffers
+from longspan.model.weights.fill import (
+    JoinedWeights,
+    WeightSource,
+    draw_copy,
+    empty_model,
+    has_meta_parameters,
+    persistent_buffers,
+)
 from longspan.model.weights.folder import FolderWeights
 from longspan.model.weights.local_tensors import LocalPart
 from longspan.plan.shape.layers import depth_types
@@ -70,22 +77,10 @@ class _DrawnWeights:
                     yield f"{path}.{name}", tensor.detach()[local_part.block or ...].to(local_part.dtype)
 
 
-class _JoinedWeights:
-    def __init__(self, model: WeightSource, depths: WeightSource) -> None:
-        self._model, self._depths = model, depths
-
-    def __str__(self) -> str:
-        return str(self._model)
-
-    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.read(parts, device)
-        yield from self._depths.read(parts, device)
-
-
 @torch.no_grad()
 def _fill_depth_weights(model: PreTrainedModel, mtp: MtpDepths, source: WeightSource) -> None:
     if (weights := vars(model).get("weights_to_come")) is not None:
-        weights.source = _JoinedWeights(weights.source, source)
+        weights.source = JoinedWeights(weights.source, source)
         return
     if has_meta_parameters(mtp):  # a model of names and shapes only
         return

@@ -59,10 +59,10 @@ def load_model(
     >>> model = load_model(preset="qwen3-tiny", vocab_size=2048, seed=0)
     >>> model = prepare(load_model("Qwen3-8B", sharded=True), world)
 
-    A folder whose config.json names a class with a head that scores is loaded as one. With `sharded`, parameters have
-    no memory until `prepare` has decided which part this rank keeps; it then reads or draws that part on the world's
-    device. With `images`, and for a configuration that no causal model has, a model from
-    images and text to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With a `path`, `config` is used
+    A configuration that names a class with a head that scores (`architectures`) is loaded as one. With `sharded`,
+    parameters have no memory until `prepare` has decided which part this rank keeps; it then reads or draws that part
+    on the world's device. With `images`, and for a configuration that no causal model has, a model from images and text
+    to text is loaded, for `prepare(model, world, encoder=Layout(…))`. With a `path`, `config` is used
     in place of its config.json. Random weights are a function of the configuration and `seed` (and with `sharded` of
     the kind of device). `vocab_size` is that of the tokenizer: tiny presets get it, other models must have as many
     rows. Raises ModelError for an unknown preset or dtype, and for a folder that is missing, incomplete, damaged or
@@ -74,8 +74,7 @@ def load_model(
         if not isinstance(config, PreTrainedConfig):
             config = read_configuration(Path(config or folder))
         weight_files(folder)  # what it lacks, before transformers says it in its words
-        score_class = _find_score_class(config)
-        image_class = choose_image_text_class(config, images) if score_class is None else None
+        score_class, image_class = _find_classes(config, images)
         with _as_model_error(f"the model in {folder} cannot be loaded"), no_progress_bars():
             model = empty_model(config, kind, score_class or image_class)
             if (folder / "generation_config.json").is_file():
@@ -92,23 +91,24 @@ def load_model(
         config = preset_config(preset or "", vocab_size=vocab_size)
     elif not isinstance(config, PreTrainedConfig):
         config = read_configuration(Path(config))
-    image_class, path = choose_image_text_class(config, images), config._name_or_path
+    (score_class, image_class), path = _find_classes(config, images), config._name_or_path
     with _as_model_error(f"no model can be made of the {type(config).__name__}{f' of {path}' if path else ''}"):
         if sharded:
-            model = empty_model(config, kind, image_class)
+            model = empty_model(config, kind, score_class or image_class)
             fill_when_prepared(model, RandomWeights(model, seed))
         else:
-            model = _make_random_model(config, kind, seed, image_class)
+            model = _make_random_model(config, kind, seed, score_class, image_class)
     return _check_embedding_rows(model, path or preset or "the configuration", vocab_size)
 
 
-def _find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+def _find_classes(config: PreTrainedConfig, images: bool, /) -> tuple[type[PreTrainedModel] | None, Any]:
+    """Return the class with a head that scores, and the one from images and text to text; None: a causal model."""
     kinds = (kind for name in config.architectures or () for kind in SCORE_HEADS if name.endswith(kind))
     if (kind := next(kinds, None)) is None:
-        return None
+        return None, choose_image_text_class(config, images)
     from longspan.model.score_heads import score_class
 
-    return score_class(config, kind)
+    return score_class(config, kind), None
 
 
 def check_folder_weights(folder: str | Path) -> None:
@@ -135,11 +135,16 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     raise ModelError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES)}")
 
 
-def _make_random_model(config: PreTrainedConfig, dtype: torch.dtype, seed: int, image_class: Any) -> PreTrainedModel:
+def _make_random_model(
+    config: PreTrainedConfig, dtype: torch.dtype, seed: int, score_class: Any, image_class: Any
+) -> PreTrainedModel:
     automatic = AutoModelForCausalLM if image_class is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
+        if score_class is not None:
+            model = score_class._from_config(deepcopy(config), dtype=torch.float32)
+        else:
+            model = automatic.from_config(deepcopy(config), dtype=torch.float32, trust_remote_code=False)
     for parameter in model.parameters():  # drawn in float32, so that every dtype holds the same numbers, rounded
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from longspan.errors import ModelError
 from longspan.model.adapters import Adapter, adapter_of_prepared_model, adapter_parameters, peft_modules
-from longspan.model.layers import decoder_layers, towers_beside_text_model
+from longspan.model.layers import SCORE_HEADS, architecture_name, decoder_layers, towers_beside_text_model
 from longspan.model.mtp import PREFIX, select_depth_weights, unwrap_trained_depths
 from longspan.model.seams.attention_calls import find_indexers
 from longspan.model.seams.call_rules import SAVES, refuse_call
@@ -144,7 +144,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         lora_dropout=new.dropout,
         target_modules=names,
         exclude_modules=towers,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if architecture_name(model).endswith(SCORE_HEADS) else "CAUSAL_LM",
         modules_to_save=[*new.whole] or None,
     )
     empty = has_meta_parameters(model)
@@ -157,7 +157,9 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
         model.get_submodule(name).to(dtype)
     for name, parameter in adapter_parameters(model):
         parameter.data = (
-            parameter.data.to(dtype) if empty else draw_adapter_values(name, parameter.shape, new.seed).to(dtype)
+            parameter.data.to(dtype)
+            if empty or ".lora_" not in name  # of a module that is trained whole
+            else draw_adapter_values(name, parameter.shape, new.seed).to(dtype)
         )
     if empty and (weights := vars(model).get("weights_to_come")) is not None:
         shapes = {name: tuple(parameter.shape) for name, parameter in adapter_parameters(model)}

@@ -23,6 +23,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from longspan.errors import ModelError
 from longspan.model.layers import SCORE_HEADS, architecture_name, base_model, base_name
+from longspan.model.weights.fill import GivenWeights, JoinedWeights, fill_when_prepared, find_deferred_weights
 
 _MAPPINGS: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, GenericForSequenceClassification),
@@ -119,20 +120,18 @@ def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = Fa
     It is of the family's own ForSequenceClassification, with `tokens` ForTokenClassification (whose head has a bias),
     and where transformers has none of one made in the same way, which `load_model` reads again. The head is drawn from
     a normal distribution (`initializer_range`) by `seed`; base model and weights are shared with the given model, whose
-    own head is dropped. Raises ModelError for a model that is prepared, on the meta device, or no causal one.
+    own head is dropped. Of a model that `prepare` fills (sharded=True) it fills the head too. Raises ModelError for a
+    model that is prepared, or no causal one.
     """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ModelError(
-            f"{architecture_name(model)} has no values yet (sharded=True), and a new head has none in the folder; load "
-            "it with sharded=False, or save it once with its head: add_score_head(…).save_pretrained(folder)"
-        )
     config = deepcopy(model.config)
     config.num_labels = labels
     kind: Any = score_class(config, SCORE_HEADS[tokens])
     with torch.device("meta"):
         scored = kind(config)
     base = base_model(model)
-    if not base_name(model) or type(base_model(scored)) is not type(base):
+    deferred = find_deferred_weights(model)
+    moved = deferred is not None and base_name(model) != scored.base_model_prefix  # the folder's names would be others
+    if not base_name(model) or type(base_model(scored)) is not type(base) or moved:
         raise ModelError(
             f"{architecture_name(model)} keeps a {type(base).__name__} below its head, and {kind.__name__} a "
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
@@ -141,9 +140,15 @@ def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = Fa
     head = find_score_head(scored)
     drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
     spread = getattr(config.get_text_config(), "initializer_range", None) or 0.02
-    head.weight = nn.Parameter((drawn * spread).to(model.dtype))
+    values = {"weight": (drawn * spread).to(model.dtype)}
     if head.bias is not None:
-        head.bias = nn.Parameter(torch.zeros(labels, dtype=model.dtype))
+        values["bias"] = torch.zeros(labels, dtype=model.dtype)
+    for name, value in values.items():
+        setattr(head, name, nn.Parameter(value if deferred is None else value.to("meta")))
+    if deferred is not None:
+        (path,) = (name for name, module in scored.named_modules() if module is head)
+        added = GivenWeights({f"{path}.{name}": value for name, value in values.items()})
+        fill_when_prepared(scored, JoinedWeights(deferred.source, added))
     if isinstance(getattr(scored, "dropout", None), nn.Dropout):
         scored.dropout.p = 0.0  # of a token classifier, 0.1 by default, which training over slots would draw anew
     return scored.train(model.training)

@@ -78,7 +78,7 @@ def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
     for row, first_cells in rows:
         values = [(name, dict(row.metrics).get(name)) for name in metrics]
         words = [
-            "–" if v is None else f"{100 * v:.2f}%" if name == "token_accuracy" else number_text(v, 5)
+            "–" if v is None else f"{100 * v:.2f}%" if name in ("token_accuracy", "accuracy") else number_text(v, 5)
             for name, v in values
         ]
         counts = [f"{row.documents:,}" if row.documents else "–", f"{row.tokens:,}", row.degree]

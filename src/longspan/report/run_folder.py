@@ -52,6 +52,7 @@ class EvalRow:
     planner: str
     name: str = ""
     activation_bytes: int = 0
+    scored: bool = False
     metrics: tuple[tuple[str, float], ...] = ()
     by_position: tuple[Bucket, ...] = ()
     by_length: tuple[Bucket, ...] = ()
@@ -75,7 +76,8 @@ class EvalRow:
         memory = int(np.nan_to_num(number_to_draw(row.get("eval_activation_bytes", 0))))
         names, buckets = (str(row["planner"]), str(row.get("eval_name", ""))), (row["by_position"], row["by_length"])
         places = map(_read_buckets, buckets)
-        return cls(step, cp, loss, tokens, documents, *names, memory, tuple(metrics.items()), *places)
+        scored = "eval_perplexity" not in row
+        return cls(step, cp, loss, tokens, documents, *names, memory, scored, tuple(metrics.items()), *places)
 
     @property
     def degree(self) -> str:
@@ -92,7 +94,7 @@ class EvalRow:
     @property
     def perplexity(self) -> str:
         """The perplexity exp(loss) as text; from a loss of 50 on "over 1e21", as all digits would fill the table."""
-        return f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
+        return "–" if self.scored else f"{math.exp(self.loss):,.3f}" if self.loss < 50 else "over 1e21"
 
 
 def number_to_draw(value: object) -> float:

@@ -16,6 +16,7 @@ from longspan.run.records import Records, save_plan
 from longspan.run.run_data import EvaluationSet, TrainingRun
 from longspan.run.saves import is_due
 from longspan.train.plans import PlanChoice
+from longspan.train.training import loss_of_pairs
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Evaluations:
             token_bytes=entry.token_bytes,
             stopped=self.stop.stop_reason,
             progress=partial(self.display.show_eval_progress, entry.name),
+            loss=loss_of_pairs(entry.documents, self.run.config.train.center_rewards_coefficient),
         )
         try:
             return evaluate(self.run.model, entry.documents, choice, self.run.world, options)

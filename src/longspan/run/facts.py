@@ -58,7 +58,8 @@ LAST_STEPS = 10  # whose mean loss sums up a run
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses."""
+    """The result of a run on `world` ranks: its steps, why it stopped early, its last losses; without a vocabulary (0)
+    of a model that scores."""
 
     dir: Path
     done: int
@@ -77,7 +78,7 @@ class TrainResult:
             "stopped": self.stopped,
             "vocab_size": self.vocab_size,
             "loss_of_last_steps": self.last_loss,
-            "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size),
+            "share_of_ln_vocabulary": self.last_loss / math.log(self.vocab_size) if self.vocab_size else None,
             "eval_at_degrees": [evaluation.row() for evaluation in self.final],
             "eval_sets": [evaluation.row() for evaluation in self.named],
             "world": self.world,
@@ -94,15 +95,13 @@ class TrainResult:
         return f"equal to {difference:.1e}: the same loss at every degree. "
 
     def text(self) -> str:
-        uniform = math.log(self.vocab_size)
-        share = 100 * self.last_loss / uniform
         steps = min(LAST_STEPS, self.done)
         mean = f"mean loss of the last {plural(steps, 'step') if steps > 1 else 'step'}: {self.last_loss:.4f}"
-        lines = (
-            [f"{mean} ({share:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}, the loss of a uniform guess)"]
-            if self.done
-            else []
-        )
+        if self.vocab_size:  # no scores
+            uniform = math.log(self.vocab_size)
+            share = f"{100 * self.last_loss / uniform:.1f} % of ln {self.vocab_size:,} = {uniform:.3f}"
+            mean += f" ({share}, the loss of a uniform guess)"
+        lines = [mean] if self.done else []
         if self.stopped:
             lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
         evaluations = (*self.final, *self.named)

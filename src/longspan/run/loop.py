@@ -301,7 +301,7 @@ class _Loop:
             final=final.at_degrees,
             named=final.named,
             last_loss=self.records.last_loss(done),
-            vocab_size=run.corpus.manifest.tokenizer_size,
+            vocab_size=run.corpus.manifest.tokenizer_size if run.corpus.labels is None else 0,
             world=len(run.world.home.ranks),
         )
 

@@ -105,6 +105,7 @@ def _evaluation_texts(row: Mapping[str, Any]) -> list[str]:
     texts = {
         "perplexity": "perplexity {:.4g}",
         "token_accuracy": "accuracy {:.1%}",
+        "accuracy": "accuracy {:.1%}",
         "bits_per_byte": "{:.3f} bits/byte",
     }
     values = {

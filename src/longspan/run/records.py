@@ -105,6 +105,7 @@ def _fact_lines(
         "latents": execution.latents,
         "mtp": depths if mtp.depths else "",
         "encoder": _encoder_text(run),
+        "scores": _scores_text(run),
         "rows": run.why_partition,
     }
     yield from ((name, text) for name, text in optional.items() if text)
@@ -176,6 +177,21 @@ def mixers_text(execution: Execution, device: torch.device, partition: str) -> s
     if partition == "contiguous":
         return f"{layers}; at most one state a slot and group is sent"
     return f"{layers}; two states a document and slot are sent, at most one in all with context.partition contiguous"
+
+
+def _scores_text(run: TrainingRun) -> str:
+    if run.corpus.labels is None:
+        return ""
+    from longspan.train.terms.scores import usual_problem
+
+    scores, columns = run.config.model.num_labels, run.corpus.labels.shape[1]
+    coefficient = run.config.train.center_rewards_coefficient
+    problem = getattr(run.model.config, "problem_type", None) or usual_problem(scores, columns)
+    loss = f"{problem.replace('_', ' ')}, a mean over documents"
+    if run.corpus.unit > 1:
+        centred = f" + {coefficient:g} (chosen + rejected)²" * (coefficient > 0)
+        loss = f"-log σ(chosen - rejected - margin){centred}, a mean over pairs"
+    return f"{plural(scores, 'score')} of the last token that is not {run.corpus.pad} (padding); loss: {loss}"
 
 
 def _encoder_text(run: TrainingRun) -> str:

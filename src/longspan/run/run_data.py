@@ -26,7 +26,7 @@ from longspan.corpus.build import (
 from longspan.corpus.corpus_settings import CorpusSettings
 from longspan.corpus.tokenizer import load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.step_order import StepOrder, sample_documents
+from longspan.data.step_order import StepOrder, documents_of_units, sample_documents
 from longspan.errors import ConfigError, DataError, EvaluationError, plural
 from longspan.evaluation.metrics import Metric, check_metric_names, load_metrics
 from longspan.files import name_file_in_errors
@@ -75,13 +75,14 @@ class EvaluationSet:
 def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> EvaluationSet:
     """Open the set of a table [[eval]], without its metrics; all ranks together, once the run has its tokenizer."""
     corpus = _shared_corpus(config, entry, world, log)
-    documents = corpus.select(sample_documents(len(corpus), entry.documents, config.train.seed))
+    units = sample_documents(len(corpus) // corpus.unit, entry.documents, config.train.seed)
+    documents = corpus.select(documents_of_units(units, corpus.unit))
     return EvaluationSet(entry, documents)
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
     data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
-    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix)
+    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix, config.model.num_labels)
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:

@@ -104,6 +104,8 @@ def set_up_model(
 
     with silence_warnings_of_other_ranks(world):
         model = run_on_every_rank(world, load, ModelError)
+    if data.corpus.labels is not None:  # by which transformers finds the token that is scored, in what is saved
+        model.config.pad_token_id = configuration.pad_token_id = data.corpus.pad
     run_dir, architecture = Path(config.run.dir), type(model).__name__
     keep = partial(write_model_files, run_dir, config.model, configuration, architecture, log)
     run_on_first_rank(world, keep, RunFolderError)

@@ -5,6 +5,7 @@ Nothing here needs a corpus or a run's folder: `longspan train` and `longspan be
 
 import zlib
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +46,7 @@ from longspan.train.terms.mtp import add_configured_depths, mtp_loss
 
 if TYPE_CHECKING:
     from longspan.plan import MemoryPlan
+    from longspan.train.terms.document_loss import DocumentLoss
 
 
 def scale_positions(
@@ -126,10 +128,31 @@ AnyModel = PreTrainedModel | PipelineModel | MultimodalModel
 
 
 def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedConfig:
-    """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids."""
-    if source := config.model.source:
-        return read_configuration(Path(source))
-    return preset_config(config.model.preset_name, vocab_size=vocabulary)
+    """Read the architecture that [model] names; a tiny preset has an embedding of `vocabulary` ids.
+
+    With `model.num_labels` it is that of the family's class with a head that scores. ModelError for other labels.
+    """
+    source, labels = config.model.source, config.model.num_labels
+    if source:
+        configuration = read_configuration(Path(source))
+    else:
+        configuration = preset_config(config.model.preset_name, vocab_size=vocabulary)
+    name = next((name for name in configuration.architectures or () if name.endswith(SCORE_HEADS)), None)
+    if name is not None and name.endswith(SCORE_HEADS[1]):
+        raise ModelError(
+            f"{source} holds a {name}, whose labels are of tokens, and rows of a run have one of a document, or are "
+            "pairs; train it in a loop with run_step (docs/losses.md), or take a …ForSequenceClassification"
+        )
+    if name is not None and labels != configuration.num_labels:
+        raise ModelError(
+            f"{source} holds a {name} of {plural(configuration.num_labels or 0, 'score')}, and model.num_labels is "
+            f"{labels}; set model.num_labels = {configuration.num_labels}"
+        )
+    if labels and name is None:
+        from longspan.model.score_heads import score_class
+
+        configuration.num_labels, configuration.architectures = labels, [score_class(configuration).__name__]
+    return configuration
 
 
 def load_run_model(
@@ -140,14 +163,17 @@ def load_run_model(
     Weights are read or drawn once it is prepared, except those of tiny presets, which are drawn here.
     """
     configuration = configuration or read_model_configuration(config, vocabulary)
-    if names := [name for name in configuration.architectures or () if name.endswith(SCORE_HEADS)]:
-        raise ModelError(
-            f"{config.model.source} holds a {names[0]}, and rows of a run have no labels for its scores; train it in a "
-            "loop with run_step (docs/losses.md), by with_longspan(RewardTrainer), or take a causal language model"
-        )
     model, seed = config.model, config.train.seed
     tiny = model.preset_name and not PRESETS[model.preset_name].rows  # it has no vocabulary of its own
     options: dict[str, Any] = {"dtype": model.dtype, "seed": seed, "sharded": not tiny, "images": images}
+    if model.num_labels and model.path:
+        names = read_configuration(Path(model.path)).architectures
+        if names != configuration.architectures:  # a language model, which gets a new head
+            from longspan.model.score_heads import add_score_head
+
+            configuration = deepcopy(configuration)
+            configuration.architectures = names
+            return add_score_head(load_model(model.path, config=configuration, **options), model.num_labels, seed=seed)
     return add_configured_depths(config, load_model(model.path or None, config=configuration, **options))
 
 
@@ -171,7 +197,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         alpha=lora.alpha,
         dropout=lora.dropout,
         targets=lora.targets,
-        whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
+        # depths of multi-token prediction, without adapters; or the head that scores
+        whole=(PREFIX,) if config.mtp.train_whole else ("score",) if config.model.num_labels else (),
         seed=config.train.seed,
         base=hub_name(Path(folder)) or str(Path(folder).resolve()) if folder else "",  # is saved with the adapter
     )
@@ -340,9 +367,21 @@ class Training:
             step=step + 1,  # for errors, which count from 1
             router=self.router,
             mtp=mtp_loss(self.config),
+            loss=loss_of_pairs(documents, config.center_rewards_coefficient),
             times_slots=self.times_slots,
             meanwhile=meanwhile,
         )
+
+
+def loss_of_pairs(documents: Any, center_rewards_coefficient: float) -> "DocumentLoss | None":
+    """Return the loss of a corpus' documents that are pairs; None for others, whose loss is that of their model."""
+    margins = getattr(documents, "margins", None)
+    if margins is None:
+        return None
+    from longspan.train.terms.scores import pair_loss
+
+    pairs = [(2 * i, 2 * i + 1) for i in range(len(margins))]
+    return pair_loss(pairs, margins=margins, center_rewards_coefficient=center_rewards_coefficient)
 
 
 def _check_comm_types_fit_layers(config: RunConfig, model: PreTrainedModel) -> None:

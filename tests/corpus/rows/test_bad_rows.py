@@ -49,10 +49,11 @@ BAD_VARIABLES: list[tuple[Any, str]] = [
     ({"words": ["<|im_end|>"]}, "chat_template_kwargs.words[0] holds '<|im_end|>', which the tokenizer"),
 ]
 BESIDE_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"label": True}, '"label" stands beside messages (chat), and is not read: answers that are'),
+    ({"label": True}, '"label" stands beside messages (chat), and is not read: a label of a document'),
     ({"kto_tag": False}, '"kto_tag" stands beside messages (chat)'),
     ({"rejected_response": "x"}, '"rejected_response" stands beside messages (chat), and is not read'),
-    ({"chosen": ["a"], "rejected": ["b"]}, "pairs of answers are for a loss of one's own (docs/losses.md)"),
+    ({"chosen_ids": ["a"]}, "pairs are rows with chosen and rejected alone, perhaps with prompt; leave the key out"),
+    ({"chosen": ["a"], "rejected": ["b"]}, "holds messages (chat) and also chosen and rejected (pairs)"),
     ({"assistant_masks": [1]}, '"assistant_masks" stands beside messages (chat), and is not read: masks'),
     ({"weight": 0.5}, "rows have no weights; give a source a weight (data.sources); leave the key out"),
     (PROMPT, "holds messages (chat) and also prompt and completion; a row is of one kind"),

@@ -76,6 +76,7 @@ OF_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"loss": DocumentLoss(lambda sums, _: sums)}, r"float64 of shape \(8,\) for documents"),
     ({"loss": MicroBatchLoss(3)}, "the function of a MicroBatchLoss is 3"),  # type: ignore[arg-type]
     ({"loss": MicroBatchLoss(micro_batch_loss, also=["kl"])}, "also has 'kl'; give a list of some of"),
+    ({"loss": MicroBatchLoss(micro_batch_loss, also=None)}, "also has None; give a list of some of"),  # pyright: ignore
     (
         {"loss": MicroBatchLoss(lambda x: x.values["log_probs"])},
         "function of a MicroBatchLoss gave torch.float64 of shape",

@@ -275,16 +275,18 @@ def check_folders(rank: int, home: Layout, folder: str) -> list[Any]:
         evaluation = evaluate(adapted, given, PlanChoice.fixed(world.home.slots), world)
         errors += [abs(evaluation.loss - out.loss.item())]
         right = (out.logits.argmax(-1) == labels).double().mean().item()
-        errors += [abs(evaluation.metrics["token_accuracy"].value - right)]
+        errors += [abs(evaluation.metrics["accuracy"].value - right)]
         local = given[:3] if rank == 0 else given[3:]
         gathered = gather_documents(local, world)
         errors += [abs(run_step(adapted, plan, gathered, world, backward=False).loss - out.loss.item())]
         own = prepare_untried(stock_model("lfm2", 2, tokens=True), world)
         save_model(own, f"{folder}/own", world)
         save_model(prepare_untried(stock_model("qwen3", 3, tokens=False), world), f"{folder}/head", world)
-        scored = add_score_head(random_model(config_of("qwen3")), labels=3)
-        assert type(scored) is transformers.Qwen3ForSequenceClassification
-        assert scores(prepare_untried(scored, world), plan, given, world).shape == (8, 3)
+        save_model(prepare_untried(random_model(config_of("qwen3")), world), f"{folder}/causal", world)
+        filled = [add_score_head(load_model(f"{folder}/causal", sharded=late), labels=3) for late in (False, True)]
+        assert type(filled[0]) is transformers.Qwen3ForSequenceClassification
+        now, late = (scores(prepare_untried(scored, world), plan, given, world) for scored in filled)
+        assert now.shape == (8, 3) and np.array_equal(now, late)
         again = load_model(f"{folder}/own", dtype="float64", sharded=True)  # which prepare fills
         twice = prepare_untried(again, world)
         words = [ScoredDocument(x, rows="all") for x in IDS]
@@ -300,8 +302,8 @@ def test_folders_adapters_and_evaluations(tmp_path: Any) -> None:
     exact, base = stock_model("qwen3", 3, tokens=False), trained_by_lora("qwen3", tokens=False)
     same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "head", dtype=torch.float64), exact)
     same_weights(load_model(tmp_path / "head", dtype="float64"), exact)
-    with pytest.raises(ModelError, match="no labels for its scores"):
-        load_run_model(load_config(None, {"model.path": str(tmp_path / "head")}), VOCABULARY)
+    config = load_config(None, {"model.path": str(tmp_path / "head"), "model.num_labels": 3, "model.dtype": "float64"})
+    assert type(load_run_model(config, VOCABULARY)) is type(exact)
     own = stock_model("lfm2", 2, tokens=True)
     assert type(own).__name__ == "Lfm2ForTokenClassification" and not hasattr(transformers, type(own).__name__)
     same_weights(load_model(tmp_path / "own", dtype="float64"), own)

@@ -74,9 +74,8 @@ def open_run_documents(config: RunConfig, log: Log, *, estimate: bool) -> Iterat
 
     engine = load_configured_tokenizer(config)
     with TemporaryDirectory(prefix="longspan-plan-") as folder:
-        corpus = open_or_build_run_corpus(
-            CorpusSettings(config.data), Path(folder), tokenizer=engine, resumed=False, log=log
-        )
+        settings = CorpusSettings(config.data, num_labels=config.model.num_labels)
+        corpus = open_or_build_run_corpus(settings, Path(folder), tokenizer=engine, resumed=False, log=log)
         order = make_step_order(config, corpus)
         config = set_epoch_steps(config, order, log)
         lengths: npt.NDArray[Any] = np.asarray(corpus.lengths)

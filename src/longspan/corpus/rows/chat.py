@@ -51,7 +51,20 @@ class ChatEncoding:
 
         Raises RowError for malformed messages, and for those that the template or the search for turns refuses.
         """
-        tools, media = read_tools(values.get("tools")), media or NOTHING_SHOWN
+        media = media or NOTHING_SHOWN
+        messages, tools = self._read_messages(values, media)
+        return list(self._encode_turns(messages, tools, learnt_messages(messages, first_target), media))
+
+    def encode_whole(self, values: Any) -> Integers:
+        """Encode a row's messages and tools without targets; RowError as `encode_messages`."""
+        messages, tools = self._read_messages(values, NOTHING_SHOWN)
+        text = self.template.render(messages, tools).text
+        if not self.settings.parse_special_tokens:
+            self._check_special_tokens(text, messages, tools)
+        return self._tokenize_rendering(text, ())[0]
+
+    def _read_messages(self, values: Any, media: RowMedia) -> tuple[list[Message], Sequence[Any] | None]:
+        tools = read_tools(values.get("tools"))
         messages = check_messages(require_key(values, "messages"), images=self.images is not None)
         messages = self.template.fit_arguments(messages, tools)
         check_media_counts(kinds_of_parts(messages), media, "its messages")
@@ -62,7 +75,7 @@ class ChatEncoding:
             check_strings(values.get("chat_template_kwargs"), "chat_template_kwargs", pattern)
         else:
             check_strings([messages, tools], "the row", None)  # only for lone surrogates
-        return list(self._encode_turns(messages, tools, learnt_messages(messages, first_target), media))
+        return messages, tools
 
     def _encode_turns(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, learnt: Sequence[int], media: RowMedia

@@ -18,6 +18,7 @@ from longspan.corpus.long_texts import PIECE, LongTextError
 from longspan.corpus.rows.messages import check_messages, convert_to_messages
 from longspan.corpus.rows.sample import (
     CHATS,
+    KEYS,
     MASKS,
     BadRow,
     Kind,
@@ -29,6 +30,7 @@ from longspan.corpus.rows.sample import (
     check_objects,
     has_media_keys,
     media_key,
+    read_label,
     require_key,
     require_string,
     short_repr,
@@ -36,6 +38,7 @@ from longspan.corpus.rows.sample import (
 )
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
+from longspan.data.manifest import PAIRS
 from longspan.errors import DataError
 from longspan.model.weights.tokenizer_files import has_image_processor
 
@@ -170,7 +173,7 @@ class RowEncoding:
         """Encode rows in their order; a conversation that is split gives a sample for each turn."""
         # Without an image processor only a list under such a key counts: a column "image" may hold anything.
         has_media = has_media_keys if self.images is not None else lambda values: bool(media_key(values, lists=True))
-        if self.kind == "text" and not any(has_media(row.values) for row in rows):
+        if self.kind == "text" and not self.settings.num_labels and not any(has_media(row.values) for row in rows):
             return encode_texts(rows, self.tokenizer.set_parsing(self.settings.parse_special_tokens))
         return [result for i, row in enumerate(rows) for result in self._encode_row(i, row)]
 
@@ -178,7 +181,7 @@ class RowEncoding:
     def digest(self) -> str:
         tokenizer = (self.tokenizer.digest, self.tokenizer.opening, self.tokenizer.closing)
         template: tuple[Any, ...] = ()
-        if self.kind in (*CHATS, "prompt+completion"):
+        if self.kind in (*CHATS, "prompt+completion", PAIRS):
             with suppress(DataError):  # prompts that are strings need no template
                 template = astuple(self.template)
         deciding_values = [self.kind, tokenizer, [*self.settings.deciding_values.values()], template]
@@ -219,9 +222,13 @@ class RowEncoding:
 
     def _encode_by_kind(self, row: Row) -> list[Sample]:
         """Prompt and completion as messages are one conversation; as strings they have no place for images."""
-        check_keys(row.values, self.kind)
+        check_keys(row.values, self.kind, scored=self.settings.num_labels > 0)
         values, media = self._extract_media(row._replace(values=convert_to_messages(row.values, self.kind)))
         check_objects(values)
+        if self.settings.num_labels:
+            if media:
+                raise RowError("it has images, and a head scores documents of text alone; leave the row out")
+            return [self._encode_scored(values)]
         if self.kind in CHATS:
             return self._chat.with_variables(values).encode_messages(values, media=media)
         if self.kind == "text" and media and self.images is not None:
@@ -240,6 +247,31 @@ class RowEncoding:
         if media:
             raise RowError("images stand beside prompt and completion as strings; write these as lists of messages")
         return [encode_completion(values, self.tokenizer.set_parsing(self.settings.parse_special_tokens))]
+
+    def _encode_scored(self, values: Mapping[str, Any]) -> Sample:
+        """Encode the document of a row with its label, or both of a pair, end to end, with its margin."""
+        numbers, completions = (0.0,), ("chosen", "rejected")
+        if self.kind != PAIRS:
+            numbers, completions = read_label(values, self.settings.num_labels), ("completion",)
+        elif values.get("margin") is not None:
+            numbers = read_label(values, 1, "margin")
+        documents = [self._encode_whole(values, completion) for completion in completions]
+        stops = np.cumsum([len(ids) for ids in documents])
+        return Sample(np.concatenate(documents), numbers=numbers, stops=tuple(stops.tolist()))
+
+    def _encode_whole(self, values: Mapping[str, Any], completion: str) -> npt.NDArray[np.int64]:
+        """Encode all that a row says, up to an answer, as one text or conversation; without a target."""
+        if self.kind == "input_ids":
+            return take_token_ids(values, self.tokenizer.size).ids
+        keys = ("messages",) if self.kind in CHATS else ("text",) if self.kind == "text" else ("prompt", completion)
+        keys = keys if self.kind != PAIRS or values.get("prompt") is not None else keys[1:]
+        given = {key: require_key(values, key) for key in keys}
+        answers = (values.get(key) for key in KEYS[PAIRS])  # both of a pair, so that neither is a text alone
+        if self.kind in CHATS or any(isinstance(value, list) for value in (*given.values(), *answers)):
+            messages = [message for key, value in given.items() for message in check_messages(value, key)]
+            return self._chat.with_variables(values).encode_whole({**values, "messages": messages})
+        text = "".join(require_string(value, key) for key, value in given.items())
+        return self.tokenizer.set_parsing(self.settings.parse_special_tokens).encode([text])[0]
 
     @cached_property
     def _chat(self) -> "ChatEncoding":

@@ -4,6 +4,7 @@ A check raises what is wrong as one line. Files and tokenizers are not used here
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.images import SampleImage
+from longspan.data.manifest import PAIRS
 from longspan.errors import DataError
 
 DATE = "26 Jul 2024"  # for templates that write one: the default of Llama 3's
@@ -123,6 +125,8 @@ class Sample(NamedTuple):
     first.
 
     `row` is the index of its row among those that were encoded together: a split conversation gives several samples.
+    `numbers` are the label of a document that a model scores, or the margin of a pair; `stops` are the ends of its
+    documents, of a pair two, which are not cut.
     """
 
     ids: npt.NDArray[np.int64]
@@ -130,6 +134,8 @@ class Sample(NamedTuple):
     row: int = 0
     unseen: Unseen = Unseen()
     images: tuple[SampleImage, ...] = ()
+    numbers: tuple[float, ...] = ()
+    stops: tuple[int, ...] = ()
 
 
 class BadRow(NamedTuple):
@@ -147,23 +153,28 @@ class RowSettings:
     `parse_special_tokens`: names of special tokens in texts are read as these tokens. `turns`: "together" makes one
     document of a conversation, "split" one of each assistant turn with the messages before it. `end_of_chat`: the
     name of a token behind the answer that ends a conversation, where the template writes none. `columns`: entries
-    OURS=THEIRS, by which columns are renamed before rows are encoded (`formats.rename_columns`).
+    OURS=THEIRS, by which columns are renamed before rows are encoded (`formats.rename_columns`). `num_labels`: how many
+    scores a model makes of a row's document, which needs a label or stands in a pair; 0: of a language model.
     """
 
     parse_special_tokens: bool = False
     turns: Turns = "together"
     end_of_chat: str = ""
     columns: tuple[str, ...] = ()
+    num_labels: int = 0
 
     @property
     def deciding_values(self) -> dict[str, Any]:
         """Those that came with version 0.4 only where they are set, so that old corpora fit."""
         values = {"parse_special_tokens": self.parse_special_tokens, "turns": self.turns, "date_string": DATE}
         values |= {"end_of_chat": self.end_of_chat} if self.end_of_chat else {}
-        return values | ({"columns": [*self.columns]} if self.columns else {})
+        values |= {"columns": [*self.columns]} if self.columns else {}
+        return values | ({"num_labels": self.num_labels} if self.num_labels else {})
 
 
-Kind = Literal["text", "messages", "prompt+completion", "input_ids", "conversations", "instruction+output"]
+Kind = Literal[
+    "text", "messages", "prompt+completion", "input_ids", "conversations", "instruction+output", "chosen+rejected"
+]
 CHATS: tuple[Kind, ...] = ("messages", "conversations", "instruction+output")  # the last two are read as messages
 KEYS: dict[Kind, tuple[str, ...]] = {
     "text": ("text",),
@@ -172,13 +183,14 @@ KEYS: dict[Kind, tuple[str, ...]] = {
     "input_ids": ("input_ids",),
     "conversations": ("conversations",),
     "instruction+output": ("instruction", "output"),
+    PAIRS: ("chosen", "rejected"),
 }
 # Together with input_ids, also in other formats: 1 for each token that is a target, else 0.
 MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "assistant_tokens_mask")
 MEDIA_KEYS = {kind: (f"{kind}s", kind) for kind in ("image", "video", "audio")}  # beside those of any kind
 COLUMNS = (  # that are read, with any row
     *(key for keys in KEYS.values() for key in keys),
-    *("input", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
+    *("input", "label", "margin", "labels", *MASKS, "attention_mask", "tools", "chat_template_kwargs"),
     *(key for keys in MEDIA_KEYS.values() for key in keys),
 )
 _SHOWN: dict[Kind, str] = {
@@ -188,13 +200,17 @@ _SHOWN: dict[Kind, str] = {
     "input_ids": "input_ids (tokens)",
     "conversations": "conversations (chat, as ShareGPT has it)",
     "instruction+output": "instruction and output (chat, as Alpaca has it)",
+    PAIRS: "chosen and rejected (pairs)",
 }
 _OF_OBJECTS = ("<ref-object>", "<bbox>")  # which ms-swift replaces by the words and boxes of `objects`
 _HINTS = {
-    "chosen": "; pairs of answers are for a loss of one's own (docs/losses.md)",
+    "chosen": "; the other answer of a pair is called rejected",
+    "rejected": "; the other answer of a pair is called chosen",
     "instruction": "; its answer is called output",
 }
-_KEYS_TEXT = "text, messages, prompt and completion, input_ids, conversations, or instruction and output"
+_KEYS_TEXT = (
+    "text, messages, prompt and completion, input_ids, conversations, instruction and output, or chosen and rejected"
+)
 _COLUMNS = '; data.columns gives columns other names, as ["prompt=question", "completion=answer"]'
 Place = Literal["text", "tokens", "chat", "message"]  # rows of text, of input_ids, and any others; a message of a chat
 
@@ -214,13 +230,13 @@ _UNREAD = (
     _Unread(
         ("tokens", "chat"),
         r"labels?|kto_tag",
-        "answers that are liked or not are for a loss of one's own (docs/losses.md), and labels of tokens stand beside "
-        "input_ids, as labels",
+        "a label of a document, label, is learnt by a model that scores (model.num_labels) and stands in no pair, and "
+        "labels of tokens stand beside input_ids of a language model, as labels",
     ),
     _Unread(
         ("tokens", "chat"),
         r"(chosen|rejected)(_.*)?",
-        "pairs of answers are for a loss of one's own (docs/losses.md)",
+        "pairs are rows with chosen and rejected alone, perhaps with prompt",
     ),
     _Unread(
         ("tokens", "chat"),
@@ -280,11 +296,15 @@ def check_objects(values: Mapping[str, Any]) -> None:
             )
 
 
-def check_keys(values: Mapping[str, Any], kind: Kind) -> None:
-    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
+def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here.
+
+    A row that is `scored` may have a label.
+    """
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
-    read_keys = ("attention_mask", "labels", *MASKS) if kind == "input_ids" else ()
+    read_keys = ("attention_mask", *(() if scored else ("labels", *MASKS))) if kind == "input_ids" else KEYS[kind]
+    read_keys = (*read_keys, *(["label"] if scored and kind != PAIRS else []))
     places: dict[Kind, Place] = {"text": "text", "input_ids": "tokens"}
     for key, why in unread_keys(values, places.get(kind, "chat")):
         if key not in read_keys:
@@ -306,6 +326,26 @@ def _kinds_in(values: Mapping[str, Any]) -> list[Kind]:
 def _several_kinds(kinds: Sequence[Kind]) -> str:
     kind_texts = " and also ".join(_SHOWN[kind] for kind in kinds)
     return f"holds {kind_texts}; a row is of one kind: leave the others out, as data.columns does"
+
+
+def read_label(values: Mapping[str, Any], num_labels: int, name: str = "label") -> tuple[float, ...]:
+    """Read the label of a row's document: a number, of several scores one of their classes, or a number for each.
+
+    Raises RowError for another label, and without one.
+    """
+    label = values.get(name)
+    if label is None:
+        raise RowError(f'needs "{name}", as model.num_labels is {num_labels}; found keys {sorted(values)}')
+    numbers = label.tolist() if isinstance(label, np.ndarray) else label if isinstance(label, list) else [label]
+    if not all(isinstance(x, int | float) and math.isfinite(x) for x in numbers):
+        raise RowError(f"{name} is {short_repr(label)}; give a finite number, or a list of such")
+    if len(numbers) not in (1, num_labels):
+        raise RowError(f"{name} has {len(numbers)} numbers, and model.num_labels is {num_labels}; give one, or as many")
+    if len(numbers) < num_labels and numbers[0] not in range(num_labels):
+        raise RowError(
+            f"{name} is {numbers[0]}, and model.num_labels is {num_labels}: classes are 0 to {num_labels - 1}"
+        )
+    return tuple(map(float, numbers))
 
 
 def rows_hold(kind: Kind) -> str:

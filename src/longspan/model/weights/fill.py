@@ -226,6 +226,31 @@ class WeightSource(Protocol):
         ...
 
 
+class JoinedWeights:
+    """A model's source, and one of what was added to it."""
+
+    def __init__(self, model: WeightSource, added: WeightSource) -> None:
+        self._model, self._added = model, added
+
+    def __str__(self) -> str:
+        return str(self._model)
+
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        yield from self._model.read(parts, device)
+        yield from self._added.read(parts, device)
+
+
+class GivenWeights:
+    """A source of these tensors, by name."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, parts: Mapping[str, LocalPart], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        for name in self._tensors.keys() & parts.keys():
+            yield name, self._tensors[name][parts[name].block].to(parts[name].dtype)
+
+
 class _LeftToCheckpoint:
     """A source of NaN for weights that a checkpoint overwrites: one that it misses does not pass for a weight."""
 

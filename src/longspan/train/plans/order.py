@@ -66,7 +66,9 @@ def count_held_out(setting: int | str, texts: int) -> int:
 def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
     data = config.data
     mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
-    return order_lengths(config, corpus.lengths, targets=corpus.targets, mixture=mixture, texts=corpus.texts)
+    return order_lengths(
+        config, corpus.lengths, targets=corpus.targets, mixture=mixture, texts=corpus.texts, unit=corpus.unit
+    )
 
 
 def order_lengths(
@@ -76,6 +78,7 @@ def order_lengths(
     targets: npt.NDArray[Any] | None = None,
     mixture: Mixture | None = None,
     texts: npt.NDArray[Any] | None = None,
+    unit: int = 1,
 ) -> StepOrder:
     """Make the order of documents of these lengths."""
     return StepOrder(
@@ -87,6 +90,7 @@ def order_lengths(
         mixture=mixture,
         texts=texts,
         epochs=config.train.epochs,
+        unit=unit,
     )
 
 

@@ -324,8 +324,8 @@ def _read_loss(
             float(max(len(sets), 1)),
         )
     elif isinstance(loss, MicroBatchLoss):
+        measure = MicroBatchPasses(loss, plan, world, chunk_rows, scores)  # raises for an `also` that is no list
         sets, default = tuple(loss.also), 1.0
-        measure = MicroBatchPasses(loss, plan, world, chunk_rows, scores)
     else:
         sets, default = (), default_divisor(plan)
         measure = CrossEntropy(chunk_rows) if loss is None else TokenLoss(loss, chunk_rows)

@@ -25,7 +25,7 @@ from longspan.train.terms.document_loss import DocumentLoss
 from longspan.train.terms.token_loss import CollectedLogProbs, LossFunction, LossRows
 
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
-_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+_PROBLEMS: tuple[ProblemType, ...] = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def score_loss(problem: ProblemType | None = None) -> LossFunction:
@@ -44,7 +44,7 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
     def losses(scores: Tensor, at: LossRows) -> Tensor:
         count = 1 if scores.ndim == 1 else scores.shape[1]
         one = LABEL in at.values or count == 1
-        chosen = problem or ("regression" if count == 1 else _PROBLEMS[1 if one else 2])
+        chosen = problem or usual_problem(count, 1 if one else count)
         names = [LABEL] if one else [f"{LABEL}_{i}" for i in range(count)]
         labels = torch.stack([at[name] for name in names], -1)
         table = scores.reshape(len(at), count)
@@ -57,6 +57,11 @@ def score_loss(problem: ProblemType | None = None) -> LossFunction:
         return F.binary_cross_entropy_with_logits(table, labels, reduction="none").mean(-1) * at[WEIGHTS]
 
     return losses
+
+
+def usual_problem(scores: int, labels: int) -> ProblemType:
+    """Return the problem that transformers' classifiers take so many scores and labels of a row for."""
+    return "regression" if scores == 1 else _PROBLEMS[1 if labels == 1 else 2]
 
 
 def _class_losses(table: Tensor, labels: Tensor) -> Tensor:

@@ -1,0 +1,223 @@
+"""Runs of `longspan train` whose model scores: pairs and labels under any plan equal a loop of the stock class."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from longspan.config.sections import RunConfig
+from longspan.data.documents import Corpus
+from longspan.errors import LongspanError
+from longspan.model import add_score_head, load_model
+from longspan.run.loggers import read_metrics
+from longspan.testing import run_ranks
+from longspan.train.optim.schedule import Schedule
+from longspan.train.plans.order import make_step_order
+from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, refusals, train_rows
+from tests.run.runs.test_lora_run import write_base
+from tests.train.small import small_config, train_rank
+
+END = 256  # of a text, and padding
+DRAW = np.random.default_rng(0)
+Row = dict[str, Any]
+
+
+def words(count: int) -> str:
+    return "".join(DRAW.choice([*"abcdefgh"], count))
+
+
+PAIRS: list[Row] = [
+    {"prompt": words(5), "chosen": words(4 + 7 * i % 50), "rejected": words(3 + 11 * i % 40), "margin": 0.1 * (i % 3)}
+    for i in range(11)
+]
+LABELS: list[Row] = [{"text": words(2 + 13 * i % 60), "label": i % 3} for i in range(14)]
+NUMBERS: list[Row] = [{"prompt": words(3), "completion": words(2 + 5 * i), "label": i / 7} for i in range(8)]
+KEYS: dict[str, Any] = {"model__dtype": "float64", "train__steps": 3, "train__warmup_steps": 0, "train__lr": 0.02}
+KEYS |= {"train__weight_decay": 0.0, "train__save_every": 2, "train__eval_every": 0, "train__tokens_per_step": 160}
+PLANS: dict[str, Any] = {"context__planner": "dynamic", "context__context_parallel_size": 0}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("scores") / "base")
+
+
+def config_of(folder: Path, base: Path, rows: Sequence[Row], **changes: Any) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = {"data__path": str(folder / "rows.jsonl"), "data__cache": str(folder / "tokens"), "model__path": str(base)}
+    return small_config(folder, **keys | KEYS | changes)
+
+
+def stock(base: Path, labels: int) -> Any:
+    model: Any = add_score_head(load_model(base, dtype="float64"), labels)
+    assert type(model) is transformers.LlamaForSequenceClassification
+    model.config.pad_token_id = END
+    return model
+
+
+def texts_of(rows: Sequence[Row]) -> list[str]:
+    """Of each document: pairs become two, one after the other."""
+    endings = ("chosen", "rejected") if "chosen" in rows[0] else ("text", "completion")
+    return [row.get("prompt", "") + row[key] for row in rows for key in endings if key in row]
+
+
+def dense_scores(model: Any, texts: Sequence[str]) -> Tensor:
+    """Scores (D, L) of texts, by the stock class in one padded batch."""
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
+    ids = [torch.tensor([*tokenizer(text).input_ids, END]) for text in texts]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=END)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(x)) for x in ids], batch_first=True)
+    return model(input_ids=padded, attention_mask=mask, use_cache=False).logits
+
+
+def dense_loss(model: Any, rows: Sequence[Row], coefficient: float) -> tuple[Tensor, float | None]:
+    """The loss of rows, and the share of right pairs or classes."""
+    scores = dense_scores(model, texts_of(rows))
+    if "chosen" in rows[0]:
+        chosen, rejected = scores[::2, 0], scores[1::2, 0]
+        margins = torch.tensor([row.get("margin", 0.0) for row in rows], dtype=torch.float64)
+        loss = -F.logsigmoid(chosen - rejected - margins) + coefficient * (chosen + rejected) ** 2
+        return loss.mean(), (chosen > rejected).double().mean().item()
+    if scores.shape[1] == 1:
+        return F.mse_loss(scores[:, 0], scores.new_tensor([row["label"] for row in rows])), None
+    labels = torch.tensor([row["label"] for row in rows])
+    return F.cross_entropy(scores, labels), (scores.argmax(-1) == labels).double().mean().item()
+
+
+def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[float, float]]:
+    """The losses and gradient norms of a loop in one process over the rows of the run's steps, which it trains on."""
+    order, results = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")), list[tuple[float, float]]()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=config.train.betas, weight_decay=0.0)
+    unit = len(texts_of(rows[:1]))
+    for step in range(config.train.steps):
+        documents = order.documents_of_step(step)
+        assert [d for first in documents[::unit] for d in range(first, first + unit)] == [*documents]
+        optimizer.param_groups[0]["lr"] = Schedule.of(config.train).lr_at(step)
+        of_step = [rows[d // unit] for d in documents[::unit]]
+        loss, _ = dense_loss(model, of_step, config.train.center_rewards_coefficient)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.max_grad_norm)
+        optimizer.step()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> None:
+    """Losses, norms, weights and evaluations are those of the dense loop, to which `model` is given untrained."""
+    wanted = np.array(dense_run(config, rows, model))
+    metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
+    steps = np.array([[row["loss"], row["grad_norm"]] for row in metrics if "loss" in row])
+    assert np.abs(steps / wanted - 1).max() < 1e-9
+    saved = AutoModelForSequenceClassification.from_pretrained(Path(config.run.dir) / "model", dtype="auto")
+    assert saved.dtype == torch.float64 and saved.config.pad_token_id == END
+    weights = model.state_dict()
+    assert max((x - weights[name]).abs().max().item() for name, x in saved.state_dict().items()) < 1e-9
+    unit = len(texts_of(rows[:1]))
+    held_out = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")).evaluation
+    loss, right = dense_loss(
+        model, [rows[d // unit] for d in held_out[::unit]], config.train.center_rewards_coefficient
+    )
+    evaluations = [row for row in metrics if "eval_loss" in row]
+    assert {row["eval_documents"] for row in evaluations} == {len(held_out)}
+    for row in evaluations:
+        assert abs(row["eval_loss"] / loss.item() - 1) < 1e-9 and "eval_perplexity" not in row
+        assert row.get("eval_accuracy") == right
+
+
+def train_all(rank: int, configs: Sequence[RunConfig], ranks: int) -> None:
+    for config in configs:
+        train_rank(rank, config, ranks)
+
+
+def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_path: Path) -> None:
+    """At degree 2, dynamic, and where a pair's documents are in several micro-batches; then one goes on alone."""
+    few = {"context__max_tokens_per_slot": 40, "context__eval_context_parallel_size": 1}
+    few |= {"context__eval_max_tokens_per_slot": 64}
+    pairs = config_of(
+        tmp_path / "pairs", base, PAIRS, model__num_labels=1, train__center_rewards_coefficient=0.1, **few
+    )
+    classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
+    numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, data__eval_documents=2)
+    run_ranks(train_all, 2, [pairs, classes, numbers], 2, timeout=120)
+    check_run(pairs, PAIRS, stock(base, 1))
+    check_run(classes, LABELS, stock(base, 3))
+    check_run(numbers, NUMBERS, stock(base, 1))
+    again = gone_on_from_the_first_checkpoint(pairs, tmp_path / "again")
+    context = replace(again.context, context_parallel_size=1, max_tokens_per_slot=256)
+    train_rows(replace(again, context=context.set_evaluation(max_tokens_per_slot=256)), 1)
+    check_run(again, PAIRS, stock(base, 1))
+
+
+def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_path: Path) -> None:
+    keys = ALONE | {"lora__rank": 4, "model__num_labels": 3, "context__max_tokens_per_slot": 64}
+    config = config_of(tmp_path / "lora", base, LABELS, **keys)
+    (*_, last) = train_rows(config, 1)
+    found = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "eval_loss" in row]
+    fresh = stock(base, 3)
+    model = peft.PeftModel.from_pretrained(stock(base, 3), config.run.dir + "/model", torch_device="cpu").eval()
+    assert not torch.equal(model.base_model.model.score.weight, fresh.score.weight) and np.isfinite(last["loss"])
+    held_out = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")).evaluation
+    loss, right = dense_loss(model.base_model.model, [LABELS[d] for d in held_out], 0.0)
+    assert abs(found[0]["eval_loss"] / loss.item() - 1) < 1e-12 and found[0]["eval_accuracy"] == right
+
+
+def test_what_a_run_of_scores_refuses(base: Path, tmp_path: Path) -> None:
+    """On every rank, before the first step, with numbers."""
+    text, pair = {"text": "abc"}, PAIRS[0]
+    add_score_head(load_model(base), 2).save_pretrained(tmp_path / "two")
+    add_score_head(load_model(base), 2, tokens=True).save_pretrained(tmp_path / "tokens")
+    cases: list[tuple[list[Row], dict[str, Any], str]] = [
+        ([pair], {}, "are pairs .* model.num_labels is 0; set it to 1"),
+        ([pair], {"model__num_labels": 3}, "are pairs .* model.num_labels is 3; set it to 1"),
+        (
+            [pair, {**text, "label": 1}],
+            {"model__num_labels": 1},
+            "line 2 holds text, and rows.jsonl, line 1 holds chosen",
+        ),
+        ([{"chosen": "a"}], {"model__num_labels": 1}, "the other answer of a pair is called rejected"),
+        ([{**pair, "label": 1}], {"model__num_labels": 1}, '"label" stands beside chosen and rejected'),
+        ([{**text, "label": 1}, text], {"model__num_labels": 2}, r"line 2: needs \"label\", as model.num_labels is 2"),
+        ([{**text, "label": 5}], {"model__num_labels": 2}, "label is 5, and model.num_labels is 2: classes are 0 to 1"),
+        ([{**text, "label": "good"}], {"model__num_labels": 2}, 'label is "good"; give a finite number'),
+        ([{**text, "label": [1, 0, 1]}], {"model__num_labels": 2}, "label has 3 numbers"),
+        (
+            [{**text, "label": 1}, {**text, "label": [0, 1]}],
+            {"model__num_labels": 2},
+            "line 1 1 number and .*line 2 2 n",
+        ),
+        (
+            [{**pair, "chosen": words(80)}],
+            {"model__num_labels": 1},
+            "a document has 86 tokens, max_document_tokens is 64",
+        ),
+        (
+            [pair],
+            {"model__num_labels": 1, "model__path": str(tmp_path / "two")},
+            "of 2 scores, and model.num_labels is 1",
+        ),
+        ([pair], {"model__num_labels": 1, "model__path": str(tmp_path / "tokens")}, "whose labels are of tokens"),
+        ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
+    ]
+    configs = [config_of(tmp_path / str(i), base, rows, **keys) for i, (rows, keys, _) in enumerate(cases)]
+    for error, (_, _, message) in zip(refusals(configs), cases, strict=True):
+        assert isinstance(error, LongspanError) and re.search(message, str(error)), error
+    rows = [{**PAIRS[1], "chosen": words(80)}, *PAIRS[2:6], {**PAIRS[6], "rejected": "a" * 90}]
+    skipping = config_of(
+        tmp_path / "skip", base, rows, model__num_labels=1, data__on_bad="skip", train__steps=1, **ALONE
+    )
+    train_rows(skipping, 1)
+    left_out = Corpus(Path(skipping.run.dir) / "corpus").manifest
+    assert (left_out.left_out.bad_rows, left_out.documents, left_out.left_out.cut_texts) == (2, 8, 0)
