@@ -32,9 +32,9 @@ from longspan.comm.all_ranks import LogLine
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
-from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, peft_modules
+from longspan.model.adapters import Adapter, belongs_to_adapter, find_adapter, is_adapted, peft_modules
 from longspan.model.add_depths import add_mtp
-from longspan.model.load import torch_dtype
+from longspan.model.load import find_score_class, torch_dtype
 from longspan.model.lora import CONFIGURATION, WEIGHTS, entries_inside_modules, largest_trained_modules, write_adapter
 from longspan.model.mtp import PREFIX, find_published_naming, mtp_blocks
 from longspan.model.multimodal.multimodal_model import map_stock_names
@@ -101,21 +101,22 @@ def make_saved_adapter(run: RunConfig, configuration: PreTrainedConfig, stored: 
     modules that were trained whole. Raises CheckpointError if the tensors have other names.
     """
     tensors = {name: stored[stored_name] for name, stored_name in map_stock_names(stored).items()}
-    stock = empty_model(configuration, torch.float32, image_text_class_of_architectures(configuration))
+    kind = find_score_class(configuration) or image_text_class_of_architectures(configuration)
+    stock = empty_model(configuration, torch.float32, kind)
     empty = add_configured_depths(run, stock, read=False)
     modules = largest_trained_modules(empty, {name for name in tensors if not belongs_to_adapter(name)})
     model = add_configured_adapter(run, empty).get_base_model()
     adapter = find_adapter(model)
     assert adapter is not None
     layers: dict[str, Any] = {**peft_modules(model)}
-    names = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    names = {name for name, _ in model.named_parameters() if belongs_to_adapter(name)}
     names |= entries_inside_modules(modules, dict(model.named_parameters())).keys()
     if names != tensors.keys():
         raise CheckpointError(
             f"the checkpoint has {len(tensors)} tensors, the adapter of [lora] in {run.run.dir}/config.toml "
             f"{len(names)}; different are {', '.join(sorted(names ^ tensors.keys())[:4])}"
         )
-    scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items()}
+    scalings = {name: layer.scaling[adapter.name] for name, layer in layers.items() if is_adapted(layer)}
     return SavedAdapter(adapter, tensors, scalings, modules)
 
 
@@ -147,9 +148,10 @@ def merge_weight(saved: SavedAdapter, name: str, weight: Tensor, dtype: torch.dt
     s is the adapter's scaling of this weight, A and B are its two matrices. A weight that was trained whole is returned
     as it was trained.
     """
-    if name in saved.tensors:
-        return saved.tensors[name]
     linear, adapter = name.removesuffix(".weight"), saved.adapter.name
+    for trained in (name, f"{linear}.modules_to_save.{adapter}.weight"):
+        if trained in saved.tensors:
+            return saved.tensors[trained]
     if linear not in saved.scalings:
         return weight
     matrix_a, matrix_b = (
@@ -224,7 +226,7 @@ def export_checkpoint(
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
-    empty = empty_model(config, file_dtype, image_text_class_of_architectures(config))
+    empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))
     as_adapter = bool(run.lora.rank) and not merge  # its names are those of the model that it was trained in
     rename = add_run_depths(run, empty, log, published=not as_adapter)
     partial = make_partial_folder(folder)

@@ -41,6 +41,7 @@ def write_card(exported: Exported, run_dir: Path, title: str, log: LogLine) -> N
     origin = "An adapter of " if adapter else "Trained from "
     origin += f"{'' if model.path else 'random weights of '}{base or Path(model.source).name or model.preset_name}"
     loader = "ImageTextToText" if "vision_config" in read_json(run_dir / "config.json") else "CausalLM"
+    loader = "SequenceClassification" if model.num_labels else loader
     rows = [("data", ", ".join(dict.fromkeys([*datasets, *(Path(path).name for path in data)])))]
     rows += _card_figures(run_dir, exported.step, config.train.steps)
     table = "\n".join(f"| {name} | {value} |" for name, value in dict(rows).items())

@@ -54,8 +54,9 @@ def show_rows(config: RunConfig, count: int) -> None:
 
 def _text_with_marked_targets(sample: Sample, engine: Tokenizer, marks: Sequence[str]) -> str:
     targets = np.ones(len(sample.ids), dtype=bool) if sample.labels is None else sample.labels != NO_TARGET
-    targets[:1] = False  # nothing predicts the first token
-    runs = [f"{plural(len(sample.ids), 'token')}, {plural(int(targets.sum()), 'target')}\n"]
+    targets[: len(targets) if sample.stops else 1] = False  # nothing predicts the first token, or what is scored
+    what = f"label or margin {', '.join(f'{x:g}' for x in sample.numbers)}" if sample.numbers else ""
+    runs = [f"{plural(len(sample.ids), 'token')}, {what or plural(int(targets.sum()), 'target')}\n"]
     for is_target, tokens in groupby(_token_texts(sample.ids.tolist(), targets.tolist(), engine), key=itemgetter(0)):
         text = "·".join(text for _, text in tokens)
         runs.append(f"{marks[0]}{text}{marks[1]}" if is_target else text)

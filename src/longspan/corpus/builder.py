@@ -180,11 +180,6 @@ class Recipe:
         return splits or self.longest > 0
 
     @property
-    def scored(self) -> bool:
-        """Whether a model makes scores of the documents, which have a label, or are pairs."""
-        return self.encodings[0].settings.num_labels > 0
-
-    @property
     def encoder(self) -> DocumentEncoder:
         """Tokens have two bytes if the tokenizers' ids fit, and no row has ids of its own; else four."""
         fits_uint16 = all(e.kind != "input_ids" and e.tokenizer.size <= 1 << 16 for e in self.encodings)
@@ -234,7 +229,7 @@ class _Writer:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
             columns["texts"] = "<i4"
-        if recipe.scored:
+        if recipe.encodings[0].settings.num_labels:
             columns["labels"] = "<f8"
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
@@ -283,7 +278,7 @@ class _Writer:
 
     def finish_manifest(self) -> Manifest:
         """Removes `targets.npy` if all tokens are targets, and `texts.npy` if each document is a text."""
-        if not self._has_codes and not self._recipe.scored:
+        if not self._has_codes and "labels" not in self._columns:
             (self._folder / "targets.npy").unlink()
         if self._texts == self._columns["lengths"].count:
             (self._folder / "texts.npy").unlink(missing_ok=True)

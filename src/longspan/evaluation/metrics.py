@@ -42,17 +42,8 @@ class TargetRows(NamedTuple):
     logits: Tensor
 
 
-BUILT_IN = (
-    "loss",
-    "perplexity",
-    "token_accuracy",
-    "bits_per_byte",
-    "accuracy",
-    "tokens",
-    "targets",
-    "documents",
-    "name",
-)
+BUILT_IN = ("loss", "perplexity", "token_accuracy", "accuracy", "bits_per_byte", "name")
+BUILT_IN += ("tokens", "targets", "documents")
 Metric = Callable[[TargetRows], tuple[Any, Any]]
 DocumentMetric = Callable[
     [TargetRows], tuple[Tensor, Tensor]

@@ -103,12 +103,18 @@ def load_model(
 
 def _find_classes(config: PreTrainedConfig, images: bool, /) -> tuple[type[PreTrainedModel] | None, Any]:
     """Return the class with a head that scores, and the one from images and text to text; None: a causal model."""
+    score_class = find_score_class(config)
+    return score_class, choose_image_text_class(config, images) if score_class is None else None
+
+
+def find_score_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class with a head that scores of a configuration whose `architectures` name one; else None."""
     kinds = (kind for name in config.architectures or () for kind in SCORE_HEADS if name.endswith(kind))
     if (kind := next(kinds, None)) is None:
-        return None, choose_image_text_class(config, images)
+        return None
     from longspan.model.score_heads import score_class
 
-    return score_class(config, kind), None
+    return score_class(config, kind)
 
 
 def check_folder_weights(folder: str | Path) -> None:

@@ -184,13 +184,10 @@ def _scores_text(run: TrainingRun) -> str:
         return ""
     from longspan.train.terms.scores import usual_problem
 
-    scores, columns = run.config.model.num_labels, run.corpus.labels.shape[1]
-    coefficient = run.config.train.center_rewards_coefficient
-    problem = getattr(run.model.config, "problem_type", None) or usual_problem(scores, columns)
-    loss = f"{problem.replace('_', ' ')}, a mean over documents"
+    scores, coefficient = run.config.model.num_labels, run.config.train.center_rewards_coefficient
+    loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
     if run.corpus.unit > 1:
-        centred = f" + {coefficient:g} (chosen + rejected)²" * (coefficient > 0)
-        loss = f"-log σ(chosen - rejected - margin){centred}, a mean over pairs"
+        loss = f"-log σ(chosen - rejected - margin) + {coefficient:g} (chosen + rejected)²"
     return f"{plural(scores, 'score')} of the last token that is not {run.corpus.pad} (padding); loss: {loss}"
 
 

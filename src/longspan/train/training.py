@@ -138,15 +138,10 @@ def read_model_configuration(config: RunConfig, vocabulary: int) -> PreTrainedCo
     else:
         configuration = preset_config(config.model.preset_name, vocab_size=vocabulary)
     name = next((name for name in configuration.architectures or () if name.endswith(SCORE_HEADS)), None)
-    if name is not None and name.endswith(SCORE_HEADS[1]):
-        raise ModelError(
-            f"{source} holds a {name}, whose labels are of tokens, and rows of a run have one of a document, or are "
-            "pairs; train it in a loop with run_step (docs/losses.md), or take a …ForSequenceClassification"
-        )
-    if name is not None and labels != configuration.num_labels:
+    if name is not None and (name.endswith(SCORE_HEADS[1]) or labels != configuration.num_labels):
         raise ModelError(
             f"{source} holds a {name} of {plural(configuration.num_labels or 0, 'score')}, and model.num_labels is "
-            f"{labels}; set model.num_labels = {configuration.num_labels}"
+            f"{labels}; give a …{SCORE_HEADS[0]} of as many, as rows of a run have labels of documents, or are pairs"
         )
     if labels and name is None:
         from longspan.model.score_heads import score_class
@@ -197,8 +192,7 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         alpha=lora.alpha,
         dropout=lora.dropout,
         targets=lora.targets,
-        # depths of multi-token prediction, without adapters; or the head that scores
-        whole=(PREFIX,) if config.mtp.train_whole else ("score",) if config.model.num_labels else (),
+        whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
         base=hub_name(Path(folder)) or str(Path(folder).resolve()) if folder else "",  # is saved with the adapter
     )

@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from longspan.cli.export import main as export_main
 from longspan.config.sections import RunConfig
 from longspan.data.documents import Corpus
+from longspan.data.step_order import sample_documents
 from longspan.errors import LongspanError
 from longspan.model import add_score_head, load_model
+from longspan.model.lora import NewAdapter, add_lora
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.optim.schedule import Schedule
@@ -115,8 +118,11 @@ def dense_run(config: RunConfig, rows: Sequence[Row], model: Any) -> list[tuple[
     return results
 
 
-def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> None:
-    """Losses, norms, weights and evaluations are those of the dense loop, to which `model` is given untrained."""
+def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | None:
+    """Losses, norms, weights and evaluations are those of the dense loop, to which `model` is given untrained.
+
+    Returns the share of right pairs or classes.
+    """
     wanted = np.array(dense_run(config, rows, model))
     metrics = read_metrics(Path(config.run.dir) / "metrics.jsonl")
     steps = np.array([[row["loss"], row["grad_norm"]] for row in metrics if "loss" in row])
@@ -130,11 +136,12 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> None:
     loss, right = dense_loss(
         model, [rows[d // unit] for d in held_out[::unit]], config.train.center_rewards_coefficient
     )
-    evaluations = [row for row in metrics if "eval_loss" in row]
+    evaluations = [row for row in metrics if "eval_loss" in row and "eval_name" not in row]
     assert {row["eval_documents"] for row in evaluations} == {len(held_out)}
     for row in evaluations:
         assert abs(row["eval_loss"] / loss.item() - 1) < 1e-9 and "eval_perplexity" not in row
         assert row.get("eval_accuracy") == right
+    return right
 
 
 def train_all(rank: int, configs: Sequence[RunConfig], ranks: int) -> None:
@@ -146,13 +153,27 @@ def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_p
     """At degree 2, dynamic, and where a pair's documents are in several micro-batches; then one goes on alone."""
     few = {"context__max_tokens_per_slot": 40, "context__eval_context_parallel_size": 1}
     few |= {"context__eval_max_tokens_per_slot": 64}
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
+    few["eval"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
     pairs = config_of(
-        tmp_path / "pairs", base, PAIRS, model__num_labels=1, train__center_rewards_coefficient=0.1, **few
+        tmp_path / "pairs",
+        base,
+        PAIRS,
+        model__num_labels=1,
+        data__eval_documents=4,
+        train__center_rewards_coefficient=0.1,
+        **few,
     )
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
     numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, data__eval_documents=2)
     run_ranks(train_all, 2, [pairs, classes, numbers], 2, timeout=120)
-    check_run(pairs, PAIRS, stock(base, 1))
+    right = check_run(pairs, PAIRS, stock(base, 1))
+    assert right is not None and 0 < right < 1
+    other = [row for row in read_metrics(Path(pairs.run.dir) / "metrics.jsonl") if "eval_name" in row]
+    chosen = [PAIRS[i] for i in sample_documents(len(PAIRS), 3, pairs.train.seed)]
+    saved = AutoModelForSequenceClassification.from_pretrained(Path(pairs.run.dir) / "model", dtype="auto")
+    assert abs(other[0]["eval_loss"] / dense_loss(saved, chosen, 0.1)[0].item() - 1) < 1e-9
+    assert other[0]["eval_documents"] == 6
     check_run(classes, LABELS, stock(base, 3))
     check_run(numbers, NUMBERS, stock(base, 1))
     again = gone_on_from_the_first_checkpoint(pairs, tmp_path / "again")
@@ -167,11 +188,17 @@ def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_pa
     (*_, last) = train_rows(config, 1)
     found = [row for row in read_metrics(Path(config.run.dir) / "metrics.jsonl") if "eval_loss" in row]
     fresh = stock(base, 3)
+    whole = add_lora(stock(base, 3), NewAdapter(rank=2)).base_model.model.score.modules_to_save.default
+    assert torch.equal(whole.weight, fresh.score.weight)  # of a model that has its weights already
     model = peft.PeftModel.from_pretrained(stock(base, 3), config.run.dir + "/model", torch_device="cpu").eval()
     assert not torch.equal(model.base_model.model.score.weight, fresh.score.weight) and np.isfinite(last["loss"])
     held_out = make_step_order(config, Corpus(Path(config.run.dir) / "corpus")).evaluation
-    loss, right = dense_loss(model.base_model.model, [LABELS[d] for d in held_out], 0.0)
-    assert abs(found[0]["eval_loss"] / loss.item() - 1) < 1e-12 and found[0]["eval_accuracy"] == right
+    assert export_main([config.run.dir, str(tmp_path / "merged"), "--merge", "--json"]) == 0
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", dtype="auto")
+    for one in (model.base_model.model, merged):
+        loss, right = dense_loss(one, [LABELS[d] for d in held_out], 0.0)
+        assert abs(found[0]["eval_loss"] / loss.item() - 1) < 1e-12 and found[0]["eval_accuracy"] == right
+    assert "AutoModelForSequenceClassification" in (tmp_path / "merged" / "README.md").read_text()
 
 
 def test_what_a_run_of_scores_refuses(base: Path, tmp_path: Path) -> None:
@@ -208,7 +235,11 @@ def test_what_a_run_of_scores_refuses(base: Path, tmp_path: Path) -> None:
             {"model__num_labels": 1, "model__path": str(tmp_path / "two")},
             "of 2 scores, and model.num_labels is 1",
         ),
-        ([pair], {"model__num_labels": 1, "model__path": str(tmp_path / "tokens")}, "whose labels are of tokens"),
+        (
+            [pair],
+            {"model__num_labels": 1, "model__path": str(tmp_path / "tokens")},
+            "ForTokenClassification of 2 scores, and model.num_labels is 1; give a",
+        ),
         ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
     ]
     configs = [config_of(tmp_path / str(i), base, rows, **keys) for i, (rows, keys, _) in enumerate(cases)]

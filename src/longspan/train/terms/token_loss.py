@@ -39,8 +39,9 @@ _PARTS = 8  # of a chunk's rows: copies of logits are of one part at a time
 
 def check_value_names(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of numbers, each once. Raises LossError for an unknown one, and for a text or None as the list."""
-    unique = tuple(dict.fromkeys(names)) if isinstance(names, list | tuple) else (names,)  # refused as it is
-    unknown_names = [name for name in unique if unique == (names,) or name not in DISTRIBUTION_VALUES]
+    is_list = isinstance(names, list | tuple)
+    unique: tuple[Any, ...] = tuple(dict.fromkeys(names)) if is_list else (names,)  # which is refused as it is
+    unknown_names = [name for name in unique if not is_list or name not in DISTRIBUTION_VALUES]
     if unknown_names:
         raise LossError(
             f"also has {short_text(unknown_names[0])}; give a list of some of {', '.join(DISTRIBUTION_VALUES)}"
