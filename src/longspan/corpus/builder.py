@@ -229,7 +229,7 @@ class _Writer:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
             columns["texts"] = "<i4"
-        if recipe.encodings[0].settings.num_labels:
+        if any(encoding.settings.num_labels for encoding in recipe.encodings):
             columns["labels"] = "<f8"
         self._columns = {name: GrowingArray(folder / f"{name}.npy", dtype) for name, dtype in columns.items()}
         self._source_of_file = np.array([file.source for file in recipe.files], dtype=np.int16)
