@@ -306,7 +306,11 @@ def test_the_named_kernel_is_what_every_layer_runs(monkeypatch: pytest.MonkeyPat
 
 WITH_WINDOW = f"MistralForCausalLM attends with heads of 8 with values of 8, window: kernel {MISSING} {SAID}"
 KERNELS = [
-    ("mistral", "fa5", "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, cpu_flash, ref"),
+    (
+        "mistral",
+        "fa5",
+        "kernel 'fa5' is unknown; use one of fa4, cudnn, torch_flash, triton_flash, triton_gathered, cpu_flash, ref",
+    ),
     ("mistral", MISSING, WITH_WINDOW),
     ("deepseek-v3", MISSING, "attends with heads of 12 with values of 6"),
     *([("gemma2", "cpu_flash", "a call without softcap")] if backend() == "gloo" else []),

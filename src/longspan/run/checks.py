@@ -29,7 +29,7 @@ from longspan.train.plans import PlanChoice, home_of
 from longspan.train.plans.run_cost import check_planner_exists
 
 # As in longspan.attention.KERNELS, which brings torch: keys are checked without it.
-ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "cpu_flash", "reference")
+ATTENTION_KERNELS = ("fa4", "cudnn", "torch_flash", "triton_flash", "triton_gathered", "cpu_flash", "reference")
 # By dtype of the parameters: in which dtypes a model may compute.
 _COMPUTE = {"float32": ("float32", "bfloat16"), "bfloat16": ("bfloat16",), "float64": ("float64",)}
 _BITS = {"float64": 53, "float32": 24, "bfloat16": 8}  # of a number's significand
