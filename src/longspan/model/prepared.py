@@ -252,9 +252,10 @@ def prepare_language_model(
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False  # so that a saved folder has both too
     mixers, float8 = len(find_mixers(model)), use_float8(model) if options.float8 else ""
-    latents = latents_text([module for module in model.modules() if is_indexed(module)])
     compute_dtype = placement.dtype_of(model)
     dtypes = model.dtype, compute_dtype, placement.sharding.mixed_precision_policy(model).reduce_dtype or compute_dtype
+    indexed = [module for module in model.modules() if is_indexed(module)]
+    latents = latents_text(indexed, kernel, compute_dtype, world.device) if indexed else ""
     execution = Execution(*dtypes, calls, options.attention_kernel, mixers, float8, latents=latents)
     if placement.recomputation.repeats_exchanges and world.home.slots > 1:
         check_same_kernels(execution, world)

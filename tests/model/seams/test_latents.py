@@ -97,29 +97,27 @@ EXPANDED: dict[Any, str] = {with_adapter: "no plain linear", with_hook: "has hoo
 
 @there
 @pytest.mark.parametrize("change", EXPANDED)
-def test_layers_that_must_be_expanded_are_and_say_so_once(change: Callable[[nn.Linear], nn.Module]) -> None:
-    latents._warn_once.cache_clear()
+def test_layers_that_must_be_expanded_are_and_say_so(change: Callable[[nn.Linear], nn.Module]) -> None:
     model: Any = tiny(FAMILIES[0])
     modules = [layer.self_attn for layer in model.model.layers]
     modules[0].kv_b_proj = change(modules[0].kv_b_proj)
-    assert EXPANDED[change] in latents.reason_to_expand(modules[0])
-    text = latents.latents_text(modules)
+    text = latents.latents_text(modules, None, torch.float32, torch.device("cpu"))
     assert re.fullmatch(
         rf"gathered where a document has .* tokens or more; expanded in 1 of 2 layers: .*{EXPANDED[change]}.*", text
     )
     with World(Layout(ranks=1), backend=backend()) as world, patch.object(latents, "GATHERED_COST", 0.0):
         shard = bind(plan_fixed(LENGTHS, world.home, cp=1).micro_batches[0], world)
         latent = torch.zeros(1, 1, shard.local_rows, modules[0].kv_lora_rank)
-        with pytest.warns(UserWarning, match=f"by a masked kernel.*{EXPANDED[change]}") as said:
-            assert [latents.takes_latents(modules[0], shard, None, latent) for _ in range(2)] == [False, False]
-        assert len(said) == 1 and latents.takes_latents(modules[1], shard, None, latent)
+        with pytest.warns(UserWarning, match=f"for a masked kernel: .*{EXPANDED[change]}"):
+            assert not latents.takes_latents(modules[0], shard, None, latent)
+        assert latents.takes_latents(modules[1], shard, None, latent)
 
 
 @there
 def test_a_length_or_the_name_of_a_kernel_decides() -> None:
     model: Any = tiny(FAMILIES[0])
     module = model.model.layers[0].self_attn
-    least = latents.least_length(module)
+    least = latents.least_length(module, None)
     with World(Layout(ranks=1), backend=backend()) as world:
         for length in (6, 7, least - 1, least):  # 6 keys a row are chosen
             shard = bind(plan_fixed((length, 2), world.home, cp=1).micro_batches[0], world)
@@ -130,4 +128,4 @@ def test_a_length_or_the_name_of_a_kernel_decides() -> None:
             }
             assert taken == {None: length >= least, "triton_flash": False, "triton_gathered": length > 6}
     module.config.index_topk *= 2
-    assert abs(latents.least_length(module) - 2 * least) <= 1
+    assert abs(latents.least_length(module, None) - 2 * least) <= 1

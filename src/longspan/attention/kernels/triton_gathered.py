@@ -5,7 +5,6 @@ attention has them in its absorbed form. Forward and backward cost rows × chose
 float32 atomics, whose order differs from run to run: not for deterministic mode.
 """
 
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -42,11 +41,6 @@ _COLUMNS = 512  # of a choice that a program lists at a time
 _PIECE = 64  # at least so many columns of a value have their gradients summed at once, a quarter of wide ones
 
 
-@cache
-def _gathered_kernels() -> Any:
-    return import_module("longspan.attention.kernels.triton_gathered_kernels")
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor]:
     """Attend from q (Tq, N, H) to latents k (Tk, 1, H − Hv), v (Tk, 1, Hv): out (Tq, N, Hv), lse (Tq, N) float32."""
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -77,7 +71,8 @@ def _launch_on_runs(
     A program has 16 heads at least, as products have.
     """
     assert call.indices is not None and call.softcap is None and call.dropout is None
-    kernels, indices, (places, place_starts, *_) = _gathered_kernels(), call.indices.contiguous(), launch.chosen_keys
+    kernels = import_module("longspan.attention.kernels.triton_gathered_kernels")
+    indices, (places, place_starts, *_) = call.indices.contiguous(), launch.chosen_keys
     q, k, v, *dout = (contiguous_heads(x) for x in tensors)
     heads, columns = q.shape[1], indices.shape[1]
     strides = (*strides_of(q), k.stride(0), v.stride(0), *strides_of(*dout))

@@ -7,7 +7,6 @@ the same scores and outputs, which a kernel gathers by a few hundred bytes a key
 
 import inspect
 import warnings
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,9 +23,18 @@ _EXPANDING = {"kv_b_proj", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def reason_to_expand(module: nn.Module) -> str:
-    """Return why a layer's keys must be expanded by its class and `kv_b_proj` as it is; "" where its weight is all."""
-    expand, linear = inspect.unwrap(getattr(type(module), "expand_kv", len)), getattr(module, "kv_b_proj", None)
+def reason_to_expand(module: Any, kernel: str | None, dtype: torch.dtype, device: torch.device) -> str:
+    """Return why a layer's keys must be expanded; "" where a kernel of this name (None: any) can gather its latents.
+
+    The weight of `kv_b_proj` must be all that expands them, so that it can be folded.
+    """
+    if kernel is not None and "latents" not in find_kernel(kernel).features:
+        return f"attention_kernel {kernel} takes no latents"
+    sizes = module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
+    call = AttendCall(1, 1, *sizes, dtype, device, indexed=True, latents=True)
+    if device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
+        return "no kernel gathers them here (other types than bfloat16 and float16, deterministic mode, wide latents)"
+    expand, linear = inspect.unwrap(type(module).expand_kv), module.kv_b_proj
     if {*getattr(getattr(expand, "__code__", None), "co_names", ())} != _EXPANDING:
         return f"{type(module).__name__}.expand_kv is not known"
     if type(linear) is not nn.Linear or linear.bias is not None:
@@ -36,49 +44,35 @@ def reason_to_expand(module: nn.Module) -> str:
     return "kv_b_proj has hooks" if any(vars(linear)[name] for name in _HOOKS) else ""
 
 
-def least_length(module: Any) -> int:
+def least_length(module: Any, kernel: str | None) -> int:
     """Return from how many tokens of the longest document on a layer's latents are gathered, rather than bits set.
 
     A masked kernel forms the products of half of all keys with heads of `qk_head_dim` and `v_head_dim`, one that
-    gathers those of `index_topk` keys with latents.
+    gathers those of `index_topk` keys with latents. A named kernel that takes nothing else does wherever keys are
+    chosen.
     """
     gathered = module.config.index_topk * (2 * module.kv_lora_rank + module.qk_rope_head_dim)
-    return int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
+    least = int(GATHERED_COST * 2 * gathered / (module.qk_head_dim + module.v_head_dim))
+    least = 0 if kernel is not None and find_kernel(kernel).required else least
+    return max(least, module.config.index_topk + 1)
 
 
 def takes_latents(module: Any, shard: object, kernel: str | None, latents: Tensor) -> bool:
-    """Return whether a layer's call gets latents: the same on all ranks, as lengths and settings decide it.
-
-    A kernel of this name (None: any) must take them; one that takes nothing else decides for them at every length.
-    """
+    """Return whether a layer's call gets latents: the same on all ranks, as lengths and settings decide it."""
     if type(shard) is not SequenceShard:  # trials, whose rows see themselves alone
         return False
-    longest = max(shard.micro_batch.lengths, default=0)
-    if longest <= module.config.index_topk:  # rows see every key
+    if max(shard.micro_batch.lengths, default=0) < least_length(module, kernel):
         return False
-    named = None if kernel is None else find_kernel(kernel)
-    if named is not None and "latents" not in named.features:
-        return False
-    if longest < least_length(module) and not (named is not None and named.required):
-        return False
-    sizes = module.kv_lora_rank + module.qk_rope_head_dim, module.kv_lora_rank
-    call = AttendCall(1, 1, *sizes, latents.dtype, latents.device, indexed=True, latents=True)
-    if call.device.type == "cuda" and choose_kernel(call, kernel).name == "reference":
-        return False
-    if reason := reason_to_expand(module):
-        _warn_once(f"{longest:,} tokens are attended to by a masked kernel, and not by one that gathers: {reason}")
+    reason = reason_to_expand(module, kernel, latents.dtype, latents.device)
+    if reason and (kernel is None or find_kernel(kernel).required):  # another kernel was named to expand them
+        warnings.warn(f"latents of long documents are expanded for a masked kernel: {reason}", stacklevel=2)
     return not reason
 
 
-@cache
-def _warn_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
-
-
-def latents_text(modules: list[nn.Module]) -> str:
+def latents_text(modules: list[Any], kernel: str | None, dtype: torch.dtype, device: torch.device) -> str:
     """Say in words from where on the latents of these layers are gathered, and which layers expand them always."""
-    reasons = [reason_to_expand(module) for module in modules]
-    lengths = {least_length(module) for module, reason in zip(modules, reasons, strict=True) if not reason}
+    reasons = [reason_to_expand(module, kernel, dtype, device) for module in modules]
+    lengths = {least_length(x, kernel) for x, reason in zip(modules, reasons, strict=True) if not reason}
     words = [f"gathered where a document has {min(lengths):,} tokens or more"] if lengths else []
     counts = {reason: reasons.count(reason) for reason in reasons if reason}
     return "; ".join(words + [f"expanded in {count} of {len(reasons)} layers: {x}" for x, count in counts.items()])
