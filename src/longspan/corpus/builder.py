@@ -25,17 +25,9 @@ from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
 from longspan.corpus.files import CorpusFile, LogLine
 from longspan.corpus.row_files import row_file
+from longspan.corpus.rows.sample import PAIRS
 from longspan.data.images import ImageWriter
-from longspan.data.manifest import (
-    PAIRS,
-    SHORTEST,
-    GrowingArray,
-    GrowingCodes,
-    LeftOut,
-    Manifest,
-    SourceFile,
-    SourceFiles,
-)
+from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
 from longspan.errors import DataError, plural
 from longspan.files import name_file_in_errors
 from longspan.host import usable_cores

@@ -70,6 +70,7 @@ class Corpus:
         labels, columns = folder / "labels.npy", self.manifest.labels
         self.labels: npt.NDArray[Any] | None = map_array(labels).reshape(-1, columns) if columns else None
         self.unit = 2 if PAIRS in self.manifest.kinds else 1
+        self.lengths.reshape(-1, self.unit)  # raises ValueError for half of a pair
         zero = np.broadcast_to(np.int16(0), len(self.lengths))  # takes no memory
         self.source_of: npt.NDArray[Any] = zero if source_of is None else source_of
         self.images: ImageTable | None = ImageTable.open_in_folder(folder)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -242,6 +243,12 @@ def test_what_a_run_of_scores_refuses(base: Path, tmp_path: Path) -> None:
         ),
         ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
     ]
+    shutil.copytree(base, tmp_path / "endless")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (file := tmp_path / "endless" / name).is_file():
+            file.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    endless = {"model__num_labels": 1, "model__path": str(tmp_path / "endless")}
+    cases.append(([pair] * 2, endless, "no pad_token_id and its tokenizer neither pad_token nor eos_token"))
     configs = [config_of(tmp_path / str(i), base, rows, **keys) for i, (rows, keys, _) in enumerate(cases)]
     for error, (_, _, message) in zip(refusals(configs), cases, strict=True):
         assert isinstance(error, LongspanError) and re.search(message, str(error)), error

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -187,6 +188,8 @@ class RowEncoding:
         deciding_values = [self.kind, tokenizer, [*self.settings.deciding_values.values()], template]
         if self.images is not None:
             deciding_values.append(self.images.digest)
+        if self.settings.num_labels:
+            deciding_values.append(self.tokenizer.pad)  # which the manifest has
         return hashlib.sha256(json.dumps(deciding_values).encode()).hexdigest()
 
     @cached_property
@@ -250,16 +253,15 @@ class RowEncoding:
 
     def _encode_scored(self, values: Mapping[str, Any]) -> Sample:
         """Encode the document of a row with its label, or both of a pair, end to end, with its margin."""
-        numbers, completions = (0.0,), ("chosen", "rejected")
-        if self.kind != PAIRS:
-            numbers, completions = read_label(values, self.settings.num_labels), ("completion",)
-        elif values.get("margin") is not None:
-            numbers = read_label(values, 1, "margin")
-        documents = [self._encode_whole(values, completion) for completion in completions]
-        stops = np.cumsum([len(ids) for ids in documents])
-        return Sample(np.concatenate(documents), numbers=numbers, stops=tuple(stops.tolist()))
+        if self.kind == PAIRS:
+            numbers = (0.0,) if values.get("margin") is None else read_label(values, 1, "margin")
+            documents = [self._encode_whole(values, completion) for completion in KEYS[PAIRS]]
+        else:
+            numbers, documents = read_label(values, self.settings.num_labels), [self._encode_whole(values)]
+        stops = accumulate(map(len, documents))
+        return Sample(np.concatenate(documents), numbers=numbers, stops=tuple(stops))
 
-    def _encode_whole(self, values: Mapping[str, Any], completion: str) -> npt.NDArray[np.int64]:
+    def _encode_whole(self, values: Mapping[str, Any], completion: str = "completion") -> npt.NDArray[np.int64]:
         """Encode all that a row says, up to an answer, as one text or conversation; without a target."""
         if self.kind == "input_ids":
             return take_token_ids(values, self.tokenizer.size).ids

@@ -297,10 +297,7 @@ def check_objects(values: Mapping[str, Any]) -> None:
 
 
 def check_keys(values: Mapping[str, Any], kind: Kind, *, scored: bool = False) -> None:
-    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here.
-
-    A row that is `scored` may have a label.
-    """
+    """Raise RowError for a row of several kinds, and for a key that has an effect elsewhere and none here."""
     if len(kinds := _kinds_in(values)) > 1:
         raise RowError(_several_kinds(kinds))
     read_keys = ("attention_mask", *(() if scored else ("labels", *MASKS))) if kind == "input_ids" else KEYS[kind]
