@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,11 @@ from longspan.errors import LongspanError
 from longspan.model import add_score_head, load_model
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.run.loggers import read_metrics
-from longspan.testing import run_ranks
 from longspan.train.optim.schedule import Schedule
 from longspan.train.plans.order import make_step_order
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, refusals, train_rows
 from tests.run.runs.test_lora_run import write_base
-from tests.train.small import small_config, train_rank
+from tests.train.small import small_config
 
 END = 256  # of a text, and padding
 DRAW = np.random.default_rng(0)
@@ -145,29 +144,50 @@ def check_run(config: RunConfig, rows: Sequence[Row], model: Any) -> float | Non
     return right
 
 
-def train_all(rank: int, configs: Sequence[RunConfig], ranks: int) -> None:
-    for config in configs:
-        train_rank(rank, config, ranks)
+def refused_runs(base: Path, folder: Path) -> Iterator[tuple[RunConfig, str]]:
+    """Runs that do not begin, with why, in numbers."""
+    text, pair, one, two = {"text": "abc"}, PAIRS[0], {"model__num_labels": 1}, {"model__num_labels": 2}
+    add_score_head(load_model(base), 2).save_pretrained(folder / "two")
+    add_score_head(load_model(base), 2, tokens=True).save_pretrained(folder / "tokens")
+    shutil.copytree(base, folder / "endless")
+    (folder / "endless/tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    of_folder = {name: one | {"model__path": str(folder / name)} for name in ("two", "tokens", "endless")}
+    cases: list[tuple[list[Row], dict[str, Any], str]] = [
+        ([pair], {}, "are pairs .* model.num_labels is 0; set it to 1"),
+        ([pair], {"model__num_labels": 3}, "are pairs .* model.num_labels is 3; set it to 1"),
+        ([pair, {**text, "label": 1}], one, "line 2 holds text, and rows.jsonl, line 1 holds chosen and rejected"),
+        ([{"chosen": "a"}], one, "the other answer of a pair is called rejected"),
+        ([{**pair, "label": 1}], one, '"label" stands beside chosen and rejected'),
+        ([{**text, "label": 1}, text], two, r'line 2: needs "label", as model.num_labels is 2'),
+        ([{**text, "label": 5}], two, "label is 5, and model.num_labels is 2: classes are 0 to 1"),
+        ([{**text, "label": "good"}], two, 'label is "good"; give a finite number'),
+        ([{**text, "label": [1, 0, 1]}], two, "label has 3 numbers"),
+        ([{**text, "label": 1}, {**text, "label": [0, 1]}], two, "line 1 1 number and .*line 2 2 numbers"),
+        ([{**pair, "chosen": words(80)}], one, "a document has 86 tokens, max_document_tokens is 64"),
+        ([pair], of_folder["two"], "of 2 scores, and model.num_labels is 1"),
+        ([pair], of_folder["tokens"], "ForTokenClassification of 2 scores, and model.num_labels is 1; give a"),
+        ([pair] * 2, of_folder["endless"], "no pad_token_id and its tokenizer neither pad_token nor eos_token"),
+        ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
+    ]
+    for i, (rows, keys, message) in enumerate(cases):
+        yield config_of(folder / str(i), base, rows, **keys), message
 
 
 def test_runs_of_pairs_and_labels_are_those_of_the_stock_class(base: Path, tmp_path: Path) -> None:
-    """At degree 2, dynamic, and where a pair's documents are in several micro-batches; then one goes on alone."""
+    """At degree 2, dynamic, and where a pair's documents are in several micro-batches; then one goes on alone. In the
+    same start are those that every rank refuses before its first step."""
     few = {"context__max_tokens_per_slot": 40, "context__eval_context_parallel_size": 1}
-    few |= {"context__eval_max_tokens_per_slot": 64}
+    few |= {"context__eval_max_tokens_per_slot": 64, "data__eval_documents": 4, "model__num_labels": 1}
     (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, PAIRS)))
     few["eval"] = [{"name": "other", "path": str(tmp_path / "other.jsonl"), "documents": 3}]
-    pairs = config_of(
-        tmp_path / "pairs",
-        base,
-        PAIRS,
-        model__num_labels=1,
-        data__eval_documents=4,
-        train__center_rewards_coefficient=0.1,
-        **few,
-    )
+    pairs = config_of(tmp_path / "pairs", base, PAIRS, train__center_rewards_coefficient=0.1, **few)
     classes = config_of(tmp_path / "classes", base, LABELS, model__num_labels=3, **PLANS)
     numbers = config_of(tmp_path / "numbers", base, NUMBERS, model__num_labels=1, data__eval_documents=2)
-    run_ranks(train_all, 2, [pairs, classes, numbers], 2, timeout=120)
+    refused = [*refused_runs(base, tmp_path)]
+    errors = refusals([pairs, classes, numbers, *(config for config, _ in refused)])
+    assert errors[:3] == [None] * 3
+    for error, (_, message) in zip(errors[3:], refused, strict=True):
+        assert isinstance(error, LongspanError) and re.search(message, str(error)), error
     right = check_run(pairs, PAIRS, stock(base, 1))
     assert right is not None and 0 < right < 1
     other = [row for row in read_metrics(Path(pairs.run.dir) / "metrics.jsonl") if "eval_name" in row]
@@ -202,60 +222,10 @@ def test_an_adapter_trains_the_head_and_stock_peft_reads_both(base: Path, tmp_pa
     assert "AutoModelForSequenceClassification" in (tmp_path / "merged" / "README.md").read_text()
 
 
-def test_what_a_run_of_scores_refuses(base: Path, tmp_path: Path) -> None:
-    """On every rank, before the first step, with numbers."""
-    text, pair = {"text": "abc"}, PAIRS[0]
-    add_score_head(load_model(base), 2).save_pretrained(tmp_path / "two")
-    add_score_head(load_model(base), 2, tokens=True).save_pretrained(tmp_path / "tokens")
-    cases: list[tuple[list[Row], dict[str, Any], str]] = [
-        ([pair], {}, "are pairs .* model.num_labels is 0; set it to 1"),
-        ([pair], {"model__num_labels": 3}, "are pairs .* model.num_labels is 3; set it to 1"),
-        (
-            [pair, {**text, "label": 1}],
-            {"model__num_labels": 1},
-            "line 2 holds text, and rows.jsonl, line 1 holds chosen",
-        ),
-        ([{"chosen": "a"}], {"model__num_labels": 1}, "the other answer of a pair is called rejected"),
-        ([{**pair, "label": 1}], {"model__num_labels": 1}, '"label" stands beside chosen and rejected'),
-        ([{**text, "label": 1}, text], {"model__num_labels": 2}, r"line 2: needs \"label\", as model.num_labels is 2"),
-        ([{**text, "label": 5}], {"model__num_labels": 2}, "label is 5, and model.num_labels is 2: classes are 0 to 1"),
-        ([{**text, "label": "good"}], {"model__num_labels": 2}, 'label is "good"; give a finite number'),
-        ([{**text, "label": [1, 0, 1]}], {"model__num_labels": 2}, "label has 3 numbers"),
-        (
-            [{**text, "label": 1}, {**text, "label": [0, 1]}],
-            {"model__num_labels": 2},
-            "line 1 1 number and .*line 2 2 n",
-        ),
-        (
-            [{**pair, "chosen": words(80)}],
-            {"model__num_labels": 1},
-            "a document has 86 tokens, max_document_tokens is 64",
-        ),
-        (
-            [pair],
-            {"model__num_labels": 1, "model__path": str(tmp_path / "two")},
-            "of 2 scores, and model.num_labels is 1",
-        ),
-        (
-            [pair],
-            {"model__num_labels": 1, "model__path": str(tmp_path / "tokens")},
-            "ForTokenClassification of 2 scores, and model.num_labels is 1; give a",
-        ),
-        ([pair], {"train__center_rewards_coefficient": 0.1}, "center_rewards_coefficient .* model.num_labels 1"),
-    ]
-    shutil.copytree(base, tmp_path / "endless")
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        if (file := tmp_path / "endless" / name).is_file():
-            file.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    endless = {"model__num_labels": 1, "model__path": str(tmp_path / "endless")}
-    cases.append(([pair] * 2, endless, "no pad_token_id and its tokenizer neither pad_token nor eos_token"))
-    configs = [config_of(tmp_path / str(i), base, rows, **keys) for i, (rows, keys, _) in enumerate(cases)]
-    for error, (_, _, message) in zip(refusals(configs), cases, strict=True):
-        assert isinstance(error, LongspanError) and re.search(message, str(error)), error
+def test_a_pair_with_a_long_document_is_left_out_whole(base: Path, tmp_path: Path) -> None:
     rows = [{**PAIRS[1], "chosen": words(80)}, *PAIRS[2:6], {**PAIRS[6], "rejected": "a" * 90}]
-    skipping = config_of(
-        tmp_path / "skip", base, rows, model__num_labels=1, data__on_bad="skip", train__steps=1, **ALONE
-    )
+    keys = ALONE | {"model__num_labels": 1, "data__on_bad": "skip", "train__steps": 1}
+    skipping = config_of(tmp_path / "skip", base, rows, **keys)
     train_rows(skipping, 1)
-    left_out = Corpus(Path(skipping.run.dir) / "corpus").manifest
-    assert (left_out.left_out.bad_rows, left_out.documents, left_out.left_out.cut_texts) == (2, 8, 0)
+    manifest = Corpus(Path(skipping.run.dir) / "corpus").manifest
+    assert (manifest.left_out.bad_rows, manifest.documents, manifest.left_out.cut_texts) == (2, 8, 0)
