@@ -155,6 +155,7 @@ EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
+_GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)
 FORWARD_OF_ATTENTION = 2 / 7  # products of a causal pair: 2 forward, 5 backward
 
 # What forward takes of both passes: 2 of 6 FLOPs for each weight; of three turns of keys and values one, in one of two
@@ -459,19 +460,20 @@ def constants_of_shape(
     bytes_per_value: int,
 ) -> dict[str, Any]:
     """Return the fields of a `Cost` that follow from a model's shape at these rates. A row takes 6 FLOPs for each
-    weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2 pairs in each layer, of 2 FLOPs
-    for each number of its queries. A window or chunk makes that a time for each row, which sees half a chunk in the
-    mean. A ring sends keys and values forward and backward, and their gradients; an exchange has queries, outputs, keys
-    and values in both passes.
+    weight, and a causal document of L rows 7 products (2 forward, 5 backward) of L² / 2 pairs in each layer, of 2
+    FLOPs for each number of its queries. A window, chosen keys or a chunk make that a time for each row, which sees
+    half a chunk in the mean; the choice itself is one product of all pairs. A ring sends keys and values forward and
+    backward, and their gradients; an exchange has queries, outputs, keys and values in both passes.
     """
-    full = shape.layers - shape.window_layers - shape.chunk_layers
-    limited_flops = shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk
-    limited_seconds = limited_flops * shape.query_width / (attention_tflops * 1e12)
+    full = shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers
+    limited_flops = (shape.window_layers * 14 * shape.window + shape.chunk_layers * 7 * shape.chunk) * shape.query_width
+    limited_flops += _GATHERED * shape.indexed_layers * 14 * shape.chosen * shape.chosen_width
+    limited_seconds = limited_flops / (attention_tflops * 1e12)
     scan_seconds = states.scan_seconds if states else 0.0
     return {
         "linear_seconds": 6 * shape.weights / (tflops * 1e12) + limited_seconds + scan_seconds,
         "real_row_seconds": 6 * shape.expert_weights / (tflops * 1e12),
-        "attention_seconds": full * 7 * shape.query_width / (attention_tflops * 1e12),
+        "attention_seconds": (full * 7 * shape.query_width + _GATHERED * shape.index_width) / (attention_tflops * 1e12),
         "ring_bytes": float(shape.layers * 3 * 2 * shape.key_width * bytes_per_value),
         "exchange_bytes": float(shape.layers * 2 * 2 * (shape.query_width + shape.key_width) * bytes_per_value),
         "ring_step_seconds": shape.layers * 2 * step_latency,

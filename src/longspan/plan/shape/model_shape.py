@@ -1,7 +1,8 @@
 """The work of a model per token, from its configuration, and the model FLOPs of a step: the two sides of MFU.
 
 FLOPs are counted as in PaLM (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, appendix B), but attention as it
-is masked, and a state-space layer by its recurrence. Mamba 1 and latent attention (but Kimi's) are not priced.
+is masked, and a state-space layer by its recurrence. Of latent attention Kimi's and that to chosen keys are priced,
+Mamba 1 is not.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 from longspan.errors import PlanError
 from longspan.plan.shape.layers import (
     ATTENTION,
+    INDEXED,
     MIXING,
     ConfigReader,
     LayerKind,
@@ -56,11 +58,13 @@ class ModelShape:
     input embedding); `recomputed_weights` of them do so again if layers are recomputed (no output projection, and no
     last product of an MLP); `query_width` and `key_width` are `heads` and `kv_heads` x head size; `layers` attend to
     all earlier rows, `window_layers` of them only to the last `window`, and `chunk_layers` to those of their own
-    `chunk` positions; `mixer_layers` have the state-space layer `mixer`. The model has `decoder_layers` in all (0: as
-    many as attend), `dense_layers` of them with an MLP without experts. `expert_weights` of `weights` are of experts.
-    `stored_weights` are all that memory holds, `stored_experts` of them of experts. `expert_layers` have experts, to
-    which they send `routed_numbers` for a row: its width for each expert that it visits, in all layers together. Rows
-    are `hidden` wide; a row has `logits` of the model and of all depths together.
+    `chunk` positions; `indexed_layers` attend to `chosen` earlier rows by latents, with queries `chosen_width` wide,
+    and choose them by index queries of `index_width` in all layers; `mixer_layers` have the state-space layer `mixer`.
+    The model has `decoder_layers` in all (0: as many as attend), `dense_layers` of them with an MLP without experts.
+    `expert_weights` of `weights` are of experts. `stored_weights` are all that memory holds, `stored_experts` of them
+    of experts. `expert_layers` have experts, to which they send `routed_numbers` for a row: its width for each expert
+    that it visits, in all layers together. Rows are `hidden` wide; a row has `logits` of the model and of all depths
+    together.
     """
 
     layers: int
@@ -72,6 +76,10 @@ class ModelShape:
     window: int = 0
     chunk_layers: int = 0
     chunk: int = 0
+    indexed_layers: int = 0
+    chosen: int = 0
+    chosen_width: int = 0
+    index_width: int = 0
     mixer_layers: int = 0
     mixer: MixerShape | None = None
     decoder_layers: int = 0
@@ -106,6 +114,9 @@ class ModelShape:
         layers = [weights_of_kinds[kind] for kind in kinds]
         attention = [kind.attention for kind in kinds if kind.attention]
         widths = attention_widths(read) if attention else (0, 0)
+        indexed = sum(kind in INDEXED for kind in attention)
+        latent = (2 * read.count("kv_lora_rank") + read.count("qk_rope_head_dim")) // 2  # keys and values, the mean
+        choosing = sum(kind != "shared" for kind in read.value("indexer_types") or [""] * indexed)
         vocabulary = read.count("vocab_size")
         outside = hidden * vocabulary * (1 + depths) + 2 * hidden * hidden * depths
         expert_layers = sum(kind.feeds == "experts" for kind in kinds)
@@ -114,17 +125,21 @@ class ModelShape:
             layers=len(attention),
             weights=sum(layer.all for layer in layers) + outside,
             query_width=widths[0],
-            key_width=widths[1],
+            key_width=latent if indexed else widths[1],
             recomputed_weights=sum(layer.all - layer.last for layer in layers),
             window_layers=attention.count("sliding_attention") if window else 0,
             window=window,
             chunk_layers=attention.count("chunked_attention") if chunk else 0,
             chunk=chunk,
+            indexed_layers=indexed,
+            chosen=read.count("index_topk") if indexed else 0,
+            chosen_width=read.count("num_attention_heads") * latent if indexed else 0,
+            index_width=choosing * read.count("index_n_heads") * read.count("index_head_dim") if indexed else 0,
             mixer_layers=sum(kind.mixes for kind in kinds),
             mixer=mixer if any(kind.mixes for kind in kinds) else None,
             decoder_layers=len(kinds),
             heads=max(1, read.count("num_attention_heads")),
-            kv_heads=key_value_heads(read),
+            kv_heads=1 if indexed else key_value_heads(read),
             dense_layers=sum(kind.feeds == "dense" for kind in kinds),
             expert_weights=sum(layer.of_experts for layer in layers),
             stored_weights=sum(layer.all + layer.unvisited for layer in layers) + stored,
@@ -148,15 +163,16 @@ def _layer_weights(read: ConfigReader, kind: LayerKind, mixer: MixerShape | None
 def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
     """Raises PlanError for layers that cannot be priced. Counts of attention and of MLPs are needed if some
     layer has such a part, or if the configuration names no layers. Latent attention is priced only in a model with a
-    mixer, as Kimi's are, and with the size of a value head.
+    mixer, as Kimi's are, and with the size of a value head, or where all rows choose their keys.
     """
     types, kinds = layer_types(read), layer_kinds(read)
+    is_indexed = bool(types) and {*types} <= {*INDEXED} and bool(read.count("index_topk"))
     unpriced: list[str] = []
-    if has_latent_attention(read) and not (mixer and read.count("v_head_dim")):
+    if has_latent_attention(read) and not is_indexed and not (mixer and read.count("v_head_dim")):
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
         unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1")
-    priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())}
+    priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())} - {*(() if is_indexed else INDEXED)}
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:
         advice = "leave --model out: the prices are then a Qwen3-8B's"
@@ -240,8 +256,9 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     587040
 
     Attention has two products, of queries and keys and of weights and values. Each takes 2 FLOPs for each visible pair
-    and number of the query width, and backward twice that: 12 x query width x pairs. A state-space layer takes 3 times
-    its `MixerShape.scan_flops` for each row. Rows of an image that see its later ones are not counted: less than 1 %.
+    and number of the query width, and backward twice that: 12 x query width x pairs. Where rows choose their keys the
+    chosen pairs count so, and of all pairs a product without gradients. A state-space layer takes 3 times its
+    `MixerShape.scan_flops` for each row. Rows of an image that see its later ones are not counted: less than 1 %.
     """
     pairs = sum(_window_pairs(length, length) for length in lengths)
     in_windows = sum(_window_pairs(length, shape.window) for length in lengths) if shape.window_layers else 0
@@ -249,11 +266,12 @@ def model_flops(shape: ModelShape, lengths: Sequence[int], *, frozen: bool = Fal
     for length in lengths if shape.chunk_layers else ():
         chunks, last_rows = divmod(length, shape.chunk)
         in_chunks += chunks * _window_pairs(shape.chunk, shape.chunk) + _window_pairs(last_rows, last_rows)
-    pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers) * pairs
-    pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks
+    chosen = sum(_window_pairs(length, shape.chosen) for length in lengths) if shape.indexed_layers else 0
+    pairs_of_layers = (shape.layers - shape.window_layers - shape.chunk_layers - shape.indexed_layers) * pairs
+    pairs_of_layers += shape.window_layers * in_windows + shape.chunk_layers * in_chunks + shape.indexed_layers * chosen
     scans = 3 * shape.mixer_layers * shape.mixer.scan_flops if shape.mixer else 0
     row_flops = (4 if frozen else 6) * shape.weights + scans
-    return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers
+    return row_flops * sum(lengths) + 12 * shape.query_width * pairs_of_layers + 2 * shape.index_width * pairs
 
 
 def _window_pairs(length: int, window: int) -> int:
