@@ -1,5 +1,6 @@
 """longspan's engine under verl's own TrainingWorker equals one dense float64 model; run by make test-verl."""
 
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,44 @@ def test_updates_of_an_actor_are_those_of_a_dense_model(plan: str, tmp_path: Pat
     for name, found in errors.items():
         assert found.pop("loss") < FLOAT32, (name, found)
         assert max(found.values()) < EXACT, (name, found)
+
+
+def image_errors(rank: int, folder: Path) -> dict[str, float]:
+    from transformers import AutoModelForImageTextToText
+
+    from tests.verl import workers as w
+
+    vision = {"hidden_size": 16, "depth": 2, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+    changes = {
+        "text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+    }
+    changes |= {"vision_config": vision | {"patch_size": 2}, "image_token_id": w.IMAGE, "video_token_id": 61}
+    path = w.write_model(folder, "qwen2_5_vl", **changes)
+    worker = w.make_worker(path)
+    worker.set_loss_fn(loss_fn := w.actor_loss())
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype="float64")
+    model_before = deepcopy(model)
+    _, norm, output = w.dense_update(model, w.make_batch(images=True), loss_fn, w.adamw(model))
+    answer = worker.infer_batch(w.make_batch(images=True, compute_loss=False))
+    texts = worker.infer_batch(w.make_batch(compute_loss=False))  # of the same model, without an image
+    dense_texts = w.dense_output(model_before, w.make_batch())["log_probs"]
+    found = w.metrics_of(worker.train_batch(w.make_batch(images=True)))
+    weights = w.engine_weights(worker)
+    worker.engine.world.close()
+    if rank:
+        return {}
+    return {
+        "log_probs": w.answer_difference(answer["log_probs"], output["log_probs"]),
+        "texts": w.answer_difference(texts["log_probs"], dense_texts),
+        "norm": abs(found["grad_norm"] - norm) / norm,
+        "weights": w.largest_difference(weights, {name: model.state_dict()[name] for name in weights}),
+        "without": float(len(model.state_dict()) - len(weights)),
+    }
+
+
+def test_an_update_with_images_is_that_of_a_dense_model(tmp_path: Path) -> None:
+    errors = run_ranks(image_errors, 2, tmp_path / "model", timeout=200)[0]
+    assert len(errors) == 5 and max(errors.values()) < 1e-11, errors
 
 
 def critic_errors(rank: int, folder: Path) -> dict[str, float]:

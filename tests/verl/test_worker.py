@@ -266,6 +266,10 @@ def refusals(rank: int, folder: Path) -> list[str]:
     refused(lambda: worker.infer_batch(hot))
     for entries in ({"distillation_use_topk": True}, {"use_dynamic_bsz": False}):
         refused(lambda entries=entries: worker.infer_batch(w.make_batch(compute_loss=False, **entries)))
+    for images in (w.make_images(), [{"pixel_values_videos": torch.zeros(8, 24)}, *[None] * 5]):
+        batch = w.make_batch(compute_loss=False)
+        batch["multi_modal_inputs"] = w.tu.get_tensordict({"x": images})["x"]
+        refused(lambda batch=batch: worker.infer_batch(batch))
     refused(worker.engine.get_per_tensor_param_shard)
     refused(lambda: worker.save_checkpoint(str(folder), hdfs_path="hdfs://there"))
     refused(lambda: w.make_worker(path, model={"use_liger": True}))
@@ -277,7 +281,7 @@ def refusals(rank: int, folder: Path) -> list[str]:
 
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
     words = (
-        "temperatures from 0.5 to 1", "distillation", "use_dynamic_bsz", "delta_sharded", "hdfs_path",
+        "temperatures from 0.5 to 1", "distillation", "use_dynamic_bsz", "2 of 6 samples", "pixel_values_videos", "delta_sharded", "hdfs_path",
         "model.use_liger", "router_replay", "context_parallel_size",
     )  # fmt: skip
     for texts in run_ranks(refusals, 2, tmp_path, timeout=200):

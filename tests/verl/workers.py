@@ -14,12 +14,12 @@ os.environ["VERL_ENGINE_DEVICE"] = "cpu"
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForTokenClassification
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 LENGTHS = [(40, 150), (7, 30), (20, 64), (3, 11), (33, 90), (5, 9)]  # of prompts and answers
-VOCABULARY, TEMPERATURE, CAP = 64, 0.7, 160
+VOCABULARY, TEMPERATURE, CAP, IMAGE = 64, 0.7, 160, 60
 
 
 class PlatformCPU(PlatformCUDA):
@@ -87,6 +87,11 @@ def write_model(folder: Path, kind: str = "qwen3", *, head: bool = False, **chan
         if head:
             config.num_labels, config.classifier_dropout = 1, 0.0
         automatic: Any = AutoModelForTokenClassification if head else AutoModelForCausalLM
+        if "vision_config" in changes:
+            config = AutoConfig.for_model(
+                kind, **ids | changes | {"text_config": sizes | heads | changes["text_config"]}
+            )
+            automatic = AutoModelForImageTextToText
         automatic.from_config(config).double().save_pretrained(folder)
     dist.barrier()
     return str(folder)
@@ -125,10 +130,24 @@ def nest(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def make_batch(**entries: Any) -> Any:
-    """A batch as verl's trainers send it; `entries` are no tensors."""
+def make_images() -> list[dict[str, Tensor] | None]:
+    """Of each sample: two images in the first, of 24 and 16 patches, and one in the fifth."""
+    g, grids = torch.Generator().manual_seed(2), {0: [[1, 4, 6], [1, 4, 4]], 4: [[1, 6, 4]]}
+    patches = {i: sum(t * h * w for t, h, w in sample) for i, sample in grids.items()}
+    return [
+        {"pixel_values": torch.randn(patches[i], 24, generator=g), "image_grid_thw": torch.tensor(grids[i])}
+        if i in grids
+        else None
+        for i in range(len(LENGTHS))
+    ]
+
+
+def make_batch(*, images: bool = False, **entries: Any) -> Any:
+    """A batch as verl's trainers send it; `entries` are no tensors. A prompt has a row for four patches of an image."""
     g = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, VOCABULARY, (p + r,), generator=g) for p, r in LENGTHS]
+    ids = [torch.randint(3, IMAGE, (p + r,), generator=g) for p, r in LENGTHS]
+    if images:
+        ids[0][2:8] = ids[0][12:16] = ids[4][5:11] = IMAGE
 
     def draw(spread: float, middle: float) -> Tensor:
         rows = [torch.randn(r, generator=g, dtype=torch.float64) for _, r in LENGTHS]
@@ -137,7 +156,7 @@ def make_batch(**entries: Any) -> Any:
     mask = [torch.ones(r, dtype=torch.long) for _, r in LENGTHS]
     mask[0][30:50] = 0  # an answer of a tool
     advantages = zip(LENGTHS, (1.0, -0.5, 0.3, -0.8, 0.7, -1.0), strict=True)
-    tensors = {
+    tensors: dict[str, Any] = {
         "input_ids": nest(ids),
         "position_ids": nest([torch.arange(len(i)) for i in ids]),
         "prompts": nest([i[:p] for i, (p, _) in zip(ids, LENGTHS, strict=True)]),
@@ -150,6 +169,8 @@ def make_batch(**entries: Any) -> Any:
         "returns": draw(1, 0),
         "advantages": nest([torch.full((r,), a, dtype=torch.float64) for (_, r), a in advantages]),
     }
+    if images:
+        tensors["multi_modal_inputs"] = make_images()
     others = {
         "temperature": TEMPERATURE, "global_batch_size": len(LENGTHS), "global_token_num": [len(i) for i in ids],
         "calculate_entropy": True, "calculate_sum_pi_squared": True, "update_lr_scheduler": True,
@@ -169,8 +190,10 @@ def dense_output(model: Any, batch: Any, *, critic: bool = False) -> dict[str, T
     """What verl's engines return of one model, sample by sample, in verl's convention of rows."""
     rows: dict[str, list[Tensor]] = {"values": []} if critic else {"log_probs": [], "entropy": [], "sum_pi_squared": []}
     temperature = 1.0 if critic else float(batch["temperature"])
-    for row in batch["input_ids"].unbind():
-        logits = model(input_ids=row[None]).logits[0] / temperature
+    images = make_images() if "multi_modal_inputs" in batch.keys() else [None] * len(batch)  # noqa: SIM118
+    for row, pixels in zip(batch["input_ids"].unbind(), images, strict=True):
+        of_images = pixels and {**pixels, "mm_token_type_ids": (row == IMAGE)[None].int()}
+        logits = model(input_ids=row[None], **of_images or {}).logits[0] / temperature
         if critic:
             rows["values"].append(logits[:, 0])
             continue

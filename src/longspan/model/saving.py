@@ -40,7 +40,7 @@ from longspan.model.lora import (
     write_adapter,
 )
 from longspan.model.mtp import model_depths
-from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel
+from longspan.model.multimodal.multimodal_model import Encoder, MultimodalModel, find_language_model
 from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.prepared import refuse_unprepared_model
 from longspan.model.weights.fill import DeferredWeights, empty_model, persistent_buffers
@@ -60,7 +60,7 @@ _BASE = ".base_layer."
 
 
 def weights_by_name(
-    model: PreTrainedModel | PipelineModel, world: World, merge_adapter: bool = False
+    model: PreTrainedModel | PipelineModel | MultimodalModel, world: World, merge_adapter: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole weights of a prepared model: pairs of a name and a tensor on this rank's device.
 
@@ -69,21 +69,25 @@ def weights_by_name(
     All ranks call it together and go through to the end. Names are those of the stock model's `state_dict`; a tied
     weight comes once. One weight is whole at a time; do not write to it. `merge_adapter` adds an adapter to the
     weights, as peft's `merge_and_unload`, with sums in float32 at least: plain LoRA of linears; otherwise its own come
-    under peft's names as well. Raises ModelError for a model that was not prepared, for a MultimodalModel, and where an
-    adapter cannot be merged.
+    under peft's names as well. Weights of encoders come last. Raises ModelError for a model that was not prepared, for
+    an adapter in an encoder, and where an adapter cannot be merged.
     """
-    if isinstance(model, MultimodalModel):
-        raise ModelError(
-            "weights_by_name got a MultimodalModel, whose encoders it does not read; give it model.language_model, or "
-            "write all of it: longspan.save_model(model, folder, world)"
-        )
-    inside: Any = unwrap_peft_model(model)
+    encoders = _find_savable_encoders(model)
+    inside: Any = unwrap_peft_model(find_language_model(model))
     refuse_unprepared_model(inside)
     world.check_open()
     weights = WholeWeights(inside, world)
     if merge_adapter:
         weights.check_mergeable()
-    return weights.iterate_merged_weights() if merge_adapter else weights.iterate_base_and_adapter()
+    states = [encoder.module.state_dict() for encoder in encoders]
+    if adapted := [name for state in states for name in state if belongs_to_adapter(name)]:
+        raise ModelError(f"{adapted[0]} is of an adapter in an encoder; write it by longspan.save_model")
+    of_language = weights.iterate_merged_weights() if merge_adapter else weights.iterate_base_and_adapter()
+    return chain(of_language, ((name, _whole(x).detach()) for state in states for name, x in state.items()))
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 class _Entry(NamedTuple):
@@ -193,7 +197,7 @@ class WholeWeights:
         with world.watch.name_collectives(f"gathering of {name}", world.home.ranks):
             if position == entry.stage:
                 value = self._local[name]
-                whole_tensor = (value.full_tensor() if isinstance(value, DTensor) else value).detach().to(world.device)
+                whole_tensor = _whole(value).detach().to(world.device)
                 sends = [(stage, whole_tensor.contiguous()) for stage in receivers]
             else:
                 shape = entry.shape if position in receivers else (0,)
@@ -334,7 +338,7 @@ def _weight_units(model: PreTrainedModel | PipelineModel, world: World) -> Itera
 
 def _gathered_units(state: Mapping[str, Tensor], *, writes: bool) -> Iterator[dict[str, Tensor]]:
     for _, unit in groupby(state.items(), lambda entry: weight_unit(entry[0])):
-        whole = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in unit}
+        whole = {name: _whole(x) for name, x in unit}
         yield {name: x.detach().cpu() for name, x in whole.items()} if writes else {}
 
 

@@ -28,11 +28,12 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params  # pyright: ignore[
 
 from longspan.comm import World
 from longspan.data.document import Document
+from longspan.data.item_documents import ItemDocuments, items_at_placeholders
 from longspan.data.scored_document import ScoredDocument
-from longspan.errors import CheckpointError, ConfigError, NonFiniteError, PlanError
+from longspan.errors import CheckpointError, ConfigError, DataError, NonFiniteError, PlanError
 from longspan.hub import find_local_path
 from longspan.layout import Layout
-from longspan.model import prepare, save_model, weights_by_name, without_adapter
+from longspan.model import image_tokens, prepare, save_model, weights_by_name, without_adapter
 from longspan.model.adapters import adapter_of_prepared_model, belongs_to_adapter, name_without_adapter
 from longspan.model.load import load_model, torch_dtype
 from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
@@ -91,6 +92,7 @@ class LongspanEngine(BaseEngine):
     """
 
     further_values: Mapping[str, str] = {"calculate_entropy": "entropy", "calculate_sum_pi_squared": "log_sum_sq_probs"}
+    reads_images = True
 
     def __init__(
         self, model_config: Any, engine_config: LongspanEngineConfig, optimizer_config: Any, checkpoint_config: Any
@@ -100,6 +102,7 @@ class LongspanEngine(BaseEngine):
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self.mode: str | None = None
+        self._has_images = self.reads_images and getattr(model_config.hf_config, "vision_config", None) is not None
         ranks = dist.get_world_size()
         home = Layout(ranks=ranks, tp=engine_config.tp, ep=engine_config.ep)
         self.world: World = World(home, device="cpu" if get_device_name() == "cpu" else None).open()
@@ -138,6 +141,8 @@ class LongspanEngine(BaseEngine):
         if not self.engine_config.forward_only:
             keywords.setdefault("activation_checkpointing", self.model_config.enable_gradient_checkpointing)
             keywords.setdefault("offload_activations", self.model_config.enable_activation_offload)
+        if self._has_images:
+            keywords.setdefault("encoder", Layout(ranks=self.world.home.ranks))
         computes_in = torch_dtype(self.engine_config.dtype)
         keywords.setdefault("compute_dtype", None if computes_in == model.dtype else computes_in)
         self.module: Any = prepare(model, self.world, **keywords)
@@ -153,8 +158,15 @@ class LongspanEngine(BaseEngine):
 
     def _load_model(self) -> Any:
         path, config = self._model_path(), self._stock_configuration()
-        model = load_model(path, config=config, dtype=self.engine_config.model_dtype, sharded=True)
-        if (rank := self.model_config.lora_rank) > 0:
+        model = load_model(
+            path, config=config, dtype=self.engine_config.model_dtype, sharded=True, images=self._has_images
+        )
+        if (rank := self.model_config.lora_rank) > 0 and self._has_images:
+            raise ConfigError(
+                f"model.lora_rank is {rank}, and {self.model_config.hf_config.model_type} reads images: an adapter's "
+                "weights beside a tower are not sent to the rollout; set lora_rank=0, or take a text model"
+            )
+        if rank > 0:
             names = self.model_config.target_modules
             targets = () if names == "all-linear" else (names,) if isinstance(names, str) else tuple(names)
             alpha, seed = self.model_config.lora_alpha, self.engine_config.seed
@@ -216,7 +228,7 @@ class LongspanEngine(BaseEngine):
 
     # ---- steps
 
-    def _plan(self, documents: list[Any], data: Any, *, forward_only: bool) -> Plan:
+    def _plan(self, documents: Any, data: Any, *, forward_only: bool) -> Plan:
         settings, home = self.engine_config, self.world.home
         limit = settings.max_tokens_per_slot
         if limit is None:
@@ -227,13 +239,15 @@ class LongspanEngine(BaseEngine):
                     "engine.max_tokens_per_slot"
                 )
             limit = tu.get_non_tensor_data(data, "max_token_len_per_gpu", None)
+        of_items = isinstance(documents, ItemDocuments)
+        lengths = [len(documents[d]) for d in range(len(documents))]
+        targets = documents.targets if of_items else sum(document.targets for document in documents)
         keywords: dict[str, Any] = {
             "max_tokens_per_slot": limit,
-            "targets": sum(document.targets for document in documents),
+            "targets": targets,
             "cost": self._cost(forward_only=forward_only),
             **settings.plan,
         }
-        lengths = [len(document) for document in documents]
         if settings.planner == "fixed":
             return plan_fixed(lengths, home, cp=settings.context_parallel_size, **keywords)
         return plan_dynamic(lengths, home, **keywords)
@@ -243,7 +257,7 @@ class LongspanEngine(BaseEngine):
         recomputes = self.model_config.enable_gradient_checkpointing and not forward_only
         try:
             return self.world.machine.cost(
-                self.model_config.hf_config,
+                self.model_config.hf_config.get_text_config(),
                 CostSettings(
                     recomputation="full" if recomputes else "none",
                     frozen=self.model_config.lora_rank > 0,
@@ -256,12 +270,28 @@ class LongspanEngine(BaseEngine):
         except PlanError:  # a configuration that gives no price is planned for as a Qwen3-8B
             return Cost().forward_only() if forward_only else Cost()
 
-    def _documents(self, samples: Samples) -> list[Any]:
-        return [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
+    def _documents(self, samples: Samples) -> Any:
+        documents = [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
+        if not self._has_images:
+            return self._refuse_images(samples) or documents
+        tokens = image_tokens(self.model_config.hf_config)
+        rows = [[tokens.rows(image.grid) for image in images] for images in samples.images]
+        grids = [np.array([x.grid for x in images if x.grid], np.int64).reshape(-1, 3) for images in samples.images]
+        return ItemDocuments(
+            documents,
+            items_at_placeholders(samples.ids, tokens.placeholder, rows),
+            [image for images in samples.images for image in images],
+            positions=lambda d: tokens.positions(samples.ids[d], grids[d]),
+        )
 
-    def _compute_values(
-        self, plan: Plan, documents: list[Any], names: list[str], temperature: float
-    ) -> dict[str, Tensor]:
+    def _refuse_images(self, samples: Samples) -> None:
+        if any(samples.images):
+            raise DataError(
+                f"{sum(map(bool, samples.images))} of {len(samples.images)} samples of verl have images, and "
+                f"{self.model_config.hf_config.model_type} reads texts alone here"
+            )
+
+    def _compute_values(self, plan: Plan, documents: Any, names: list[str], temperature: float) -> dict[str, Tensor]:
         """Compute values (tokens of all documents,) by longspan's names."""
         values = token_log_probs(self.module, plan, documents, self.world, also=names, temperature=temperature)
         return {name: torch.from_numpy(x) for name, x in {"log_probs": values.values, **values.also}.items()}
@@ -426,6 +456,7 @@ class LongspanValueEngine(LongspanEngine):
     """A critic: a token classifier with one score of each row, or a language model's base with a new head."""
 
     further_values: Mapping[str, str] = {}
+    reads_images = False
 
     def _load_model(self) -> Any:
         path, config = self._model_path(), self._stock_configuration()
@@ -437,13 +468,12 @@ class LongspanValueEngine(LongspanEngine):
         stock: Any = score_class(config, "ForTokenClassification")
         return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
 
-    def _documents(self, samples: Samples) -> list[Any]:
+    def _documents(self, samples: Samples) -> Any:
+        self._refuse_images(samples)
         rows = [np.flatnonzero(mask) - 1 for mask in samples.predicted]  # those that predict an answer's tokens
         return [ScoredDocument(ids, rows=chosen) for ids, chosen in zip(samples.ids, rows, strict=True)]
 
-    def _compute_values(
-        self, plan: Plan, documents: list[Any], names: list[str], temperature: float
-    ) -> dict[str, Tensor]:
+    def _compute_values(self, plan: Plan, documents: Any, names: list[str], temperature: float) -> dict[str, Tensor]:
         return {"scores": torch.from_numpy(token_scores(self.module, plan, documents, self.world).values[:, 0].copy())}
 
     def _outputs(self, values: Mapping[str, Tensor], samples: Samples) -> dict[str, Tensor]:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu  # pyright: ignore[reportMissingImports]
 from verl.utils.dataset.dataset_utils import DatasetPadMode  # pyright: ignore[reportMissingImports]
-from verl.utils.model import extract_multi_modal_inputs  # pyright: ignore[reportMissingImports]
 
-from longspan.errors import DataError
+from longspan.errors import DataError, plural
 from longspan.layout import Integers
+from longspan.model import ImageInput
 
 _REFUSED = {  # entries of a batch, and why there is no exact answer to them
     "distillation_use_topk": "distillation by the teacher's likeliest tokens needs rows of logits, which no rank has",
@@ -23,11 +23,12 @@ _REFUSED = {  # entries of a batch, and why there is no exact answer to them
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """The samples of a batch: token ids (n,) of each, which tokens are predicted (n,), and verl's offsets (D + 1,)."""
+    """The samples of a batch: token ids (n,) and images of each, which tokens are predicted (n,), offsets (D + 1,)."""
 
     ids: list[Integers]
     predicted: list[Any]
     offsets: Tensor
+    images: list[list[ImageInput]]
 
     @property
     def flat_predicted(self) -> Tensor:
@@ -35,7 +36,8 @@ class Samples:
 
     def select(self, samples: Sequence[int]) -> "Samples":
         ids, predicted = [self.ids[i] for i in samples], [self.predicted[i] for i in samples]
-        return Samples(ids, predicted, torch.tensor(np.cumsum([0, *map(len, ids)])))
+        offsets = torch.tensor(np.cumsum([0, *map(len, ids)]))
+        return Samples(ids, predicted, offsets, [self.images[i] for i in samples])
 
     def nest(self, rows: Tensor) -> Tensor:
         """Make verl's nested tensor of values (rows of all samples,)."""
@@ -51,8 +53,6 @@ def read_samples(data: Any) -> Samples:
     for name, reason in _REFUSED.items():
         if tu.get_non_tensor_data(data, name, False) is not False:
             raise DataError(f"the batch of verl has {name}: {reason}")
-    if images := sorted(extract_multi_modal_inputs(data.get("multi_modal_inputs", []))):
-        raise DataError(f"samples of verl have {', '.join(images)}, and the engine reads texts alone; use a text model")
     pad_mode = tu.get_non_tensor_data(data, "pad_mode", DatasetPadMode.NO_PADDING)
     if pad_mode != DatasetPadMode.NO_PADDING or not data["input_ids"].is_nested:
         raise DataError(
@@ -67,7 +67,32 @@ def read_samples(data: Any) -> Samples:
         predicted = [row.numpy().astype(bool) for row in data["loss_mask"].unbind()]
     for mask in predicted:
         mask[:1] = False  # nothing stands before it
-    return Samples(ids, predicted, data["input_ids"].offsets())
+    entries = [getattr(x, "data", x) or {} for x in data.get("multi_modal_inputs", [None] * len(ids))]
+    images = [_read_images(i, entry) for i, entry in enumerate(entries)]
+    return Samples(ids, predicted, data["input_ids"].offsets(), images)
+
+
+def _read_images(sample: int, entry: dict[str, Tensor]) -> list[ImageInput]:
+    """Cut pixels of a sample into those of its images: (patches, size) by grids (images, 3), or (images, 3, H, W)."""
+    given = {name: x for name, x in entry.items() if x is not None and name != "mm_token_type_ids"}  # as ids say
+    if further := sorted(given.keys() - {"pixel_values", "image_grid_thw"}):
+        raise DataError(
+            f"sample {sample} of verl has {', '.join(further)}; the engine reads pixel_values and image_grid_thw, of "
+            "images of one tile"
+        )
+    if "pixel_values" not in given:
+        return []
+    pixels, grids = given["pixel_values"], given.get("image_grid_thw")
+    if grids is None:
+        return [ImageInput(image[None]) for image in pixels]
+    counts = grids.prod(-1).tolist()
+    if sum(counts) != len(pixels):
+        raise DataError(
+            f"sample {sample} of verl has {plural(len(pixels), 'patch', 'es')}, and {plural(len(counts), 'image')} of "
+            f"{sum(counts)} by image_grid_thw"
+        )
+    sizes: list[tuple[int, int, int]] = [tuple(grid) for grid in grids.tolist()]
+    return [ImageInput(image, size) for image, size in zip(pixels.split(counts), sizes, strict=True)]
 
 
 def _answer_lengths(data: Any) -> list[int]:
