@@ -281,8 +281,8 @@ def refusals(rank: int, folder: Path) -> list[str]:
 
 def test_what_is_refused_is_named(tmp_path: Path) -> None:
     words = (
-        "temperatures from 0.5 to 1", "distillation", "use_dynamic_bsz", "2 of 6 samples", "pixel_values_videos", "delta_sharded", "hdfs_path",
-        "model.use_liger", "router_replay", "context_parallel_size",
+        "temperatures from 0.5 to 1", "distillation", "use_dynamic_bsz", "2 of 6 samples", "pixel_values_videos",
+        "delta_sharded", "hdfs_path", "model.use_liger", "router_replay", "context_parallel_size",
     )  # fmt: skip
     for texts in run_ranks(refusals, 2, tmp_path, timeout=200):
         assert len(texts) == len(words) and all(map(str.__contains__, texts, words)), texts
