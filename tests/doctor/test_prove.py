@@ -12,10 +12,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from longspan.comm import World
 from longspan.doctor import proof as proving
+from longspan.doctor import stock
 from longspan.doctor.cases import LENGTHS, Case, list_cases, list_contiguous_cases, plan_case
-from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, prove, run_proof
+from longspan.doctor.proof import CaseRun, Outcome, Ranks, Task, outcome_text, prove, run_proof
 from longspan.doctor.stock import (
     EXACT,
+    Answer,
     Expected,
     compute_expected_answers,
     compute_in_float64,
@@ -173,6 +175,17 @@ def test_a_stock_model_that_cannot_run_is_not_built() -> None:
     config.hidden_act = "none of these"
     outcome = prove(config, (CASE,), 2)[0]
     assert outcome.status == "not built" and "none of these" in outcome.message
+
+
+@pytest.mark.parametrize(("family", "unjudged"), [("deepseek_v32", True), ("llama", False)])
+def test_a_choice_of_keys_that_rounding_changes_is_not_judged(family: str, unjudged: bool) -> None:
+    def answer_of(_: Any, *, compute: torch.dtype | None = None, **__: Any) -> Answer:
+        return Answer(1.0, {"weight": torch.ones(2, dtype=torch.float64) * (1 if compute else 1.001)})
+
+    expected = stock._compute_expected_answer(small(family), answer_of, torch.float32, None)
+    assert expected.near_ties == unjudged and expected.tolerance == EXACT[torch.float32]
+    outcome = Outcome(CASE, "not judged", 0.1, 0.2, "weight", 1e-5)
+    assert outcome.good and outcome_text(outcome).endswith("its own choice of keys changes by rounding")
 
 
 @pytest.mark.parametrize(("name", "videos"), [("qwen2_5_vl", 2), ("llava", 0)])

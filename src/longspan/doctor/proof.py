@@ -54,7 +54,7 @@ from longspan.train import run_step
 from longspan.train.step_inputs import check_step_arguments
 
 SECONDS_PER_CASE = 20.0
-Status = Literal["exact", "refused", "wrong", "crashed", "not built"]
+Status = Literal["exact", "refused", "wrong", "crashed", "not built", "not judged"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Outcome:
     """Of one case: its relative errors from the stock model, of the loss and of the worst gradient, `parameter`.
 
     "wrong": an error above `tolerance`; "refused": a LongspanError, its text in `message`; "crashed": another error, a
-    rank that died or did not end; "not built": the stock model itself cannot run. Errors are None where nothing was
+    rank that died or did not end; "not built": the stock model itself cannot run; "not judged": an error above
+    `tolerance` where rounding changes the keys that the stock model itself chooses. Errors are None where nothing was
     compared.
     """
 
@@ -77,8 +78,8 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether the case is exact, or refused for what only this case asks for (`Case.is_basic`)."""
-        return self.status == "exact" or (self.status == "refused" and not self.case.is_basic)
+        """Whether the case is exact, cannot be judged, or is refused for what it alone asks for (`Case.is_basic`)."""
+        return self.status in ("exact", "not judged") or (self.status == "refused" and not self.case.is_basic)
 
     def row(self) -> dict[str, Any]:
         fields = asdict(self)
@@ -133,7 +134,8 @@ def outcome_text(outcome: Outcome) -> str:
     if outcome.gradient_error is not None:
         worst_parameter = f" ({outcome.parameter})" if outcome.status == "wrong" else ""
         text += f", gradients {outcome.gradient_error:.1e}{worst_parameter}"
-    return f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
+    text = f"{text} from the stock model, allowed {outcome.tolerance:.1e}"
+    return f"{text}; its own choice of keys changes by rounding" if outcome.status == "not judged" else text
 
 
 def proof_json(proof: Proof, model: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -232,9 +234,10 @@ class CaseRun:
         parameter = max(errors, key=lambda name: errors[name], default="")
         gradient = errors.get(parameter)
         self._began = time.perf_counter()
+        other: Status = "not judged" if expected.near_ties else "wrong"
         return Outcome(
             case,
-            "exact" if max(loss, gradient or 0.0) <= expected.tolerance else "wrong",
+            "exact" if max(loss, gradient or 0.0) <= expected.tolerance else other,
             loss,
             gradient,
             parameter,

@@ -326,13 +326,15 @@ def error_text(error: BaseException) -> str:
 @dataclass(frozen=True)
 class Expected:
     """The stock model's answer in one dtype, the tolerance of a case, and the mode in which both are computed. `whole`:
-    float64 without casts to float32. `every_expert`: each row gets every expert, on both sides.
+    float64 without casts to float32. `every_expert`: each row gets every expert, on both sides. `near_ties`: rounding
+    changes the stock model's own choice of keys, so that a larger error says nothing.
     """
 
     answer: Answer
     tolerance: float
     whole: bool = False
     every_expert: bool = False
+    near_ties: bool = False
 
 
 def compute_expected_answers(
@@ -399,4 +401,6 @@ def _compute_expected_answer(
     if answer is None:
         return Expected(exact, max(EXACT[dtype], most_rounding), whole=True)
     error = _worst_error(answer, exact)
-    return Expected(answer, max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0))
+    near_ties = error > max(EXACT[dtype], most_rounding) and bool(getattr(config.get_text_config(), "index_topk", 0))
+    tolerance = max(EXACT[dtype], ROUNDING * error if error <= most_rounding else 0.0)
+    return Expected(answer, tolerance, near_ties=near_ties)
