@@ -96,7 +96,7 @@ def order_lengths(
 
 def documents_line(config: RunConfig, order: StepOrder) -> str:
     train, stream, held_out = config.train, order.stream, len(order.evaluation)
-    line = plural(stream.documents, "document")
+    line = plural(stream.documents, "document" if order.unit == 1 else "pair")
     line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
     if train.epochs:
