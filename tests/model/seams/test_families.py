@@ -90,9 +90,10 @@ def errors_of_rows(
             if kind == "dynamic":
                 plan = plan_dynamic(LENGTHS, world.home, max_tokens_per_slot=40)
             else:
-                plan = plan_fixed(
-                    LENGTHS, world.home, cp=world.home.slots, cp_comm_type=kind, max_tokens_per_slot=tokens
-                )
+                more: dict[str, Any] = {"cp_comm_type": kind, "max_tokens_per_slot": tokens}
+                if kind == "a2a+p2p":
+                    more["hierarchical_context_parallel_sizes"] = (2, world.home.slots // 2)
+                plan = plan_fixed(LENGTHS, world.home, cp=world.home.slots, **more)
             found = abs(run_step(model, plan, documents, world).loss / loss - 1)
             gradients = gradients_of(model)
             expected = {name: exact[name] for name in gradients} if world.home.pp > 1 else exact

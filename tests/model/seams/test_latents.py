@@ -22,13 +22,13 @@ from tests.model.seams.test_families import FULL, PP, SELECTIVE, Row, errors_of_
 from tests.mutation import mutated
 
 FAMILIES = here(["deepseek-v3.2", "a.x-k2", "glm-5", "hy-v4", "dots.3"])
-KINDS = ("p2p", "all_gather", "a2a", "dynamic")
+KINDS = ("p2p", "all_gather", "a2a", "a2a+p2p", "dynamic")
 MEASURES = (FULL, SELECTIVE, {})
 IN_CI: list[Row] = [
-    *((family, {}, KINDS[i % 4], MEASURES[i % 3]) for i, family in enumerate(FAMILIES)),
+    *((family, {}, KINDS[i], MEASURES[i % 3]) for i, family in enumerate(FAMILIES)),
     *((family, PP, "p2p", FULL) for family in here(["glm-5"])),
 ]
-ALL: list[Row] = [
+WHOLE: list[Row] = [
     (family, {}, kind, MEASURES[(i + j) % 3]) for i, family in enumerate(FAMILIES) for j, kind in enumerate(KINDS)
 ]
 SEAM = "model.seams.latents"
@@ -63,10 +63,10 @@ def largest_errors(ranks: int, rows: list[Row], changes: list[Any]) -> list[dict
 
 
 @there
-@pytest.mark.parametrize(
-    "ranks, rows", [(2, IN_CI), *(pytest.param(n, ALL, marks=pytest.mark.whole) for n in (1, 3, 4))]
-)
-def test_equal_to_expanded_keys(ranks: int, rows: list[Row]) -> None:
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 3, 4))])
+def test_equal_to_expanded_keys(ranks: int) -> None:
+    few = [row for row in WHOLE if row[2][:3] != "a2a"]  # 4 heads are dealt to 4 ranks, not to 3
+    rows = {2: IN_CI, 4: WHOLE}.get(ranks, few)
     (found,) = largest_errors(ranks, rows, [None])
     assert len(found) == len(rows) and max(found.values()) < 1e-12, found
 
