@@ -456,7 +456,7 @@ def _refusal_line(answer: Answer) -> str:
 def _key_lines(answer: Answer) -> Iterator[str]:
     config = answer.ways[0].run.config
     named = {name for name in answer.given_keys if name.partition(".")[0] in ("model", "data", "run")}
-    named |= {f"model.{key}" for key in ("path", "preset", "config") if getattr(config.model, key)}
+    named |= {f"model.{key}" for key in ("path", "preset", "config", "num_labels") if getattr(config.model, key)}
     named |= {"train.lr"} if config.train.lr != NOT_GIVEN else set()
     values = {name: _read_key(config, name) for name in named} | _run_keys(answer.ways[0].run, answer.given_keys)
     last_section = ""
