@@ -225,15 +225,21 @@ def _others(rank: int, folder: Path) -> tuple[list[str], list[str]]:
         ):
             note(refusals, partial(prepare, model, world, **options))
             assert not is_prepared(model)
+        mixed = tiny("qwen3")
+        mixed.model.layers[1].mlp.down_proj.bfloat16()
+        note(refusals, partial(prepare_untried, mixed, world))
     return refusals, of_others
 
 
 def test_what_is_not_prepared_or_saved_is_told_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    for (unwritable, falcon, precision), of_others in run_ranks(_others, 2, tmp_path):
+    for (unwritable, falcon, precision, mixed), of_others in run_ranks(_others, 2, tmp_path):
         assert "could not be saved" in unwritable and "NotADirectoryError" in unwritable and "file/model" in unwritable
         assert "transformer.h.0.self_attention" in falcon and "(FalconAttention) bypasses" in falcon
         assert "needs shard_parameters=True" in precision
+        assert (
+            "layers.1.self_attn.q_proj.weight is torch.float32, model.layers.1.mlp.down_proj.weight torch.bf" in mixed
+        )
         wrapping = [said for said in of_others if "in DistributedDataParallel, nor give it to acc" in said]
         assert len(of_others) == 14 and len(wrapping) == 4
         assert sum("Qwen3ForCausalLM." in said for said in of_others) == 10

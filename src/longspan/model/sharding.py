@@ -97,6 +97,8 @@ def shard_over_slots(
     Several modules in a block are gathered as one: they may share parameters. `root` is what will be called; every
     tensor that it gets is cast to the compute dtype, and with `cast_block_inputs` those of blocks.
     """
+    blocks = [*blocks]
+    _refuse_mixed_dtypes(blocks, root)
     policy, frees = sharding.mixed_precision_policy(root), sharding.reshard_after_forward
     block_policy = replace(policy, cast_forward_inputs=cast_block_inputs)
     for block in blocks:
@@ -110,6 +112,23 @@ def shard_over_slots(
         _SHARDINGS[module] = sharding
         if world.device.type == "cuda" and _sums_become_gradients(module, policy):
             module.set_custom_reduce_scatter(SumsInComputeMemory())
+
+
+def _refuse_mixed_dtypes(blocks: Sequence[nn.Module | list[nn.Module]], root: nn.Module) -> None:
+    """FSDP2 would fail in the first step: what is trained and gathered as one is of one type."""
+    names = {id(parameter): name for name, parameter in root.named_parameters()}
+    taken = {id(x) for module in root.modules() if isinstance(module, FSDPModule) for x in module.parameters()}
+    for block in (*blocks, root):
+        inside = [x for module in (block if isinstance(block, list) else [block]) for x in module.parameters()]
+        trained = [x for x in inside if x.requires_grad and id(x) not in taken]
+        taken |= {*map(id, inside)}
+        for other in trained[1:]:
+            if other.dtype != trained[0].dtype:
+                raise ModelError(
+                    f"{names[id(trained[0])]} is {trained[0].dtype}, {names[id(other)]} {other.dtype}, and "
+                    "FSDP2 gathers parameters of one type as one; load the model in float32, with "
+                    "compute_dtype=torch.bfloat16 for its arithmetic"
+                )
 
 
 def _sums_become_gradients(module: FSDPModule, policy: MixedPrecisionPolicy) -> bool:
