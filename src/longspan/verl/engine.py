@@ -38,7 +38,7 @@ from longspan.model.adapters import adapter_of_prepared_model, belongs_to_adapte
 from longspan.model.load import load_model, torch_dtype
 from longspan.model.lora import NewAdapter, add_lora, name_in_peft_files
 from longspan.model.saving import WholeWeights
-from longspan.model.score_heads import score_class
+from longspan.model.score_heads import add_score_head, score_class
 from longspan.model.weights.hf_folder import FOLDER_OPTIONS
 from longspan.plan import Cost, Plan, plan_dynamic, plan_fixed
 from longspan.plan.cost.machine import CostSettings
@@ -462,11 +462,13 @@ class LongspanValueEngine(LongspanEngine):
         path, config = self._model_path(), self._stock_configuration()
         config.num_labels = 1
         config.classifier_dropout = config.hidden_dropout = config.summary_dropout_prob = 0.0  # as verl's engines
-        dtype = self.engine_config.model_dtype
-        if self.model_config.architectures[0].endswith("ForTokenClassification"):
-            return load_model(path, config=config, dtype=dtype, sharded=True)
-        stock: Any = score_class(config, "ForTokenClassification")
-        return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
+        dtype, kind = self.engine_config.model_dtype, self.model_config.architectures[0]
+        if kind.endswith("ForSequenceClassification"):  # a reward model, whose head a critic of tokens goes on with
+            stock: Any = score_class(config, "ForTokenClassification")
+            return stock.from_pretrained(path, config=config, dtype=torch_dtype(dtype), **FOLDER_OPTIONS)
+        model = load_model(path, config=config, dtype=dtype, sharded=True)
+        given = kind.endswith("ForTokenClassification")
+        return model if given else add_score_head(model, tokens=True, seed=self.engine_config.seed)
 
     def _documents(self, samples: Samples) -> Any:
         self._refuse_images(samples)
