@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from longspan.testing import run_ranks
 
@@ -112,6 +113,41 @@ def image_errors(rank: int, folder: Path) -> dict[str, float]:
 def test_an_update_with_images_is_that_of_a_dense_model(tmp_path: Path) -> None:
     errors = run_ranks(image_errors, 2, tmp_path / "model", timeout=200)[0]
     assert len(errors) == 5 and max(errors.values()) < 1e-11, errors
+
+
+def indexed_errors(rank: int, folder: Path) -> dict[str, float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from longspan.model import preset_config
+    from tests.verl import workers as w
+
+    w.start_rank()
+    config: Any = preset_config("deepseek-v32-tiny", vocab_size=w.VOCABULARY)
+    config.index_topk, config.index_n_heads, config.pad_token_id = 24, 16, 0
+    if rank == 0:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).double().save_pretrained(folder)
+    torch.distributed.barrier()
+    worker = w.make_worker(str(folder))
+    worker.set_loss_fn(loss_fn := w.actor_loss())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float64")
+    model.set_experts_implementation("eager")
+    _, norm, output = w.dense_update(model, w.make_batch(), loss_fn)
+    answer = worker.infer_batch(w.make_batch(compute_loss=False))
+    found = w.metrics_of(worker.train_batch(w.make_batch()))
+    worker.engine.world.close()
+    log_probs = answer["log_probs"] if rank == 0 else output["log_probs"]
+    return {
+        "log_probs": w.answer_difference(log_probs, output["log_probs"]),
+        "norm": abs(found.get("grad_norm", norm) - norm) / norm,
+    }
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DeepseekV32Config"), reason="this transformers has no DeepSeek-V3.2")
+def test_an_update_of_rows_that_choose_their_keys_is_that_of_a_dense_model(tmp_path: Path) -> None:
+    errors = run_ranks(indexed_errors, 2, tmp_path / "model", timeout=200)[0]
+    assert errors["log_probs"] < EXACT and errors["norm"] < 1e-10, errors  # the class has steps in float32
 
 
 def critic_errors(rank: int, folder: Path) -> dict[str, float]:

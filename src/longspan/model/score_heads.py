@@ -137,6 +137,9 @@ def add_score_head(model: PreTrainedModel, labels: int = 1, *, tokens: bool = Fa
             f"{type(base_model(scored)).__name__}; give an AutoModelForCausalLM of this configuration"
         )
     setattr(scored, scored.base_model_prefix, base)
+    for module in base.modules():  # one configuration, in which transformers before 5.17 finds how layers attend
+        if getattr(module, "config", None) is model.config:
+            module.config = scored.config
     head = find_score_head(scored)
     drawn = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
     spread = getattr(config.get_text_config(), "initializer_range", None) or 0.02
