@@ -45,6 +45,14 @@ def test_curves_are_the_metrics_of_the_run(tmp_path: Path) -> None:
     assert charts["Gradient norm"]["log"] and not charts["Speed"]["log"] and charts["Speed"]["zero"]
 
 
+def test_losses_of_scores_are_of_no_tokens(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    config = (run / "config.toml").read_text()
+    for added, unit in (("", "nats per predicted token"), ("num_labels = 3\n", "mean of what is scored")):
+        (run / "config.toml").write_text(config.replace("[model]\n", f"[model]\n{added}"))
+        assert charts_of(report_of(run))["Training and evaluation"]["unit"] == unit
+
+
 def test_long_runs_stay_small_and_spikes_survive(tmp_path: Path) -> None:
     rows = [train_row(step, loss=99.0 if step == 3_777 else 4.0) for step in range(1, 5_001)]
     run = write_run(tmp_path, rows=rows, plans=False)

@@ -34,6 +34,11 @@ def degree_sections(run: RunFolder) -> Iterator[Part]:
     yield section("Evaluation at each degree", {"note": note}, table(names, cells))
 
 
+def loss_unit(run: RunFolder) -> str:
+    """What losses of a run are means of: the tokens of a language model, or what another model scores."""
+    return "mean of what is scored" if run.configured_value("model", "num_labels") else NATS
+
+
 def set_sections(run: RunFolder) -> Iterator[Part]:
     """The curves and the last row of every set, if any has a name, and losses by position and by length. With a single
     set its first evaluation is shown too, so that the change over the run is seen.
@@ -45,13 +50,13 @@ def set_sections(run: RunFolder) -> Iterator[Part]:
             curve(name or HELD_OUT, [r.step for r in rows], [r.loss for r in rows], color, "marks")
             for color, (name, rows) in enumerate(sets.items())
         )
-        losses = chart("Loss of each set", NATS, *curves, format="loss", tall=True)
+        losses = chart("Loss of each set", loss_unit(run), *curves, format="loss", tall=True)
         rows = [(row, {"set": name, "step": f"{row.step:,}"}) for name, row in last.items()]
         yield section("Evaluation sets", {"charts": [losses]}, evaluation_table(rows))
     if len(sets) == 1 and (rows := next(iter(sets.values())))[0].step < rows[-1].step:
         last = {f"after step {row.step:,}": row for row in (rows[-1], rows[0])}
     positions, lengths = ({n: getattr(row, key) for n, row in last.items()} for key in ("by_position", "by_length"))
-    if charts := [*bucket_charts(positions, lengths)]:
+    if charts := [*bucket_charts(positions, lengths, loss_unit(run))]:
         note = (
             "Mean loss of the tokens predicted at these positions, and of whole documents of these lengths, from each "
             "mark to the next. A model that fails on long documents shows a loss that rises to the right."
@@ -86,7 +91,9 @@ def evaluation_table(rows: Sequence[tuple[EvalRow, Mapping[str, str]]]) -> Part:
     return table([*names, "documents", "tokens", "cp"], cells)
 
 
-def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets]) -> Iterator[Part]:
+def bucket_charts(
+    by_position: Mapping[str, Buckets], by_length: Mapping[str, Buckets], unit: str = NATS
+) -> Iterator[Part]:
     """The chart by position and that by length, with a curve for each of the first COLORS names; one bucket makes no
     chart.
     """
@@ -100,7 +107,7 @@ def bucket_charts(by_position: Mapping[str, Buckets], by_length: Mapping[str, Bu
                 losses = {firsts.index(bucket[0]): bucket[2] for bucket in buckets if bucket[2] is not None}
                 curves.append(curve(name, losses, losses.values(), color, "marks"))
             starts = [_position_text(first) for first in firsts]
-            yield chart(f"Loss by {kind}", NATS, *curves, format="loss", x_label=x_label, x_names=starts)
+            yield chart(f"Loss by {kind}", unit, *curves, format="loss", x_label=x_label, x_names=starts)
 
 
 def _position_text(first: int) -> str:

@@ -14,7 +14,7 @@ from longspan.files import name_file_in_errors, os_error_text
 from longspan.plain_text import bytes_text, number_text, seconds_text
 from longspan.plan import Cost, Plan
 from longspan.plan.memory.memory_plan import measures_text
-from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, set_sections
+from longspan.report.evaluation_page import NATS, degree_curves, degree_sections, loss_unit, set_sections
 from longspan.report.gantt import LEGEND, plan_part
 from longspan.report.page import (
     Part,
@@ -193,7 +193,9 @@ def loss_sections(run: RunFolder) -> Iterator[Part]:
         curves.append(curve(f"training, averaged over {window} steps", run.step, moving_average(loss, window)))
     uniform = [(math.log(vocab), f"ln V = {math.log(vocab):.3f}, a uniform guess")] if vocab else []
     options = {"format": "loss", "tall": True, "references": uniform, "events": resume_events(run)}
-    yield section("Loss", {"charts": [chart("Training and evaluation", NATS, *curves, *degree_curves(run), **options)]})
+    yield section(
+        "Loss", {"charts": [chart("Training and evaluation", loss_unit(run), *curves, *degree_curves(run), **options)]}
+    )
 
 
 def resume_events(run: RunFolder) -> list[tuple[int, str]]:
