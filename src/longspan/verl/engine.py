@@ -273,7 +273,8 @@ class LongspanEngine(BaseEngine):
     def _documents(self, samples: Samples) -> Any:
         documents = [Document(ids, loss_mask=mask) for ids, mask in zip(samples.ids, samples.predicted, strict=True)]
         if not self._has_images:
-            return self._refuse_images(samples) or documents
+            self._refuse_images(samples)
+            return documents
         tokens = image_tokens(self.model_config.hf_config)
         rows = [[tokens.rows(image.grid) for image in images] for images in samples.images]
         grids = [np.array([x.grid for x in images if x.grid], np.int64).reshape(-1, 3) for images in samples.images]

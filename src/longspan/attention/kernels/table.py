@@ -10,13 +10,8 @@ from longspan.attention.call import AttendCall, HeadSizes, Kernel
 from longspan.attention.kernels import cpu_flash, cudnn, fa4, reference, torch_flash, triton_flash, triton_gathered
 from longspan.errors import AttentionError, import_object
 
-FEATURES = (
-    "window",
-    "softcap",
-    "dropout",
-    "indices",
-    "latents",
-)  # that some kernels lack; masks, sinks and scale are everybody's
+# That some kernels lack; masks, sinks and scale are everybody's.
+FEATURES = ("window", "softcap", "dropout", "indices", "latents")
 
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -120,14 +115,14 @@ def choose_kernel(call: AttendCall, name: str | None = None) -> Kernel:
     A named kernel for some calls alone (`required`) leaves the others to the first that suits.
     Raises AttentionError where the named kernel is unknown or cannot, or where none can.
     """
-    if name is None or find_kernel(name, f"; {_available_kernels_text(call)}").required - call.features:
-        kernel = next((kernel for kernel in KERNELS if kernel.suits(call)), None)
-        if kernel is None:
-            raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lack_for(call)}" for k in KERNELS))
-        return kernel
-    kernel = find_kernel(name)
-    if lack := kernel.lack_for(call):
-        raise AttentionError(f"kernel {name} {lack}; {_available_kernels_text(call)}")
+    named = None if name is None else find_kernel(name, f"; {_available_kernels_text(call)}")
+    if named is not None and not named.required - call.features:
+        if lack := named.lack_for(call):
+            raise AttentionError(f"kernel {name} {lack}; {_available_kernels_text(call)}")
+        return named
+    kernel = next((kernel for kernel in KERNELS if kernel.suits(call)), None)
+    if kernel is None:
+        raise AttentionError("no kernel fits: " + "; ".join(f"{k.name} {k.lack_for(call)}" for k in KERNELS))
     return kernel
 
 

@@ -93,10 +93,7 @@ class ConfigReader:
         return self.count(*names)
 
 
-INDEXED = (
-    "indexed_attention",
-    "deepseek_sparse_attention",
-)  # rows choose their keys; the name before transformers 5.20
+INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # rows choose keys; the second before transformers 5.20
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED)
 MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
@@ -341,9 +338,8 @@ def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
     heads, (size, value) = read.count("num_attention_heads"), _latent_head_sizes(read)
     rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
     queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size
-    queries += (
-        query_rank * heads * (size + 2 * value) if read.family == "axk2" else 0
-    )  # twice as many inputs, and a gate
+    if read.family == "axk2":  # twice as many inputs, and a gate
+        queries += query_rank * heads * (size + 2 * value)
     keys = hidden * (rank + read.count("qk_rope_head_dim"))
     keys += rank * heads * (read.count("qk_nope_head_dim") + value)
     return Weights(queries + keys + heads * value * hidden, heads * value * hidden)
