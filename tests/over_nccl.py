@@ -30,6 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "attention/test_behaviour.py::test_recomputation_double_use_and_no_grad_give_the_same",
         "attention/test_behaviour.py::test_rows_that_see_no_key_have_zero_output_and_gradients",
         "attention/test_cuda_graph.py::test_a_captured_call_replays_on_other_inputs",
+        "attention/test_replays.py::test_replays_give_what_calls_give",
         "attention/test_behaviour.py::test_groups_are_taken_in_the_order_of_the_plan_and_back",
         "attention/test_kernels.py::test_kernels_match_the_reference float32",
         "attention/test_kernels.py::test_errors_do_not_grow_to_degree_16 bfloat16",

@@ -37,11 +37,14 @@ from longspan.attention.rows import accumulation_dtype, cast_rows, take_rows
 from longspan.attention.saved_outputs import active_recording
 from longspan.attention.tiles import Mask
 from longspan.comm import SequenceShard, ShardPart, world_of
+from longspan.comm.replays import Replay, Run
 from longspan.comm.shard import break_graphs_around
 from longspan.errors import AttentionError, import_object
 from longspan.plan import Group
 from longspan.plan.check import COMM_TYPES
+from longspan.plan.cost.cost import REPLAYED_NUMBERS
 
+REPLAYED_KERNELS = ("fa4", "torch_flash")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -305,7 +308,9 @@ def pack_call(
         _pack_part(shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard)
         for shard_part in shard.parts
     )
-    return replace(call, kernel=kernel, parts=tuple(parts))
+    can_replay = kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS
+    replays = dict[Any, Replay]() if can_replay else None
+    return replace(call, kernel=kernel, parts=tuple(parts), replays=replays)
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
@@ -504,25 +509,52 @@ class _Attend(torch.autograd.Function):
         """Parts go from the last to the first, as on every member: forward saved _SAVED tensors for each slice of each
         part.
         """
-        sinks, indices, out, *saved = ctx.saved_tensors
-        dout, call = gradients[0].contiguous(), _call_with_tensors(ctx.call, sinks, indices)
-        parts: list[Gradients] = []
-        for (rows, cp_comm_type, members), slices in zip(reversed(call.parts), reversed(ctx.slices), strict=True):
-            part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * slices :]]
-            del saved[-_SAVED * slices :]
-            saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
-            with _disable_autocast(dout):
-                compute, part_call = find_comm_pattern(cp_comm_type)[1], call.for_rows(rows)
-                parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
-        dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, ctx.shapes)
-        dsinks = None
-        if sinks is not None:
-            dsinks = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
-            for part_gradients in parts:
-                assert part_gradients.sinks is not None
-                dsinks += part_gradients.sinks
-            dsinks = dsinks.to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None
+        sinks, indices, *saved = ctx.saved_tensors
+        call, slices, shapes = _call_with_tensors(ctx.call, sinks, indices), ctx.slices, ctx.shapes
+        given = [gradients[0].contiguous(), *saved]
+
+        def run(*tensors: Tensor) -> list[Any]:
+            present = iter(tensors)
+            return _gradients_of_parts([x if x is None else next(present) for x in given], call, slices, shapes)
+
+        present, key = [x for x in given if x is not None], (*slices, *(x is None for x in given))
+        return *_run_or_replay(run, present, call, "backward", key), None, None
+
+
+def _gradients_of_parts(
+    given: Sequence[Any], call: AttendCall, slices: Sequence[int], shapes: Sequence[Sequence[int]]
+) -> list[Tensor | None]:
+    """Return the gradients of q, k, v and sinks from `given`: that of the output, the output, and what was saved, where
+    None stands for the output of a part.
+    """
+    dout, out, *saved = given
+    parts: list[Gradients] = []
+    for (rows, cp_comm_type, members), count in zip(reversed(call.parts), reversed(slices), strict=True):
+        part_tensors = [take_rows(out, rows) if x is None else x for x in saved[-_SAVED * count :]]
+        del saved[-_SAVED * count :]
+        saved_slices = [Saved(*part_tensors[i : i + _SAVED]) for i in range(0, len(part_tensors), _SAVED)]
+        with _disable_autocast(dout):
+            compute, part_call = find_comm_pattern(cp_comm_type)[1], call.for_rows(rows)
+            parts.insert(0, compute(take_rows(dout, rows), saved_slices, members, part_call))
+    dq, dk, dv = _join_rows_of_parts([part_gradients[:3] for part_gradients in parts], dout, shapes)
+    dsinks, sinks = None, call.sinks
+    if sinks is not None:
+        dsinks = torch.zeros_like(sinks, dtype=accumulation_dtype(sinks.dtype))
+        for part_gradients in parts:
+            assert part_gradients.sinks is not None
+            dsinks += part_gradients.sinks
+        dsinks = dsinks.to(sinks.dtype)
+    return [dq, dk, dv, dsinks]
+
+
+def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: object) -> list[Any]:
+    """Return `run(*tensors)`: of a call whose launches may be recorded, by a replay from its second time on."""
+    varies = call.sinks is not None or call.indices is not None or call.dropout is not None
+    if call.replays is None or varies or torch.cuda.is_current_stream_capturing():
+        return run(*tensors)
+    if key not in call.replays:
+        call.replays[key] = Replay(world_of(call.parts[0].members.part.world_key).watch)
+    return call.replays[key](run, tensors)
 
 
 def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
@@ -540,18 +572,25 @@ def _attend_parts(
 ) -> tuple[Tensor, list[Tensor | None], list[int]]:
     """Attend in all parts: return the output (T, N, Hv), what is saved for backward, and each part's number of slices.
 
-    With `save_local` the own rows' q, k, v and out are saved under every type, in place of what was exchanged: backward
-    exchanges them once more.
+    None stands for the output of a part. With `save_local` the own rows' q, k, v and out are saved under every type, in
+    place of what was exchanged: backward exchanges them once more.
     """
-    parts = list[tuple[Tensor, Sequence[Saved]]]()
-    with _disable_autocast(q):
-        for rows, cp_comm_type, members in call.parts:
-            part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
-            part_out, slices = find_comm_pattern(cp_comm_type)[0](*part_inputs, members, call.for_rows(rows))
-            parts.append((part_out, [Saved(*part_inputs, part_out, x.lse) for x in slices] if save_local else slices))
-    (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
-    saved = [None if x is part_out else x for part_out, slices in parts for saved_slice in slices for x in saved_slice]
-    return out, saved, [len(slices) for _, slices in parts]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
+        parts = list[tuple[Tensor, Sequence[Saved]]]()
+        with _disable_autocast(q):
+            for rows, cp_comm_type, members in call.parts:
+                part_inputs = take_rows(q, rows), take_rows(k, rows), take_rows(v, rows)
+                part_out, slices = find_comm_pattern(cp_comm_type)[0](*part_inputs, members, call.for_rows(rows))
+                if save_local:
+                    slices = [Saved(*part_inputs, part_out, x.lse) for x in slices]
+                parts.append((part_out, slices))
+        (out,) = _join_rows_of_parts([(part_out,) for part_out, _ in parts], q, [(q.shape[1], v.shape[2])])
+        saved = [None if x is part_out else x for part_out, slices in parts for one in slices for x in one]
+        return [out, [len(slices) for _, slices in parts], *saved]
+
+    out, slices, *saved = _run_or_replay(run, (q, k, v), call, "forward", save_local)
+    return out, saved, slices
 
 
 def _disable_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from longspan.attention.rows import Partial, RowIndex, RowSum, deltas, take_rows
 from longspan.attention.tiles import Launch, Mask, Tile, Tokens, span_tiles, tiles_between
 from longspan.comm import Addend, Channel, SequenceShard, ShardPart, to_device, world_of
+from longspan.comm.replays import Replay
 from longspan.layout import Segments
 from longspan.layout.segments import NO_SPANS, Integers, Spans, expand_runs, segments_from_runs
 from longspan.plan import AttentionCall
@@ -369,7 +370,8 @@ class AttendCall:
     scale of 0). `sinks` (N,) and `dropout` are those of the heads at hand. `one_document`: every group has one
     document, so that a launch has few tiles. `spans`: rows of some document see later ones too (`layout/segments.py`),
     under a causal mask. `indexed`: rows see chosen keys, those at the positions `indices` (rows at hand, k).
-    `latents`: a key is the numbers of its value and then those of k. `deterministic`: the same bits again; torch's own
+    `latents`: a key is the numbers of its value and then those of k. `replays` are
+    recordings of the call's launches, where it may have any. `deterministic`: the same bits again; torch's own
     switch by default. A caller who only looks for a kernel or a communication type leaves out the rest:
 
     >>> choose_kernel(AttendCall(32, 8, 192, 128, torch.float32)).name
@@ -396,6 +398,7 @@ class AttendCall:
     parts: tuple[CallPart, ...] = ()
     sinks: Tensor | None = field(default=None, compare=False)
     indices: Tensor | None = field(default=None, compare=False)
+    replays: dict[Any, Replay] | None = field(default=None, compare=False, repr=False)
 
     @property
     def sizes(self) -> AttentionCall:

@@ -35,6 +35,7 @@ from longspan.comm.rendezvous import (
     wait_for_all_ranks,
     wait_until_destroyed,
 )
+from longspan.comm.replays import forget_replays
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.errors import CommError, plural
 from longspan.layout import Coordinates, Layout
@@ -142,6 +143,9 @@ class World:
 
     def _open_channels(self, place: Place, store: Store, prefix: str) -> None:
         """Keys in the store have this prefix; the step is that of open worlds."""
+        os.environ.setdefault(
+            "NCCL_GRAPH_REGISTER", "0"
+        )  # recorded calls meet others that are not, and are short-lived
         reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
             reports = FailureReports(self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch")
@@ -196,6 +200,7 @@ class World:
             self.watch.report_leaving(error)
         self._answering.stop()
         self.meshes.forget_meshes()
+        forget_replays()
         groups = self.process_groups.drop_groups()
         del _worlds[self.key]
         for name in MEMBERS:

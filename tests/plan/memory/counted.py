@@ -27,6 +27,7 @@ from longspan.model.layers import decoder_layers
 from longspan.model.lora import NewAdapter, add_lora
 from longspan.model.seams import norms
 from longspan.plan import Plan, plan_fixed
+from longspan.plan.memory import stage_bytes
 from longspan.train import run_step
 from tests.model.stock import prepare_untried
 
@@ -157,6 +158,7 @@ def use_kernel_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("_run_torch_kernel", "_run_own_kernel"):
         monkeypatch.setattr(norms, name, run)
+    monkeypatch.setattr(stage_bytes, "REPLAYED_TENSORS", 0)
 
 
 def prepared_model(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from longspan.errors import PlanError
 from longspan.layout import Layout
+from longspan.plan.cost.cost import REPLAYED_NUMBERS
 from longspan.plan.memory.layer_table import LayerTable, SlotLoad
 from longspan.plan.memory.settings import STATE_BUCKET_BYTES, Bytes, Measure, MemorySettings, places_in_layer_segments
 from longspan.plan.shape.layers import (
@@ -211,6 +212,7 @@ def make_stages(numbers: ModelNumbers, home: Layout, settings: MemorySettings) -
 
 CONTEXT_BYTES = 1300 << 20  # of a CUDA context with its kernels, as measured on an H200
 COMMUNICATOR_BYTES = 460 << 20  # of NCCL's buffers of a group, as measured on H200s
+REPLAYED_TENSORS = 16  # as large as the queries, which recordings of attention hold (comm/replays.py)
 # Rows that a depth of multi-token prediction keeps around its layer: the embedded tokens, these joined with the hidden
 # states (twice as wide), and the layer's output before and after its norm.
 OF_A_DEPTH = 5
@@ -377,7 +379,10 @@ class StageBytes:
         states = min(self.state_bytes, 2 * STATE_BUCKET_BYTES) if settings.offload_states else self.state_bytes
         yield Bytes(**base | {"gradients": int(self.gradient_bytes(self.all_numbers)), "states": states})
         for load in loads:
+            query = load.rows * attention_widths(self.read).query // self.home.tp
+            replays = query * settings.compute_bytes * (settings.gpu and query <= REPLAYED_NUMBERS) * REPLAYED_TENSORS
             for moment in self._bytes_in_micro_batch(load, measures):
+                moment["work"] += replays
                 yield Bytes(**base | {name: int(size) for name, size in moment.items()})
 
     def _bytes_in_micro_batch(self, load: SlotLoad, measures: Sequence[Measure]) -> Iterator[dict[str, float]]:

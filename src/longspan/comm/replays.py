@@ -1,0 +1,98 @@
+"""Calls that a GPU repeats: their kernels and exchanges are recorded as a CUDA graph, and replayed by one launch.
+
+The host takes longer to launch the attention of a short micro-batch than its device to compute it, and layer after
+layer launches the same on other tensors.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.comm.watch import Watch
+
+Run = Callable[..., list[Any]]
+KEPT = 4  # recordings, the last ones: a micro-batch replays forward in one go, and backward in one go
+
+
+class Replay:
+    """A call of tensors to results, the same launches each time: run at first, recorded the second time, then replayed.
+
+    Tensors have the shapes of the first call each time. They are copied to where the recording reads, and results from
+    where it writes, but for results that are an input or no tensor. The exchanges of a replay meet those of members
+    that run or record the call.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._calls, self._graph = watch, 0, None
+        self._inputs, self._results = list[Tensor](), list[Any]()
+
+    def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return `run(*tensors)`."""
+        self._calls += 1
+        if self._calls == 1:
+            return run(*tensors)
+        if self._graph is None:
+            self._inputs = [torch.empty_like(x) for x in tensors]
+            self._graph, self._results = record(lambda: run(*self._inputs))
+            _recorded.append(self)
+            forget_replays(KEPT)
+        with self._watch.enter_operation("attention, replayed", self._watch.ranks) as operation:
+            torch._foreach_copy_(self._inputs, list(tensors))
+            self._graph.replay()
+            self._watch.watch_stream(operation)
+        given = {id(x): tensor for x, tensor in zip(self._inputs, tensors, strict=True)}
+        written = [x for x in self._results if isinstance(x, Tensor) and id(x) not in given]
+        results = [torch.empty_like(x) for x in written]
+        torch._foreach_copy_(results, written)
+        given |= {id(x): result for x, result in zip(written, results, strict=True)}
+        return [given.get(id(x), x) for x in self._results]
+
+    def forget(self) -> None:
+        """Give up the recording: the next call runs, the one after it is recorded anew."""
+        self._calls, self._graph, self._inputs, self._results = 0, None, [], []
+
+
+_recorded = deque[Replay]()
+
+
+def forget_replays(kept: int = 0) -> None:
+    """Give up recordings but for the last ones; all, before groups are destroyed: NCCL waits for graphs of theirs."""
+    while len(_recorded) > kept:
+        _recorded.popleft().forget()
+
+
+def record(run: Callable[[], list[Any]]) -> tuple[Any, list[Any]]:
+    """Record a call on the current device; return its graph, and where its replays leave the results.
+
+    Recordings made under one stream share memory, as their replays follow each other there.
+    """
+    stream, pool, _ = _recorder(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream)
+    return _record(run, stream, pool)
+
+
+def _record(run: Callable[[], list[Any]], stream: torch.cuda.Stream, pool: Any) -> tuple[Any, list[Any]]:
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            results = run()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph, results
+
+
+@cache
+def _recorder(device: int, current_stream: int) -> tuple[torch.cuda.Stream, Any, Any]:
+    """A stream to record on, memory, and a graph that is never replayed: the memory stays while any graph has it."""
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    graph, _ = _record(lambda: [torch.zeros(1, device=device)], stream, pool)
+    return stream, pool, graph
