@@ -47,21 +47,21 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[RunAgain]:
 
 def two_micro_batches(world: World, kind: str) -> list[Tensor]:
     """Outputs and gradients of layers, half of them as recomputed layers keep them: of one group of all slots, then of
-    several groups. Backward begins with the last.
+    several groups, with sinks. Backward begins with the last.
     """
     whole = micro_batch(((0, 1, 2, 3), (34, 1, 13), kind))
     parts = micro_batch(((0, 1), (15, 9), "p2p"), ((2, 3), (12,), kind), ((3,), (7, 8)), ((0, 1, 2, 3), (20, 9), kind))
     generator, calls = torch.Generator(world.device).manual_seed(world.rank), list[Any]()
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float64
-    for shard in (bind(whole, world), bind(parts, world)):
+    for shard, sinks in ((bind(whole, world), []), (bind(parts, world), [8])):
         for layer in range(LAYERS):
-            q, k, v, dout = (
-                torch.randn(shard.local_rows, heads, 16, device=world.device, generator=generator).to(dtype)
-                for heads in (8, 4, 4, 8)
-            )
-            inputs, kernel = (q, k, v), KERNELS[world.device.type]
+            shapes = [*((shard.local_rows, heads, 16) for heads in (8, 8, 4, 4)), *sinks]
+            dout, *inputs = (torch.randn(x, device=world.device, generator=generator).to(dtype) for x in shapes)
+            options = {"sinks": inputs[3]} if sinks else {}
+            for x in inputs:
+                x.requires_grad_()
             with Recording().record_outputs() if layer < LAYERS / 2 else nullcontext():
-                calls.append((attend(*(x.requires_grad_() for x in inputs), shard, kernel=kernel), inputs, dout))
+                calls.append((attend(*inputs[:3], shard, kernel=KERNELS[world.device.type], **options), inputs, dout))
     results = [(out.detach(), *torch.autograd.grad(out, inputs, dout)) for out, inputs, dout in reversed(calls)]
     return [x for result in results for x in result]
 

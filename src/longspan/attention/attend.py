@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -513,7 +513,7 @@ class _Attend(torch.autograd.Function):
         call, slices, shapes = _call_with_tensors(ctx.call, sinks, indices), ctx.slices, ctx.shapes
         given = [gradients[0].contiguous(), *saved]
 
-        def run(*tensors: Tensor) -> list[Any]:
+        def run(call: AttendCall, *tensors: Tensor) -> list[Any]:
             present = iter(tensors)
             return _gradients_of_parts([x if x is None else next(present) for x in given], call, slices, shapes)
 
@@ -548,13 +548,16 @@ def _gradients_of_parts(
 
 
 def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: object) -> list[Any]:
-    """Return `run(*tensors)`: of a call whose launches may be recorded, by a replay from its second time on."""
-    varies = call.sinks is not None or call.indices is not None or call.dropout is not None
+    """Return `run(call, *tensors)`: of a call whose launches may be recorded, by a replay from its second time on."""
+    varies = call.indices is not None or call.dropout is not None
     if call.replays is None or varies or torch.cuda.is_current_stream_capturing():
-        return run(*tensors)
+        return run(call, *tensors)
     if key not in call.replays:
         call.replays[key] = Replay(world_of(call.parts[0].members.part.world_key).watch)
-    return call.replays[key](run, tensors)
+    if call.sinks is None:
+        return call.replays[key](partial(run, call), tensors)
+    with_sinks = [*tensors, call.sinks]
+    return call.replays[key](lambda *given: run(replace(call, sinks=given[-1]), *given[:-1]), with_sinks)
 
 
 def _contiguous_heads(*tensors: Tensor) -> list[Tensor]:
@@ -576,7 +579,7 @@ def _attend_parts(
     place of what was exchanged: backward exchanges them once more.
     """
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
+    def run(call: AttendCall, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         parts = list[tuple[Tensor, Sequence[Saved]]]()
         with _disable_autocast(q):
             for rows, cp_comm_type, members in call.parts:
