@@ -308,9 +308,15 @@ def pack_call(
         _pack_part(shard_part, choices[shard_part.index] if shard_part.index >= 0 else CommChoice("p2p"), call, shard)
         for shard_part in shard.parts
     )
-    can_replay = kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS
-    replays = dict[Any, Replay]() if can_replay else None
+    is_short = kernel.name in REPLAYED_KERNELS and 0 < q.numel() <= REPLAYED_NUMBERS
+    replays = dict[Any, Replay]() if is_short and _stays_inside_hosts(shard) else None
     return replace(call, kernel=kernel, parts=tuple(parts), replays=replays)
+
+
+def _stays_inside_hosts(shard: SequenceShard) -> bool:
+    """Graphs whose exchanges go between hosts were never tried."""
+    size = world_of(shard.world_key).node_size
+    return all(len({slot // size for slot in part.group.slots}) == 1 for part in shard.parts if part.index >= 0)
 
 
 def _pack_part(part: ShardPart, choice: CommChoice, call: AttendCall, shard: SequenceShard) -> CallPart:
