@@ -80,7 +80,9 @@ def errors_of_replays(rank: int) -> tuple[dict[str, float], int]:
             patch.setattr(module, "REPLAYED_KERNELS", tuple(KERNELS.values()))
             replayed = two_micro_batches(world, kind)
             errors[kind] = max(relative_error(a.double(), b.double()) for a, b in zip(replayed, launched, strict=True))
-        count = len(recordings)
+        count, world.node_size = len(recordings), 2
+        two_micro_batches(world, "p2p")
+        assert len(recordings) == count, "groups of two hosts are launched each time"
         recordings.clear()
     assert not replays._recorded, "a world that was left keeps recordings"
     return errors, count
