@@ -144,12 +144,11 @@ def launch_fitting_blocks(
     for index in range(_fitting.get(key, 0), len(choices)):
         try:
             launch_blocks(choices[index])
+            _fitting[key] = index
+            return
         except _flash_kernels().OutOfResources:
             if index + 1 == len(choices):
                 raise
-            continue
-        _fitting[key] = index
-        return
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:

@@ -433,8 +433,7 @@ def _make_small_model(kind: type[PreTrainedModel], config: PreTrainedConfig) -> 
     settings: Any = {"attn_implementation": _STAND_IN, "experts_implementation": "eager", "dtype": torch.float32}
     model = kind._from_config(small, **settings).double()
     defer_temperature(model)  # attention's business: it is not tried here
-    if find_indexers(model):
-        shard_indexers(model, alone=True)
+    shard_indexers(model, alone=True)
     for mixer in find_mixers(model).values():
         set_mixer_ops(mixer, lambda *_: ROWS_ALONE)
     for parameter in model.parameters():  # biases begin as zeros, which would hide them

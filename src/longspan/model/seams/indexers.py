@@ -67,9 +67,10 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
 
     `alone`: rows see only themselves, and nothing is chosen.
     """
-    for indexer in find_indexers(model).values():
+    indexers = find_indexers(model)
+    for indexer in indexers.values():
         indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
-    for module in model.modules():
+    for module in model.modules() if indexers else ():
         if is_indexed(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
