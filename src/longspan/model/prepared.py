@@ -38,6 +38,7 @@ from longspan.model.seams.attention_calls import (
     IMPLEMENTATION,
     check_model_call,
     defer_temperature,
+    find_indexers,
     hook_layer_arguments,
     is_indexed,
     number_layers,
@@ -304,7 +305,8 @@ def _connect_operations(model: PreTrainedModel) -> None:
     choose_frequencies_by_document(model)
     defer_temperature(model)
     shard_mixers(model)
-    shard_indexers(model)
+    if find_indexers(model):
+        shard_indexers(model)
     hook_layer_arguments(model)
     connect_experts(model)
     for module in model.modules():

@@ -1,8 +1,10 @@
 """Indexers of transformers' models, which choose a few keys for each row, over a sharded sequence.
 
-The class's own forward runs on the rank's rows with a stand-in for its cache, which hands out index keys of all ranks;
-on GPUs it forms queries and weights alone, and `index_scores.py` the scores. Of equal scores, as sums of ReLUs often
-are, the lowest positions are chosen: `topk` has no order among them. As in transformers, indexers get no gradient.
+The class's own forward runs on the rank's rows with a stand-in for the cache that it asks for index keys: what it hands
+out are those of all ranks. Chosen are positions in the row's own document, so that no degree or layout enters; among
+keys of equal scores the lowest positions, which is a rule of longspan's: scores are sums of ReLUs, many are 0, and
+torch's `topk` has no order among equals. Indexers get no gradient, as in transformers. On GPUs the class forms queries
+and weights alone, and `index_scores.py` the scores.
 """
 
 import inspect
@@ -67,10 +69,9 @@ def shard_indexers(model: nn.Module, *, alone: bool = False) -> None:
 
     `alone`: rows see only themselves, and nothing is chosen.
     """
-    indexers = find_indexers(model)
-    for indexer in indexers.values():
+    for indexer in find_indexers(model).values():
         indexer.forward = partial(_choose_nothing if alone else _choose_keys, indexer)
-    for module in model.modules() if indexers else ():
+    for module in model.modules():
         if is_indexed(module):
             module.register_forward_pre_hook(_put_empty_mask, with_kwargs=True)
             if not alone and hasattr(module, "expand_kv"):
