@@ -80,9 +80,16 @@ def errors_of_replays(rank: int) -> tuple[dict[str, float], int]:
             patch.setattr(module, "REPLAYED_KERNELS", tuple(KERNELS.values()))
             replayed = two_micro_batches(world, kind)
             errors[kind] = max(relative_error(a.double(), b.double()) for a, b in zip(replayed, launched, strict=True))
-        count, world.node_size = len(recordings), 2
+        shard, count = bind(micro_batch(((0, 1, 2, 3), (34, 13))), world), len(recordings)
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float64
+        q = torch.randn(shard.local_rows, 4, 16, device=world.device).to(dtype)
+        for is_inference in (True, True, True, False, False, False):
+            with torch.inference_mode(is_inference):
+                attend(q, q, q, shard, kernel=KERNELS[world.device.type])
+        assert len(recordings) == count + 2, "tensors of inference are not written outside of it"
+        world.node_size = 2
         two_micro_batches(world, "p2p")
-        assert len(recordings) == count, "groups of two hosts are launched each time"
+        assert len(recordings) == count + 2, "groups of two hosts are launched each time"
         recordings.clear()
     assert not replays._recorded, "a world that was left keeps recordings"
     return errors, count

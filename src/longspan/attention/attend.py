@@ -558,6 +558,7 @@ def _run_or_replay(run: Run, tensors: Sequence[Tensor], call: AttendCall, *key: 
     varies = call.indices is not None or call.dropout is not None
     if call.replays is None or varies or torch.cuda.is_current_stream_capturing():
         return run(call, *tensors)
+    key = torch.is_inference_mode_enabled(), *key  # whose tensors cannot be written outside of it
     if key not in call.replays:
         call.replays[key] = Replay(world_of(call.parts[0].members.part.world_key).watch)
     if call.sinks is None:
