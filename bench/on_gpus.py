@@ -122,7 +122,7 @@ MANY = (
     "{python} -m longspan bench step --model.preset qwen3-4b --layers 12 --lengths bench/training/lengths_5123.json "
     "--planners fixed,dynamic --warmup 1 --repeats 2 --out {out}"
 )
-LOGNORM = "--distribution lognorm --seed 5 --tokens 98304 --longest_document 4096"
+LOGNORM = "--distribution lognorm --seed 5 --tokens 98304 --longest_document 4080"
 RING = "--context.context_parallel_size 4 --context.cp_comm_type p2p"
 PEER_6555 = f"{MIXTURE} --lengths bench/peers/lengths_6555.json --context.max_tokens_per_slot 4096 --parallel.ep 4"
 
@@ -150,9 +150,9 @@ RUNS = (
         for mode in ("lockstep", "free")
     ),
     GpuRun(  # and as short ones on two GPUs
-        "many-2048-two",
+        "many-2040-two",
         80,
-        f"{MANY.replace('--lengths bench/training/lengths_5123.json', LOGNORM)} --context.max_tokens_per_slot 2048",
+        f"{MANY.replace('--lengths bench/training/lengths_5123.json', LOGNORM)} --context.max_tokens_per_slot 2040",
     ),
     # settings that others publish gains of dynamic plans for (bench/peers): a fixed plan made as theirs, then ours
     GpuRun(

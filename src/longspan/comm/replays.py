@@ -29,7 +29,8 @@ class Replay:
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._calls, self._graph = watch, 0, None
-        self._inputs, self._results = list[Tensor](), list[Any]()
+        self._inputs, self._written = list[Tensor](), list[Tensor]()
+        self._results = list[tuple[int | None, Any]]()  # the index among inputs and what is written, or no tensor
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
         """Return `run(*tensors)`."""
@@ -38,23 +39,26 @@ class Replay:
             return run(*tensors)
         if self._graph is None:
             self._inputs = [torch.empty_like(x) for x in tensors]
-            self._graph, self._results = record(lambda: run(*self._inputs))
+            self._graph, results = record(lambda: run(*self._inputs))
+            inputs = {id(x): i for i, x in enumerate(self._inputs)}
+            written = {id(x): x for x in results if isinstance(x, Tensor) and id(x) not in inputs}
+            self._written = [*written.values()]
+            places = inputs | {x: len(inputs) + i for i, x in enumerate(written)}
+            self._results = [(places.get(id(x)), x) for x in results]
             _recorded.append(self)
             forget_replays(KEPT)
         with self._watch.enter_operation("attention, replayed", self._watch.ranks) as operation:
             torch._foreach_copy_(self._inputs, list(tensors))
             self._graph.replay()
             self._watch.watch_stream(operation)
-        given = {id(x): tensor for x, tensor in zip(self._inputs, tensors, strict=True)}
-        written = [x for x in self._results if isinstance(x, Tensor) and id(x) not in given]
-        results = [torch.empty_like(x) for x in written]
-        torch._foreach_copy_(results, written)
-        given |= {id(x): result for x, result in zip(written, results, strict=True)}
-        return [given.get(id(x), x) for x in self._results]
+        copies = [torch.empty_like(x) for x in self._written]
+        torch._foreach_copy_(copies, self._written)
+        given = [*tensors, *copies]
+        return [x if place is None else given[place] for place, x in self._results]
 
     def forget(self) -> None:
         """Give up the recording: the next call runs, the one after it is recorded anew."""
-        self._calls, self._graph, self._inputs, self._results = 0, None, [], []
+        self._calls, self._graph, self._inputs, self._written, self._results = 0, None, [], [], []
 
 
 _recorded = deque[Replay]()

@@ -76,7 +76,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
-_INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # the name since transformers 5.20, and before
+# the name since transformers 5.20, and those before
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 _CHOSEN_KEYS = {  # what is missing for other layers whose keys are chosen
     **dict.fromkeys(_INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
     **dict.fromkeys(

@@ -238,7 +238,7 @@ class Machine:
     well it hides; `micro_batch_seconds` what a micro-batch adds, and the end of a step.
 
     The host launches one layer, forward and backward, in `layer_seconds`, and `group_seconds` more for each group that
-    a slot is in, `document_seconds` for each of their documents (bench/records/many-micro-batches-2xH100.md).
+    a slot is in, `document_seconds` for each of their documents (bench/records/many-micro-batches-2xH200.md).
     A device holds `memory_bytes` (0: not known), and copies to its host's memory and back at
     `host_copy_bytes_per_second` each way. `inside` and `across` are the links of hosts of `node_size` slots.
 
@@ -254,7 +254,7 @@ class Machine:
     memory_bytes_per_second: float = 4e12
     step_seconds: float = 40e-6
     micro_batch_seconds: float = 5e-3
-    layer_seconds: float = 8e-3
+    layer_seconds: float = 4.5e-3
     group_seconds: float = 0.4e-3
     document_seconds: float = 10e-6
     host_copy_bytes_per_second: float = 55e9
