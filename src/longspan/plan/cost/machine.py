@@ -173,6 +173,8 @@ WEIGHT_COPY_BYTES, UPDATE_BYTES = 2.2, 11.2  # FSDP2's copies of a weight, and t
 FLOAT8_SPEED, SCAN_SPEED, SUMMARY_SPEED = 1350 / 700, 60 / 700, 100 / 700
 SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
 SHARDED_LAUNCHES = 0.3  # of a layer's launches, that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md)
+# What is left of a layer's launches where all slots share a host: attention is replayed (many-micro-batches-2xH200.md).
+REPLAYED_LAUNCHES = 0.56
 FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
@@ -238,7 +240,7 @@ class Machine:
     well it hides; `micro_batch_seconds` what a micro-batch adds, and the end of a step.
 
     The host launches one layer, forward and backward, in `layer_seconds`, and `group_seconds` more for each group that
-    a slot is in, `document_seconds` for each of their documents (bench/records/many-micro-batches-2xH200.md).
+    a slot is in, `document_seconds` for each of their documents (bench/records/many-micro-batches-2xH100.md).
     A device holds `memory_bytes` (0: not known), and copies to its host's memory and back at
     `host_copy_bytes_per_second` each way. `inside` and `across` are the links of hosts of `node_size` slots.
 
@@ -254,7 +256,7 @@ class Machine:
     memory_bytes_per_second: float = 4e12
     step_seconds: float = 40e-6
     micro_batch_seconds: float = 5e-3
-    layer_seconds: float = 4.5e-3
+    layer_seconds: float = 8e-3
     group_seconds: float = 0.4e-3
     document_seconds: float = 10e-6
     host_copy_bytes_per_second: float = 55e9
@@ -414,7 +416,9 @@ class Machine:
         tp, ep, width = settings.weight_ranks or settings.tp, settings.ep, settings.shards
         dense, experts = (shape.stored_weights - shape.stored_experts) / tp, shape.stored_experts / ep
         expert_ranks = tp / ep  # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
-        launches, micro_batch, hidden, closing = 1.0, cost.micro_batch_seconds, 0.0, 0.0
+        share_host = 0 < width * settings.dp_replicate <= self.node_size
+        launches = REPLAYED_LAUNCHES if share_host and not forward and not self.world else 1.0  # others were measured
+        micro_batch, hidden, closing = cost.micro_batch_seconds, 0.0, 0.0
         if width:
             sent = dense * (width - 1) / width
             sent += experts * max(0.0, width * expert_ranks - 1) / (width * expert_ranks)
