@@ -29,8 +29,7 @@ class Replay:
 
     def __init__(self, watch: Watch) -> None:
         self._watch, self._calls, self._graph = watch, 0, None
-        self._inputs, self._written = list[Tensor](), list[Tensor]()
-        self._results = list[tuple[int | None, Any]]()  # the index among inputs and what is written, or no tensor
+        self._inputs, self._written, self._results = list[Tensor](), list[Tensor](), list[Any]()
 
     def __call__(self, run: Run, tensors: Sequence[Tensor]) -> list[Any]:
         """Return `run(*tensors)`."""
@@ -39,12 +38,8 @@ class Replay:
             return run(*tensors)
         if self._graph is None:
             self._inputs = [torch.empty_like(x) for x in tensors]
-            self._graph, results = record(lambda: run(*self._inputs))
-            inputs = {id(x): i for i, x in enumerate(self._inputs)}
-            written = {id(x): x for x in results if isinstance(x, Tensor) and id(x) not in inputs}
-            self._written = [*written.values()]
-            places = inputs | {x: len(inputs) + i for i, x in enumerate(written)}
-            self._results = [(places.get(id(x)), x) for x in results]
+            self._graph, self._results = record(lambda: run(*self._inputs))
+            self._written = [x for x in self._results if isinstance(x, Tensor) and id(x) not in map(id, self._inputs)]
             _recorded.append(self)
             forget_replays(KEPT)
         with self._watch.enter_operation("attention, replayed", self._watch.ranks) as operation:
@@ -53,8 +48,8 @@ class Replay:
             self._watch.watch_stream(operation)
         copies = [torch.empty_like(x) for x in self._written]
         torch._foreach_copy_(copies, self._written)
-        given = [*tensors, *copies]
-        return [x if place is None else given[place] for place, x in self._results]
+        given = dict(zip(map(id, [*self._inputs, *self._written]), [*tensors, *copies], strict=True))
+        return [given.get(id(x), x) for x in self._results]
 
     def forget(self) -> None:
         """Give up the recording: the next call runs, the one after it is recorded anew."""

@@ -274,15 +274,11 @@ def test_compiled_layers_make_fewer_passes_over_memory(settings: dict[str, Any],
 def test_the_host_launches_layers_groups_and_documents() -> None:
     cost, layers = H200.cost(CONFIG, CostSettings(shards=2)), 36
     assert cost.launch_seconds == pytest.approx(0.86 * layers * H200.layer_seconds)  # FSDP2 in every micro-batch
-    for settings, share in (  # attention is replayed inside a host; a machine that was measured knows it
-        (CostSettings(shards=2, free=True), 0.56),
-        (CostSettings(shards=16, free=True), 1),
-        (CostSettings(shards=8, dp_replicate=2, free=True), 1),
-        (CostSettings(), 1),
-    ):
-        assert H200.cost(CONFIG, settings).launch_seconds == pytest.approx(share * layers * H200.layer_seconds)
-        measured = replace(H200, world=2).cost(CONFIG, settings)
-        assert measured.launch_seconds == pytest.approx(layers * H200.layer_seconds)
+    for shards, copies, share in ((2, 1, 0.56), (16, 1, 1), (8, 2, 1), (0, 1, 1)):  # attention is replayed in a host
+        settings = CostSettings(shards=shards, dp_replicate=copies, free=shards > 0)
+        for machine, part in ((H200, share), (replace(H200, world=2), 1)):  # a machine that was measured knows it
+            launches = machine.cost(CONFIG, settings).launch_seconds
+            assert launches == pytest.approx(part * layers * H200.layer_seconds)
     assert cost.forward_only().launch_seconds == pytest.approx(layers * H200.layer_seconds / 4)
     few = [MicroBatch((Group((0,), (0, 1), (8, 8)), Group((1,), (2,), (8,))))]
     more = [MicroBatch((Group((0,), (0,), (8,)), Group((0,), (1,), (8,)), Group((1,), (2,), (8,))))]

@@ -76,8 +76,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
-# the name since transformers 5.20, and those before
-_INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")  # since 5.20, before
 _CHOSEN_KEYS = {  # what is missing for other layers whose keys are chosen
     **dict.fromkeys(_INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
     **dict.fromkeys(

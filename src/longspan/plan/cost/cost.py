@@ -153,9 +153,7 @@ _DIVIDED_BY_TP = (
 # Slices of heads, whose messages hide behind each other's work, and from which bytes on (measured on H200s):
 EXCHANGE_SLICES, GATHER_SLICES = 2, 2  # four took longer
 EXCHANGE_SLICE_BYTES = 32 << 20  # of a member's queries in a slice: less costs more in launches than it hides
-REPLAYED_NUMBERS = (
-    1 << 24
-)  # of queries at most, whose attention is replayed: the device takes longer than more's launches
+REPLAYED_NUMBERS = 1 << 24  # of queries at most, whose attention is replayed: launches of more hide behind the device
 GATHER_SLICE_BYTES = 128 << 20  # of the keys and values of all rows: from here on slices hide more than they cost
 PACKED_COPIES = 0.75  # more for rows of several documents in a gather, which an index orders
 _GATHERED = 3.0  # times as long as in dense attention products of gathered keys take, and of a choice (H200)

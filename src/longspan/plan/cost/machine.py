@@ -173,8 +173,7 @@ WEIGHT_COPY_BYTES, UPDATE_BYTES = 2.2, 11.2  # FSDP2's copies of a weight, and t
 FLOAT8_SPEED, SCAN_SPEED, SUMMARY_SPEED = 1350 / 700, 60 / 700, 100 / 700
 SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
 SHARDED_LAUNCHES = 0.3  # of a layer's launches, that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md)
-# What is left of a layer's launches where all slots share a host: attention is replayed (many-micro-batches-2xH200.md).
-REPLAYED_LAUNCHES = 0.56
+REPLAYED_LAUNCHES = 0.56  # what is left of them where no attention crosses hosts (many-micro-batches-2xH200.md)
 FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
@@ -416,8 +415,8 @@ class Machine:
         tp, ep, width = settings.weight_ranks or settings.tp, settings.ep, settings.shards
         dense, experts = (shape.stored_weights - shape.stored_experts) / tp, shape.stored_experts / ep
         expert_ranks = tp / ep  # over which FSDP2 shards a rank's experts in a slot, below 1 where slots share experts
-        share_host = 0 < width * settings.dp_replicate <= self.node_size
-        launches = REPLAYED_LAUNCHES if share_host and not forward and not self.world else 1.0  # others were measured
+        replayed = 0 < width * settings.dp_replicate <= self.node_size and not forward  # a measured machine knows it
+        launches = REPLAYED_LAUNCHES if replayed and not self.world else 1.0
         micro_batch, hidden, closing = cost.micro_batch_seconds, 0.0, 0.0
         if width:
             sent = dense * (width - 1) / width
