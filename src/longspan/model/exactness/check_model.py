@@ -71,14 +71,14 @@ from longspan.model.seams.mixers import ROWS_ALONE, ROWWISE_LAYER_TYPES, find_mi
 from longspan.model.seams.rope import depends_on_length, length_dependent_types, rope_types
 from longspan.model.sharding import Placement
 from longspan.model.weights.hf_folder import DEQUANTIZE
+from longspan.plan.shape.layers import INDEXED
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 _MIXING = ("linear_attention", "conv", "hybrid", "mamba")  # types of layers that may contain a mixer
 
-_INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")  # since 5.20, before
 _CHOSEN_KEYS = {  # what is missing for other layers whose keys are chosen
-    **dict.fromkeys(_INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
+    **dict.fromkeys(INDEXED, "whose indexer does more than to score keys one by one (it pools them, say)"),
     **dict.fromkeys(
         ("compressed_sparse_attention", "heavily_compressed_attention"),
         "whose keys are compressed from windows of rows, which other ranks may hold",
@@ -187,7 +187,7 @@ def _rope_reasons(model: PreTrainedModel) -> Iterator[str]:
 def _layer_type_reasons(model: PreTrainedModel) -> Iterator[str]:
     types = getattr(model.config, "layer_types", None) or []
     for kind in sorted({str(kind) for kind in types} - {*_LAYER_TYPES, *ROWWISE_LAYER_TYPES}):
-        is_known = is_indexed if kind in _INDEXED else is_mixer
+        is_known = is_indexed if kind in INDEXED else is_mixer
         layers = [
             index
             for index, layer in enumerate(decoder_layers(model).values())

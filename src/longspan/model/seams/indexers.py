@@ -1,10 +1,8 @@
 """Indexers of transformers' models, which choose a few keys for each row, over a sharded sequence.
 
-The class's own forward runs on the rank's rows with a stand-in for the cache that it asks for index keys: what it hands
-out are those of all ranks. Chosen are positions in the row's own document, so that no degree or layout enters; among
-keys of equal scores the lowest positions, which is a rule of longspan's: scores are sums of ReLUs, many are 0, and
-torch's `topk` has no order among equals. Indexers get no gradient, as in transformers. On GPUs the class forms queries
-and weights alone, and `index_scores.py` the scores.
+The class's own forward runs on the rank's rows with a stand-in for its cache, which hands out index keys of all ranks;
+on GPUs it forms queries and weights alone, and `index_scores.py` the scores. Of equal scores, as sums of ReLUs often
+are, the lowest positions are chosen: `topk` has no order among them. As in transformers, indexers get no gradient.
 """
 
 import inspect

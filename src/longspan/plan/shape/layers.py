@@ -93,7 +93,8 @@ class ConfigReader:
         return self.count(*names)
 
 
-INDEXED = ("indexed_attention", "deepseek_sparse_attention")  # rows choose keys; the second before transformers 5.20
+# Rows choose keys, by the names of transformers since 5.20 and before.
+INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *INDEXED)
 MIXING = ("linear_attention", "conv")
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention", "sliding": "sliding_attention"}
