@@ -7,7 +7,7 @@ portion's rows of a large set at a time.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longspan.comm import World, raise_first_error
 from longspan.data.documents import CorpusDocuments
@@ -29,7 +29,13 @@ from longspan.model.float8.products import find_float8_weight, keep_quantised_we
 from longspan.model.layers import score_columns
 from longspan.model.multimodal.multimodal_model import MultimodalModel, check_world_of_model
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import fsdp_modules, reduction_groups, reset_fsdp_groups, reshards_after_forward
+from longspan.model.sharding import (
+    fsdp_modules,
+    leave_out_idle_hooks,
+    reduction_groups,
+    reset_fsdp_groups,
+    reshards_after_forward,
+)
 from longspan.plan import MicroBatch, Plan
 from longspan.train.passes import Passes, run_passes
 from longspan.train.plans import PlanChoice, degrees_to_compare
@@ -56,64 +62,13 @@ def gather_once(model: nn.Module) -> Iterator[None]:
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:
-        with keep_quantised_weights(model), ExitStack() as hooks:
-            # Not those of the model itself, with which FSDP2 begins and ends a pass.
-            for state in dict.fromkeys(module._get_fsdp_state() for module in modules if module is not model):
-                hooks.enter_context(_run_hooks_until_gathered(state))
+        with keep_quantised_weights(model), leave_out_idle_hooks(model):
             yield
     finally:
         for module in modules:
             # Never None: where it is not known, `gathered_bytes` is 0, and the caller does not gather once.
             module.set_reshard_after_forward(bool(reshards_after_forward(module)), recurse=False)
         reset_fsdp_groups(modules)
-
-
-@contextmanager
-def _run_hooks_until_gathered(state: Any) -> Iterator[None]:
-    """Run a layer's FSDP2 hooks only until its parameters are gathered, or where they cast."""
-    if len(state._modules) != 1:
-        yield
-        return
-    (module,) = state._modules
-    before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
-    hooks = _GatheredHooks(state, module._forward_pre_hooks[before], module._forward_hooks[after])
-    module._forward_pre_hooks[before], module._forward_hooks[after] = (hooks.begin_forward, hooks.end_forward)
-    try:
-        yield
-    finally:
-        module._forward_pre_hooks[before], module._forward_hooks[after] = hooks.pre_forward, hooks.post_forward
-
-
-class _GatheredHooks:
-    """The hooks of one layer: FSDP2's own, `pre_forward` and `post_forward`, and what stands for them."""
-
-    def __init__(self, state: Any, pre_forward: Any, post_forward: Any) -> None:
-        self.pre_forward, self.post_forward = pre_forward, post_forward
-        self._runs_fsdp_hooks = False
-        self._groups = [*reduction_groups([state._modules[0]])]
-        policy = state._mp_policy
-        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
-        self._casts_outputs: bool = policy.output_dtype is not None
-
-    def begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run FSDP2's hook where a parameter is not gathered yet, or it casts; None leaves the inputs."""
-        casts = self._casts_outputs or not (
-            self._input_dtype is None or all(_has_dtype(x, self._input_dtype) for x in (*args, *kwargs.values()))
-        )
-        self._runs_fsdp_hooks = casts or not all(group.is_unsharded for group in self._groups)
-        return self.pre_forward(module, args, kwargs) if self._runs_fsdp_hooks else None
-
-    def end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        return self.post_forward(module, args, out) if self._runs_fsdp_hooks else None
-
-
-def _has_dtype(x: object, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
-    if isinstance(x, Tensor):
-        return x.dtype == dtype or not x.is_floating_point()
-    if isinstance(x, tuple | list):
-        return all(_has_dtype(value, dtype) for value in x)
-    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
 
 
 def gathered_bytes(model: nn.Module) -> int:

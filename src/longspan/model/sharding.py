@@ -4,6 +4,7 @@ Either way a gradient is the plain sum over slots: the loss is divided by the pl
 here divides.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -194,7 +196,8 @@ def keep_parameters_whole(model: nn.Module) -> Iterator[Callable[[], None]]:
         _set_keep_gathered(module, True, reshard_after_forward=False)
         module.unshard()
     try:
-        yield lambda: None
+        with leave_out_idle_hooks(model, trains=True):
+            yield lambda: None
     finally:
         for module in modules:  # as `shard_over_slots` had set each
             _set_keep_gathered(module, False, reshard_after_forward=_RESHARDS.get(module, False))
@@ -232,7 +235,7 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
     unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
 
-    Call it before the last backward pass. After an error unsummed shards are dropped.
+    Call it before the last pass. After an error unsummed shards are dropped.
     """
     modules = fsdp_modules(model)
 
@@ -247,7 +250,8 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     set_last(False)
     try:
-        yield set_last
+        with leave_out_idle_hooks(model, trains=True):
+            yield set_last
         assert all(group._partial_reduce_output is None for group in reduction_groups(modules)), (
             "the last backward pass was not announced"
         )
@@ -271,13 +275,98 @@ def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
 
 def accumulate_gathered_gradients(model: nn.Module) -> None:
     """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
-    for group in reduction_groups(fsdp_modules(model)):
+    _accumulate_gradients(reduction_groups(fsdp_modules(model)))
+
+
+def _accumulate_gradients(groups: Iterable[Any]) -> None:
+    for group in groups:
         if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
             group._set_unsharded_grad_dtypes(defer_upcast=False)
             continue
         for parameter in group.fsdp_params:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
+
+
+@contextmanager
+def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
+    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them so.
+
+    `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. The hooks of
+    the model itself run, with which FSDP2 begins and ends a pass.
+    """
+    states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(model) if module is not model)
+    blocks = [_BlockHooks(state, trains=trains) for state in states if len(state._modules) == 1]
+    for block, later in itertools.pairwise(blocks):
+        block.later = later
+    try:
+        for block in blocks:
+            block.enter()
+        yield
+    finally:
+        for block in blocks:
+            block.leave()
+
+
+class _BlockHooks:
+    """FSDP2's two hooks of a block, and what stands for them."""
+
+    def __init__(self, state: Any, *, trains: bool) -> None:
+        (self._module,) = state._modules
+        self._before, self._after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+        self._fsdp_hooks = self._module._forward_pre_hooks[self._before], self._module._forward_hooks[self._after]
+        self._groups, self._trains, self._runs_fsdp_hooks = [*reduction_groups([self._module])], trains, True
+        self._gradient_hook: RemovableHandle | None = None
+        policy = state._mp_policy
+        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._casts_outputs: bool = policy.output_dtype is not None
+        self.later: _BlockHooks | None = None
+
+    def enter(self) -> None:
+        self._set_hooks(self._begin_forward, self._end_forward)
+
+    def leave(self) -> None:
+        self._set_hooks(*self._fsdp_hooks)
+        if self._gradient_hook is not None:
+            self._gradient_hook.remove()
+
+    def _set_hooks(self, before: Any, after: Any) -> None:
+        self._module._forward_pre_hooks[self._before], self._module._forward_hooks[self._after] = before, after
+
+    def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run FSDP2's hook where it does something; None leaves the inputs."""
+        busy = any(map(self._is_busy, self._groups))
+        dtype, inputs = self._input_dtype, (*args, *kwargs.values())
+        casts = self._casts_outputs or not (dtype is None or all(_has_dtype(x, dtype) for x in inputs))
+        self._runs_fsdp_hooks = busy or casts
+        if self._trains and not busy and self._gradient_hook is None:
+            self._add_gradient_hook()
+        return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
+
+    def _is_busy(self, group: Any) -> bool:
+        return not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
+
+    def _end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+        return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
+
+    def _add_gradient_hook(self) -> None:
+        """When this block has a gradient, those of the later one are whole. FSDP2 adds what is left after the pass."""
+        parameters = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
+        if (trained := next((x for x in parameters if x.requires_grad), None)) is not None:
+            self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
+
+    def _add_later_gradients(self, _: Tensor) -> None:
+        if self.later is not None and not self.later._runs_fsdp_hooks:
+            _accumulate_gradients(self.later._groups)
+
+
+def _has_dtype(x: object, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 would surely leave an argument as it is; it also casts in mappings, sets and dataclasses."""
+    if isinstance(x, Tensor):
+        return x.dtype == dtype or not x.is_floating_point()
+    if isinstance(x, tuple | list):
+        return all(_has_dtype(value, dtype) for value in x)
+    return not isinstance(x, Mapping | set) and not hasattr(x, "__dataclass_fields__")
 
 
 def unshard(model: nn.Module) -> None:

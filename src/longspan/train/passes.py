@@ -217,11 +217,11 @@ def _run_whole_model(passes: Passes, batches: Sequence[LocalBatch]) -> Tensor:
         if free:
             passes.compute_load_fractions()
         for i, batch in enumerate(batches):
+            if i == len(batches) - 1:
+                finish()
             loss = _batch_loss(passes, batch)
             if i == 0 and not free:
                 passes.compute_load_fractions()
-            if i == len(batches) - 1:
-                finish()
             if passes.backward:
                 passes.mean_loss(loss).backward()
             total += loss.detach()

@@ -2,20 +2,23 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
+from longspan.model import sharding
 from longspan.model.sharding import fsdp_modules, reduction_groups, sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
@@ -174,6 +177,47 @@ def _summed(sharding: str, plans: str) -> None:
         assert worst(gradients, {name: wanted.gradients[name] for name in gradients}) < 1e-12
 
 
+def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
+    """Passes that find parameters whole and sum nothing do without the hooks of blocks, and give the same bits."""
+    layers, documents, options = 4, texts((16,) * 8), {"compute_dtype": torch.bfloat16} if casts else {}
+    with World(Layout(2), backend=backend(), timeout=60) as world:
+        options |= {"reshard_after_forward": False, "sync_each_batch": False}
+        model = prepare_untried(deep("qwen3", dtype, layers=layers), world, **options)
+        if casts:
+            model.get_submodule("model.layers.1").register_forward_hook(lambda _, __, out: out.float())
+        plan = plan_dynamic((16,) * 8, world.home, max_tokens_per_slot=16, mode=mode)
+        blocks = [*reduction_groups([module for module in fsdp_modules(model) if module is not model])]
+        results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
+        pre_forward, accumulate = FSDPParamGroup.pre_forward, sharding._accumulate_gradients
+
+        def begin(group: Any, *arguments: Any) -> Any:
+            begun[len(results)] += group in blocks
+            return pre_forward(group, *arguments)
+
+        def add(groups: Any) -> None:
+            wholes = [[parameter._unsharded_param.grad for parameter in group.fsdp_params] for group in blocks]
+            unsummed.append(sum(any(x is not None for x in whole) for whole in wholes))
+            accumulate(groups)
+
+        for patched in (nullcontext(), patch.object(sharding, "leave_out_idle_hooks", lambda *_, **__: nullcontext())):
+            with (
+                patched,
+                patch.object(FSDPParamGroup, "pre_forward", begin),
+                patch.object(sharding, "_accumulate_gradients", add),
+            ):
+                run_step(model, plan, documents, world)
+            results.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})
+            model.zero_grad()
+        assert results[0].keys() == results[1].keys() and len(results[0]) > layers
+        assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
+        passes = len(plan.micro_batches) + (mode == "free")  # with that of padding, which sums
+        assert passes > 3 and begun[1] == layers * passes
+        loud = 1 if mode == "free" else 2
+        assert begun[0] == layers * loud + (passes - loud if casts else 0)
+        # those of a block without hooks are added when the next one has gradients; of the last one, by FSDP2
+        assert max(unsummed) == 2 and len(unsummed) == (layers - 1 - casts) * (passes - loud)
+
+
 def _sum_copies(rank: int) -> None:
     """Gradients in bfloat16 of copies that are not sharded are summed over four slots in more."""
     with World(Layout(4), backend=backend(), timeout=60) as world:
@@ -261,6 +305,8 @@ def _look(rank: int, ranks: int) -> None:
             _summed(sharding, plans)
         _sum_copies(rank)
         return
+    for mode, dtype, casts in (("lockstep", torch.bfloat16, False), ("free", torch.float32, True)):
+        _with_and_without_hooks(mode, dtype, casts)
     _frozen(ranks, 1, False, torch.float64)
     _refused(Layout(ranks), "backward")
     _refused(Layout(ranks), "weights")
