@@ -4,7 +4,6 @@ Either way a gradient is the plain sum over slots: the loss is divided by the pl
 here divides.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from longspan.comm import World
@@ -273,12 +271,8 @@ def reduction_groups(modules: Sequence[FSDPModule]) -> Iterator[Any]:
         yield from (group for group in groups if group is not None)
 
 
-def accumulate_gathered_gradients(model: nn.Module) -> None:
+def accumulate_gathered_gradients(groups: Iterable[Any]) -> None:
     """Add gathered gradients to earlier ones in float32, as FSDP2 does, after passes that it does not see."""
-    _accumulate_gradients(reduction_groups(fsdp_modules(model)))
-
-
-def _accumulate_gradients(groups: Iterable[Any]) -> None:
     for group in groups:
         if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
             group._set_unsharded_grad_dtypes(defer_upcast=False)
@@ -296,12 +290,11 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
     the model itself run, with which FSDP2 begins and ends a pass.
     """
     states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(model) if module is not model)
-    blocks = [_BlockHooks(state, trains=trains) for state in states if len(state._modules) == 1]
-    for block, later in itertools.pairwise(blocks):
-        block.later = later
+    blocks, later = list[_BlockHooks](), None
     try:
-        for block in blocks:
-            block.enter()
+        for state in reversed([state for state in states if len(state._modules) == 1]):
+            later = _BlockHooks(state, later, trains=trains)
+            blocks.append(later)
         yield
     finally:
         for block in blocks:
@@ -309,55 +302,49 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
 
 
 class _BlockHooks:
-    """FSDP2's two hooks of a block, and what stands for them."""
+    """What stands for FSDP2's two hooks of a block, until `leave`."""
 
-    def __init__(self, state: Any, *, trains: bool) -> None:
-        (self._module,) = state._modules
-        self._before, self._after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
-        self._fsdp_hooks = self._module._forward_pre_hooks[self._before], self._module._forward_hooks[self._after]
-        self._groups, self._trains, self._runs_fsdp_hooks = [*reduction_groups([self._module])], trains, True
-        self._gradient_hook: RemovableHandle | None = None
-        policy = state._mp_policy
+    def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
+        policy, (module,) = state._mp_policy, state._modules
+        self._later, self._trains, self._runs_fsdp_hooks = later, trains, True
+        self._groups: list[Any] = [*reduction_groups([module])]
+        self._gradient_hook: Any = None
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._casts_outputs: bool = policy.output_dtype is not None
-        self.later: _BlockHooks | None = None
-
-    def enter(self) -> None:
-        self._set_hooks(self._begin_forward, self._end_forward)
+        before, after = state._pre_forward_hook_handle.id, state._post_forward_hook_handle.id
+        self._places: Any = (module._forward_pre_hooks, before), (module._forward_hooks, after)
+        self._fsdp_hooks = [hooks[key] for hooks, key in self._places]
+        for (hooks, key), mine in zip(self._places, (self._begin_forward, self._end_forward), strict=True):
+            hooks[key] = mine
 
     def leave(self) -> None:
-        self._set_hooks(*self._fsdp_hooks)
+        for (hooks, key), hook in zip(self._places, self._fsdp_hooks, strict=True):
+            hooks[key] = hook
         if self._gradient_hook is not None:
             self._gradient_hook.remove()
 
-    def _set_hooks(self, before: Any, after: Any) -> None:
-        self._module._forward_pre_hooks[self._before], self._module._forward_hooks[self._after] = before, after
-
     def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run FSDP2's hook where it does something; None leaves the inputs."""
-        busy = any(map(self._is_busy, self._groups))
+        busy = any(
+            not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
+            for group in self._groups
+        )
         dtype, inputs = self._input_dtype, (*args, *kwargs.values())
         casts = self._casts_outputs or not (dtype is None or all(_has_dtype(x, dtype) for x in inputs))
         self._runs_fsdp_hooks = busy or casts
         if self._trains and not busy and self._gradient_hook is None:
-            self._add_gradient_hook()
+            whole = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
+            if (trained := next((x for x in whole if x.requires_grad), None)) is not None:
+                self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
         return self._fsdp_hooks[0](module, args, kwargs) if self._runs_fsdp_hooks else None
-
-    def _is_busy(self, group: Any) -> bool:
-        return not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
 
     def _end_forward(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
 
-    def _add_gradient_hook(self) -> None:
-        """When this block has a gradient, those of the later one are whole. FSDP2 adds what is left after the pass."""
-        parameters = (parameter._unsharded_param for group in self._groups for parameter in group.fsdp_params)
-        if (trained := next((x for x in parameters if x.requires_grad), None)) is not None:
-            self._gradient_hook = trained.register_post_accumulate_grad_hook(self._add_later_gradients)
-
     def _add_later_gradients(self, _: Tensor) -> None:
-        if self.later is not None and not self.later._runs_fsdp_hooks:
-            _accumulate_gradients(self.later._groups)
+        """This block has a gradient, so those of the later one are whole. FSDP2 adds what is left after a pass."""
+        if self._later is not None and not self._later._runs_fsdp_hooks:
+            accumulate_gathered_gradients(self._later._groups)
 
 
 def _has_dtype(x: object, dtype: torch.dtype) -> bool:

@@ -202,16 +202,17 @@ def test_loads_have_the_slices_that_attention_chooses() -> None:
 
 def test_many_micro_batches_have_a_price_for_each_way_of_sharding() -> None:
     """Where all fits, weights and gradients are once a step; with less room gradients are summed in each micro-batch,
-    and with the least weights are gathered there too. Of one micro-batch the first two are one.
+    and with the least weights are gathered there too, also on one slot. Of one micro-batch the first two are one.
     """
     plan = plan_fixed([4096] * 16, HOME, cp=1, max_tokens_per_slot=4096)
 
-    def ways(gib: int, **fixed: Any) -> tuple[bool, bool]:
-        budget = MemoryBudget(device=gib * GIB)
-        memory = choose_memory(QWEN3_8B, HOME, plan, MemorySettings(), budget, fixed=FixedMemory(**fixed))
+    def ways(gib: int, home: Layout = HOME, **fixed: Any) -> tuple[bool, bool]:
+        budget, of_home = MemoryBudget(device=gib * GIB), plan_fixed(plan.lengths, home, 1, max_tokens_per_slot=4096)
+        memory = choose_memory(QWEN3_8B, home, of_home, MemorySettings(), budget, fixed=FixedMemory(**fixed))
         return memory.gathered_once, memory.summed_once
 
     assert [ways(gib) for gib in (180, 115, 95)] == [(True, True), (True, False), (False, False)]
+    assert [ways(gib, Layout(1)) for gib in (180, 150)] == [(True, True), (False, False)]
     assert ways(180, summed_once=False) == (True, False) and ways(180, gathered_once=False) == (False, False)
     assert (
         "gradients summed once"

@@ -188,7 +188,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         plan = plan_dynamic((16,) * 8, world.home, max_tokens_per_slot=16, mode=mode)
         blocks = [*reduction_groups([module for module in fsdp_modules(model) if module is not model])]
         results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
-        pre_forward, accumulate = FSDPParamGroup.pre_forward, sharding._accumulate_gradients
+        pre_forward, accumulate = FSDPParamGroup.pre_forward, sharding.accumulate_gathered_gradients
 
         def begin(group: Any, *arguments: Any) -> Any:
             begun[len(results)] += group in blocks
@@ -203,7 +203,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
             with (
                 patched,
                 patch.object(FSDPParamGroup, "pre_forward", begin),
-                patch.object(sharding, "_accumulate_gradients", add),
+                patch.object(sharding, "accumulate_gathered_gradients", add),
             ):
                 run_step(model, plan, documents, world)
             results.append({name: gradient.clone() for name, gradient in gradients_of(model).items()})

@@ -1,10 +1,7 @@
 """FlashAttention in Triton, for what torch's kernels and FlashAttention-4 lack: heads up to 512, chosen keys.
 
-All tiles of a launch at once, under every mask that tiles have; grouped heads are its own. Programs own blocks of rows
-or of keys, so that nothing is added by two of them and results are the same bits each time. Source of the algorithm:
-FlashAttention 2 (https://arxiv.org/abs/2307.08691). In backward one kernel gives dq and another dk and dv; where heads
-are larger than 256, whose two sums no multiprocessor can hold, it runs once for each. Of chosen keys each launch packs
-a bit for each row and key of a tile.
+All tiles of a launch at once, by FlashAttention 2 (https://arxiv.org/abs/2307.08691). Programs own blocks of rows or
+of keys, so that nothing is added by two of them and results are the same bits each time.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,27 +28,24 @@ class Blocks(NamedTuple):
     stages: int
 
 
-# By the head's width (a power of two), the fastest on an H200 first; where a device's shared memory is too small, the
+# By the head's width (a power of two, from 128), the fastest on an H200 first; where shared memory is too small, the
 # next.
 FORWARD: dict[int, tuple[Blocks, ...]] = {
-    64: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
     128: (Blocks(64, 64, 4, 3), Blocks(64, 32, 4, 2)),
     256: (Blocks(128, 64, 8, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     512: (Blocks(64, 32, 8, 2), Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1)),
 }
 QUERY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    64: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
     128: (Blocks(128, 64, 8, 3), Blocks(64, 32, 4, 2)),
     256: (Blocks(128, 64, 8, 1), Blocks(64, 32, 4, 1), Blocks(32, 16, 4, 1)),
     512: (Blocks(64, 32, 8, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
 }
 KEY_GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    64: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
     128: (Blocks(64, 64, 4, 2), Blocks(32, 64, 4, 2)),
     256: (Blocks(32, 64, 8, 2), Blocks(16, 32, 4, 1)),
     512: (Blocks(32, 64, 8, 1), Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1)),
 }
-_MIN_TABLE_WIDTH = 64  # the narrowest of the tables
+_MIN_TABLE_WIDTH = 128  # the narrowest of the tables
 _PACKED = (4, 256)  # rows and chosen keys that a program packs at a time
 _MAX_JOINT_WIDTH = 256  # the widest head whose dk and dv are summed in one program
 _fitting: dict[Any, int] = {}  # by kernel, width, dtype and device, which of its blocks fits
@@ -76,14 +70,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
     q, k, v = (contiguous_heads(x) for x in (q, k, v))
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    strides, bits = (*strides_of(q, k, v, out), *lse.stride()), _pack_bits(launch, call)
+    bits = _pack_bits(launch, call)
 
     def launch_blocks(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().forward[len(block_list), q.shape[1]](
             *(q, k, v, out, lse, block_list, *launch.cu_seqlens, *bits, q.shape[1] // k.shape[1]),
             *_score_arguments(launch, call),
-            *strides,
+            *strides_of(q, k, v),
             **_call_constants(q, v, launch, call),
             **_block_constants(blocks),
         )
@@ -93,25 +87,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch, call: AttendCall) -
 
 
 def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of this block: dq (Tq, N, H), dk (Tk, K, H), dv (Tk, K, Hv).
-
-    One kernel computes dq, a second one dk and dv; both compute the scores again from the saved log-sum-exp. Each is
-    launched with the largest blocks that fit the device's shared memory.
-    """
+    """Return the gradients of this block: dq (Tq, N, H) by one kernel, dk (Tk, K, H) and dv (Tk, K, Hv) by another."""
     assert call.dropout is None
     q, k, v, dout = (contiguous_heads(x) for x in (saved.q, saved.k, saved.v, dout))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    delta = saved.deltas(dout)
-    tensors = (q, k, v, dout, saved.lse, delta)
-    strides = (*strides_of(q, k, v, dout), *saved.lse.stride(), delta.stride(0))
-    bits = _pack_bits(launch, call)
+    tensors = (q, k, v, dout, saved.lse.contiguous(), saved.deltas(dout).contiguous())
+    bits, strides = _pack_bits(launch, call), strides_of(q, k, v, dout)
     shared = (*launch.cu_seqlens, *bits, q.shape[1] // k.shape[1], *_score_arguments(launch, call), *strides)
     constants = _call_constants(q, v, launch, call)
 
     def launch_query_gradients(blocks: Blocks) -> None:
         block_list = launch.blocks(blocks.rows, of_keys=False)
         _flash_kernels().query_gradients[len(block_list), q.shape[1]](
-            *(*tensors, dq, block_list, *shared, *strides_of(dq)), **constants, **_block_constants(blocks)
+            *(*tensors, dq, block_list, *shared), **constants, **_block_constants(blocks)
         )
 
     def launch_key_gradients(blocks: Blocks) -> None:
@@ -120,7 +108,7 @@ def backward(dout: Tensor, saved: Saved, launch: Launch, call: AttendCall) -> tu
         one_by_one = constants["WIDTH"] + constants["V_WIDTH"] > 2 * _MAX_JOINT_WIDTH
         for wants in ((True, False), (False, True)) if one_by_one else ((True, True),):
             _flash_kernels().key_gradients[len(block_list), k.shape[1]](
-                *(*tensors, dk, dv, block_list, *shared, *strides_of(dk, dv)),
+                *(*tensors, dk, dv, block_list, *shared),
                 WANTS_K=wants[0],
                 WANTS_V=wants[1],
                 **constants,
@@ -139,10 +127,10 @@ def _pack_bits(launch: Launch, call: AttendCall) -> tuple[Tensor | None, Tensor 
     places, place_starts, bit_starts, words = launch.chosen_keys
     bits = torch.zeros(words, dtype=torch.int64, device=places.device)
     rows, columns = _PACKED
-    block_list, indices = launch.blocks(rows, of_keys=False), contiguous_heads(call.indices)
+    block_list, indices = launch.blocks(rows, of_keys=False), call.indices.contiguous()
     _flash_kernels().pack_bits[(len(block_list),)](
         *(indices, bits, block_list, *launch.cu_seqlens, places, place_starts, bit_starts),
-        *(indices.shape[1], indices.stride(0), rows, columns),
+        *(indices.shape[1], rows, columns),
     )
     return bits, bit_starts
 
@@ -156,12 +144,11 @@ def launch_fitting_blocks(
     for index in range(_fitting.get(key, 0), len(choices)):
         try:
             launch_blocks(choices[index])
+            _fitting[key] = index
+            return
         except _flash_kernels().OutOfResources:
             if index + 1 == len(choices):
                 raise
-            continue
-        _fitting[key] = index
-        return
 
 
 def _score_arguments(launch: Launch, call: AttendCall) -> tuple[float, float, int, int]:

@@ -31,12 +31,6 @@ def _is_visible(aligned, key, keys, left, right, HAS_LEFT: tl.constexpr, HAS_RIG
 
 
 @triton.jit
-def _is_chosen(word, key):
-    """Return whether words of 64 keys have the bits of keys that lie in them."""
-    return ((word >> key % 64) & 1) != 0
-
-
-@triton.jit
 def _load_rows(x, row, row_stride, rows, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows of a head, whose elements are in order; zeros beyond the last row and the head's size."""
     column = tl.arange(0, WIDTH)
@@ -63,7 +57,6 @@ def pack_bits(
     place_starts,
     bit_starts,
     columns,
-    indices_row,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -78,7 +71,7 @@ def pack_bits(
     positions = tl.load(place_starts + tile + 1) - first_place
     row = start + tl.arange(0, ROWS).to(tl.int64)
     row_bits = bits + tl.load(bit_starts + tile) + row * tl.cdiv(keys, 64)
-    indices += (q_start + row)[:, None] * indices_row
+    indices += (q_start + row)[:, None] * columns
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         exists = (row < rows)[:, None] & (column < columns)[None, :]
@@ -112,10 +105,6 @@ def forward(
     k_head,
     v_row,
     v_head,
-    out_row,
-    out_head,
-    lse_row,
-    lse_head,
     HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -130,23 +119,22 @@ def forward(
     """Compute out and lse of ROWS rows of a head in one pass over their keys with a running largest score.
 
     It is the forward pass of FlashAttention 2 (arXiv:2307.08691, algorithm 1). Exponentials are powers of 2, so scores
-    are multiplied by log₂ e. The first program id is a block of rows in `blocks` (its tile, and its first row in the
-    tile), the second a head. `*_ends` are the boundaries of tiles among the rows and among the keys, `*_row` and
-    `*_head` strides, `group` the query heads of a key/value head. The last row of a tile is aligned to its last key; a
-    row sees the keys from `left` before to `right` after the one that it is aligned to. With HAS_BITS it sees those of
-    them whose bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too:
-    a branch around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
+    are multiplied by log₂ e. The first program id is a block of rows in `blocks`, the second a head. `*_ends` are the
+    boundaries of tiles among the rows and among the keys, `*_row` and `*_head` strides (results, lse and delta are
+    contiguous), `group` the query heads of a key/value head. With HAS_BITS a row sees those keys of its window whose
+    bit is set (`pack_bits`; a tile's begin at the word `bit_starts`). Blocks without a bit are computed too: a branch
+    around them costs 30 %, as loads are not made ahead through it (bench/records/indexed-attention-2xH200.md).
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    head = tl.program_id(1).to(tl.int64)
+    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     kv_head = head // group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
     q += q_start.to(tl.int64) * q_row + head * q_head
     k += k_start.to(tl.int64) * k_row + kv_head * k_head
     v += k_start.to(tl.int64) * v_row + kv_head * v_head
-    out += q_start.to(tl.int64) * out_row + head * out_head
-    lse += q_start.to(tl.int64) * lse_row + head * lse_head
+    out += (q_start.to(tl.int64) * heads + head) * V_SIZE
+    lse += q_start.to(tl.int64) * heads + head
 
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
@@ -171,7 +159,7 @@ def forward(
         seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
         if HAS_BITS:
             word = tl.load(row_bits + block_start // 64, mask=row < rows, other=0)
-            seen = seen & _is_chosen(word[:, None], key[None, :])
+            seen = seen & (((word[:, None] >> key[None, :] % 64) & 1) != 0)
         scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
         top = tl.where(higher == float("-inf"), 0.0, higher)  # rows that have seen nothing yet
@@ -184,8 +172,8 @@ def forward(
     if HAS_BITS:  # rows that have chosen no key of this launch
         largest = tl.where(total == 0.0, _NO_KEY * _LOG2_E, largest)
         total = tl.where(total == 0.0, 1.0, total)
-    _store_rows(out, row, out_row, rows, result / total[:, None], V_SIZE, V_WIDTH)
-    tl.store(lse + row.to(tl.int64) * lse_row, largest / _LOG2_E + tl.log(total), mask=row < rows)
+    _store_rows(out, row, heads * V_SIZE, rows, result / total[:, None], V_SIZE, V_WIDTH)
+    tl.store(lse + row.to(tl.int64) * heads, largest / _LOG2_E + tl.log(total), mask=row < rows)
 
 
 @triton.jit
@@ -215,11 +203,6 @@ def query_gradients(
     v_head,
     dout_row,
     dout_head,
-    lse_row,
-    lse_head,
-    delta_row,
-    dq_row,
-    dq_head,
     HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -239,7 +222,7 @@ def query_gradients(
     blocks of keys that the window hides from all of these rows. Arguments are those of `forward`.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    head = tl.program_id(1).to(tl.int64)
+    head, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     kv_head = head // group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
@@ -247,16 +230,16 @@ def query_gradients(
     k += k_start.to(tl.int64) * k_row + kv_head * k_head
     v += k_start.to(tl.int64) * v_row + kv_head * v_head
     dout += q_start.to(tl.int64) * dout_row + head * dout_head
-    dq += q_start.to(tl.int64) * dq_row + head * dq_head
-    lse += q_start.to(tl.int64) * lse_row + head * lse_head
-    delta += q_start.to(tl.int64) * delta_row + head
+    dq += (q_start.to(tl.int64) * heads + head) * SIZE
+    lse += q_start.to(tl.int64) * heads + head
+    delta += q_start.to(tl.int64) * heads + head
 
     row = start + tl.arange(0, ROWS)
     aligned = row + (keys - rows)
     q_block = _load_rows(q, row, q_row, rows, SIZE, WIDTH)
     dout_block = _load_rows(dout, row, dout_row, rows, V_SIZE, V_WIDTH)
-    row_lse = tl.load(lse + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
-    row_delta = tl.load(delta + row.to(tl.int64) * delta_row, mask=row < rows, other=0.0)
+    row_lse = tl.load(lse + row.to(tl.int64) * heads, mask=row < rows, other=0.0) * _LOG2_E
+    row_delta = tl.load(delta + row.to(tl.int64) * heads, mask=row < rows, other=0.0)
     first_aligned = start + keys - rows
     first_key, end_key = 0, keys
     if HAS_LEFT:
@@ -277,12 +260,12 @@ def query_gradients(
         seen = _is_visible(aligned[:, None], key[None, :], keys, left, right, HAS_LEFT, HAS_RIGHT)
         if HAS_BITS:
             word = tl.load(row_bits + block_start // 64, mask=row < rows, other=0)
-            seen = seen & _is_chosen(word[:, None], key[None, :])
+            seen = seen & (((word[:, None] >> key[None, :] % 64) & 1) != 0)
         weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[:, None]), 0.0)
         v_block = _load_rows(v, key, v_row, keys, V_SIZE, V_WIDTH)
         dscores = weights * (tl.dot(dout_block, tl.trans(v_block)) - row_delta[:, None]) * slope
         result = tl.dot(dscores.to(k_block.dtype), k_block, result)
-    _store_rows(dq, row, dq_row, rows, result * scale, SIZE, WIDTH)
+    _store_rows(dq, row, heads * SIZE, rows, result * scale, SIZE, WIDTH)
 
 
 @triton.jit
@@ -313,13 +296,6 @@ def key_gradients(
     v_head,
     dout_row,
     dout_head,
-    lse_row,
-    lse_head,
-    delta_row,
-    dk_row,
-    dk_head,
-    dv_row,
-    dv_head,
     HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
@@ -340,14 +316,15 @@ def key_gradients(
     WANTS_K and WANTS_V leave out what needs no gradient. Arguments are those of `forward`; blocks are of keys.
     """
     tile, start = tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
-    kv_head = tl.program_id(1).to(tl.int64)
+    kv_head, kv_heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    heads = kv_heads * group
     q_start, k_start = tl.load(q_ends + tile), tl.load(k_ends + tile)
     rows, keys = tl.load(q_ends + tile + 1) - q_start, tl.load(k_ends + tile + 1) - k_start
     q += q_start.to(tl.int64) * q_row
     k += k_start.to(tl.int64) * k_row + kv_head * k_head
     dout += q_start.to(tl.int64) * dout_row
-    lse += q_start.to(tl.int64) * lse_row
-    delta += q_start.to(tl.int64) * delta_row
+    lse += q_start.to(tl.int64) * heads
+    delta += q_start.to(tl.int64) * heads
 
     key, shift = start + tl.arange(0, KEYS), keys - rows
     k_block = _load_rows(k, key, k_row, keys, SIZE, WIDTH)
@@ -371,7 +348,7 @@ def key_gradients(
             aligned = row + shift
             q_block = _load_rows(q + head * q_head, row, q_row, rows, SIZE, WIDTH)
             dout_block = _load_rows(dout + head * dout_head, row, dout_row, rows, V_SIZE, V_WIDTH)
-            row_lse = tl.load(lse + head * lse_head + row.to(tl.int64) * lse_row, mask=row < rows, other=0.0) * _LOG2_E
+            row_lse = tl.load(lse + row.to(tl.int64) * heads + head, mask=row < rows, other=0.0) * _LOG2_E
             scores = tl.dot(k_block, tl.trans(q_block)) * scale
             slope = 1.0
             if HAS_CAP:
@@ -380,17 +357,17 @@ def key_gradients(
             seen = _is_visible(aligned[None, :], key[:, None], keys, left, right, HAS_LEFT, HAS_RIGHT)
             if HAS_BITS:
                 word = tl.load(first_bits + row.to(tl.int64) * tl.cdiv(keys, 64), mask=row < rows, other=0)
-                seen = seen & _is_chosen(word[None, :], key[:, None])
+                seen = seen & (((word[None, :] >> key[:, None] % 64) & 1) != 0)
             weights = tl.where(seen, tl.exp2(scores * _LOG2_E - row_lse[None, :]), 0.0)
             if WANTS_V:
                 dv_sum = tl.dot(weights.to(dout_block.dtype), dout_block, dv_sum)
             if WANTS_K:
-                row_delta = tl.load(delta + row.to(tl.int64) * delta_row + head, mask=row < rows, other=0.0)
+                row_delta = tl.load(delta + row.to(tl.int64) * heads + head, mask=row < rows, other=0.0)
                 dscores = weights * (tl.dot(v_block, tl.trans(dout_block)) - row_delta[None, :]) * slope
                 dk_sum = tl.dot(dscores.to(q_block.dtype), q_block, dk_sum)
     if WANTS_K:
-        dk += k_start.to(tl.int64) * dk_row + kv_head * dk_head
-        _store_rows(dk, key, dk_row, keys, dk_sum * scale, SIZE, WIDTH)
+        dk += (k_start.to(tl.int64) * kv_heads + kv_head) * SIZE
+        _store_rows(dk, key, kv_heads * SIZE, keys, dk_sum * scale, SIZE, WIDTH)
     if WANTS_V:
-        dv += k_start.to(tl.int64) * dv_row + kv_head * dv_head
-        _store_rows(dv, key, dv_row, keys, dv_sum, V_SIZE, V_WIDTH)
+        dv += (k_start.to(tl.int64) * kv_heads + kv_head) * V_SIZE
+        _store_rows(dv, key, kv_heads * V_SIZE, keys, dv_sum, V_SIZE, V_WIDTH)

@@ -21,16 +21,14 @@ from longspan.attention.kernels.triton_flash import (
 )
 from longspan.attention.tiles import Launch
 
-# By the value's width: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and 512 are
-# the fastest of four to six on an H200.
+# By the value's width, from 128: heads (`rows`) and keys of a block, warps, stages of loads in flight. Those of 128 and
+# 512 are the fastest of four to six on an H200.
 FORWARD: dict[int, tuple[Blocks, ...]] = {
-    64: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     128: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     256: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     512: (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(16, 32, 4, 1)),
 }
 GRADIENTS: dict[int, tuple[Blocks, ...]] = {
-    64: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     128: (Blocks(32, 64, 4, 2), Blocks(16, 32, 4, 1)),
     256: (Blocks(32, 64, 8, 2), Blocks(32, 32, 4, 2), Blocks(16, 32, 4, 1)),
     512: (Blocks(32, 32, 8, 2), Blocks(16, 32, 4, 1)),

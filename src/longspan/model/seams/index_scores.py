@@ -4,14 +4,14 @@ Only the k-th score is torch's `topk`: its order among equals has no part in the
 scores are formed otherwise, and CPUs (`indexers.py`).
 """
 
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from longspan.attention.kernels import find_kernel
 
 _SCORE_BYTES = 256 << 20  # of the scores of a run of rows
 _ROWS, _KEYS, _KEYS_OF_ROW = 64, 128, 2048  # that a program scores, and walks in the scores of one row
@@ -53,14 +53,7 @@ class ScoreOperands(TorchFunctionMode):
 
 def can_score(q: Tensor) -> bool:
     """In float32, which is what classes widen q to."""
-    if not q.is_cuda or q.dtype != torch.float32 or find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
-@cache
-def _kernels() -> Any:
-    return import_module("longspan.model.seams.index_score_kernels")
+    return q.is_cuda and q.dtype == torch.float32 and not find_kernel("triton_flash").device_lack(q.device)
 
 
 def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, k: int) -> Tensor:
@@ -69,7 +62,7 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
     q (R, H, size), weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
     """
     q, keys = (q, keys) if q.dtype == keys.dtype else (q.float(), keys.float())
-    weights, q = weights.float().contiguous(), q.contiguous()
+    weights, q, keys = weights.float().contiguous(), q.contiguous(), keys.contiguous()
     chosen = torch.empty((len(q), k), dtype=torch.int32, device=q.device)
     at_once = max(_ROWS, _SCORE_BYTES // (4 * len(keys)) // _ROWS * _ROWS)
     for start in range(0, len(q), at_once):
@@ -79,19 +72,15 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
 
 
 def _choose_of_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int, chosen: Tensor) -> None:
+    kernels = import_module("longspan.model.seams.index_score_kernels")
     (rows, heads, size), k = q.shape, chosen.shape[1]
     count = min(len(keys), first_position + rows)
     scores = q.new_empty((rows, count), dtype=torch.float32)
     constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
-    _kernels().score_keys[-(-rows // _ROWS), -(-count // _KEYS)](
-        *(q, weights, keys, scores, rows, count, first_position, heads),
-        *(*q.stride()[:2], weights.stride(0), keys.stride(0), count),
-        **constants,
-        num_warps=8,
+    kernels.score_keys[-(-rows // _ROWS), -(-count // _KEYS)](
+        q, weights, keys, scores, rows, count, first_position, heads, **constants, num_warps=8
     )
     best = scores.topk(min(k, count), sorted=False).values
     least = best.amin(1)
     ties = k - (best > least[:, None]).sum(1, dtype=torch.int32)
-    _kernels().write_best_keys[(rows,)](
-        *(scores, least, ties, chosen, count, k, count, chosen.stride(0)), KEYS=_KEYS_OF_ROW
-    )
+    kernels.write_best_keys[(rows,)](scores, least, ties, chosen, count, k, KEYS=_KEYS_OF_ROW)

@@ -172,8 +172,9 @@ WEIGHT_COPY_BYTES, UPDATE_BYTES = 2.2, 11.2  # FSDP2's copies of a weight, and t
 # passes that make a run's states for others.
 FLOAT8_SPEED, SCAN_SPEED, SUMMARY_SPEED = 1350 / 700, 60 / 700, 100 / 700
 SHARDING_SHARE = 0.47  # of FSDP2's messages in a micro-batch, that shows
-SHARDED_LAUNCHES = 0.3  # of a layer's launches, that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md)
-REPLAYED_LAUNCHES = 0.56  # what is left of them where no attention crosses hosts (many-micro-batches-2xH200.md)
+# Of a layer's launches, those that FSDP2 adds in every micro-batch (many-micro-batches-2xH100.md), also on one slot,
+# and what is left of them where no attention crosses hosts (many-micro-batches-H200.md).
+SHARDED_LAUNCHES, SHARDED_LAUNCHES_OF_ONE, REPLAYED_LAUNCHES = 0.3, 0.6, 0.54
 FORWARD_LAUNCHES = 1 / 4  # a forward pass alone, of a layer's launches (evaluations-2xH100.md)
 RECOMPUTED_PASSES = 0.75  # passes over memory of a layer that runs forward twice, over those of both passes
 FORWARD_PASSES = 1 / 6  # the same of a forward pass alone, which keeps nothing (evaluations-2xH100.md)
@@ -435,7 +436,7 @@ class Machine:
             sums = 1 - (forward or settings.frozen)
             shown, hidden = sharding_seconds(1 if forward else 2 * (not gathered), sums * (not summed))
             micro_batch += shown
-            launches += SHARDED_LAUNCHES * (sums * width > 1 and not summed)
+            launches += (SHARDED_LAUNCHES if width > 1 else SHARDED_LAUNCHES_OF_ONE) * (sums * (not summed))
             if not forward:
                 closing, _ = sharding_seconds(int(gathered), sums * summed, 1.0 if settings.free else SHARDING_SHARE)
                 closing += cost.micro_batch_seconds * settings.free  # nothing runs beside it: all of it shows

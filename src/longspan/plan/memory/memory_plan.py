@@ -330,7 +330,7 @@ class MemoryPrices:
         whole.
         """
         place, once = self.place, 1 / self.place.micro_batches
-        if place.shards == 1 or place.always_whole:
+        if not place.settings.shard_parameters or place.always_whole:
             return 0.0
         gathers, sums = once if kept.gathered_once else 2.0, once if kept.summed_once else 1.0
         layers, settings = place.numbers.layers, place.settings
@@ -414,7 +414,7 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and not place.read.family.startswith(_UNTILED)
     can_offload = settings.gpu and settings.state_numbers > 0
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
-    if place.shards > 1 and not place.always_whole:
+    if settings.shard_parameters and not place.always_whole:
         sharding = [(True, True), (True, False), (False, False)][place.micro_batches == 1 :]
     by_hand = fixed.gathered_once, fixed.summed_once
     sharding = [tuple(a if b is None else b for a, b in zip(once, by_hand, strict=True)) for once in sharding]
