@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from longspan.comm import World
 from longspan.errors import ModelError, NonFiniteError
 from longspan.layout import Layout
 from longspan.model import sharding
+from longspan.model.pipeline import pipeline
 from longspan.model.sharding import fsdp_modules, reduction_groups, sum_gradients_over_slots
 from longspan.model.weights.local_tensors import local_tensor
 from longspan.plan import plan_dynamic, plan_fixed
@@ -180,13 +182,16 @@ def _summed(sharding: str, plans: str) -> None:
 def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
     """Passes that find parameters whole and sum nothing do without the hooks of blocks, and give the same bits."""
     layers, documents, options = 4, texts((16,) * 8), {"compute_dtype": torch.bfloat16} if casts else {}
-    with World(Layout(2), backend=backend(), timeout=60) as world:
-        options |= {"reshard_after_forward": False, "sync_each_batch": False}
+    pp = 2 if mode == "pipeline" else 1
+    with World(Layout(2, pp=pp), backend=backend(), timeout=60) as world:
+        options |= {"reshard_after_forward": False, "sync_each_batch": False} if pp == 1 else {}
         model = prepare_untried(deep("qwen3", dtype, layers=layers), world, **options)
         if casts:
             model.get_submodule("model.layers.1").register_forward_hook(lambda _, __, out: out.float())
-        plan = plan_dynamic((16,) * 8, world.home, max_tokens_per_slot=16, mode=mode)
-        blocks = [*reduction_groups([module for module in fsdp_modules(model) if module is not model])]
+        plan = plan_dynamic(
+            (16,) * 8, world.home, max_tokens_per_slot=16, mode="free" if mode == "free" else "lockstep"
+        )
+        blocks = [*reduction_groups([x for x in fsdp_modules(model) if isinstance(x, GradientCheckpointingLayer)])]
         results, begun, unsummed = list[dict[str, Tensor]](), Counter[int](), list[int]()
         pre_forward, accumulate = FSDPParamGroup.pre_forward, sharding.accumulate_gathered_gradients
 
@@ -202,6 +207,7 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         for patched in (nullcontext(), patch.object(sharding, "leave_out_idle_hooks", lambda *_, **__: nullcontext())):
             with (
                 patched,
+                patch.object(pipeline, "leave_out_idle_hooks", sharding.leave_out_idle_hooks),
                 patch.object(FSDPParamGroup, "pre_forward", begin),
                 patch.object(sharding, "accumulate_gathered_gradients", add),
             ):
@@ -211,6 +217,10 @@ def _with_and_without_hooks(mode: str, dtype: torch.dtype, casts: bool) -> None:
         assert results[0].keys() == results[1].keys() and len(results[0]) > layers
         assert all(torch.equal(gradient, results[1][name]) for name, gradient in results[0].items())
         passes = len(plan.micro_batches) + (mode == "free")  # with that of padding, which sums
+        if pp == 2:  # those run with hooks that begin before the first one's backward pass
+            assert (passes, begun[1]) == (8, layers // pp * passes)
+            assert begun[0] == layers // pp * (pp - world.coordinates.pp) and max(unsummed) <= 2
+            return
         assert passes > 3 and begun[1] == layers * passes
         loud = 1 if mode == "free" else 2
         assert begun[0] == layers * loud + (passes - loud if casts else 0)
@@ -305,7 +315,11 @@ def _look(rank: int, ranks: int) -> None:
             _summed(sharding, plans)
         _sum_copies(rank)
         return
-    for mode, dtype, casts in (("lockstep", torch.bfloat16, False), ("free", torch.float32, True)):
+    for mode, dtype, casts in (
+        ("lockstep", torch.bfloat16, False),
+        ("free", torch.float32, True),
+        ("pipeline", torch.bfloat16, False),
+    ):
         _with_and_without_hooks(mode, dtype, casts)
     _frozen(ranks, 1, False, torch.float64)
     _refused(Layout(ranks), "backward")

@@ -4,7 +4,7 @@ Optimizers, checkpoints and saved folders so do not depend on the pipeline. A mo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from longspan.model.pipeline.stages import (
     refuse_inexact_stages,
 )
 from longspan.model.seams.call_rules import call_rules
-from longspan.model.sharding import reshard
+from longspan.model.sharding import leave_out_idle_hooks, reshard
 from longspan.plan.memory.stage_bytes import stage_layers
 
 
@@ -167,7 +167,10 @@ class PipelineModel(nn.Module):
             for stage in stages:
                 stage.inputs = inputs
             try:
-                _run_watched_schedule(step, world)
+                with ExitStack() as hooks:
+                    for stage in self.stages:
+                        hooks.enter_context(leave_out_idle_hooks(stage, trains=backward))
+                    _run_watched_schedule(step, world)
             finally:
                 for stage in stages:
                     stage.drop_step_state()
