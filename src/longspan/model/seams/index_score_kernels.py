@@ -15,6 +15,11 @@ def score_keys(
     keys,
     first_position,
     heads,
+    q_row,
+    q_head,
+    weights_row,
+    keys_row,
+    scores_row,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -24,25 +29,27 @@ def score_keys(
     row, key = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     column = tl.arange(0, WIDTH)
     at = row.to(tl.int64)
-    keys_at = index_keys + key.to(tl.int64)[:, None] * SIZE + column[None, :]
+    keys_at = index_keys + key.to(tl.int64)[:, None] * keys_row + column[None, :]
     block = tl.load(keys_at, mask=(key < keys)[:, None] & (column < SIZE)[None, :], other=0.0)
     total = tl.zeros((ROWS, KEYS), tl.float32)
     if tl.program_id(1) * KEYS <= first_position + tl.program_id(0) * ROWS + ROWS - 1:
         for head in range(heads):
-            q_at = q + (at[:, None] * heads + head) * SIZE + column[None, :]
+            q_at = q + at[:, None] * q_row + head * q_head + column[None, :]
             q_block = tl.load(q_at, mask=(row < rows)[:, None] & (column < SIZE)[None, :], other=0.0)
             products = tl.dot(q_block, tl.trans(block), input_precision="ieee")
-            weight = tl.load(weights + at * heads + head, mask=row < rows, other=0.0)
+            weight = tl.load(weights + at * weights_row + head, mask=row < rows, other=0.0)
             total += weight[:, None] * tl.maximum(products, 0.0)
     total = tl.where(key[None, :] <= first_position + row[:, None], total, float("-inf"))
-    tl.store(scores + at[:, None] * keys + key[None, :], total, mask=(row < rows)[:, None] & (key < keys)[None, :])
+    tl.store(
+        scores + at[:, None] * scores_row + key[None, :], total, mask=(row < rows)[:, None] & (key < keys)[None, :]
+    )
 
 
 @triton.jit
-def write_best_keys(scores, least, ties, chosen, keys, k, KEYS: tl.constexpr):
+def write_best_keys(scores, least, ties, chosen, keys, k, scores_row, chosen_row, KEYS: tl.constexpr):
     """Write the keys of one row whose score is above `least`, and the first `ties` of those equal to it; then −1."""
     at = tl.program_id(0).to(tl.int64)
-    scores, chosen = scores + at * keys, chosen + at * k
+    scores, chosen = scores + at * scores_row, chosen + at * chosen_row
     row_least, ties_left = tl.load(least + at), tl.load(ties + at)
     written = tl.zeros((), tl.int32)
     for start in range(0, keys, KEYS):

@@ -62,7 +62,7 @@ def choose_best_keys(q: Tensor, weights: Tensor, keys: Tensor, first_position: i
     q (R, H, size), weights (R, H) and keys (S, size) give the scores. Among equal ones the first are taken.
     """
     q, keys = (q, keys) if q.dtype == keys.dtype else (q.float(), keys.float())
-    weights, q, keys = weights.float().contiguous(), q.contiguous(), keys.contiguous()
+    weights, q = weights.float().contiguous(), q.contiguous()
     chosen = torch.empty((len(q), k), dtype=torch.int32, device=q.device)
     at_once = max(_ROWS, _SCORE_BYTES // (4 * len(keys)) // _ROWS * _ROWS)
     for start in range(0, len(q), at_once):
@@ -78,9 +78,14 @@ def _choose_of_run(q: Tensor, weights: Tensor, keys: Tensor, first_position: int
     scores = q.new_empty((rows, count), dtype=torch.float32)
     constants = {"SIZE": size, "WIDTH": max(16, 1 << (size - 1).bit_length()), "ROWS": _ROWS, "KEYS": _KEYS}
     kernels.score_keys[-(-rows // _ROWS), -(-count // _KEYS)](
-        q, weights, keys, scores, rows, count, first_position, heads, **constants, num_warps=8
+        *(q, weights, keys, scores, rows, count, first_position, heads),
+        *(*q.stride()[:2], weights.stride(0), keys.stride(0), count),
+        **constants,
+        num_warps=8,
     )
     best = scores.topk(min(k, count), sorted=False).values
     least = best.amin(1)
     ties = k - (best > least[:, None]).sum(1, dtype=torch.int32)
-    kernels.write_best_keys[(rows,)](scores, least, ties, chosen, count, k, KEYS=_KEYS_OF_ROW)
+    kernels.write_best_keys[(rows,)](
+        *(scores, least, ties, chosen, count, k, count, chosen.stride(0)), KEYS=_KEYS_OF_ROW
+    )
