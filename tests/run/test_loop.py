@@ -187,7 +187,9 @@ def sizes_of(text: str) -> dict[str, list[str]]:
 
 def test_the_plan_of_memory_stands_next_to_what_was_measured(tmp_path: Path) -> None:
     keys = {"train__eval_every": 0, **ALONE, "context__max_tokens_per_slot": 64}
-    configs = [small_config(tmp_path / "planned", train__memory_bytes=1 << 32, **keys), small_config(tmp_path, **keys)]
+    # With more room gradients stay whole through a step, and the plan counts them as gathered.
+    planned_keys = {"train__memory_bytes": 20 << 20, **keys}
+    configs = [small_config(tmp_path / "planned", **planned_keys), small_config(tmp_path, **keys)]
     ((planned, unplanned),) = run_ranks(run_short, 1, configs)
     for note in (planned, unplanned):
         assert "rank 0 was out of memory in step 2: RuntimeError" in note and "can't allocate memory" in note
