@@ -233,7 +233,7 @@ def defer_until_last_pass(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Until the yielded function is called, keep what passes of a step keep for the next ones: gathered parameters and
     unsummed gradients as `Sharding` says, and sums over the slots of each replica only.
 
-    Call it before the last pass. After an error unsummed shards are dropped.
+    Call it before the last pass runs forward, which then has FSDP2's hooks. After an error unsummed shards are dropped.
     """
     modules = fsdp_modules(model)
 
@@ -284,15 +284,19 @@ def accumulate_gathered_gradients(groups: Iterable[Any]) -> None:
 
 @contextmanager
 def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[None]:
-    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them so.
+    """Leave FSDP2's hooks of a block out of forward passes that find its parameters whole and keep them so, in models
+    that do not free them after such a pass.
 
-    `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. The hooks of
-    the model itself run, with which FSDP2 begins and ends a pass.
+    `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. What a pass
+    will sum or free is to be set before it runs forward. Hooks of outermost modules run, with which FSDP2 begins and
+    ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
     """
-    states = dict.fromkeys(module._get_fsdp_state() for module in fsdp_modules(model) if module is not model)
-    blocks, later = list[_BlockHooks](), None
+    modules, blocks, later = fsdp_modules(model), list[_BlockHooks](), None
+    outer = [module for module in modules if isinstance(module, nn.Module)]
+    inside = {inner for module in outer for inner in module.modules() if inner is not module}
+    states = dict.fromkeys(module._get_fsdp_state() for module in modules if module in inside)
     try:
-        for state in reversed([state for state in states if len(state._modules) == 1]):
+        for state in reversed([state for state in states if len(state._modules) == 1]):  # the last that is called first
             later = _BlockHooks(state, later, trains=trains)
             blocks.append(later)
         yield
@@ -342,7 +346,10 @@ class _BlockHooks:
         return self._fsdp_hooks[1](module, args, out) if self._runs_fsdp_hooks else None
 
     def _add_later_gradients(self, _: Tensor) -> None:
-        """This block has a gradient, so those of the later one are whole. FSDP2 adds what is left after a pass."""
+        """This block has a gradient, so those of the later one mostly are whole; FSDP2 adds others after the pass.
+
+        In a pipeline the flag may be that of another micro-batch: gradients that are not there yet are added later.
+        """
         if self._later is not None and not self._later._runs_fsdp_hooks:
             accumulate_gathered_gradients(self._later._groups)
 
@@ -375,6 +382,7 @@ def reset_fsdp_groups(modules: Sequence[FSDPModule]) -> None:
     for module in modules:
         state: Any = module._get_fsdp_state()
         state._training_state, state._state_ctx.iter_forward_root = TrainingState.IDLE, None
+        state._state_ctx.post_backward_final_callback_queued = False  # of a pass that failed, which autograd drops
         for group in reduction_groups([module]):
             group._training_state = TrainingState.IDLE
             group.wait_for_unshard()  # does something where the error came between a gather and its end

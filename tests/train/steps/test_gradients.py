@@ -160,10 +160,14 @@ def _summed(sharding: str, plans: str) -> None:
             plan = plan_dynamic(LENGTHS, home, max_tokens_per_slot=16, mode="free")
         assert len(plan.micro_batches) > 1
         if plans == "fixed":
-            second_fails = Mock(side_effect=chain([None, ValueError("boom")], repeat(None)))
-            model.get_submodule("model.layers.1").register_forward_pre_hook(second_fails)
-            with pytest.raises(ValueError, match="boom"):
-                run_step(model, plan, documents, world)
+            layer = model.get_submodule("model.layers.1")
+            for backward in (False, True):
+                second_fails = Mock(side_effect=chain([None, ValueError("boom")], repeat(None)))
+                add_hook = layer.register_full_backward_hook if backward else layer.register_forward_pre_hook
+                hook = add_hook(second_fails)
+                with pytest.raises(ValueError, match="boom"):
+                    run_step(model, plan, documents, world)
+                hook.remove()
             flags = ((group.reduce_grads, group.all_reduce_grads) for group in reduction_groups(fsdp_modules(model)))
             assert set(flags) == {(True, True)}  # a backward pass of one's own sums gradients
             model.zero_grad()

@@ -4,7 +4,7 @@ Optimizers, checkpoints and saved folders so do not depend on the pipeline. A mo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -167,9 +167,7 @@ class PipelineModel(nn.Module):
             for stage in stages:
                 stage.inputs = inputs
             try:
-                with ExitStack() as hooks:
-                    for stage in self.stages:
-                        hooks.enter_context(leave_out_idle_hooks(stage, trains=backward))
+                with leave_out_idle_hooks(self, trains=backward):
                     _run_watched_schedule(step, world)
             finally:
                 for stage in stages:
