@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -271,6 +272,14 @@ def _refused(rank: int) -> dict[str, str]:
         note("shared", lambda: prepare(shared, world))
         plan = plan_fixed((9,), world.home, cp=1)
         note("whole", lambda: run_step(torch.nn.Linear(2, 2), plan, texts((9,)), world))
+        zero_bubble = prepare_untried(deep("llama", torch.float32), world, pipeline_schedule="zero_bubble")
+        before = run_step(zero_bubble, plan, texts((9,)), world).grad_norm
+        zero_bubble.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ScheduledStage, "perform_reduce_grad", Mock(side_effect=CommError("boom")))
+            note("failed", lambda: run_step(zero_bubble, plan, texts((9,)), world))
+        zero_bubble.zero_grad()
+        assert run_step(zero_bubble, plan, texts((9,)), world).grad_norm == before
         refusals["afterwards"] = str(gradients_of(prepare(deep("llama", torch.float32), world)))
     with World(Layout(ranks=(1, 0), pp=2), backend=backend(), timeout=60) as world:
         note("descending", lambda: prepare(deep("llama", torch.float32), world))
@@ -283,6 +292,7 @@ def test_what_is_refused_on_every_rank() -> None:
         assert "layers that share parameters are not sharded" in refusals["shared"]
         assert "pp 2, but Linear is not cut into stages" in refusals["whole"]
         assert refusals["afterwards"] == "{}"
+        assert "boom" in refusals["failed"]
         assert "(1, 0) descend along its pipeline stages" in refusals["descending"]
 
 

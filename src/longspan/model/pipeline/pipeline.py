@@ -169,6 +169,9 @@ class PipelineModel(nn.Module):
             try:
                 with leave_out_idle_hooks(self, trains=backward):
                     _run_watched_schedule(step, world)
+            except BaseException:
+                self._schedules.clear()  # torch's interleaved ones would find their stages gathered in the next step
+                raise
             finally:
                 for stage in stages:
                     stage.drop_step_state()
