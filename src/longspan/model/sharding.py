@@ -288,13 +288,10 @@ def leave_out_idle_hooks(model: nn.Module, *, trains: bool = False) -> Iterator[
     that do not free them after such a pass.
 
     `trains`: their backward passes, which sum nothing then, add gradients to earlier ones without hooks. What a pass
-    will sum or free is to be set before it runs forward. Hooks of outermost modules run, with which FSDP2 begins and
-    ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
+    will sum or free is to be set before it runs forward. Hooks of what FSDP2 takes for a root run, with which it begins
+    and ends a pass. Only sums of three and more gradients of one tensor that several blocks take may round otherwise.
     """
-    modules, blocks, later = fsdp_modules(model), list[_BlockHooks](), None
-    outer = [module for module in modules if isinstance(module, nn.Module)]
-    inside = {inner for module in outer for inner in module.modules() if inner is not module}
-    states = dict.fromkeys(module._get_fsdp_state() for module in modules if module in inside)
+    states, blocks, later = dict.fromkeys(x._get_fsdp_state() for x in fsdp_modules(model)), list[_BlockHooks](), None
     try:
         for state in reversed([state for state in states if len(state._modules) == 1]):  # the last that is called first
             later = _BlockHooks(state, later, trains=trains)
@@ -309,7 +306,7 @@ class _BlockHooks:
     """What stands for FSDP2's two hooks of a block, until `leave`."""
 
     def __init__(self, state: Any, later: "_BlockHooks | None", *, trains: bool) -> None:
-        policy, (module,) = state._mp_policy, state._modules
+        policy, (module,), self._state = state._mp_policy, state._modules, state
         self._later, self._trains, self._runs_fsdp_hooks = later, trains, True
         self._groups: list[Any] = [*reduction_groups([module])]
         self._gradient_hook: Any = None
@@ -329,7 +326,7 @@ class _BlockHooks:
 
     def _begin_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run FSDP2's hook where it does something; None leaves the inputs."""
-        busy = any(
+        busy = self._state._is_root is not False or any(  # None: not known before the first pass
             not group.is_unsharded or (self._trains and (group.reduce_grads or group.reshard_after_backward))
             for group in self._groups
         )

@@ -276,13 +276,8 @@ def test_the_host_launches_layers_groups_and_documents() -> None:
     for shards, share in ((2, 0.54 + 0.3), (1, 0.54 + 0.6)):  # FSDP2 in every micro-batch
         launches = H200.cost(CONFIG, CostSettings(shards=shards)).launch_seconds
         assert launches == pytest.approx(share * layers * H200.layer_seconds)
-    for shards, copies, share in (
-        (2, 1, 0.54),
-        (1, 1, 0.54),
-        (16, 1, 1),
-        (8, 2, 1),
-        (0, 1, 1),
-    ):  # attention is replayed in a host
+    # attention is replayed in a host
+    for shards, copies, share in ((2, 1, 0.54), (1, 1, 0.54), (16, 1, 1), (8, 2, 1), (0, 1, 1)):
         settings = CostSettings(shards=shards, dp_replicate=copies, free=shards > 0)
         for machine, part in ((H200, share), (replace(H200, world=2), 1)):  # a machine that was measured knows it
             launches = machine.cost(CONFIG, settings).launch_seconds
