@@ -42,7 +42,7 @@ help:
 	@echo "#   make test-verl the tests of longspan.verl, with verl $(VERL_VERSION) beside what make test installs (TRANSFORMERS=5.10.4: and that one)"
 	@echo "#   make predictions  measured steps of bench/records beside what planners say; fails off the bar"
 	@echo "#   make docs     the site of docs/ in build/site, with every link checked (needs no torch)"
-	@echo "#   make size     lines by folder, and the largest files"
+	@echo "#   make size     tokens of code and lines by folder"
 
 $(VENV)/.core: pyproject.toml
 	@echo "installing longspan and what it needs into $(VENV) (about a minute, 1.3 GB on a machine without GPUs)"

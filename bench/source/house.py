@@ -1,20 +1,26 @@
-"""Measures of the source: lines, files, functions, text, circles, what surrounds it, modules that a call enters.
+"""Measures of the source: tokens of code, text, circles, what surrounds it, functions that a call enters.
+
+Tokens are what a reader reads: names, numbers, texts and signs, without docstrings, comments and layout. Lines, files
+and functions are printed and not limited, since what is saved in them comes back as density.
 
 python bench/source/house.py                    how much there is, as `make size`
-python bench/source/house.py --entered          beside it how many modules four calls go through
+python bench/source/house.py --entered          beside it how many functions four calls go through
 python bench/source/house.py --check --entered  names and measures that are not allowed, as in `make check`
 python bench/source/house.py --draw 20261124    30 functions at random, to read and judge
 """
 
 import argparse
 import ast
+import io
 import json
+import math
 import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
+import tokenize
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -30,32 +36,37 @@ PREPOSITIONS = frozenset(
 VARIANTS = ("for_", "at_")  # methods that return a variant of their object: cost.for_partition(…), choice.at_degree(2)
 ALLOWED = frozenset({"of", "under", "without_adapter"})  # names that users rely on
 SMALL = 6  # lines of a body: a function that is smaller and named once stands in its caller
-# Prints the modules of longspan that a call enters. A generator, a lambda or a body of a module is no call.
+ROOM = 1.01  # a measure may pass the figure of pyproject.toml by one percent, before somebody raises it with a reason
+CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
+# Prints how many functions of longspan a call enters. A lambda, a body of a module or what dataclasses make is none.
 TRACE = """
 import json, os, sys, tempfile, threading
 os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK="0")
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", OMP_NUM_THREADS="1")
 entered, answers, last = set(), {}, None
 def see(frame, event, _):
-    if event != "call" or not frame.f_code.co_flags & 1 or frame.f_code.co_name.startswith("<"):
+    code = frame.f_code
+    if event != "call" or not code.co_flags & 1 or code.co_name.startswith("<") or code.co_filename.startswith("<"):
         return
     name = frame.f_globals.get("__name__") or ""
     if name.startswith("longspan"):
-        entered.add(name)
-    if last == (name, frame.f_code.co_name):
+        entered.add((name, code.co_qualname))
+    if last == (name, code.co_name):
         print(json.dumps({"train to attend": len(entered)}), flush=True)
         os._exit(0)
 def take(call):
     sys.setprofile(None)
     answers[call] = len(entered)
     entered.clear()
+import torch
+torch.set_num_threads(1)
 if sys.argv[1:]:
     last = ("longspan.attention.attend", "attend")
     from longspan.cli.main import main
     sys.setprofile(see)
     threading.setprofile(see)
     main(sys.argv[1:])
-import torch, transformers
+import transformers
 from longspan import Layout, World, plan_dynamic, prepare, run_step
 from longspan.model import load_model, preset_config
 folder = tempfile.mkdtemp()
@@ -83,23 +94,23 @@ os._exit(0)
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--entered", action="store_true", help="count the modules that calls go through (a minute)")
+    flags.add_argument("--entered", action="store_true", help="count the functions that calls go through (a minute)")
     flags.add_argument("--check", action="store_true", help="print what is not allowed, and exit 1 if there is any")
     flags.add_argument("--draw", type=int, metavar="SEED", help="print 30 functions of more than 4 lines, at random")
     options = flags.parse_args()
     if options.draw is not None:
         print(*draw_functions(options.draw), sep="\n")
         return
-    counts = source_counts() | {"circles": count_circles()} | surroundings()
-    entered = modules_entered() if options.entered else {}
+    counts = source_counts() | token_counts() | {"circles": count_circles()} | surroundings()
+    entered = functions_entered() if options.entered else {}
     if options.check:
         complaints = [*name_faults(), *size_faults(counts | entered)]
         print(*complaints, f"{len(complaints)} faults of names and size", sep="\n")
         sys.exit(bool(complaints))
-    for room, (files, lines, code) in sorted(rooms().items()):
-        print(f"{lines:7,} lines, {code:6,} of code, {files:3} files  {room}")
+    for room, (files, lines, tokens) in sorted(rooms().items()):
+        print(f"{tokens:8,} tokens, {lines:7,} lines, {files:3} files  {room}")
     if entered:
-        print("modules entered:", ", ".join(f"{call} {count}" for call, count in entered.items()))
+        print("functions entered:", ", ".join(f"{call} {count}" for call, count in entered.items()))
     print("; ".join(f"{name} {number:,}" for name, number in counts.items()))
 
 
@@ -136,24 +147,53 @@ def name_faults() -> Iterator[str]:
 
 
 def size_faults(counts: dict[str, Any]) -> Iterator[str]:
-    """Each measure that is more than pyproject.toml allows: those numbers only go down."""
-    most = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["house"]
+    """Each measure that passes the figure of pyproject.toml and its room; what stands there alone is not limited."""
+    figures = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["house"]
     for name, number in counts.items():
-        if number > (allowed := most[name.replace(" ", "_")]):
-            yield f"{name}: {number:,}, and tool.house of pyproject.toml allows {allowed:,}"
+        figure = figures.get(name.replace(" ", "_"), math.inf)
+        if number > figure * ROOM:
+            yield (
+                f"{name}: {number:,}, and tool.house of pyproject.toml has {figure:,} with one percent of room; remove "
+                "something, or raise the figure and give the reason in the commit"
+            )
 
 
 def rooms() -> dict[str, list[int]]:
-    """Files, lines and lines of code of each folder."""
+    """Files, lines and tokens of code of each folder."""
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for path, tree in trees().items():
-        rows, prose = path.read_text().splitlines(), docstring_lines(tree)
         inside = path.relative_to(SOURCE).parts
-        code = sum(bool(row.strip()) and row.strip()[0] != "#" and n not in prose for n, row in enumerate(rows, 1))
         room = counts[inside[0] if len(inside) > 1 else "(top)"]
-        for i, number in enumerate((1, len(rows), code)):
-            room[i] += number
+        room[0] += 1
+        room[1] += len(path.read_text().splitlines())
+        room[2] += len(code_tokens(path, tree))
     return counts
+
+
+def code_tokens(path: Path, tree: ast.Module) -> list[int]:
+    """The line of each token of a file's code."""
+    prose = docstring_lines(tree)
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return [token.start[0] for token in tokens if token.type in CODE and token.start[0] not in prose]
+
+
+def token_counts() -> dict[str, Any]:
+    """Tokens of code, tokens on each line that has one, and assignments of several values to several names."""
+    tokens = 0
+    lines = 0
+    parallel = 0
+    for path, tree in trees().items():
+        rows = code_tokens(path, tree)
+        tokens += len(rows)
+        lines += len(set(rows))
+        assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+        parallel += sum(
+            isinstance(node.value, ast.Tuple)
+            and len(node.value.elts) > 1
+            and any(isinstance(target, ast.Tuple) for target in node.targets)
+            for node in assignments
+        )
+    return {"tokens": tokens, "tokens per line": round(tokens / lines, 2), "parallel assignments": parallel}
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
@@ -238,8 +278,8 @@ def surroundings() -> dict[str, int]:
     }
 
 
-def modules_entered() -> dict[str, int]:
-    """Modules that `longspan train` goes through up to its first `attend`, and three calls of the Python surface."""
+def functions_entered() -> dict[str, int]:
+    """Functions that `longspan train` goes through up to its first `attend`, and three calls of the Python surface."""
     with tempfile.TemporaryDirectory() as folder:
         # With a cache of its own: what an earlier run kept, as tokens, would be passed by.
         environment = {
