@@ -13,7 +13,7 @@ from longspan.cli import machine, processes
 from longspan.cli.main import main
 from longspan.cli.plans import answer as plans_answer
 from longspan.cli.plans import question
-from longspan.cli.plans.fit import UNIT, RunOnGpus, can_scale_positions, find_fits, longest_position
+from longspan.cli.plans.fit import UNIT, RunOnGpus, find_fits
 from longspan.cli.plans.question import GpuFlags, Gpus, read_gpus
 from longspan.config.defaults import compute_dtype
 from longspan.config.file import load_config
@@ -22,6 +22,7 @@ from longspan.layout import Layout
 from longspan.model.seams import rope
 from longspan.plan import Bytes, Machine, Plan, PlanOptions, plan_fixed
 from longspan.plan.shape.model_shape import QWEN3_8B
+from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.run.checks import check_config
 from longspan.train.plans import find_run_cost
 from longspan.train.plans.order import order_lengths
@@ -416,6 +417,7 @@ KNOWN_POSITIONS: list[tuple[str, dict[str, Any]]] = [
     ("Qwen3VLConfig", {}),
     ("BambaConfig", {}),
     ("NemotronHConfig", {}),
+    ("GraniteMoeHybridConfig", {}),
     ("GraniteMoeHybridConfig", {"position_embedding_type": "nope"}),
     ("Qwen3NextConfig", {}),
 ]
@@ -426,7 +428,7 @@ def test_positions_are_those_that_training_knows(name: str, values: dict[str, An
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, name)(**values)
     config.save_pretrained(tmp_path)
-    assert longest_position(str(tmp_path)) == rope.position_limit(config)
+    assert position_limit(str(tmp_path)) == position_limit(config)
     try:
         rope.scale_rope(config, "yarn", 2.0)
     except Exception:

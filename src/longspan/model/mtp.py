@@ -22,16 +22,13 @@ from longspan.model.adapters import belongs_to_adapter, has_trained_copy, is_ada
 from longspan.model.layers import architecture_name, decoder_layers, named_layer_list
 from longspan.model.weights.folder import open_tensors
 from longspan.model.weights.hf_folder import weight_files
+from longspan.plan.shape.families import FAMILIES, find_family
 
 # Published names are those of vLLM's `deepseek_mtp.py`, `qwen3_next_mtp.py` and `nemotron_h_mtp.py`.
 PREFIX = "mtp"  # of the depths' weights in a state_dict and in files
 _OURS = ("enorm.", "hnorm.", "eh_proj.", "post_norm.")
 _QWEN: dict[str, str] = dict(zip(("pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm."), _OURS, strict=True))
-_AFTER_LAYERS = frozenset({"deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "bailing_hybrid"})
-_SHARED_NORM = "shared_head.norm."
-_LAST_NORM = {"bailing_hybrid": "final_layernorm."}
-_LAST_NORMS = dict.fromkeys((_SHARED_NORM, *_LAST_NORM.values()), "post_norm.")
-_LIKE_QWEN = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "mellum"})
+_LAST_NORMS = {family.mtp_norm: "post_norm." for family in FAMILIES.values()}
 
 
 def translate_published_name(key: str, layers: int, blocks: int = 1) -> str:
@@ -76,11 +73,12 @@ def find_published_naming(model_type: str, layers: int, depths: int, blocks: int
     >>> find_published_naming("qwen3_next", 48, 1)("mtp.layers.0.eh_proj.weight")
     'mtp.fc.weight'
     """
-    if model_type in _AFTER_LAYERS:
-        return lambda name: _trailing_layer_name(name, layers, _LAST_NORM.get(model_type, _SHARED_NORM))
+    family = find_family(model_type)
+    if family.mtp_names == "last layers":
+        return lambda name: _trailing_layer_name(name, layers, family.mtp_norm)
     if blocks > 1:
         return (lambda name: _nemotron_name(name, blocks)) if depths == 1 else None
-    return _qwen_name if model_type in _LIKE_QWEN and depths == 1 else None
+    return _qwen_name if family.mtp_names == "qwen" and depths == 1 else None
 
 
 def count_depths(folder: Path, layers: int) -> int:

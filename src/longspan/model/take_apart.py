@@ -27,15 +27,8 @@ from longspan.model.vision.image_tokens import image_tokens
 from longspan.model.weights.fill import DeferredWeights
 from longspan.plan.cost.cost import Cost
 from longspan.plan.items.encoder_shape import EncoderShape, Trained, read_window_layers
+from longspan.plan.shape.families import find_family
 from longspan.plan.shape.layers import ConfigReader
-from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
-
-_REASONS = {  # by model type, where the cause is known: clearer than the differences that a trial finds
-    "gemma4": "its layers take inputs made of its ids, placeholders among them, which no step hands over; and where "
-    "its configuration says so, tokens of an image see each other in layers with a window alone, whereas those of a "
-    "shard do so in every layer",
-    "mllama": "its layers attend across to its images",
-}
 
 
 def refuse_model_without_images(model: nn.Module) -> None:
@@ -53,8 +46,8 @@ def refuse_model_without_images(model: nn.Module) -> None:
     if reasons := reasons_against_images(model.config):
         kind = model.config.model_type
         raise ModelError(
-            f"{name} ({kind}) cannot be given images: {_REASONS.get(kind, '; '.join(reasons))}; use prepare without "
-            f"encoder= for text alone{doctor_hint(model)}"
+            f"{name} ({kind}) cannot be given images: {find_family(kind).no_images or '; '.join(reasons)}; use prepare "
+            f"without encoder= for text alone{doctor_hint(model)}"
         )
     embedding: Any = model.get_input_embeddings()
     placeholder, rows = image_tokens(model.config).placeholder, embedding.weight.shape[0]
@@ -190,6 +183,6 @@ def prepare_and_join_encoder(
         recompute=settings.recompute,
         cost=cost,
         deep_layers=parts.deep_layers,
-        in_spans=language_model.config.model_type in SEEN_BY_IMAGES,
+        in_spans=find_family(language_model.config.model_type).images_see_each_other,
     )
     return MultimodalModel({IMAGE: encoder}, language_model, world)

@@ -30,10 +30,11 @@ from longspan.model.layers import SCORE_HEADS
 from longspan.model.mtp import PREFIX
 from longspan.model.multimodal.multimodal_model import MultimodalModel
 from longspan.model.pipeline.pipeline import PipelineModel
-from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_scaling_factor
+from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
 from longspan.model.weights.fill import defer_to_checkpoint
 from longspan.model.weights.hf_folder import read_configuration
 from longspan.plan import Cost, Plan
+from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.train.optim.offload_states import offload_states
 from longspan.train.optim.one_pass_adamw import RoundingBits
 from longspan.train.optim.optimizer import OPTIMIZERS, OptimizerChoice, check_sharded_update, parameter_groups

@@ -23,6 +23,7 @@ from longspan.model.exactness.check_model import (
 )
 from longspan.model.exactness.image_trial import reasons_against_images, video_tokens
 from longspan.plan import plan_fixed
+from longspan.plan.shape.families import Family
 from longspan.testing import backend
 from longspan.train import run_step
 from tests.model.experts.moe_models import family_model
@@ -191,6 +192,6 @@ def test_images_that_enter_as_rows_and_positions_alone() -> None:
 
 
 def test_images_that_see_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_trial, "SEEN_BY_IMAGES", ())
+    monkeypatch.setattr(image_trial, "find_family", lambda _: Family())
     (reason,) = reasons_against_images(config_of("gemma3"))
     assert reason.startswith("it does more with images than put their rows in the places of their placeholders: logits")

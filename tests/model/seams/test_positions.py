@@ -15,7 +15,8 @@ from longspan import Group, Layout, LongspanError, MicroBatch, Plan, World, bind
 from longspan.errors import ModelError
 from longspan.model.exactness.small_copies import make_tiny_model
 from longspan.model.seams.call_rules import position_table
-from longspan.model.seams.rope import has_no_positions, position_limit, scale_rope, smallest_scaling_factor
+from longspan.model.seams.rope import scale_rope, smallest_scaling_factor
+from longspan.plan.shape.positions import has_no_positions, position_limit
 from longspan.testing import backend, run_ranks
 from tests.model.seams.test_mixers import here, small_config
 from tests.model.stock import SIZES, at_random, dense_answer, gradients_of, prepare_untried, texts, tiny, worst
@@ -89,7 +90,7 @@ LIMITS: list[tuple[PreTrainedConfig, int | None]] = [
 
 @pytest.mark.parametrize(("config", "limit"), LIMITS, ids=[f"{c.model_type} {n}" for c, n in LIMITS])
 def test_the_limit_of_a_configuration_is_that_of_its_own_scaling(config: PreTrainedConfig, limit: int) -> None:
-    assert position_limit(config) == limit
+    assert position_limit(config) == limit == position_limit(config.to_dict())
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ Each way is a configuration (`RunOnGpus`): its plans are made as training makes 
 of memory, and the fastest way that fits is taken. No torch, no weights, no world.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +29,8 @@ from longspan.plan import (
 from longspan.plan.memory.memory_plan import any_choice_fits, largest_number_that_fits, leanest_plans, mean_step_seconds
 from longspan.plan.memory.settings import GPU_SHARE
 from longspan.plan.shape.layers import ConfigReader
-from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, has_mixers, read_experts, read_query_heads
+from longspan.plan.shape.model_shape import ModelShape, experts_missing_text, read_experts, read_query_heads
+from longspan.plan.shape.positions import can_scale_positions, position_limit
 from longspan.run.checks import (
     check_keys_needed_by_keys,
     check_lora,
@@ -42,9 +43,6 @@ from longspan.run.checks import (
 )
 from longspan.train.plans import PlanChoice, degrees_to_compare, home_of
 from longspan.train.plans.run_cost import can_be_free, fixed_memory_keys, run_cost_settings, run_memory_settings
-
-BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
-WITHOUT_ROTARY = ("nemotron_h", "kimi_linear")  # hybrids
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class RunOnGpus:
         run = cls(config, gpus, home, model)
         if home.ep > 1 and not run.expert_count:  # in the words of a run that has loaded the model
             read = ConfigReader.read_whole_model(run.model)
-            classes = read.value("architectures") or [read.family or read.where]
+            classes = read.value("architectures") or [read.model_type or read.where]
             raise PlanError(experts_missing_text(home.ep, str(classes[0])))
         return run
 
@@ -162,13 +160,13 @@ class RunOnGpus:
 
     def scale_positions(self, longest: int) -> "RunOnGpus":
         """Set model.rope_scaling where a document needs it, the key is not given, and the model can be scaled."""
-        limit, model = longest_position(self.model), self.config.model
+        limit, model = position_limit(self.model), self.config.model
         if limit is None or longest <= limit or model.rope_scaling or not can_scale_positions(self.model):
             return self
         return replace(self, config=replace(self.config, model=replace(model, rope_scaling="yarn")))
 
     def position_notes(self, longest: int) -> Iterator[str]:
-        limit, scaling = longest_position(self.model), self.config.model.rope_scaling
+        limit, scaling = position_limit(self.model), self.config.model.rope_scaling
         if limit is None or longest <= limit:
             return
         text = f"the model knows {limit:,} positions (max_position_embeddings), fewer than {longest:,}"
@@ -177,51 +175,6 @@ class RunOnGpus:
             yield f"{text}: model.rope_scaling = {scaling!r} stretches them {times} times"
         else:
             yield f"{text}, and model.rope_scaling cannot stretch them: longspan train refuses longer documents"
-
-
-def longest_position(model: Any) -> int | None:
-    """Return the longest document that a configuration stands for, its own scaling included; None if nothing limits it.
-
-    >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
-    163840
-
-    `longspan.model.seams.rope` reads the same from a configuration object of transformers, and the two must agree.
-    """
-    limit, rope = ConfigReader.read_language_model(model).count("max_position_embeddings"), _read_rope(model)
-    if not limit or _lacks_positions(model):
-        return None
-    kind, factor = rope.get("rope_type"), rope.get("factor") or 1.0
-    if kind == "yarn":  # whose max_position_embeddings is the stretched length in some files
-        return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
-    return int(limit * factor) if kind in ("linear", "dynamic") else limit
-
-
-def can_scale_positions(model: Any) -> bool:
-    """Return whether model.rope_scaling can stretch the positions of a configuration: of text models whose layers share
-    one kind of rotary positions that their own configuration does not scale.
-    """
-    reader = ConfigReader.read_whole_model(model)
-    one_kind = all(reader.value(name) is None for name in ("text_config", *BY_LAYER))
-    return one_kind and not _lacks_positions(model) and _read_rope(model).get("rope_type") == "default"
-
-
-def _read_rope(model: Any) -> dict[str, Any]:
-    """Rotary parameters that all layers share; {} where types of layers have their own."""
-    reader = ConfigReader.read_whole_model(model)
-    values = map(reader.value, ("rope_parameters", "rope_scaling"))  # the second before version 5 of transformers
-    rope: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        return {}
-    return {"rope_type": rope.get("type", "default"), **rope}  # "type" in older files
-
-
-def _lacks_positions(model: Any) -> bool:
-    if not has_mixers(model):
-        return False
-    reader = ConfigReader.read_language_model(model)
-    has_other_type = (reader.value("position_embedding_type") or "rope") != "rope"  # a key of Granite 4-H
-    is_switched_off = reader.family == "zamba2" and not reader.value("use_mem_rope")  # off by default in Zamba 2
-    return has_other_type or reader.family in WITHOUT_ROTARY or is_switched_off
 
 
 UNIT = 1024  # rows of a slot: longest documents are whole multiples

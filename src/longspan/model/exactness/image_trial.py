@@ -42,11 +42,10 @@ from longspan.model.vision.image_tokens import (
     image_feature_parameters,
     image_tokens,
 )
-from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
+from longspan.plan.shape.families import find_family
 
 Side = tuple[int, int]
 _FINE = "tile_fine_mask"  # Granite Docling, whose mask is of tiles
-_SQUARE = ("kimi_k25", "paddleocr_vl")  # families whose patches are (n, C, p, p)
 _SHAPES, _MERGES, _FINER = "spatial_shapes", "image_merge_sizes", "high_res_pixel_values"
 
 
@@ -81,7 +80,7 @@ def _draw_patches(base: Any, merge: int, side: Side, width: int, draw: np.random
         merge = side[1] % 2 + 1
         fields[_MERGES] = torch.tensor([merge])
     patch, patch_shape = _first_side(base.config.vision_config.patch_size), (frames * width,)
-    if base.config.model_type in _SQUARE:
+    if find_family(base.config.model_type).square_patches:
         patch_shape = (width // patch**2, patch, patch)
     pixels = _draw_pixels((merge**2 * side[0] * side[1], *patch_shape), draw)
     return ImageInput(pixels, (1, merge * side[0], merge * side[1]), fields=fields)
@@ -358,7 +357,7 @@ def _logits_from_parts(parts: VisionParts, document: TrialDocument) -> Tensor:
         positions = torch.from_numpy(document.positions)[:, None]
     parameters = signature(model.forward).parameters
     # In place of a shard's spans, the stock mask gets kinds of tokens: rows of an image or a prefix see each other.
-    token_kinds = document.kinds(model, images=model.config.model_type in SEEN_BY_IMAGES)
+    token_kinds = document.kinds(model, images=find_family(model.config.model_type).images_see_each_other)
     kinds = dict.fromkeys((name for name in TOKEN_KINDS if name in parameters), token_kinds)
     with ExitStack() as hooks:
         if rows:

@@ -30,52 +30,7 @@ from transformers import (
 from longspan.errors import ModelError, plural
 from longspan.model.seams.mixers import use_torch_operations
 from longspan.model.seams.rope import rope_types
-
-_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 1e4}
-
-
-def _defaults_where_none(**values: Any) -> dict[str, Any]:
-    return {name: lambda small, n=name: values[n] if small.get(n) is None else small[n] for name in values}
-
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "aria": {"projector_patch_to_query_dict": {16: 4}},
-    "cohere_compass_text": {
-        "rope_parameters": lambda small: (
-            small["rope_parameters"] or dict.fromkeys(("full_attention", "sliding_attention"), _DEFAULT_ROPE)
-        )
-    },
-    "dbrx": {"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}},
-    "deepseek_v2": _defaults_where_none(num_experts_per_tok=2),
-    "dots1": _defaults_where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2),
-    "dory": {  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
-        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
-        "num_hidden_layers": 8,
-        "n_input_layers": 2,
-        "n_recurrent_layers": 4,
-        "n_output_layers": 2,
-    },
-    "kimi_k25": {"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]},
-    "lfm2_moe": _defaults_where_none(layer_types=["conv", "full_attention"]),
-    "llama4_vision_model": {
-        "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
-        "vision_output_dim": lambda small: small["projector_output_dim"],
-    },
-    "mamba2": {"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
-    "paligemma": {"projection_dim": lambda small: small["text_config"]["hidden_size"]},
-    "qwen4_exp_text": _defaults_where_none(
-        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
-    ),
-    "reformer": {"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1},
-    "xmod": {"default_language": lambda small: small["languages"][0]},
-    "zamba2": {  # two layers of the same shared block
-        "num_hidden_layers": 4,
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-        "hybrid_layer_ids": [1, 3],
-    },
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-}
-
+from longspan.plan.shape.families import find_family
 
 WINDOW, CHUNK, SCALED_FROM, POSITIONS = 5, 7, 16, 512
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim", "dim")
@@ -517,14 +472,14 @@ def has_only_image_text_class(config: PreTrainedConfig) -> bool:
 
 
 def _small_configuration_values(config: PreTrainedConfig, sizes: Sizes, least: int) -> dict[str, Any]:
-    # with the configurations inside; values in OVERRIDES may be functions of the others
+    # with the configurations inside; values of a family may be functions of the others
     values = {name: value for name, value in config.to_dict().items() if name not in _LEFT_OUT}
     inner = {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     layers = choose_layers(values, least)
     layer_values = {name: layers.layer_value(name, value) for name, value in values.items() if name not in inner}
     small = small_values(layer_values, sizes) | small_periods(values)
     small |= {name: _small_configuration_values(value, sizes, least) for name, value in inner.items()}
-    override: Mapping[str, Any] = OVERRIDES.get(config.model_type, {})
+    override = find_family(config.model_type).small
     return small | {name: value(small) if callable(value) else value for name, value in override.items()}
 
 

@@ -29,7 +29,7 @@ from longspan.model.pipeline.pipeline import PipelineModel
 from longspan.model.seams.attention_calls import running_layer
 from longspan.model.seams.call_rules import call_rules, is_prepared
 from longspan.plan.cost.cost import DEFAULT_COST, Cost
-from longspan.plan.shape.model_shape import SEEN_BY_IMAGES
+from longspan.plan.shape.families import find_family
 
 IMAGE = "image"
 _ENCODER, _LANGUAGE_MODEL = f"encoders.{IMAGE}.", "language_model."  # in names of parameters
@@ -166,7 +166,7 @@ def check_encoder_home(modality: str, encoder_home: Layout, world: World) -> Non
 def check_image_mask(encoders: Mapping[str, Encoder], language_model: nn.Module) -> None:
     """Raise ModelError for a model whose images' tokens see each other, if no encoder has `in_spans`."""
     kind = getattr(getattr(language_model, "config", None), "model_type", None)
-    if kind in SEEN_BY_IMAGES and not span_modalities(encoders):
+    if find_family(kind).images_see_each_other and not span_modalities(encoders):
         raise ModelError(
             f"tokens of an image see each other in {kind}, and none of its {len(encoders)} encoders says so; give "
             "Encoder(..., in_spans=True), or use prepare(model, world, encoder=Layout(...))"

@@ -21,6 +21,7 @@ from longspan.errors import ModelError
 from longspan.model.adapters import adapter_of_prepared_model
 from longspan.model.layers import architecture_name, decoder_layers, score_columns, text_model_name
 from longspan.plan import MicroBatch
+from longspan.plan.shape.families import find_family
 
 DOCTOR = "; longspan doctor --model"
 SAVES = "longspan.save_model(model, folder, world)"  # on all ranks; a Trainer has its own
@@ -139,7 +140,6 @@ class _RefusesDDP:
         )
 
 
-_WITH_PREFIX = ("paligemma",)
 _SAMPLE = ("exponential_", "multinomial", "gumbel_softmax")  # draw one of several, as some routers choose experts
 _NOT_HERE = ("att", "summary", "classifier", "layerdrop")  # keys of dropout in attention, or in heads of other tasks
 
@@ -245,7 +245,7 @@ def call_rules(model: nn.Module) -> CallRules:
 
 def has_bidirectional_prefix(config: PreTrainedConfig) -> bool:
     """Return whether rows at the start of a document see each other in both directions (PaliGemma's prompts)."""
-    return config.model_type in _WITH_PREFIX
+    return find_family(config.model_type).prefix_rows
 
 
 def make_layers_causal(model: nn.Module) -> None:

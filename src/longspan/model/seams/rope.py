@@ -21,39 +21,10 @@ from longspan.comm import SequenceShard, to_device
 from longspan.errors import ModelError
 from longspan.layout.segments import Integers, expand_runs
 from longspan.model.seams.attention_calls import Probe, running_layer
-from longspan.plan.shape.model_shape import has_mixers
+from longspan.plan.shape.positions import has_no_positions, position_limit
 
 SCALINGS = ("yarn", "linear")
 _STEP = 0.25  # of factors that are chosen here
-
-
-def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the longest document, in tokens, that a configuration and its scaling allow; None without a limit.
-
-    As inference engines read them: yarn scales the original limit, linear and dynamic `max_position_embeddings`.
-    """
-    if has_no_positions(config):
-        return None
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        return None
-    rope = _shared_rope_parameters(config) or {}
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor") or 1.0
-    if kind in ("linear", "dynamic"):
-        return int(limit * factor)
-    if kind == "yarn":
-        return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
-    return limit
-
-
-def has_no_positions(config: PreTrainedConfig) -> bool:
-    """Return whether a hybrid's attention has no positions: Nemotron-H, Kimi Linear, Granite 4-H, some Zamba 2."""
-    text = config.get_text_config()
-    if not has_mixers(text):
-        return False
-    kind = getattr(text, "position_embedding_type", "rope")  # a key of Granite: without positions None or "nope"
-    rotary = getattr(text, "rope_parameters", None) is not None and kind == "rope"
-    return not rotary or not getattr(text, "use_mem_rope", True)  # a key of Zamba 2
 
 
 def smallest_scaling_factor(config: PreTrainedConfig, longest: int) -> float:
@@ -80,7 +51,8 @@ def scale_rope(config: PreTrainedConfig, kind: str, factor: float) -> PreTrained
             "model.rope_scaling empty"
         )
     config = deepcopy(config)
-    limit, rope = position_limit(config), _shared_rope_parameters(config)
+    limit = position_limit(config)
+    rope = _shared_rope_parameters(config)
     if limit is None or rope is None:
         raise ModelError(
             f"{name} cannot be scaled by rope {kind!r}: its configuration has no max_position_embeddings and one "

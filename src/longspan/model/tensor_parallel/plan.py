@@ -19,6 +19,15 @@ from longspan.model.adapters import base_module
 from longspan.model.layers import text_model_name
 from longspan.model.mtp import PREFIX
 from longspan.model.seams.mixers import find_mixers
+from longspan.plan.shape.families import (
+    COLWISE,
+    EMBEDDING,
+    HEADS,
+    PACKED,
+    PARTIAL_GRADIENT,
+    ROWWISE,
+    find_family,
+)
 
 
 @dataclass(frozen=True)
@@ -231,75 +240,11 @@ def is_first_adapter_matrix(name: str) -> bool:
     return ".lora_A." in name
 
 
-COLWISE, ROWWISE = "colwise", "rowwise"
 QKV = "qkv"  # of one linear that makes queries, keys and values, in an encoder
 GATHERED = ("colwise_gather_output", "colwise_rep")
-PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
-EMBEDDING = "embedding_rowwise"
 SPLIT_INPUT = "rowwise_split_input"  # of a linear whose input is whole on every rank
-PACKED = "packed_colwise"  # of a linear that makes two things of equal width, such as a gate and what it weighs
-HEADS = "heads"  # ours: a parameter with one number for each query head
 MIXER = "mixer"  # ours: a state-space layer, whose heads or channels are split
 
-_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE}
-_GATED = {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE}
-_LFM2_NORMS = {"q_layernorm": PARTIAL_GRADIENT, "k_layernorm": PARTIAL_GRADIENT}
-_LFM2_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "out_proj": ROWWISE} | _LFM2_NORMS
-_LFM3_ATTENTION = _ATTENTION | {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT, "g_proj": COLWISE}
-_LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from one latent row
-    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), PARTIAL_GRADIENT),
-    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "g_proj"), COLWISE),
-    "o_proj": ROWWISE,
-}
-
-
-def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
-    return {
-        f"layers.*.{module.replace('__', '.')}.{name}": style
-        for module, styles in modules.items()
-        for name, style in styles.items()
-    }
-
-
-_HEAD_NORMS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
-_EMBEDDINGS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
-_W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
-_LFM2 = _layer_plan(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
-_ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
-    shared_transformer__self_attn=_ATTENTION
-    | {f"linear_{x}_adapter_list.*.0": PARTIAL_GRADIENT for x in "qkv"}
-    | {f"linear_{x}_adapter_list.*.1": COLWISE for x in "qkv"},
-    shared_transformer__feed_forward={
-        "gate_up_proj": PACKED,
-        "down_proj": ROWWISE,
-        "gate_up_proj_adapter_list.*.0": PARTIAL_GRADIENT,
-        "gate_up_proj_adapter_list.*.1": PACKED,
-    },
-)
-_XIELU = _layer_plan(mlp={"act_fn.alpha_p": PARTIAL_GRADIENT, "act_fn.alpha_n": PARTIAL_GRADIENT})
-_OURS: dict[str, dict[str, str]] = {  # what transformers 5.17 to 5.23 lacks
-    "apertus": _XIELU,
-    "apertus1p5_text": _XIELU,
-    "bailing_hybrid": _layer_plan(self_attn=_LATENT_ATTENTION),
-    "bamba": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
-    "falcon_h1": _EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED),
-    "gpt_oss": _layer_plan(self_attn=_ATTENTION | {"sinks": HEADS}),
-    "granitemoehybrid": _layer_plan(
-        self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}
-    ),
-    "kimi_linear": _layer_plan(self_attn=_LATENT_ATTENTION),
-    "lfm2": _EMBEDDINGS | _LFM2,
-    "lfm2_moe": _LFM2,
-    "lfm3": _EMBEDDINGS | _layer_plan(self_attn=_LFM3_ATTENTION, feed_forward=_W123),
-    "mamba2": _EMBEDDINGS,
-    "nemotron_h": _layer_plan(
-        mixer=_ATTENTION | {"up_proj": COLWISE, "down_proj": ROWWISE},
-        mixer__shared_experts={"up_proj": COLWISE, "down_proj": ROWWISE},
-    ),
-    "qwen3_vl_moe_text": _layer_plan(self_attn=_HEAD_NORMS),
-    "qwen3_vl_text": _layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED),
-    "zamba2": _EMBEDDINGS | _ZAMBA2,
-}
 _HEAD = {"lm_head": GATHERED[0]}
 
 
@@ -309,7 +254,8 @@ def tensor_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     Styles of the configuration, then of the class, replace ours; depths are split as layers. ModelError without a plan.
     """
     config = model.config.get_text_config()
-    theirs, ours = getattr(config, "base_model_tp_plan", None), _OURS.get(config.model_type)
+    theirs = getattr(config, "base_model_tp_plan", None)
+    ours = find_family(config.model_type).tensor_parallel
     if not theirs and ours is None:
         raise ModelError(
             f"{type(model).__name__} has no tensor-parallel plan (base_model_tp_plan of its configuration); use tp 1"

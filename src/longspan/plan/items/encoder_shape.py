@@ -10,18 +10,16 @@ from typing import Any, Literal
 from longspan.errors import PlanError
 from longspan.plan.cost.cost import Cost
 from longspan.plan.cost.machine import Machine
+from longspan.plan.shape.families import FAMILIES
 from longspan.plan.shape.layers import ConfigReader
 
 Trained = Literal["all", "projector", "none"]
 
-_MERGED = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")  # whose images have any size
-_WHOLE = ("llava", "gemma3", "paligemma")  # whose images have one size
 _GEMMA_ROWS = 256  # of an image, if a configuration has no number
 _HEAD_MULTIPLE = 32  # to which kernels pad a head (attention/kernels/fa4.py)
 # Of narrow products and rotary angles in float32, over a decoder's; both from vision-step-4xH200 in measured.json.
 ENCODER_SPEED = 240 / 700
 WAVE_SECONDS = 2e-3  # of the launches of a wave on GPUs
-_GATED = ("qwen2_5_vl",)  # whose MLPs have three products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +58,13 @@ class EncoderShape:
         """
         model = ConfigReader.read_whole_model(config)
         vision, text = model.section("vision_config"), ConfigReader.read_language_model(config)
-        priced = model.family.startswith(_MERGED) or model.family in _WHOLE
-        if not priced or not vision.count("depth", "num_hidden_layers"):
+        if not model.family.images or not vision.count("depth", "num_hidden_layers"):
             raise PlanError(
-                f"{model.where} ({model.family or 'no model_type'}) has no tower that its configuration prices; those "
-                f"of {', '.join(_MERGED + _WHOLE)} have"
+                f"{model.where} ({model.model_type or 'no model_type'}) has no tower that its configuration prices; "
+                f"those of {', '.join(_priced_families())} have"
             )
-        if model.family.startswith(_MERGED):
-            return _read_merging_tower(model.family, vision, text.count("hidden_size"))
+        if model.family.images == "merged":
+            return _read_merging_tower(model.family.gated_tower, vision, text.count("hidden_size"))
         return _read_fixed_size_tower(model, vision, text.count("hidden_size"))
 
     def patch_count(self, rows: int) -> int:
@@ -120,6 +117,10 @@ class EncoderShape:
         )
 
 
+def _priced_families() -> list[str]:
+    return [name.removesuffix("*") for name, family in FAMILIES.items() if family.images]
+
+
 def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     """Return how many of a tower's layers attend in windows, and the patches of a window's side; (0, 0): none does."""
     full = vision.value("fullatt_block_indexes")
@@ -129,14 +130,13 @@ def read_window_layers(vision: ConfigReader, layers: int) -> tuple[int, int]:
     return windows, pixels // _read_size(vision, "patch") if windows else 0
 
 
-def _read_merging_tower(family: str, vision: ConfigReader, hidden: int) -> EncoderShape:
+def _read_merging_tower(gated: bool, vision: ConfigReader, hidden: int) -> EncoderShape:
     """Qwen's: a block has four square projections of attention and an MLP of two matrices, three with a gate. A merger
     takes merge² patches side by side: one linear keeps that width, the other makes a row of the text model of it; there
     is one, and another for each layer that DeepStack reads. A patch has the pixels of one frame or several.
     """
     width, layers, merge = vision.count("embed_dim", "hidden_size"), vision.count("depth"), _read_size(vision, "merge")
     mlp_width = vision.count("intermediate_size") or int(width * float(vision.value("mlp_ratio") or 4))
-    gated = family.startswith(_GATED)
     windows, window = read_window_layers(vision, layers)
     mergers = 1 + len(vision.value("deepstack_visual_indexes") or ())
     pixels = (vision.count("in_channels", "in_chans") or 3) * _read_size(vision, "patch") ** 2
@@ -160,11 +160,11 @@ def _read_fixed_size_tower(model: ConfigReader, vision: ConfigReader, hidden: in
     """
     width, layers = vision.count("hidden_size"), vision.count("num_hidden_layers")
     patches = (vision.count("image_size") // _read_size(vision, "patch")) ** 2
-    class_rows = int("clip" in vision.family)
+    class_rows = int("clip" in vision.model_type)
     layers_read, rows = [layers], model.count("mm_tokens_per_image") or _GEMMA_ROWS
-    if model.family == "gemma3":  # patches are pooled
+    if model.family.images == "pooled":
         projector, entry = width * hidden, 0
-    elif model.family == "paligemma":
+    elif model.family.images == "patches":
         projector = entry = width * hidden
         rows = patches
     else:

@@ -25,8 +25,6 @@ from longspan.plan.shape.layers import (
     read_mixer_shape,
 )
 
-HEAD_NORMS = ("qwen3", "gemma3", "olmo2", "olmo3")  # families with a norm of each query and key
-POST_NORMS = ("gemma2", "gemma3", "glm4")  # families with a norm after attention and after the MLP too
 WIDE, INDEX = 4, 8  # bytes of a number of float32, and of int64
 # Float32 tensors of values that torch's operations hold in a scan, without a delta rule and with one (counted on a CPU,
 # and of peaks in bench/records/measured.json).
@@ -165,7 +163,7 @@ class LayerTable:
 
     def mixing_and_mlp_parts(self, kind: LayerKind) -> tuple[Part, Part]:
         """Return the part of a layer that mixes rows, and its MLP or experts, each with its norms and its input."""
-        post_norms, mixing, feed = self.read.family.startswith(POST_NORMS), Part(), Part()
+        post_norms, mixing, feed = self.read.family.post_norms, Part(), Part()
         post_norm = self.norm_part(self.hidden_size) if post_norms else Part()
         if kind.mixes and (mixer := read_mixer_shape(self.read)):
             mixing += self.mixer_part(mixer)
@@ -212,7 +210,7 @@ class LayerTable:
         gate = max(0.0, attention_weights(read).all / self.hidden_size / tp - 2 * query - 2 * widths.key / tp)
         projected = self.linears_part(query, "o_proj")
         part = self.linears_part(self.hidden_size, "q_proj", "k_proj", "v_proj") + projected
-        if read.family.startswith(HEAD_NORMS):
+        if read.family.head_norms:
             part += self.norm_part(query + key, heads + kv_heads)
         if gate:  # as projected beside the queries, and as attention's output is multiplied
             part += Part(self.bytes_of_rows(2 * gate if self._norms_by_kernels else gate))
@@ -291,7 +289,7 @@ class LayerTable:
         experts. The order of visits by expert, with its inverse, is kept even where the layer is recomputed; a tile
         makes its own again. A row is copied for each visit; with `ep` copies travel to other ranks and back.
         """
-        read, trained, own_gate = self.read, self.settings.trains_all, self.read.family == "gpt_oss"
+        read, trained, own_gate = self.read, self.settings.trains_all, self.read.family.own_expert_gate
         weights, latent = feed_forward_weights(read, "experts"), read.count("moe_latent_size")
         visits = read.count("num_experts_per_tok", "num_experts_per_token")
         width = read.count("moe_intermediate_size") or read.count("intermediate_size")

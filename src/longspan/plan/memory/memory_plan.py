@@ -343,7 +343,6 @@ class MemoryPrices:
 
 TILE_ROWS = 16384  # rows of a tile where the plan runs MLPs in tiles: products of so many are as fast as those of all
 SEGMENT_LAYERS = 4  # layers of a segment that the plan chooses, where nothing else fits
-_UNTILED = ("llama4",)  # families whose experts do not have transformers' common interface
 
 
 def choose_memory(
@@ -411,7 +410,7 @@ def memory_choices(needs: MemoryNeeds, fixed: FixedMemory) -> Iterator[tuple[Mem
     "selective" where no load exchanges heads, and is left out.
     """
     place, settings = needs.places[0], needs.places[0].settings
-    can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and not place.read.family.startswith(_UNTILED)
+    can_tile = max(load.rows for load in needs.loads) > TILE_ROWS and place.read.family.experts_interface
     can_offload = settings.gpu and settings.state_numbers > 0
     sharding = [(False, False)]  # gathered once, and summed once, as one micro-batch is
     if settings.shard_parameters and not place.always_whole:

@@ -24,7 +24,6 @@ from longspan.plan.shape.layers import (
     depth_kinds,
     feed_forward_weights,
     has_latent_attention,
-    has_shared_blocks,
     layer_kinds,
     read_mixer_shape,
 )
@@ -82,8 +81,11 @@ class ModelNumbers:
         """
         read = ConfigReader.read_language_model(config)
         read.check_counts("hidden_size", "vocab_size")
-        for uncounted, name in ((has_shared_blocks, "shared blocks"), (has_latent_attention, "latent attention")):
-            if uncounted(read):
+        for uncounted, name in (
+            (read.family.shared_blocks, "shared blocks"),
+            (has_latent_attention(read), "latent attention"),
+        ):
+            if uncounted:
                 raise PlanError(f"{read.where} has {name}, whose memory no configuration tells")
         ModelShape.of(config)  # for its error
         hidden, of_depth = read.count("hidden_size"), depth_kinds(read)

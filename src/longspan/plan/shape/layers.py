@@ -11,10 +11,15 @@ from typing import Any, NamedTuple, cast
 
 from longspan.errors import PlanError
 from longspan.files import read_json
+from longspan.plan.shape.families import Family, find_family
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_IN_FILES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of GPT-2
-_WIDTHS = {"gpt2": "n_inner", "gpt_bigcode": "n_inner", "opt": "ffn_dim"}  # of MLPs; null: four times the hidden size
+_IN_FILES = {  # of GPT-2
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 
 
 class ConfigReader:
@@ -48,8 +53,12 @@ class ConfigReader:
         return cls(values, str(file))
 
     @property
-    def family(self) -> str:
+    def model_type(self) -> str:
         return str(self.value("model_type") or "")
+
+    @property
+    def family(self) -> Family:
+        return find_family(self.model_type)
 
     def value(self, *names: str) -> Any:
         """Return the first of these attributes that is set, perhaps by its family's name; None if none is."""
@@ -58,8 +67,8 @@ class ConfigReader:
             value = cast(dict[str, Any], config).get(name) if isinstance(config, dict) else getattr(config, name, None)
             if value is not None:
                 return value
-        if "intermediate_size" in names and self.family in _WIDTHS:
-            return self.value(_WIDTHS[self.family]) or 4 * self.count("hidden_size")
+        if "intermediate_size" in names and (width := self.family.mlp_width):
+            return self.value(width) or 4 * self.count("hidden_size")
         return None
 
     def count(self, *names: str) -> int:
@@ -164,7 +173,7 @@ def _layer_kind(read: ConfigReader, layer: int, kind: str, separate: bool) -> La
     attention = ATTENTION[0] if is_hybrid else kind if kind in ATTENTION else ""
     if separate:
         feeds = {"mlp": "dense", "moe": "experts"}.get(kind, "")
-    elif _is_mamba2(read) or has_shared_blocks(read):  # no MLP of its own: Zamba 2's counts with the shared block
+    elif _is_mamba2(read) or read.family.shared_blocks:  # no MLP of its own: Zamba 2's counts with the shared block
         feeds = ""
     else:
         feeds = "experts" if _layer_has_experts(read, layer) else "dense"
@@ -192,11 +201,6 @@ def _is_mamba2(read: ConfigReader) -> bool:
     return bool(read.count("state_size") and read.count("num_heads"))
 
 
-def has_shared_blocks(read: ConfigReader) -> bool:
-    """Return whether this is Zamba 2: its layers are mixers, and some come after a block that they share."""
-    return read.family == "zamba2"
-
-
 def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
     if not experts_per_token(read) or read.value("num_local_experts") == 0:
         return False
@@ -213,15 +217,6 @@ def _layer_has_experts(read: ConfigReader, layer: int) -> bool:
 def experts_per_token(read: ConfigReader) -> int:
     """Return how many experts a token visits in a layer; 0 without experts."""
     return read.count("num_experts_per_tok", "num_experts_per_token")
-
-
-_GATED_QUERIES = ("qwen3_next", "qwen3_5")  # families whose query projection has a gate for each query
-# Families whose MLPs have two products and no gate, beside those that name their activation mlp_hidden_act.
-_WITHOUT_GATE = (
-    *("apertus", "arcee", "bert-generation", "biogpt", "gpt2", "gpt_bigcode", "gpt_neox", "jais2"),
-    *("nanochat", "nemotron", "opt", "persimmon", "phi", "starcoder2"),
-)
-_GATED_SHARED_EXPERT = ("qwen2_moe", "qwen3_next", "qwen3_5_moe")  # whose shared expert has a weight for each row
 
 
 class Weights(NamedTuple):
@@ -249,7 +244,7 @@ def attention_widths(read: ConfigReader) -> Widths:
     if has_latent_attention(read):
         width = heads * sum(_latent_head_sizes(read)) // 2
         return Widths(width, width)
-    head = read.count("head_dim", "attention_head_dim") or (1 + has_shared_blocks(read)) * hidden // heads
+    head = read.count("head_dim", "attention_head_dim") or (1 + read.family.shared_blocks) * hidden // heads
     return Widths(heads * head, (read.count("num_key_value_heads") or heads) * head)
 
 
@@ -269,9 +264,9 @@ def attention_weights(read: ConfigReader) -> Weights:
     if has_latent_attention(read):
         return _latent_weights(read, hidden)
     query, key = attention_widths(read)
-    if has_shared_blocks(read):
+    if read.family.shared_blocks:
         return _shared_block_weights(read, hidden, query, key)
-    gate = query if read.family.startswith(_GATED_QUERIES) else 0
+    gate = query if read.family.gated_queries else 0
     return Weights(hidden * (2 * query + gate + 2 * key), query * hidden)
 
 
@@ -292,7 +287,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
     the others are `unvisited`. Experts that read a narrower row (Nemotron-H) have a projection to it and back.
     """
     hidden = read.count("hidden_size")
-    products = 2 if read.value("mlp_hidden_act") is not None or read.family in _WITHOUT_GATE else 3
+    products = 2 if read.value("mlp_hidden_act") is not None or not read.family.mlp_gate else 3
     if kind == "dense":
         width = _dense_mlp_width(read)
         return Weights(products * hidden * width, hidden * width)
@@ -300,7 +295,7 @@ def feed_forward_weights(read: ConfigReader, kind: str) -> Weights:
         return Weights(0, 0)
     visited = experts_per_token(read)
     width = read.count("moe_intermediate_size") or read.count("intermediate_size")  # of an expert
-    gated = read.family.startswith(_GATED_SHARED_EXPERT) and bool(read.count("shared_expert_intermediate_size"))
+    gated = read.family.gated_shared_expert and bool(read.count("shared_expert_intermediate_size"))
     narrow_width = read.count("moe_latent_size")
     shared = read.count(
         "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size"
@@ -339,7 +334,7 @@ def _latent_weights(read: ConfigReader, hidden: int) -> Weights:
     heads, (size, value) = read.count("num_attention_heads"), _latent_head_sizes(read)
     rank, query_rank = read.count("kv_lora_rank"), read.count("q_lora_rank")
     queries = query_rank * (hidden + heads * size) if query_rank else hidden * heads * size
-    if read.family == "axk2":  # twice as many inputs, and a gate
+    if read.family.wide_latent_queries:
         queries += query_rank * heads * (size + 2 * value)
     keys = hidden * (rank + read.count("qk_rope_head_dim"))
     keys += rank * heads * (read.count("qk_nope_head_dim") + value)

@@ -32,7 +32,6 @@ from longspan.plan.shape.layers import (
     sliding_window,
 )
 
-SEEN_BY_IMAGES = ("gemma3", "shieldgemma2")  # families in whose every layer tokens of an image see each other
 _STATES = ("mamba_d_state", "ssm_state_size", "state_size")  # by which configurations show state-space layers
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
@@ -171,7 +170,7 @@ def _check_can_be_priced(read: ConfigReader, mixer: MixerShape | None) -> None:
     if has_latent_attention(read) and not is_indexed and not (mixer and read.count("v_head_dim")):
         unpriced.append("latent attention")
     if mixer is None and read.value(*_STATES) is not None:
-        unpriced.append(f"state-space layers{f' of {read.family}' if read.family else ''}, Mamba 1")
+        unpriced.append(f"state-space layers{f' of {read.model_type}' if read.model_type else ''}, Mamba 1")
     priced = {*ATTENTION, "mlp", "moe", *((*MIXING, "hybrid") if mixer else ())} - {*(() if is_indexed else INDEXED)}
     unpriced += [f"layers of type {kind!r}" for kind in sorted({*types} - priced)]
     if unpriced:

@@ -1,0 +1,246 @@
+"""What a family of models is, beyond its configuration: one row a family, which every room reads.
+
+A row counts for each `model_type` that its name matches ("qwen3*": all that begin so); later rows add to earlier ones.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any, Literal
+
+# Styles of tensor parallelism, by transformers' names and ours (model/tensor_parallel/styles.py)
+COLWISE, ROWWISE = "colwise", "rowwise"
+PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
+EMBEDDING = "embedding_rowwise"
+PACKED = "packed_colwise"  # of a linear that makes two things of equal width, such as a gate and what it weighs
+HEADS = "heads"  # a parameter with one number for each query head
+
+_ATTENTION = {"q_proj": COLWISE, "k_proj": COLWISE, "v_proj": COLWISE, "o_proj": ROWWISE}
+_GATED = {"gate_proj": COLWISE, "up_proj": COLWISE, "down_proj": ROWWISE}
+_UNGATED = {"up_proj": COLWISE, "down_proj": ROWWISE}
+_W123 = {"w1": COLWISE, "w3": COLWISE, "w2": ROWWISE}
+_HEAD_NORMS = {"q_norm": PARTIAL_GRADIENT, "k_norm": PARTIAL_GRADIENT}
+_EMBEDDINGS = {"embed_tokens": EMBEDDING, "embeddings": EMBEDDING}
+_LATENT_ATTENTION = {  # of Kimi and Bailing: keys and values of all heads from one latent row
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), PARTIAL_GRADIENT),
+    **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj", "g_proj"), COLWISE),
+    "o_proj": ROWWISE,
+}
+_LFM2_ATTENTION = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), COLWISE),
+    **dict.fromkeys(("q_layernorm", "k_layernorm"), PARTIAL_GRADIENT),
+    "out_proj": ROWWISE,
+}
+
+
+def _layer_plan(**modules: Mapping[str, str]) -> dict[str, str]:
+    return {
+        f"layers.*.{module.replace('__', '.')}.{name}": style
+        for module, styles in modules.items()
+        for name, style in styles.items()
+    }
+
+
+_XIELU = _layer_plan(mlp={"act_fn.alpha_p": PARTIAL_GRADIENT, "act_fn.alpha_n": PARTIAL_GRADIENT})
+_LFM2 = _layer_plan(self_attn=_LFM2_ATTENTION, feed_forward=_W123)
+_ZAMBA2 = _layer_plan(  # what layers share; each layer has adapters of its own
+    shared_transformer__self_attn=_ATTENTION
+    | {f"linear_{x}_adapter_list.*.0": PARTIAL_GRADIENT for x in "qkv"}
+    | {f"linear_{x}_adapter_list.*.1": COLWISE for x in "qkv"},
+    shared_transformer__feed_forward={
+        "gate_up_proj": PACKED,
+        "down_proj": ROWWISE,
+        "gate_up_proj_adapter_list.*.0": PARTIAL_GRADIENT,
+        "gate_up_proj_adapter_list.*.1": PACKED,
+    },
+)
+
+
+_ROPE_BY_LAYER = {
+    layer: {"rope_type": "default", "rope_theta": 1e4} for layer in ("full_attention", "sliding_attention")
+}
+
+
+def _defaults_where_none(**values: Any) -> dict[str, Any]:
+    return {name: lambda small, n=name: values[n] if small.get(n) is None else small[n] for name in values}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Facts of a family; the defaults are those of a family without a row.
+
+    >>> find_family("qwen3_next").gated_queries, find_family("llama") == Family()
+    (True, True)
+
+    Each fact has its reader beside it in the table of docs/architecture.md.
+    """
+
+    head_norms: bool = False  # a norm of each query and key
+    post_norms: bool = False  # a norm after attention and after the MLP too
+    gated_queries: bool = False  # the query projection has a gate for each query
+    wide_latent_queries: bool = False  # latent queries of twice as many inputs, and a gate
+    shared_blocks: bool = False  # layers are mixers, and some come after a block that they share
+    mlp_width: str = ""  # the attribute of the MLP's width; null there: four times the hidden size
+    mlp_gate: bool = True  # False: two products, without an `mlp_hidden_act` that would tell
+    gated_shared_expert: bool = False  # the shared expert has a weight for each row
+    own_expert_gate: bool = False  # experts with a gate of several steps, routed by scores alone
+    experts_interface: bool = True  # experts have transformers' common interface
+    rotary: bool = True  # False: attention of a hybrid without positions
+    rotary_key: str = ""  # the attribute that switches them on (True or "rope"); without it they are off
+    prefix_rows: bool = False  # rows at the start of a document see each other in both directions
+    images_see_each_other: bool = False  # in every layer, tokens of one image
+    images: Literal["", "merged", "features", "pooled", "patches"] = ""  # how a priced tower makes an image's rows
+    gated_tower: bool = False  # MLPs of the tower have three products
+    square_patches: bool = False  # patches are (n, C, p, p)
+    no_images: str = ""  # why images cannot be given, clearer than the differences that a trial finds
+    mtp_names: Literal["", "last layers", "qwen"] = ""  # of published weights of multi-token prediction
+    mtp_norm: str = "shared_head.norm."  # the last norm of depths that are named as last layers
+    tensor_parallel: Mapping[str, str] | None = None  # styles that transformers 5.17 to 5.23 lacks
+    small: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of a small copy; functions of its other values
+
+
+FAMILIES: dict[str, Family] = {
+    "apertus": Family(mlp_gate=False, tensor_parallel=_XIELU),
+    "apertus1p5_text": Family(tensor_parallel=_XIELU),
+    "arcee": Family(mlp_gate=False),
+    "aria": Family(small={"projector_patch_to_query_dict": {16: 4}}),
+    "axk2": Family(wide_latent_queries=True),
+    "bailing_hybrid": Family(
+        mtp_names="last layers",
+        mtp_norm="final_layernorm.",
+        tensor_parallel=_layer_plan(self_attn=_LATENT_ATTENTION),
+    ),
+    "bamba": Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
+    "bert-generation": Family(mlp_gate=False),
+    "biogpt": Family(mlp_gate=False),
+    "cohere_compass_text": Family(
+        small={"rope_parameters": lambda small: small["rope_parameters"] or _ROPE_BY_LAYER},
+    ),
+    "dbrx": Family(small={"attn_config": lambda small: small["attn_config"] | {"rope_theta": 1e4, "clip_qkv": 8.0}}),
+    "deepseek_v2": Family(small=_defaults_where_none(num_experts_per_tok=2)),
+    "deepseek_v3": Family(mtp_names="last layers"),
+    "deepseek_v32": Family(mtp_names="last layers"),
+    "dory": Family(
+        small={  # its dict counts attention and MLPs apart: four layers, the two in the middle run again
+            "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+            "num_hidden_layers": 8,
+            "n_input_layers": 2,
+            "n_recurrent_layers": 4,
+            "n_output_layers": 2,
+        }
+    ),
+    "dots1": Family(small=_defaults_where_none(n_shared_experts=1, n_routed_experts=4, num_experts_per_tok=2)),
+    "falcon_h1": Family(tensor_parallel=_EMBEDDINGS | _layer_plan(self_attn=_ATTENTION, feed_forward=_GATED)),
+    "gemma2*": Family(post_norms=True),
+    "gemma3*": Family(head_norms=True, post_norms=True),
+    "gemma3": Family(images_see_each_other=True, images="pooled"),
+    "gemma4": Family(
+        no_images="its layers take inputs made of its ids, placeholders among them, which no step hands over; and "
+        "where its configuration says so, tokens of an image see each other in layers with a window alone, whereas "
+        "those of a shard do so in every layer"
+    ),
+    "glm4*": Family(post_norms=True),
+    "glm4_moe": Family(mtp_names="last layers"),
+    "glm4_moe_lite": Family(mtp_names="last layers"),
+    "glm_moe_dsa": Family(mtp_names="last layers"),
+    "glm5_next*": Family(rotary=False),
+    "gpt2": Family(mlp_width="n_inner", mlp_gate=False),
+    "gpt_bigcode": Family(mlp_width="n_inner", mlp_gate=False),
+    "gpt_neox": Family(mlp_gate=False),
+    "gpt_oss": Family(own_expert_gate=True, tensor_parallel=_layer_plan(self_attn=_ATTENTION | {"sinks": HEADS})),
+    "granitemoehybrid": Family(
+        rotary_key="position_embedding_type",
+        tensor_parallel=_layer_plan(
+            self_attn=_ATTENTION, shared_mlp={"input_linear": PACKED, "output_linear": ROWWISE}
+        ),
+    ),
+    "jais2": Family(mlp_gate=False),
+    "kimi_k25": Family(
+        square_patches=True, small={"projection_hidden_size": lambda small: small["vision_config"]["hidden_size"]}
+    ),
+    "kimi_linear": Family(rotary=False, tensor_parallel=_layer_plan(self_attn=_LATENT_ATTENTION)),
+    "lfm2": Family(tensor_parallel=_EMBEDDINGS | _LFM2),
+    "lfm2_moe": Family(tensor_parallel=_LFM2, small=_defaults_where_none(layer_types=["conv", "full_attention"])),
+    "lfm3": Family(
+        tensor_parallel=_EMBEDDINGS
+        | _layer_plan(self_attn=_ATTENTION | _HEAD_NORMS | {"g_proj": COLWISE}, feed_forward=_W123)
+    ),
+    "llama4*": Family(experts_interface=False),
+    "llama4_vision_model": Family(
+        small={
+            "intermediate_size": lambda small: int(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2),
+            "vision_output_dim": lambda small: small["projector_output_dim"],
+        }
+    ),
+    "llava": Family(images="features"),
+    "mamba2": Family(
+        tensor_parallel=_EMBEDDINGS,
+        small={"num_heads": lambda small: small["expand"] * small["hidden_size"] // small["head_dim"]},
+    ),
+    "mellum": Family(mtp_names="qwen"),
+    "mllama": Family(no_images="its layers attend across to its images"),
+    "nanochat": Family(mlp_gate=False),
+    "nemotron": Family(mlp_gate=False),
+    "nemotron_h": Family(
+        rotary=False,
+        tensor_parallel=_layer_plan(mixer=_ATTENTION | _UNGATED, mixer__shared_experts=_UNGATED),
+    ),
+    "olmo2*": Family(head_norms=True),
+    "olmo3*": Family(head_norms=True),
+    "opt": Family(mlp_width="ffn_dim", mlp_gate=False),
+    "paddleocr_vl": Family(square_patches=True),
+    "paligemma": Family(
+        prefix_rows=True,
+        images="patches",
+        small={"projection_dim": lambda small: small["text_config"]["hidden_size"]},
+    ),
+    "persimmon": Family(mlp_gate=False),
+    "phi": Family(mlp_gate=False),
+    "qwen2_5_vl*": Family(images="merged", gated_tower=True),
+    "qwen2_moe*": Family(gated_shared_expert=True),
+    "qwen2_vl*": Family(images="merged"),
+    "qwen3*": Family(head_norms=True),
+    "qwen3_5*": Family(gated_queries=True, images="merged"),
+    "qwen3_5_moe*": Family(gated_shared_expert=True),
+    "qwen3_5_moe_text": Family(mtp_names="qwen"),
+    "qwen3_5_text": Family(mtp_names="qwen"),
+    "qwen3_next*": Family(gated_queries=True, gated_shared_expert=True),
+    "qwen3_next": Family(mtp_names="qwen"),
+    "qwen3_vl*": Family(images="merged"),
+    "qwen3_vl_moe_text": Family(tensor_parallel=_layer_plan(self_attn=_HEAD_NORMS)),
+    "qwen3_vl_text": Family(tensor_parallel=_layer_plan(self_attn=_ATTENTION | _HEAD_NORMS, mlp=_GATED)),
+    "qwen4_exp_text": Family(
+        small=_defaults_where_none(
+            indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=16, indexer_budget=8, indexer_compress_ratio=4
+        )
+    ),
+    "reformer": Family(small={"axial_pos_embds": False, "lsh_attn_chunk_length": 1, "local_attn_chunk_length": 1}),
+    "shieldgemma2": Family(images_see_each_other=True),
+    "starcoder2": Family(mlp_gate=False),
+    "xmod": Family(small={"default_language": lambda small: small["languages"][0]}),
+    "zamba": Family(small={"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}),
+    "zamba2": Family(
+        shared_blocks=True,
+        rotary_key="use_mem_rope",
+        tensor_parallel=_EMBEDDINGS | _ZAMBA2,
+        small={  # two layers of the same shared block
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+            "hybrid_layer_ids": [1, 3],
+        },
+    ),
+}
+
+
+_DEFAULTS = Family()
+
+
+@cache
+def find_family(model_type: str | None) -> Family:
+    """Return what the rows say of a `model_type` together; the defaults where none names it."""
+    facts = dict[str, Any]()
+    for name, row in FAMILIES.items():
+        if fnmatchcase(model_type or "", name):
+            facts |= {name: fact for name, fact in vars(row).items() if fact != getattr(_DEFAULTS, name)}
+    return Family(**facts)

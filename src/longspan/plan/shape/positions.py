@@ -1,0 +1,56 @@
+"""How long documents may be by a configuration: its positions and their scaling, as inference engines read them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from longspan.plan.shape.layers import ConfigReader
+from longspan.plan.shape.model_shape import has_mixers
+
+_BY_LAYER = ("rope_local_base_freq", "local_rope_theta")  # in files of models with positions by type of layer
+
+
+def position_limit(config: Any) -> int | None:
+    """Return the longest document, in tokens, that a configuration and its scaling allow; None without a limit.
+
+    `config` is a configuration of transformers, object or dict, a config.json or its folder.
+
+    >>> position_limit({"max_position_embeddings": 40960, "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
+    163840
+    """
+    reader = ConfigReader.read_language_model(config)
+    limit = reader.count("max_position_embeddings")
+    if not limit or has_no_positions(config):
+        return None
+    rope = shared_rope(reader) or {}
+    factor = rope.get("factor") or 1.0
+    if rope.get("rope_type") == "yarn":  # whose max_position_embeddings is the stretched length in some files
+        return max(limit, int(rope.get("original_max_position_embeddings", limit) * factor))
+    return int(limit * factor) if rope.get("rope_type") in ("linear", "dynamic") else limit
+
+
+def can_scale_positions(config: Any) -> bool:
+    """Return whether model.rope_scaling can stretch the positions of a configuration: of text models whose layers share
+    one kind of rotary positions that their own configuration does not scale.
+    """
+    reader = ConfigReader.read_whole_model(config)
+    one_kind = all(reader.value(name) is None for name in ("text_config", *_BY_LAYER))
+    return one_kind and not has_no_positions(config) and (shared_rope(reader) or {}).get("rope_type") == "default"
+
+
+def has_no_positions(config: Any) -> bool:
+    """Return whether a hybrid's attention has no positions, as in Nemotron-H, Kimi Linear and most of Granite 4-H."""
+    if not has_mixers(config):
+        return False
+    reader = ConfigReader.read_language_model(config)
+    family = reader.family
+    is_switched_off = bool(family.rotary_key) and reader.value(family.rotary_key) not in (True, "rope")
+    return is_switched_off or not family.rotary or reader.value("position_embedding_type") not in (None, "rope")
+
+
+def shared_rope(reader: ConfigReader) -> dict[str, Any] | None:
+    """Return the rotary parameters that all layers share, with a "rope_type"; None where types of layers have own."""
+    values = map(reader.value, ("rope_parameters", "rope_scaling"))  # the second before version 5 of transformers
+    rope: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return None
+    return {"rope_type": rope.get("type", "default"), **rope}  # "type" in older files
