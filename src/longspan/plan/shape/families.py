@@ -3,7 +3,7 @@
 A row counts for each `model_type` that its name matches ("qwen3*": all that begin so); later rows add to earlier ones.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -62,8 +62,15 @@ _ROPE_BY_LAYER = {
 }
 
 
-def _defaults_where_none(**values: Any) -> dict[str, Any]:
-    return {name: lambda small, n=name: values[n] if small.get(n) is None else small[n] for name in values}
+_Values = Mapping[str, Any]
+_Small = Mapping[str, Callable[[_Values], Any] | bool | int | list[str] | list[int] | dict[int, int]]
+
+
+def _defaults_where_none(**values: Any) -> _Small:
+    def value_or_default(name: str) -> Callable[[_Values], Any]:
+        return lambda small: values[name] if small.get(name) is None else small[name]
+
+    return {name: value_or_default(name) for name in values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +104,7 @@ class Family:
     mtp_names: Literal["", "last layers", "qwen"] = ""  # of published weights of multi-token prediction
     mtp_norm: str = "shared_head.norm."  # the last norm of depths that are named as last layers
     tensor_parallel: Mapping[str, str] | None = None  # styles that transformers 5.17 to 5.23 lacks
-    small: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of a small copy; functions of its other values
+    small: _Small = field(default_factory=dict[str, Any])  # of a small copy; functions of its other values
 
 
 FAMILIES: dict[str, Family] = {

@@ -1,7 +1,7 @@
 """How long documents may be by a configuration: its positions and their scaling, as inference engines read them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from longspan.plan.shape.layers import ConfigReader
 from longspan.plan.shape.model_shape import has_mixers
@@ -49,8 +49,8 @@ def has_no_positions(config: Any) -> bool:
 
 def shared_rope(reader: ConfigReader) -> dict[str, Any] | None:
     """Return the rotary parameters that all layers share, with a "rope_type"; None where types of layers have own."""
-    values = map(reader.value, ("rope_parameters", "rope_scaling"))  # the second before version 5 of transformers
-    rope: Mapping[str, Any] = next((value for value in values if isinstance(value, Mapping)), {})
+    rope: Any = reader.value("rope_parameters", "rope_scaling")  # the second before version 5 of transformers
+    rope = cast(Mapping[str, Any], rope) if isinstance(rope, Mapping) else {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         return None
     return {"rope_type": rope.get("type", "default"), **rope}  # "type" in older files
