@@ -77,6 +77,61 @@ def test_ranks_start_anew_where_the_fork_server_has_used_cuda(tmp_path: Path) ->
     assert done.stderr.count("ranks take longer to start") == 2 and "rror" not in done.stderr
 
 
+USED_AT_IMPORT = """
+import os, torch
+open(os.path.join(os.environ["FOLDER"], f"{__name__} {os.getpid()}"), "w").close()
+if not hasattr(torch._C, "_cuda_getDeviceCount"):  # a build for CPUs goes as far as one for GPUs
+    torch._C._cuda_getDeviceCount = torch.cuda._cudart = "there"
+try:
+    torch.cuda.get_device_properties(0)
+except (AttributeError, TypeError, RuntimeError):  # there is no GPU
+    del torch._C._cuda_getDeviceCount
+"""
+IMPORTS_CUDA = """
+import os, sys
+from importlib import import_module
+from longspan.launch import fork_server
+from longspan.launch.launch import run_local
+
+def look(rank, imported):
+    import torch
+    usable, preloaded = not torch.cuda._is_in_bad_fork(), "transformers.modeling_utils" in sys.modules
+    import_module(imported)
+    return os.getpid(), usable, preloaded
+
+if __name__ == "__main__":
+    fork_server.PRELOAD = (*fork_server.PRELOAD[:4], sys.argv[1])
+    print(*run_local(look, 1, (sys.argv[2],))[0])
+"""
+
+
+@pytest.mark.parametrize(("module", "name"), [("transformers.modeling_utils", "torchao"), ("other", "other")])
+def test_an_import_of_the_fork_server_uses_no_cuda(module: str, name: str, tmp_path: Path) -> None:
+    """transformers imports torchao, which uses CUDA as it is imported; after another one that does ranks begin anew."""
+    site, folder = tmp_path / "site", tmp_path / "folder"
+    for path in (folder, site / "torchao-0.18.0.dist-info", site / "torchao/prototype/safetensors"):
+        path.mkdir(parents=True)
+    (site / "torchao-0.18.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.18.0\n")
+    for path in (site / "torchao/__init__.py", site / "other.py"):
+        path.write_text(USED_AT_IMPORT)
+    (tmp_path / "program.py").write_text(IMPORTS_CUDA)
+    search = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py", module, name],
+        env={**os.environ, "PYTHONPATH": search, "FOLDER": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pid, usable, preloaded = done.stdout.split()
+    anew = name == "other"
+    assert (usable, preloaded) == ("True", str(not anew))
+    assert done.stderr.count("ranks take longer to start") == anew
+    assert len(imported := [path.name.split() for path in folder.iterdir()]) == 1 + anew and [name, pid] in imported
+
+
 class AwkwardError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")

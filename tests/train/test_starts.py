@@ -1,5 +1,7 @@
 """The seconds of a start by part; attention's kernels compiled ahead: by whom, when not, and where they are noted."""
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -59,6 +61,19 @@ def test_threads_take_short_turns_while_one_of_them_imports_what_is_there(monkey
     thread.join()
     assert turns == [pytest.approx(starts.TURN)] * (1 + len(starts.GPU_MODULES))
     assert sys.getswitchinterval() == usual > starts.TURN
+
+
+IMPORTS_BESIDE = """
+from longspan.train import starts
+starts.GPU_MODULES = ()
+starts.begin_gpu_imports(1, compiled=True)
+from longspan.run.loop import train
+"""
+
+
+def test_a_rank_imports_transformers_whole_beside_that_thread() -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", IMPORTS_BESIDE], env=environment, timeout=100, check=True)
 
 
 @pytest.mark.parametrize(("slots", "kinds"), [(1, ["1-1-1", "0-1-1"]), (2, ["1-1-1", "1-0-1", "0-1-1", "0-0-1"])])

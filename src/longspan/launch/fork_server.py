@@ -20,6 +20,7 @@ PRELOAD: tuple[str, ...] = (
     "longspan.launch.import_quickly",
     "__main__",
     "torch",
+    "longspan.launch.without_cuda",
     "torch.distributed.device_mesh",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",

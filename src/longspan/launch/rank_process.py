@@ -116,7 +116,7 @@ def rank_main(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Des
         os._exit(0)
     import torch
 
-    # Where an import of the fork server used CUDA, as transformers' of torchao does, nothing forked from it can use it.
+    # Where an import of the fork server used CUDA or would have, see `without_cuda`, nothing forked from it can use it.
     if torch.cuda._is_in_bad_fork():
         _restart_process(spec, pipe, out, err)
     parent = multiprocessing.parent_process()
