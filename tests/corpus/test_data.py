@@ -131,6 +131,15 @@ FOLDERS = [  # files of a folder: those that are read, and others by their kinds
      r"train \(2 files\), validation \(1 file\)", None),
     ("train/a.txt eval/a.txt", r"train \(1 file\), eval \(1 file\)", None),
     ("chats_training.jsonl chats_dev.v2.jsonl", r"training \(1 file\), dev \(1 file\)", None),
+    ("data/train_sft-00000-of-00001.jsonl data/train_gen-00000-of-00001.jsonl",
+     r"train_gen \(1 file\), train_sft \(1 file\)", None),
+    ("train_prefs.jsonl train_sft.jsonl", r"train_prefs \(1 file\), train_sft \(1 file\)", None),
+    ("data/train-00000-of-00001.jsonl data/code-00000-of-00001.jsonl", r"train \(1 file\), code \(1 file\)", None),
+    ("data/math-00000-of-00001.jsonl data/code-00000-of-00001.jsonl",
+     "data/code-00000-of-00001.jsonl data/math-00000-of-00001.jsonl", {}),
+    ("train_a.jsonl train_b.jsonl", "train_a.jsonl train_b.jsonl", {}),
+    ("train/chunk1/a_0.jsonl.zst train/chunk10/a_0.jsonl.zst 2023/a.jsonl 2024/a.jsonl main/a.txt other/a.txt",
+     "2023/a.jsonl 2024/a.jsonl main/a.txt other/a.txt train/chunk1/a_0.jsonl.zst train/chunk10/a_0.jsonl.zst", {}),
 ]  # fmt: skip
 
 

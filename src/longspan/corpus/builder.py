@@ -24,7 +24,6 @@ import numpy as np
 from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
 from longspan.corpus.files import CorpusFile, LogLine
-from longspan.corpus.row_files import row_file
 from longspan.corpus.rows.sample import PAIRS
 from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
@@ -156,7 +155,8 @@ class Recipe:
         version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
         digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
-            digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
+            rows = "" if file.rows is None else f" {file.rows}"
+            digest.update(f"{file.source} {source.sha256} {source.name}{rows}\n".encode())
             if self.has_images:  # relative paths of images begin in the file's folder
                 digest.update(f"{file.path.absolute().parent}\n".encode())
         return digest.hexdigest()
@@ -335,7 +335,7 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """A chunk without rows only shows progress, so its batch is yielded at once."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
-        for chunk in row_file(file.name, file.path, recipe.most_bytes).read_chunks():
+        for chunk in file.read_chunks(recipe.most_bytes):
             batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
             if len(chunk.data) > _LONG_BYTES:

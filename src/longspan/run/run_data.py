@@ -81,7 +81,8 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
+    own = {key: getattr(entry, key) for key in ("path", "split", "max_document_tokens")}
+    data = replace(config.data, sources=(), **own)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix, config.model.num_labels)
 
 
