@@ -216,7 +216,7 @@ class _Writer:
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self._recipe, self._folder = recipe, folder
-        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8"}
+        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8", "hashes": "<i8"}
         if len(recipe.encodings) > 1:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
@@ -251,6 +251,7 @@ class _Writer:
             "source_of": self._source_of_file[encoded.files],
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
             "texts": self._texts + np.cumsum(begins) - 1,
+            "hashes": encoded.hashes,
             "labels": np.array(encoded.numbers),
         }
         if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
