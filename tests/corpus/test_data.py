@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,7 @@ NO_TEXTS = [  # a file and what it holds, the path that is given, and what is sa
     ("a.txt", "", "nowhere", r"does not exist; give 'stdlib'"),
     ("a.txt", "", "", r"is empty: of 1 file 0 are not UTF-8"),
     (os.fsdecode(b"a\xff.txt"), "some text", "", r"a.udcff.txt' of a file of the corpus is not UTF-8"),
-    ("latin.txt", "\xe9t\xe9", "", r"is empty: of 1 file 1 is not UTF-8"),
+    ("latin.txt", "\xe9t\xe9", "", r"is not UTF-8 \(1 file\); iconv -f LATIN1 -t UTF-8 latin.txt > utf8-latin.txt con"),
     ("picture.png", "x", "", r"holds no file of .txt .md .py .jsonl"),
     ("picture.png", "x", "picture.png", r"ends in '.png'"),
     ("a.json", "[]", "a.json", r"ends in '.json'; a file must be one of .txt .md .py .jsonl .*, in small letters"),
@@ -202,6 +203,13 @@ def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path:
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=message):
         build(tmp_path / "run", tmp_path / path)
+
+
+@pytest.mark.parametrize(("size", "text"), [(700, "0.7 of 0.7 kB: 9 tok"), (1_260_000, "1.3 of 1.3 MB: 9 tok")])
+def test_the_size_of_what_is_tokenized_is_never_nothing(size: int, text: str) -> None:
+    recipe: Any = SimpleNamespace(sources=[SimpleNamespace(bytes=size)])
+    writer: Any = SimpleNamespace(tokens=9)
+    assert builder._Progress(recipe, print).line(writer, size).startswith(f"tokenized {text}")
 
 
 def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
@@ -465,6 +473,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     held_out, others = names_of(tmp_path, corpus, order.evaluation), names_of(tmp_path, corpus, trained)
     assert not held_out & others and held_out | others == {*NAMES.upper()}
     count = data.eval_documents if isinstance(data.eval_documents, int) else 1  # one in ten of twelve
+    count += form == "sources"  # one of each
     assert (len(held_out), len(others)) == (count, 12 - count) == (order.held_out_texts, order.training_texts)
     assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})
     line = documents_line(config, order)

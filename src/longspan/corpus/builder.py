@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import time
 import uuid
@@ -326,8 +327,9 @@ class _Progress:
 
     def line(self, writer: _Writer, bytes_read: int) -> str:
         seconds = max(time.monotonic() - self._start_time, 1e-3)
+        scale, unit = (1e6, "MB") if self.ends[-1] >= 1e6 else (1e3, "kB")
         return (
-            f"tokenized {bytes_read / 1e6:,.1f} of {self.ends[-1] / 1e6:,.1f} MB: "
+            f"tokenized {bytes_read / scale:,.1f} of {self.ends[-1] / scale:,.1f} {unit}: "
             f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
         )
 
@@ -361,6 +363,12 @@ def _check_unchanged(recipe: Recipe) -> None:
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
+    if skipped == len(recipe.files):
+        name = recipe.files[0].path.name
+        return (
+            f"{recipe.path} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
+            f"{shlex.quote(f'utf8-{name}')} converts a text, if it is Latin-1, and so for other encodings"
+        )
     return (
         f"{recipe.path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
         f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more"
