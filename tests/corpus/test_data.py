@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,15 @@ FOLDERS = [  # files of a folder: those that are read, and others by their kinds
      r"train \(2 files\), validation \(1 file\)", None),
     ("train/a.txt eval/a.txt", r"train \(1 file\), eval \(1 file\)", None),
     ("chats_training.jsonl chats_dev.v2.jsonl", r"training \(1 file\), dev \(1 file\)", None),
+    ("data/train_sft-00000-of-00001.jsonl data/train_gen-00000-of-00001.jsonl",
+     r"train_gen \(1 file\), train_sft \(1 file\)", None),
+    ("train_prefs.jsonl train_sft.jsonl", r"train_prefs \(1 file\), train_sft \(1 file\)", None),
+    ("data/train-00000-of-00001.jsonl data/code-00000-of-00001.jsonl", r"train \(1 file\), code \(1 file\)", None),
+    ("data/math-00000-of-00001.jsonl data/code-00000-of-00001.jsonl",
+     "data/code-00000-of-00001.jsonl data/math-00000-of-00001.jsonl", {}),
+    ("train_a.jsonl train_b.jsonl", "train_a.jsonl train_b.jsonl", {}),
+    ("train/chunk1/a_0.jsonl.zst train/chunk10/a_0.jsonl.zst 2023/a.jsonl 2024/a.jsonl main/a.txt other/a.txt",
+     "2023/a.jsonl 2024/a.jsonl main/a.txt other/a.txt train/chunk1/a_0.jsonl.zst train/chunk10/a_0.jsonl.zst", {}),
 ]  # fmt: skip
 
 
@@ -173,7 +183,7 @@ NO_TEXTS = [  # a file and what it holds, the path that is given, and what is sa
     ("a.txt", "", "nowhere", r"does not exist; give 'stdlib'"),
     ("a.txt", "", "", r"is empty: of 1 file 0 are not UTF-8"),
     (os.fsdecode(b"a\xff.txt"), "some text", "", r"a.udcff.txt' of a file of the corpus is not UTF-8"),
-    ("latin.txt", "\xe9t\xe9", "", r"is empty: of 1 file 1 is not UTF-8"),
+    ("latin.txt", "\xe9t\xe9", "", r"is not UTF-8 \(1 file\); iconv -f LATIN1 -t UTF-8 latin.txt > utf8-latin.txt con"),
     ("picture.png", "x", "", r"holds no file of .txt .md .py .jsonl"),
     ("picture.png", "x", "picture.png", r"ends in '.png'"),
     ("a.json", "[]", "a.json", r"ends in '.json'; a file must be one of .txt .md .py .jsonl .*, in small letters"),
@@ -193,6 +203,13 @@ def test_what_gives_no_text_is_named(tmp_path: Path, name: str, text: str, path:
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=message):
         build(tmp_path / "run", tmp_path / path)
+
+
+@pytest.mark.parametrize(("size", "text"), [(700, "0.7 of 0.7 kB: 9 tok"), (1_260_000, "1.3 of 1.3 MB: 9 tok")])
+def test_the_size_of_what_is_tokenized_is_never_nothing(size: int, text: str) -> None:
+    recipe: Any = SimpleNamespace(sources=[SimpleNamespace(bytes=size)])
+    writer: Any = SimpleNamespace(tokens=9)
+    assert builder._Progress(recipe, print).line(writer, size).startswith(f"tokenized {text}")
 
 
 def test_a_pipe_is_no_file_of_a_corpus(tmp_path: Path) -> None:
@@ -456,6 +473,7 @@ def test_no_part_of_a_held_out_text_is_trained_on(
     held_out, others = names_of(tmp_path, corpus, order.evaluation), names_of(tmp_path, corpus, trained)
     assert not held_out & others and held_out | others == {*NAMES.upper()}
     count = data.eval_documents if isinstance(data.eval_documents, int) else 1  # one in ten of twelve
+    count += form == "sources"  # one of each
     assert (len(held_out), len(others)) == (count, 12 - count) == (order.held_out_texts, order.training_texts)
     assert (corpus.texts is None) == (len(corpus) == 12) == (not {"turns", "max_document_tokens"} & {*keys})
     line = documents_line(config, order)

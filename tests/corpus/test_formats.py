@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import shutil
+import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime
@@ -49,14 +52,30 @@ def contents(corpus: Corpus) -> list[tuple[list[int], list[int], int]]:
     return result
 
 
+def zstd(data: bytes) -> bytes:
+    """Of two frames, as the parts of the Pile are; by the system's own program, where it is installed."""
+    if (program := shutil.which("zstd")) is None:
+        pyarrow: Any = pytest.importorskip("pyarrow")
+        frames = [pyarrow.Codec("zstd").compress(part, asbytes=True) for part in (data[:40], data[40:])]
+    else:
+        frames = [
+            subprocess.run([program, "-qc"], input=d, check=True, capture_output=True).stdout
+            for d in (data[:40], data[40:])
+        ]
+    return b"".join(frames)
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {"jsonl.gz": gzip.compress, "jsonl.zst": zstd}
+
+
 def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True)
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     path = folder / f"rows.{form}"
     if form == "jsonl":
         path.write_bytes(lines)
-    elif form == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines))
+    elif form in PACKED:
+        path.write_bytes(PACKED[form](lines))
     elif form == "parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         table = pytest.importorskip("pyarrow").Table.from_pylist(rows)
@@ -67,7 +86,7 @@ def rows_as(form: str, folder: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet", "datasets"])
+@pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"])
 def test_every_form_gives_the_same_documents(tmp_path: Path, form: str) -> None:
     plain = [{"text": text} for text in TEXTS]
     wanted = contents(corpus_of(tmp_path, path=str(rows_as("jsonl", tmp_path / "plain", plain))))
@@ -219,12 +238,15 @@ def test_two_builders_at_once_and_one_that_was_interrupted(tmp_path: Path, monke
     assert len([entry for entry in (tmp_path / "cache").iterdir() if (entry / "corpus.json").is_file()]) == 1
 
 
-def test_a_compressed_file_that_was_cut_off_is_refused_also_where_bad_rows_are_skipped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", PACKED)
+def test_a_compressed_file_that_was_cut_off_is_refused_also_where_bad_rows_are_skipped(
+    tmp_path: Path, form: str
+) -> None:
     lines = b"".join(json.dumps({"text": f"row {i} of many"}).encode() + b"\n" for i in range(5000))
-    whole, path = gzip.compress(lines), tmp_path / "rows.jsonl.gz"
+    whole, path = PACKED[form](lines), tmp_path / f"rows.{form}"
     for damaged in (b"", whole[:7], whole[: len(whole) // 2], whole[:-1], b"no such stream"):
         path.write_bytes(damaged)
-        with pytest.raises(DataError, match=r"rows.jsonl.gz .*cannot be decompressed, perhaps it was cut off: "):
+        with pytest.raises(DataError, match=rf"rows.{form} .*cannot be decompressed, perhaps it was cut off: "):
             corpus_of(tmp_path, path=str(path), on_bad="skip")
 
 

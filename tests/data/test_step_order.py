@@ -110,7 +110,36 @@ def test_a_text_is_held_out_with_all_of_its_documents() -> None:
     mixture = Mixture(np.repeat([0, 1], [99, 2]), (1.0, 1.0))
     with pytest.raises(DataError, match=r"data.sources\[1\] has 2 documents, of which data.eval_documents holds out 2"):
         for seed in range(40):
-            StepOrder(LENGTHS, tokens_per_step=99, seed=seed, eval_documents=90, mixture=mixture)
+            StepOrder(LENGTHS, tokens_per_step=99, seed=seed, eval_documents=100, mixture=mixture)
+
+
+@pytest.mark.parametrize(
+    ("counts", "asked", "quotas"),
+    [([14, 30, 16], 7, [2, 3, 2]), ([900, 40, 3], 32, [30, 1, 1]), ([5, 5, 5], 2, [1, 1, 1]), ([1, 40], 4, [0, 4]),
+     ([30, 2], 20, [19, 1]), ([9, 9], 0, [0, 0]), ([50], 9, [9])],
+)  # fmt: skip
+def test_each_source_holds_out_its_share(counts: list[int], asked: int, quotas: list[int]) -> None:
+    """The texts of a source are those of any seed, also where a text is several documents."""
+    drawn = set[tuple[int, ...]]()
+    source_of_text = np.repeat(np.arange(len(counts)), counts)
+    for seed in range(8):
+        mixture = Mixture(source_of_text, (1.0,) * len(counts))
+        found = StepOrder(np.full(sum(counts), 5), tokens_per_step=9, seed=seed, eval_documents=asked, mixture=mixture)
+        assert np.bincount(source_of_text[[*found.evaluation]], minlength=len(counts)).tolist() == quotas
+        assert (found.held_out_texts, found.training_texts) == (sum(quotas), sum(counts) - sum(quotas))
+        assert [source.documents for source in found.stream.sources] == np.subtract(counts, quotas).tolist()
+        drawn.add(found.evaluation)
+        texts = np.repeat(np.arange(sum(counts)), 1 + np.arange(sum(counts)) % 3)
+        cut = StepOrder(
+            np.full(len(texts), 5),
+            tokens_per_step=9,
+            seed=seed,
+            eval_documents=found.held_out_texts,
+            mixture=mixture._replace(source_of=source_of_text[texts]),
+            texts=texts,
+        )
+        assert tuple(dict.fromkeys(texts[[*cut.evaluation]].tolist())) == found.evaluation
+    assert len(drawn) > 4 or not asked
 
 
 @pytest.mark.parametrize(

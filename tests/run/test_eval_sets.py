@@ -23,8 +23,9 @@ from longspan.run.facts import TrainResult
 from longspan.run.loggers import read_metrics
 from longspan.run.loop import train
 from longspan.run.progress import ProgressDisplay
-from longspan.run.run_data import open_evaluation_set
+from longspan.run.run_data import open_evaluation_set, open_evaluation_sets
 from longspan.testing import backend, run_ranks
+from longspan.train.plans.order import make_step_order
 from longspan.train.training import check_set_length
 from tests.corpus.rows.families import write_folder
 from tests.model.stock import without_trials
@@ -101,6 +102,69 @@ def test_each_set_is_evaluated_when_it_is_due_and_as_it_says(straight: Straight)
     assert "evaluation set books: 7 documents of 655 tokens, longest 147; evaluated every 3 steps and after the" in text
     assert "evaluation set some: 3 documents of 180 tokens" in text
     assert "step 3/4  evaluation of books: loss " in text and "step 2/4  evaluation loss " in text
+
+
+def test_documents_of_a_set_that_are_trained_on_are_said(straight: Straight) -> None:
+    """The books are seven of the twelve texts, of which the run holds out three."""
+    config, text, _ = straight
+    corpus = Corpus(Path(config.run.dir) / "corpus")
+    held_out = {corpus.origin(d) for d in make_step_order(config, corpus).evaluation}
+    (names,) = [{path.name for path in Path(config.eval[0].path).iterdir()}]
+    caution = f"{len(names - held_out)} of 7 documents of evaluation set books are also trained on, token for token: "
+    assert 0 < len(names - held_out) < 7 and f"caution: {caution}" in text and "held-out documents are also" not in text
+    lines = json.loads((Path(config.run.dir) / "run.json").read_text())["lines"]
+    assert [name for name, line in lines if line.startswith(caution)] == ["caution"]
+
+
+TEXTS = [f"{name} text of so many words " * 3 for name in "abcdefghijklmnopqrst"]
+
+
+def write_rows(path: Path, texts: Sequence[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def test_rows_that_are_held_out_or_in_a_set_are_looked_for_in_training(tmp_path: Path) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    rows = write_rows(tmp_path / "rows.jsonl", TEXTS)
+    datasets.Dataset.from_dict({"text": [*TEXTS[:3], "of no other text"]}).to_parquet(tmp_path / "some.parquet")
+    sets = [
+        {"name": "all", "path": rows, "max_document_tokens": 8},
+        {"name": "some", "path": str(tmp_path / "some.parquet")},
+        {"name": "part", "path": rows, "split": "train[:2]"},
+        {"name": "new", "path": write_rows(tmp_path / "new.txt.jsonl", ["of no text", "of no text"])},
+    ]
+
+    def counts(folder: str, path: str, held_out: int = 0, resumed: bool = False) -> tuple[list[Any], list[str]]:
+        keys = {"data__path": path, "data__eval_documents": held_out, "data__cache": str(tmp_path / "cache"), **ALONE}
+        config = small_config(tmp_path / folder, eval=sets, data__max_document_tokens=20, **keys)
+        model, said = preset_config("qwen3-tiny", vocab_size=300), list[str]()
+        with World(check_config(config, 1), backend="gloo") as world:
+            corpus = build_shared_corpus(config, world, model, resumed=resumed, log=said.append)
+            order = make_step_order(config, corpus)
+            found = open_evaluation_sets(config, corpus, corpus.select(order.evaluation), world, said.append)
+        assert [s.documents.corpus.lengths.max() for s in found if s.name == "all"] == [8]
+        cautions = [line for line in said if line.startswith("caution: ")]
+        assert cautions == [f"caution: {s.caution}" for s in found if s.trained_on != 0]
+        return [(s.name, s.trained_on, len(s.documents)) for s in found], cautions
+
+    whole, said = counts("a", rows)
+    (name, trained, documents), *others = whole
+    assert (name, others) == ("all", [("some", 3, 4), ("part", 2, 2), ("new", 0, 2)]) and trained == documents > 20
+    assert said[1] == (
+        "caution: 3 of 4 documents of evaluation set some are also trained on, token for token: their loss is not that "
+        "of unseen text"
+    )
+    assert counts("a", rows, resumed=True) == (whole, said) == counts("b", rows)  # from the cache
+    twice = write_rows(tmp_path / "twice.jsonl", [*TEXTS, *TEXTS])  # as two configurations of one data set
+    ((name, trained, documents), *_), said = counts("c", twice, held_out=7)
+    assert (name, trained) == ("", documents) and said[0].startswith(f"caution: {trained} of {documents} held-out doc")
+    held, _ = counts("d", rows, held_out=7)
+    assert held[0][:2] == ("", 0) and held[1][1] < held[1][2], "what is held out is not trained on"
+    for file in (tmp_path / "cache").glob("*/hashes.npy"):  # as an earlier version made it
+        file.unlink()
+    assert {trained for _, trained, _ in counts("a", rows)[0]} == {None}
+    assert all("is not known: an earlier version made their tokens" in line for line in counts("a", rows)[1])
 
 
 def test_a_signal_inside_an_evaluation_ends_the_run_with_a_checkpoint(straight: Straight, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from longspan.corpus.rows.infer_turns import longest_overlap
 from longspan.corpus.rows.sample import BadRow
 from longspan.data.documents import Corpus
 from longspan.errors import DataError
-from tests.corpus.test_formats import corpus_of, rows_as
+from tests.corpus.test_formats import corpus_of, rows_as, zstd
 
 GOOD = [{"text": "a text that every corpus has " * 2}, {"text": "and another one of some words"}]
 LONG = {"text": "word " * 400}
@@ -31,7 +31,7 @@ def documents(folder: Path, path: Path, **keys: Any) -> int:
 
 
 def test_long_rows_are_bad_in_files_of_every_kind(tmp_path: Path) -> None:
-    for form in ("jsonl", "jsonl.gz", "parquet", "datasets"):
+    for form in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"):
         path = rows_as(form, tmp_path / form, [*GOOD, LONG, *GOOD])
         place, kind = ("row 3", "a row") if form in ("parquet", "datasets") else ("line 3", "a line")
         with pytest.raises(DataError, match=rf"{place}: {kind} of 2,0\d\d bytes, and data.max_text_bytes is 500"):
@@ -65,7 +65,7 @@ def test_a_line_that_is_too_long_is_read_over_in_pieces(tmp_path: Path) -> None:
     whole = json.dumps(GOOD[0]).encode()
     size = 18 << 20
     data = b"\n".join([whole, b" " * size, whole, b'{"text": "' + b"a" * LIMIT + b'"}', whole])
-    for name, write in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress)):
+    for name, write in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)):
         (tmp_path / name).write_bytes(write(data))
         file = row_file(name, tmp_path / name, LIMIT)
         chunks = list(file.read_chunks())

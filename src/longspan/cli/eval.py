@@ -110,6 +110,8 @@ class EvalFlags:
     data: Repeated = ()
     """NAME=PATH or PATH of texts (a file or folder of .txt .md .py .jsonl, or stdlib); again for more sets. Default:
     the documents that the run holds out."""
+    split: str = ""
+    """Which split of --data is read, and which of its rows, as data.split of train: test, or train[-100:]."""
     max_document_tokens: int = NOT_GIVEN
     """Longer texts of --data are cut into documents of at most this many tokens; 0: none is cut. Default (-1): as in
     the run; of a folder: 0."""
@@ -155,6 +157,8 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     """
     check_flags_at_least(flags, max_document_tokens=NOT_GIVEN)
     check_bounds(flags.encoder, EncoderLayout, "--encoder.")
+    if flags.split and not flags.data:
+        raise ConfigError(f"--split is {flags.split!r} and there is no --data; what a run holds out has no splits")
     if flags.max_document_tokens == 1:
         raise ConfigError("--max-document-tokens is 1; a document of one token predicts nothing: use 2 or more")
     if flags.degrees and flags.compare:
@@ -186,6 +190,7 @@ def make_request(argv: Sequence[str], flags: EvalFlags, ranks: int) -> EvalReque
     return EvalRequest(
         subjects=tuple(subjects),
         paths=tuple(parse_named_paths(flags.data).items()),
+        split=flags.split,
         max_document_tokens=flags.max_document_tokens,
         tokenizer=find_local_path(flags.tokenizer, "--tokenizer"),
         degrees=degrees,

@@ -117,7 +117,9 @@ class ContextConfig(PlanSection):
 
 @dataclass(frozen=True)
 class EvalConfig(PlanSection):
-    """A named evaluation set: documents that are never trained on, when they are evaluated, and under which plans.
+    """A named evaluation set: its documents, when they are evaluated, and under which plans.
+
+    Nothing is left out of training for it: a run counts its documents that are trained on too, and says how many.
 
     The file may have any number of these tables, each with a name; flags do not reach them. The keys from planner to
     hierarchical_context_parallel_sizes are those of [context] that begin with eval_, without that prefix, and their
@@ -128,6 +130,8 @@ class EvalConfig(PlanSection):
     """Letters, digits, - and _ and dots: in lines, in metrics.jsonl, and the folder RUN/evaluation/NAME."""
     path: str = ""
     """A folder or file of .txt .md .py .jsonl, or stdlib, as data.path; tokenized with the run's tokenizer."""
+    split: str = ""
+    """As data.split."""
     documents: NonNegativeInt = 0
     """At most this many of its documents, chosen by train.seed; 0: all."""
     max_document_tokens: NonNegativeInt = NOT_GIVEN

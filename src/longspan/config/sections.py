@@ -157,6 +157,8 @@ class SourceConfig:
     """As data.path."""
     weight: PositiveFloat = 1.0
     """How often its documents are trained on, relative to those of the other sources."""
+    split: str = ""
+    """As data.split."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +166,13 @@ class DataConfig:
     """The rows of data, how they become documents, and which of them are only evaluated."""
 
     path: str = ""
-    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz), .parquet or .arrow rows, as a data
+    """A file or folder of .txt .md .py (one text each), .jsonl (also .gz, .zst), .parquet or .arrow rows, as a data
     set of the package datasets has them (docs/fine-tuning.md), the name of a data set on the hub that is in the local
     cache (ORG/NAME, or ORG/NAME/FILE), or stdlib (sources of this Python's standard library). Default: stdlib, unless
     there are tables [[data.sources]]."""
+    split: str = ""
+    """Which split of a data set is read, and which of its rows, as the package datasets writes it: train,
+    train[:100], train[10%:90%], train[-50:], train+validation; empty: all rows, and several splits are refused."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sources with weights, in place of path: tables [[data.sources]]."""
     columns: tuple[str, ...] = ()

@@ -106,7 +106,7 @@ class _CorpusOfRun:
             old_value = recorded.asked.get(key, defaults.get(key))
             new_value = values.get(key, *GONE_VALUES.get(f"data.{key}", ()))
             if old_value != new_value:  # an evaluation set has keys of its own only for the path and the length
-                prefix = self._settings.prefix if key in ("path", "max_document_tokens") else "data."
+                prefix = self._settings.prefix if key in ("path", "split", "max_document_tokens") else "data."
                 prefix = "model." if key == "num_labels" else prefix
                 changes.append(f"{prefix}{key} was {old_value!r} and is {new_value!r}")
         if tokenizer is not None and tokenizer.digest != recorded.tokenizer_digest:

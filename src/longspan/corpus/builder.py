@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import time
 import uuid
@@ -24,7 +25,6 @@ import numpy as np
 from longspan.config.sections import MAX_TEXT_BYTES
 from longspan.corpus.document_encoder import DocumentEncoder, Encoded, FileChunk, Notes, encode_batches
 from longspan.corpus.files import CorpusFile, LogLine
-from longspan.corpus.row_files import row_file
 from longspan.corpus.rows.sample import PAIRS
 from longspan.data.images import ImageWriter
 from longspan.data.manifest import SHORTEST, GrowingArray, GrowingCodes, LeftOut, Manifest, SourceFile, SourceFiles
@@ -156,7 +156,8 @@ class Recipe:
         version = TEXT_VERSION if {encoding.kind for encoding in self.encodings} <= {"text", "input_ids"} else VERSION
         digest = hashlib.sha256(json.dumps([version, digests, self.longest, self.skip_bad, *further_settings]).encode())
         for file, source in zip(self.files, self.sources, strict=True):
-            digest.update(f"{file.source} {source.sha256} {source.name}\n".encode())
+            rows = "" if file.rows is None else f" {file.rows}"
+            digest.update(f"{file.source} {source.sha256} {source.name}{rows}\n".encode())
             if self.has_images:  # relative paths of images begin in the file's folder
                 digest.update(f"{file.path.absolute().parent}\n".encode())
         return digest.hexdigest()
@@ -216,7 +217,7 @@ class _Writer:
 
     def __init__(self, folder: Path, recipe: Recipe) -> None:
         self._recipe, self._folder = recipe, folder
-        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8"}
+        columns = {"lengths": "<i4", "origins": "<i4", "targets": "<i4", "offsets": "<i8", "hashes": "<i8"}
         if len(recipe.encodings) > 1:
             columns["source_of"] = "<i2"
         if recipe.records_texts:
@@ -251,6 +252,7 @@ class _Writer:
             "source_of": self._source_of_file[encoded.files],
             "offsets": self.tokens + np.cumsum(encoded.lengths) - encoded.lengths,
             "texts": self._texts + np.cumsum(begins) - 1,
+            "hashes": encoded.hashes,
             "labels": np.array(encoded.numbers),
         }
         if self._images is not None:  # before the columns grow: `images` count documents from 0 in these rows
@@ -325,8 +327,9 @@ class _Progress:
 
     def line(self, writer: _Writer, bytes_read: int) -> str:
         seconds = max(time.monotonic() - self._start_time, 1e-3)
+        scale, unit = (1e6, "MB") if self.ends[-1] >= 1e6 else (1e3, "kB")
         return (
-            f"tokenized {bytes_read / 1e6:,.1f} of {self.ends[-1] / 1e6:,.1f} MB: "
+            f"tokenized {bytes_read / scale:,.1f} of {self.ends[-1] / scale:,.1f} {unit}: "
             f"{plural(writer.tokens, 'token')}, {writer.tokens / seconds:,.0f} a second"
         )
 
@@ -335,7 +338,7 @@ def _batch_rows(recipe: Recipe, log: LogLine) -> Iterator[list[FileChunk]]:
     """A chunk without rows only shows progress, so its batch is yielded at once."""
     batch, size = list[FileChunk](), 0
     for number, file in enumerate(recipe.files):
-        for chunk in row_file(file.name, file.path, recipe.most_bytes).read_chunks():
+        for chunk in file.read_chunks(recipe.most_bytes):
             batch.append(FileChunk(file.source, number, chunk))
             size += len(chunk.data)
             if len(chunk.data) > _LONG_BYTES:
@@ -360,6 +363,12 @@ def _check_unchanged(recipe: Recipe) -> None:
 def _no_documents_text(recipe: Recipe, manifest: Manifest) -> str:
     skipped, left_out = len(manifest.skipped), manifest.left_out
     rows = f" ({left_out.masked_rows:,} rows without a target, {left_out.bad_rows:,} bad ones)"
+    if skipped == len(recipe.files):
+        name = recipe.files[0].path.name
+        return (
+            f"{recipe.path} is not UTF-8 ({plural(skipped, 'file')}); iconv -f LATIN1 -t UTF-8 {shlex.quote(name)} > "
+            f"{shlex.quote(f'utf8-{name}')} converts a text, if it is Latin-1, and so for other encodings"
+        )
     return (
         f"{recipe.path} is empty: of {plural(len(recipe.files), 'file')} {skipped} {'is' if skipped == 1 else 'are'} "
         f"not UTF-8, and the rest holds no text of {SHORTEST} tokens or more"

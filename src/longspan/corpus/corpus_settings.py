@@ -8,7 +8,7 @@ from typing import Any
 
 from longspan.config.sections import DataConfig
 from longspan.corpus.builder import Recipe, cache_folder
-from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files, kind_of_files
+from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_rows, kind_of_files
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import CHATS, Row, RowSettings, Sample, Turns, rows_hold
 from longspan.corpus.tokenizer import TextTokenizer, pattern_of_any
@@ -39,6 +39,11 @@ class CorpusSettings:
             return ((f"{self.prefix}path", self.data.path or STDLIB),)
         return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
 
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The split of each source, "" for all of its rows."""
+        return tuple(source.split for source in self.data.sources or (self.data,))
+
     def find_source_files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
         """Find the source files in order, without those in the run's folder and in the cache.
 
@@ -46,18 +51,20 @@ class CorpusSettings:
         """
         leave_out = (run_dir, cache_folder(self.data.cache))
         files = list[CorpusFile]()
-        for number, (key, path) in enumerate(self.source_paths()):
+        for number, ((key, path), split) in enumerate(zip(self.source_paths(), self.splits, strict=True)):
             folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
-            by_name = find_files(path, leave_out=leave_out, key=key)
-            files += (CorpusFile(number, folder + name, file) for name, file in by_name.items())
+            for file in find_rows(path, split, leave_out=leave_out, key=key):
+                files.append(replace(file, source=number, name=folder + file.name))
         return tuple(files)
 
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
         values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
-        paths = [path for _, path in self.source_paths()]
-        return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
+        if not self.data.sources:
+            return {"path": self.data.path, "split": self.data.split} | values
+        sources = [f"{source.path} {source.split}".strip() for source in self.data.sources]
+        return {"sources": sources} | values
 
     def row_settings(self) -> RowSettings:
         names = (field.name for field in fields(RowSettings) if field.name != "num_labels")

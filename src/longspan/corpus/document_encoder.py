@@ -3,6 +3,7 @@
 How a row becomes tokens is in `rows/`; how files are read in order and written is in `builder.py`.
 """
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -64,7 +65,7 @@ class Notes:
 class Encoded(NamedTuple):
     """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
-    `positions` are those of rows in files. Without `codes` every token is its own label. `images` count documents from
+    `positions` are those of rows in files, `hashes` of the texts that were cut. Without `codes` every token is its own label. `images` count documents from
     0. `numbers` are the labels of documents, or their pairs' margins, end to end.
     """
 
@@ -74,6 +75,7 @@ class Encoded(NamedTuple):
     targets: Integers
     files: Integers
     positions: Integers
+    hashes: Integers
     notes: Notes
     images: Sequence[PlacedImage] = ()
     numbers: Sequence[float] = ()
@@ -112,7 +114,7 @@ class _BatchDocuments:
     def __init__(self, encoder: DocumentEncoder) -> None:
         self._encoder = encoder
         self._ids, self._codes = list[npt.NDArray[Any]](), list[npt.NDArray[Any] | None]()
-        self._facts = list[tuple[int, int, int, int]]()  # length, targets, file, position
+        self._facts = list[tuple[int, int, int, int, int]]()  # length, targets, file, position, hash
         self._images, self._numbers = list[PlacedImage](), list[float]()
         self._notes = Notes()
 
@@ -160,6 +162,7 @@ class _BatchDocuments:
             self._notes.sizes.setdefault(len(sample.numbers), where)
         else:
             pieces = cut_into_documents(len(ids), codes, most_tokens, self._notes.left_out, uncut)
+        text_hash = _hash_of_text(sample)
         for piece in pieces:
             for image in (image for image in sample.images if piece.start <= image.start < piece.stop):
                 moved = image._replace(start=image.start - piece.start, stop=image.stop - piece.start)
@@ -172,7 +175,7 @@ class _BatchDocuments:
                 document_codes[0] = OWN_TOKEN  # never predicted; so that codes with no other value need not be stored
             self._ids.append(document_ids)
             self._codes.append(document_codes)
-            self._facts.append((len(document_ids), targets, file, position))
+            self._facts.append((len(document_ids), targets, file, position, text_hash))
 
     def add_bad_row(self, row: BadRow) -> None:
         if row.masked:
@@ -192,9 +195,16 @@ class _BatchDocuments:
             codes = np.concatenate([np.zeros(len(ids), np.int64) if code is None else code for code, ids in pairs])
             codes = codes.astype(np.uint8 if codes.max() < OTHER_TOKEN else np.int32)
         ids = np.concatenate([np.zeros(0, np.int64), *self._ids]).astype(self._encoder.dtype)
-        table = np.array(self._facts, dtype=np.int64).reshape(-1, 4)
-        lengths, targets, files, positions = (column.copy() for column in table.T)
-        return Encoded(ids, codes, lengths, targets, files, positions, self._notes, self._images, self._numbers)
+        table = np.array(self._facts, dtype=np.int64).reshape(-1, 5)
+        columns = (column.copy() for column in table.T)
+        return Encoded(ids, codes, *columns, self._notes, self._images, self._numbers)
+
+
+def _hash_of_text(sample: Sample) -> int:
+    """Of its token ids, and of what is known of its images without reading their pixels."""
+    images = [(image.grid, image.bytes) for image in sample.images]
+    digest = hashlib.blake2b(sample.ids.tobytes() + repr(images).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _refusal_of_lengths(lengths: Sequence[int], most_tokens: int) -> str:

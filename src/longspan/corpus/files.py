@@ -13,8 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, islice
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from longspan.config.sections import MAX_TEXT_BYTES
-from longspan.corpus.row_files import SUFFIXES, check_readers_installed, chunk_rows, row_file
+from longspan.corpus.row_files import SUFFIXES, Chunk, check_readers_installed, chunk_rows, row_file, slice_chunks
 from longspan.corpus.rows.sample import BadRow, Kind, Row, common_kind, rename_columns, row_kind
+from longspan.corpus.splits import SAVED_SPLITS, SplitPart, check_one_configuration, find_splits, read_split_parts
 from longspan.data.manifest import SourceFile
 from longspan.errors import DataError, plural
 from longspan.files import read_json, write_atomically
@@ -37,11 +38,16 @@ _NEWS_SECONDS = 5.0  # between two lines of progress
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """A file to read: the number of its source, its name in the corpus, and its path."""
+    """A file to read: the number of its source, its name in the corpus, its path, and which rows (None: all)."""
 
     source: int
     name: str
     path: Path
+    rows: tuple[int, int] | None = None  # the first, and the one after the last
+
+    def read_chunks(self, most_bytes: int) -> Iterator[Chunk]:
+        chunks = row_file(self.name, self.path, most_bytes).read_chunks()
+        return chunks if self.rows is None else slice_chunks(chunks, *self.rows)
 
 
 class FileSums:
@@ -124,43 +130,72 @@ def _index_by_name(sources: Iterable[SourceFile]) -> Mapping[tuple[str, int], So
 
 STDLIB = "stdlib"
 _KINDS = " ".join(SUFFIXES)
-_TABLES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow")  # files of many rows
+_TABLES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # files of many rows
 _ROWS = (*_TABLES, ".txt")  # files that may be splits; a train.py beside a test.py is code
 _NOTICE = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|copying)([-._ ].*)?")
-# Words of names that say which split of a data set a file is, as datasets has them; the last one counts.
-_TRAINING = {"train", "training"}
-_SPLIT = re.compile(
-    r"(?:^|[-._ /0-9])(train(?:ing)?|test(?:ing)?|validation|valid|val|dev|eval(?:uation)?|held-?out|holdout)"
-    r"(?=[-._ /0-9]|$)"
-)
-_SPLITS, _STATE = "dataset_dict.json", "state.json"  # which save_to_disk of the package datasets writes
+_STATE = "state.json"  # which save_to_disk of the package datasets writes
 # Not prose that a person wrote: tests, other people's packages, tables that scripts generated.
 _NOT_STDLIB = {"site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
-def find_files(path: str, *, leave_out: Sequence[Path] = (), key: str = "data.path") -> dict[str, Path]:
-    """Find the files of a corpus by name, sorted. Folders to `leave_out` are not searched; messages name `key`.
+def find_files(
+    path: str, *, split: str = "", leave_out: Sequence[Path] = (), key: str = "data.path"
+) -> dict[str, Path]:
+    """Find the files of a corpus by name, sorted, of a `split` if it is given. Folders to `leave_out` are not searched.
 
-    Raises DataError for a path that does not exist, a file of another kind, a folder without files to read or of
-    several splits, and a file whose reader is not installed.
+    Messages name `key`. Raises DataError for a path that does not exist, a file of another kind, a folder without files
+    to read, of several configurations, or of several splits of which none is given, and a file whose reader is not
+    installed.
     """
-    root = find_root(path, key=key)
+    root, split_key = (
+        find_root(path, key=key),
+        f"{key.removesuffix('path')}split" if key != "--data" else "--data.split",
+    )
     walked = {root.name: root}
     if not root.is_file():
         walked = dict(_walk_sources(root, stdlib=path == STDLIB, leave_out=leave_out))
-    files = {name: walked[name] for name in _names_to_read(walked)}
-    splits = Counter(words[-1] for name in files if name.endswith(_ROWS) and (words := _SPLIT.findall(name.lower())))
-    if splits.keys() & _TRAINING and splits.keys() - _TRAINING:
-        in_order = sorted(splits.items(), key=lambda split: split[0] not in _TRAINING)
-        counts = ", ".join(f"{split} ({plural(count, 'file')})" for split, count in in_order)
+    names = _names_to_read(walked)
+    check_one_configuration(root, [name for name in names if name.endswith(_TABLES)], path, key)
+    rows = [name for name in names if name.endswith(_ROWS)]
+    splits = find_splits(root, rows or (names if split else ()))
+    if split:
+        by_part = {part.name: splits.find_names(part.name) for part in read_split_parts(split, split_key)}
+        if absent := [name for name, of_part in by_part.items() if not of_part]:
+            raise DataError(f"{split_key} is {split!r}, and {path!r} has no {absent[0]}; it has {splits.counts}")
+        names = sorted({name for of_part in by_part.values() for name in of_part})
+    elif splits.are_mixed:
+        reason = "as it says itself" if splits.is_declared else "by the names of its files"
         raise DataError(
-            f"{key} {path!r} holds several splits of a data set, by the names of its files: {counts}; give one file, "
-            "or a folder with the files of one split (links will do); several are given as data.sources"
+            f"{key} {path!r} holds several splits of a data set, {reason}: {splits.counts}; give one "
+            f'with {split_key}, as {split_key} = "train" ("train[:100]" for some rows, "train+test" for two)'
         )
-    if not files:
+    if not names:
         raise DataError(f"{key} {path!r} holds no file of {_KINDS}; give a folder that does")
-    check_readers_installed(files)
-    return files
+    check_readers_installed(names)
+    return {name: walked[name] for name in names}
+
+
+def find_rows(path: str, split: str, *, leave_out: Sequence[Path] = (), key: str = "data.path") -> Iterator[CorpusFile]:
+    """Yield the files of the parts of a split, in order, each with the rows that are taken; numbers count from 0.
+
+    Files are read to count their rows where a part takes some. Raises DataError as `find_files` does, and for no row.
+    """
+    for part in read_split_parts(split, f"{key.removesuffix('path')}split") if split else [SplitPart("")]:
+        found = find_files(path, split=part.name, leave_out=leave_out, key=key)
+        files, counts = [CorpusFile(0, name, file) for name, file in found.items()], list[int]()
+        if not part.start and not part.stop:
+            yield from files
+            continue
+        for file in files:
+            if (missing := part.rows_to_count - sum(counts)) > 0:
+                counts.append(row_file(file.name, file.path).count_rows(missing))
+        first, stop = part.bounds(sum(counts))
+        if first >= stop:
+            raise DataError(f"{key} {path!r}: {split!r} takes no row of {sum(counts):,} in {part.name}")
+        for file, before, count in zip(files, accumulate(counts, initial=0), counts, strict=False):
+            rows = max(first - before, 0), min(stop - before, count)
+            if rows[0] < rows[1]:
+                yield replace(file, rows=rows)
 
 
 def find_root(path: str, *, key: str = "data.path") -> Path:
@@ -186,6 +221,7 @@ def files_of_other_kinds(path: str, *, leave_out: Sequence[Path] = ()) -> dict[s
     if path == STDLIB or not root.is_dir():
         return {}
     walked = dict(_walk_sources(root, stdlib=False, leave_out=leave_out))
+    walked.pop(SAVED_SPLITS, None)
     others = (walked[name] for name in walked.keys() - set(_names_to_read(walked)))
     return dict(Counter(file.suffix or file.name for file in sorted(others)).most_common())
 
@@ -201,7 +237,8 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
     """Yield the files of a folder that may be sources, with their names in it; hidden ones are none.
 
     In a saved data set only files of rows count. In Python's standard library only modules do, except the one that
-    describes the build of this Python, which differs between machines. Raises DataError for a folder of several splits.
+    describes the build of this Python, which differs between machines. Raises DataError for a folder of saved splits
+    inside this one.
     """
     skipped_names = {"__pycache__"} | (_NOT_STDLIB if stdlib else set())
     skipped_folders = {folder.resolve() for folder in leave_out}
@@ -210,12 +247,12 @@ def _walk_sources(root: Path, *, stdlib: bool, leave_out: Sequence[Path]) -> Ite
         return path.name in skipped_names or path.name[0] == "." or path.resolve() in skipped_folders
 
     for directory, names in _walk_folders(root, is_left_out):
-        if _SPLITS in names:
+        if SAVED_SPLITS in names and directory != root:
             try:
-                splits = ", ".join(str(directory / name) for name in read_json(directory / _SPLITS)["splits"])
+                splits = ", ".join(str(directory / name) for name in read_json(directory / SAVED_SPLITS)["splits"])
             except (ValueError, KeyError, TypeError) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise DataError(f"{directory / _SPLITS} does not name its splits: {reason}") from error
+                raise DataError(f"{directory / SAVED_SPLITS} does not name its splits: {reason}") from error
             raise DataError(f"{directory} holds several splits of a data set; give one of {splits}")
         for name in _files_with_rows(directory / _STATE, names) if _STATE in names else names:
             is_module = name.endswith(".py") and not name.startswith("_sysconfigdata")
@@ -320,7 +357,7 @@ def text_sizes(files: Sequence[CorpusFile], most_bytes: int = 0) -> Iterator[int
 
 def rows_of_file(file: CorpusFile, most_bytes: int) -> Iterator[Row | BadRow]:
     """Yield the rows of a file; a text that is not UTF-8, which is a whole file, has none."""
-    for chunk in row_file(file.name, file.path, most_bytes).read_chunks():
+    for chunk in file.read_chunks(most_bytes):
         try:
             for placed in chunk_rows(chunk):
                 yield placed.row

@@ -5,6 +5,7 @@ decompression), or its number in a table. A row over the limit of bytes is read 
 """
 
 import gzip
+import io
 import json
 import sys
 import weakref
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
@@ -49,6 +50,7 @@ class Chunk(NamedTuple):
     folder: str = ""
     most_bytes: int = 0
     too_long: int = 0
+    rows: tuple[int, int] | None = None  # which of its rows are read: the first, and the one after the last; None: all
 
 
 class PlacedRow(NamedTuple):
@@ -63,6 +65,32 @@ def chunk_rows(chunk: Chunk) -> Iterator[PlacedRow]:
 
     Raises UnicodeDecodeError for a text that is not UTF-8.
     """
+    return islice(_read_rows(chunk), *chunk.rows or (None,))
+
+
+def slice_chunks(chunks: Iterable[Chunk], first: int, stop: int) -> Iterator[Chunk]:
+    """Yield the chunks with some rows of a file, from row `first` to before row `stop`; empty lines are no rows."""
+    for chunk in chunks:
+        count = count_rows(chunk)
+        if count and first < count:
+            yield chunk._replace(rows=(max(first, 0), min(stop, count)))
+        first, stop = first - count, stop - count
+        if stop <= 0:
+            return
+
+
+def count_rows(chunk: Chunk) -> int:
+    if chunk.form == "text":
+        return 1
+    if chunk.form == "table":
+        import pyarrow
+
+        return sum(map(len, pyarrow.ipc.open_stream(chunk.data)))
+    *lines, last = (bool(line.removeprefix(BYTE_ORDER_MARK).strip()) for line in chunk.data.split(b"\n"))
+    return sum(lines) + (last or chunk.too_long > 0)
+
+
+def _read_rows(chunk: Chunk) -> Iterator[PlacedRow]:
     if chunk.form == "text":
         size = chunk.too_long or len(chunk.data)
         reason, where = _too_long_text(size, chunk.most_bytes, "a text"), chunk.name
@@ -233,7 +261,7 @@ def _line_beginning(line: bytes) -> str:
     return repr(line[:SHOWN_BYTES].decode("utf-8", "replace").strip()[:60])
 
 
-GZIP = ".gz"
+GZIP, ZSTD = ".gz", ".zst"
 _PIECE = 16 << 20  # bytes of a line that is read over, after which its reader may report
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of a stream of Arrow's; without it Arrow reads a cut-off file as a shorter one
 
@@ -250,6 +278,15 @@ class RowFile(ABC):
     def read_chunks(self) -> Iterator[Chunk]:
         """Yield its rows in order, some at a time."""
 
+    def count_rows(self, enough: float) -> int:
+        """Count the rows, empty lines not included, until there are `enough`."""
+        count = 0
+        for chunk in self.read_chunks():
+            count += count_rows(chunk)
+            if count >= enough:
+                break
+        return count
+
     @abstractmethod
     def read_row_at(self, position: int) -> Row | BadRow:
         """Read the row at a position of a chunk; no limit holds, as the build has checked the row."""
@@ -261,7 +298,7 @@ class RowFile(ABC):
         except (EOFError, zlib.error, OSError, *_arrow_errors()) as error:
             if isinstance(error, OSError) and error.errno is not None:  # of the system; those of readers have no number
                 raise DataError(f"cannot read {self.name} of the corpus ({self.path}): {error.strerror}") from error
-            compressed = self.name.endswith(GZIP)
+            compressed = self.name.endswith((GZIP, ZSTD))
             reason = "cannot be decompressed, perhaps it was cut off" if compressed else "cannot be read"
             raise DataError(f"{self.name} of the corpus ({self.path}) {reason}: {error}") from error
 
@@ -276,7 +313,7 @@ class LineFile(RowFile):
 
     def __init__(self, name: str, path: Path, most_bytes: int) -> None:
         super().__init__(name, path, most_bytes)
-        self._compressed = name.endswith(GZIP)
+        self._compressed = name.endswith((GZIP, ZSTD))
         self._stream: BinaryIO | None = None  # lines as `read_row_at` reads them
         self._close: Callable[[], object] = lambda: None  # closes the file of the stream
 
@@ -324,7 +361,28 @@ class LineFile(RowFile):
         if self._compressed and not raw.read(1):  # readers would take an empty file for one without lines
             raise EOFError("it has 0 bytes")
         raw.seek(0)
+        if self.name.endswith(ZSTD):
+            stream = cast(Any, import_reader("pyarrow", self.name)).CompressedInputStream(raw, "zstd")
+            return io.BufferedReader(_ZstdStream(stream), CHUNK_BYTES)
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="rb")) if self._compressed else raw
+
+
+class _ZstdStream(io.RawIOBase):
+    """pyarrow's stream with a position. (zstandard's own stream ends without an error if a file was cut off.)"""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._position = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self._stream.readinto(buffer)
+        self._position += count
+        return count
+
+    def tell(self) -> int:
+        return self._position
 
 
 class TextFile(RowFile):
@@ -360,6 +418,9 @@ class TableFile(RowFile):
                 end, data = size * (first + len(batch)) // rows, sink.getvalue().to_pybytes()
                 yield Chunk("table", self.name, first, first, data, end, self._folder, self._most_bytes)
                 first += len(batch)
+
+    def count_rows(self, enough: float) -> int:
+        return self._open_batches()[0]
 
     def read_row_at(self, position: int) -> Row:
         with self._name_file_in_errors():
@@ -454,7 +515,7 @@ class ArrowFile(TableFile):
 
 _READERS: dict[str, type[RowFile]] = {
     **dict.fromkeys((".txt", ".md", ".py"), TextFile),
-    **dict.fromkeys((".jsonl", ".jsonl.gz"), LineFile),
+    **dict.fromkeys((".jsonl", ".jsonl.gz", ".jsonl.zst"), LineFile),
     ".parquet": ParquetFile,
     ".arrow": ArrowFile,
 }
@@ -468,7 +529,7 @@ def row_file(name: str, path: Path, most_bytes: int = MAX_TEXT_BYTES) -> RowFile
 
 def check_readers_installed(names: Iterable[str]) -> None:
     """Raise DataError for the first of these files whose reader is not installed; no file is read."""
-    table = next((name for name in names if name.endswith((".parquet", ".arrow"))), None)
+    table = next((name for name in names if name.endswith((ZSTD, ".parquet", ".arrow"))), None)
     if table is not None:
         import_reader("pyarrow.parquet", table)
 

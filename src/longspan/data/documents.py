@@ -2,7 +2,8 @@
 
 A folder of documents has `lengths.npy`, `origins.npy` (the file of each), `corpus.json`, `sources.jsonl`, and
 `tokens.bin` with `offsets.npy`. `targets.npy` and `codes.bin` exist only if some tokens are no targets, `texts.npy`
-(the number of each document's row) only if a row gave several documents, `labels.npy` only if a model scores them.
+(the number of each document's row) only if a row gave several documents, `labels.npy` only if a model scores them,
+and `hashes.npy` (of the row's tokens) if this version of longspan made it.
 `longspan.corpus` builds it.
 """
 
@@ -23,6 +24,7 @@ from longspan.layout import Integers
 
 # The code of a token decides its label: its own id, none, or the id code − 2.
 OWN_TOKEN, NOTHING, OTHER_TOKEN = 0, 1, 2
+_BLOCK = 1 << 20  # documents that are compared at a time
 _TAIL = 64  # tokens that are read at a time, until one is not padding
 
 
@@ -34,7 +36,8 @@ class Corpus:
     array([ 12, 907,   4])
 
     Mapped arrays say of each document its tokens (`lengths`), `targets` (None: all but the first of each), the row that
-    it is a part of (`texts`; None: each is one) and the number of its table [[data.sources]] (`source_of`). Of
+    it is a part of (`texts`; None: each is one), a hash of that row's tokens (`hashes`; None: an earlier version made
+    the folder) and the number of its table [[data.sources]] (`source_of`). Of
     documents that a model scores there are `labels` (D, L), or margins of pairs (D, 1), and the token `pad`: the last
     other one has the score. `unit` is how many documents stay in one step: 2 of pairs. `rows_read` counts the rows that
     were read in this process. Raises DataError if the folder is missing or damaged.
@@ -65,8 +68,9 @@ class Corpus:
         self.sources: SourceFiles = SourceFiles(folder)
         self._origins = map_array(folder / "origins.npy")
         self.lengths: npt.NDArray[Any] = map_array(folder / "lengths.npy")
-        paths = (folder / name for name in ("source_of.npy", "targets.npy", "texts.npy"))
-        source_of, self.targets, self.texts = (map_array(path) if path.is_file() else None for path in paths)
+        paths = (folder / f"{name}.npy" for name in ("source_of", "targets", "texts", "hashes"))
+        arrays = (map_array(path) if path.is_file() else None for path in paths)
+        source_of, self.targets, self.texts, self.hashes = arrays
         labels, columns = folder / "labels.npy", self.manifest.labels
         self.labels: npt.NDArray[Any] | None = map_array(labels).reshape(-1, columns) if columns else None
         self.unit = 2 if PAIRS in self.manifest.kinds else 1
@@ -99,6 +103,22 @@ class Corpus:
     def select(self, documents: Sequence[int]) -> "CorpusDocuments":
         """Return these documents, numbered from 0 as in a plan of their lengths."""
         return self.selects(self, tuple(documents))
+
+    def count_contained(self, documents: "CorpusDocuments", leave_out: Sequence[int]) -> int | None:
+        """Count the documents whose rows are rows of this corpus too, token for token; None: it is not known.
+
+        `leave_out` are documents of this corpus that do not count, ascending.
+        """
+        if self.hashes is None or documents.corpus.hashes is None:
+            return None
+        wanted, left_out = documents.corpus.hashes[[*documents.ids]], np.array(leave_out, np.int64)
+        found = np.zeros(0, wanted.dtype)
+        for start in range(0, len(self), _BLOCK):
+            block = self.hashes[start : start + _BLOCK]
+            first, stop = np.searchsorted(left_out, (start, start + _BLOCK))
+            block = np.delete(block, left_out[first:stop] - start)
+            found = np.union1d(found, block[np.isin(block, wanted)])
+        return int(np.isin(wanted, found).sum())
 
     def origin(self, document: int) -> str:
         return self.sources[self.file_of(document)].name

@@ -74,7 +74,7 @@ class StepOrder:
 
     `targets` are the tokens that each document predicts (None: all but its first), `texts` the numbers of the texts
     that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
-    are `evaluation`. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
+    are `evaluation`. Of a `mixture` each source gives its share of them, at least one. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
     into the next epoch up to a document that it has already (unless it `may_repeat` documents), except in a run of
     `epochs` (0: without end), where steps end with the epoch. Each `unit` documents that follow each other, as a pair,
     are one here, and stay together. Raises DataError if no document is left to train on.
@@ -104,13 +104,17 @@ class StepOrder:
                 f"data.eval_documents {eval_documents} leaves nothing to train on: the corpus has "
                 f"{plural(all_texts, 'text')}; hold out at most {max(0, all_texts - 1)}"
             )
-        held_out = np.sort(shuffled_sample(all_texts, eval_documents, seed, HELD_OUT))
+        if mixture is None:
+            held_out = np.sort(shuffled_sample(all_texts, eval_documents, seed, HELD_OUT))
+        else:
+            held_out = sample_of_sources(count_texts_of_sources(mixture, texts), eval_documents, seed)
+        text_count = len(held_out)
         if texts is not None:  # then the documents of these texts
             numbers = held_out.astype(texts.dtype)  # another type would copy the array
             firsts, stops = (np.searchsorted(texts, numbers, side=side) for side in ("left", "right"))
             held_out = np.concatenate([np.zeros(0, np.int64), *map(np.arange, firsts, stops)])
         self.evaluation: tuple[int, ...] = documents_of_units(held_out.tolist(), unit)
-        self.training_texts, self.held_out_texts = all_texts - eval_documents, eval_documents
+        self.training_texts, self.held_out_texts = all_texts - text_count, text_count
         self.stream: DocumentStream = DocumentStream(
             unit_lengths, shuffled_sources(unit_lengths, mixture, held_out, seed)
         )
@@ -206,6 +210,33 @@ def documents_of_units(units: Iterable[int], unit: int) -> tuple[int, ...]:
 
 def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[Any] | None) -> int:
     return len(lengths) if texts is None else int(texts[-1]) + 1
+
+
+def count_texts_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None) -> list[int]:
+    bounds = np.searchsorted(mixture.source_of, np.arange(len(mixture.weights) + 1, dtype=mixture.source_of.dtype))
+    if texts is not None:
+        bounds = np.append(texts, texts[-1] + 1)[bounds]
+    return np.diff(bounds).tolist()
+
+
+def sample_of_sources(counts: Sequence[int], most: int, seed: int) -> Integers:
+    """Choose about `most` texts of sources with so many, sorted: of each by its share, at least one but not its last.
+
+    >>> [sum(first <= text < first + 50 for text in sample_of_sources([50, 50, 3], 9, 0)) for first in (0, 50, 100)]
+    [4, 4, 1]
+    """
+    quotas = [min(1, most, max(count - 1, 0)) for count in counts]
+
+    def is_behind(source: int) -> tuple[bool, bool, float]:
+        """A source's last text is taken when no other is left, which is then refused."""
+        left = counts[source] - quotas[source]
+        return left > 0, left > 1, most * counts[source] / sum(counts) - quotas[source]
+
+    for _ in range(most - sum(quotas)):
+        quotas[max(range(len(counts)), key=is_behind)] += 1
+    firsts = np.cumsum([0, *counts])
+    chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + firsts[s] for s, count in enumerate(counts)]
+    return np.sort(np.concatenate(chosen))
 
 
 def sample_documents(count: int, most: int, seed: int) -> tuple[int, ...]:

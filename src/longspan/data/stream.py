@@ -110,7 +110,9 @@ def shuffled_sample(count: int, most: int, *seed: int, block: int = 2**17) -> In
 
 
 HELD_OUT, EPOCH, EVAL_SET = 0, 1, 2  # which of the seed's streams
-ORDER = 4  # of documents, which checkpoints hold; in order 3 steps reached over the ends of epochs with all documents
+# Of documents, which checkpoints hold; in order 3 steps reached over the ends of epochs with all documents, and in
+# order 4 held-out texts of several sources were drawn over all rows.
+ORDER, ORDER_OF_SOURCES = 4, 5
 
 
 class Mixture(NamedTuple):

@@ -30,6 +30,7 @@ from longspan.corpus.corpus_settings import CorpusSettings, left_out_lines, make
 from longspan.corpus.files import FileSums
 from longspan.corpus.tokenizer import TextTokenizer, check_vocabulary, load_tokenizer, token_bytes
 from longspan.data.documents import Corpus, CorpusDocuments
+from longspan.data.stream import ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, DataError, ModelError
 from longspan.evaluation.evaluate import evaluate
 from longspan.evaluation.metrics import EvaluationOptions, Metric, load_metrics
@@ -86,7 +87,7 @@ def evaluate_saved(
     if request.paths:
         sets = _build_sets(request, checked[0].tokenizer, world, log)
     else:
-        sets = run_on_every_rank(world, lambda: {"": _open_held_out_documents(first)}, DataError)
+        sets = run_on_every_rank(world, lambda: {"": _open_held_out_documents(checked[0])}, DataError)
     fit = partial(_fit_subject, request, sets=sets, world=world, log=log)
     fits = [run_on_every_rank(world, partial(fit, weights), ConfigError) for weights in checked]
     if line := changes_line(fits[0].changes, len(world.home.ranks)):
@@ -147,12 +148,18 @@ def _check_same_tokens(checked: Sequence[CheckedWeights]) -> None:
         )
 
 
-def _open_held_out_documents(subject: Subject) -> CorpusDocuments:
-    run_dir, config = subject.weights.run_dir, subject.config
+def _open_held_out_documents(checked: CheckedWeights) -> CorpusDocuments:
+    subject, run_dir, config = checked.subject, checked.subject.weights.run_dir, checked.subject.config
     if run_dir is None:
         raise ConfigError(
             f"{subject.weights.path} is a Hugging Face folder, which holds out no documents; give --data PATH (a file "
             "or folder of .txt .md .py .jsonl)"
+        )
+    order = read_state(checked.checkpoint).get("order") if checked.checkpoint is not None else ORDER_OF_SOURCES
+    if config.data.sources and order != ORDER_OF_SOURCES:
+        raise DataError(
+            f"an earlier version chose the documents that {run_dir} holds out (order {order}), and this one would "
+            "choose some that are trained on; give documents with --data"
         )
     corpus = Corpus(run_dir / "corpus")
     held_out = corpus.select(make_step_order(config, corpus).evaluation)
@@ -165,6 +172,7 @@ def _build_sets(request: EvalRequest, tokenizer: TextTokenizer, world: World, lo
     """The first rank builds corpora, as the first subject's run but for flags; all map them, then their folder goes."""
     run_data, longest = request.subjects[0].config.data, request.max_document_tokens
     data = DataConfig(
+        split=request.split,
         max_document_tokens=run_data.max_document_tokens if longest == NOT_GIVEN else longest,
         parse_special_tokens=run_data.parse_special_tokens,
         columns=run_data.columns,
@@ -204,7 +212,7 @@ def _build_corpus(settings: CorpusSettings, tokenizer: TextTokenizer, folder: Pa
             log(line)
         manifest = build_documents(recipe, folder / "corpus", log)
     except DataError as error:
-        raise DataError(str(error).replace("data.path", "--data", 1)) from error
+        raise DataError(str(error).replace("data.path", "--data", 1).replace("data.split", "--split")) from error
     log(f"--data: {corpus_line(Corpus(folder / 'corpus'), [settings.data.path])}")
     for line in left_out_lines(settings, folder, manifest, key="--max-document-tokens"):
         log(line)

@@ -77,6 +77,7 @@ class EvalRequest:
 
     subjects: tuple[Subject, ...]
     paths: tuple[tuple[str, str], ...] = ()  # name and path of each set of texts; none: what the run holds out
+    split: str = ""  # of these
     max_document_tokens: int = NOT_GIVEN
     tokenizer: str = ""
     degrees: tuple[int, ...] = ()  # to be compared; none: the configuration's

@@ -94,6 +94,10 @@ def check_keys_needed_by_keys(config: RunConfig) -> None:
 
 def check_data(config: RunConfig) -> None:
     data, count = config.data, len(config.data.sources)
+    if count and data.split:
+        raise ConfigError(
+            f"data.split is {data.split!r} and there are {count} tables [[data.sources]]; give it in each"
+        )
     if count and data.path:
         raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
     if count and config.train.epochs:
@@ -127,11 +131,11 @@ def check_paths_exist(config: RunConfig) -> None:
     run_dir = (Path(config.run.dir),)
     if not (run_dir[0] / "corpus").exists():  # a run that has its documents reads no texts
         for number, source in enumerate(data.sources):
-            find_files(source.path, leave_out=run_dir, key=f"data.sources[{number}].path")
+            find_files(source.path, split=source.split, leave_out=run_dir, key=f"data.sources[{number}].path")
         if not data.sources:
-            find_files(data.path or STDLIB, leave_out=run_dir)
+            find_files(data.path or STDLIB, split=data.split, leave_out=run_dir)
     for entry in config.eval:
-        find_files(entry.path, leave_out=run_dir, key=f"{entry.prefix}path")
+        find_files(entry.path, split=entry.split, leave_out=run_dir, key=f"{entry.prefix}path")
 
 
 def check_eval_sets(config: RunConfig) -> None:

@@ -127,7 +127,7 @@ def _fact_lines(
     yield "report", f"{run.dir}/report.html when the run ends; to watch it: longspan report {run.dir} --follow"
     if run.figures.uncounted:
         yield "no MFU", f"model FLOPs are not counted: {run.figures.uncounted}"
-    if caution := execution.slow_kernel_reason():
+    for caution in filter(None, (execution.slow_kernel_reason(), *(s.caution for s in run.sets))):
         yield "caution", caution
 
 

@@ -43,12 +43,27 @@ class EvaluationSet:
     """Documents that are evaluated together: those of a table [[eval]], or those that a run holds out, without a name.
 
     `token_bytes` (V,) are the bytes by which bits per byte are counted (None if the tokenizer does not give them).
+    `trained_on` counts its documents that are trained on too (None: it is not known).
     """
 
     config: EvalConfig
     documents: CorpusDocuments
     metrics: Mapping[str, Metric] = field(default_factory=dict[str, Metric])
     token_bytes: npt.NDArray[np.int64] | None = None
+    trained_on: int | None = 0
+
+    @property
+    def caution(self) -> str:
+        """What is said of documents that are trained on too; "" without any."""
+        documents = f"documents of evaluation set {self.name}" if self.name else "held-out documents"
+        if self.trained_on is None:
+            return f"how many {documents} are also trained on is not known: an earlier version made their tokens"
+        if not self.trained_on:
+            return ""
+        return (
+            f"{self.trained_on:,} of {len(self.documents):,} {documents} are also trained on, token for token: their "
+            "loss is not that of unseen text"
+        )
 
     @property
     def name(self) -> str:
@@ -81,7 +96,8 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    data = replace(config.data, path=entry.path, sources=(), max_document_tokens=entry.max_document_tokens)
+    own = {key: getattr(entry, key) for key in ("path", "split", "max_document_tokens")}
+    data = replace(config.data, sources=(), **own)
     return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix, config.model.num_labels)
 
 
@@ -136,6 +152,12 @@ def open_evaluation_sets(
         sets.append(evaluation_set)
     if not sets:
         return ()
+    counts = run_on_first_rank(
+        world, lambda: [corpus.count_contained(s.documents, held_out.ids) for s in sets], DataError
+    )
+    sets = [replace(s, trained_on=count) for s, count in zip(sets, counts, strict=True)]
+    for caution in filter(None, (s.caution for s in sets)):
+        log(f"caution: {caution}")
     directory = Path(config.run.dir)
     byte_counts = run_on_first_rank(world, lambda: token_bytes(load_tokenizer(directory).engine), DataError)
     metrics_by_set = [load_metrics(s.config.metrics, s.config.metrics_key) for s in sets]

@@ -21,7 +21,7 @@ from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, check_memory_keys
 from longspan.corpus.build import check_ids_in_vocabulary
 from longspan.data.documents import Corpus, CorpusDocuments
-from longspan.data.stream import ORDER
+from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import CheckpointError, ConfigError, ModelError, RunFolderError
 from longspan.files import write_atomically
 from longspan.model.load import check_folder_weights, torch_dtype
@@ -182,10 +182,11 @@ def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tupl
 
 def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> None:
     """A key that the checkpoint lacks, or that is "auto" now, is not compared."""
-    if state.get("order") != ORDER:
+    order = ORDER_OF_SOURCES if config.data.sources else ORDER
+    if state.get("order") != order:
         raise CheckpointError(
             f"{path} was saved by a run with order {state.get('order')} of documents, and this version of longspan has "
-            f"order {ORDER}: resume it with the version that saved it, or set run.dir to a new folder"
+            f"order {order}: resume it with the version that saved it, or set run.dir to a new folder"
         )
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)

@@ -25,7 +25,7 @@ from longspan.cli.processes import prints_results
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value
 from longspan.config.sections import RunConfig, section_kinds
-from longspan.corpus.files import STDLIB, CorpusFile, find_files, text_sizes
+from longspan.corpus.files import STDLIB, find_rows, text_sizes
 from longspan.data.manifest import SHORTEST
 from longspan.data.step_order import StepOrder
 from longspan.errors import ConfigError, DataError, PlanError, plural
@@ -92,8 +92,8 @@ def _estimate_documents(config: RunConfig, log: Log) -> RunDocuments:
     data = config.data
     if data.sources:
         raise ConfigError("tables [[data.sources]] are read with a tokenizer; name its folder with data.tokenizer")
-    paths = find_files(data.path or STDLIB, key="--data")
-    sizes = text_sizes(tuple(CorpusFile(0, name, file) for name, file in paths.items()), data.max_text_bytes)
+    files = tuple(find_rows(data.path or STDLIB, data.split, key="--data"))
+    sizes = text_sizes(files, data.max_text_bytes)
     limit, tokens = data.max_document_tokens, (size // BYTES_PER_TOKEN for size in sizes)
     cut = ([limit] * (n // limit) + [n % limit] if limit > 0 else [n] for n in tokens)
     counts = [*filter(None, ([n for n in text if n >= SHORTEST] for text in cut))]  # of the documents of each text

@@ -123,5 +123,5 @@ def source_lines(config: RunConfig, order: StepOrder) -> Iterator[str]:
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
             f"{plural(source.documents, 'document')} of {plural(source.tokens, 'token')} to train on, read about "
-            f"{tokens_read * share / source.tokens:.3g} times"
+            f"{tokens_read * share / source.tokens:.3g} times, and {len(source.held_out):,} held out"
         )
