@@ -123,7 +123,7 @@ def cache_error(folder: Path, error: OSError) -> DataError:
 
 # A recipe with another version has another key, so that its documents are built again: of rows of a chat template, and
 # of texts and token ids alone, which changes of chats leave as they are.
-VERSION, TEXT_VERSION = 3, 2
+VERSION, TEXT_VERSION = 4, 2
 # Larger corpora are encoded by several processes: by the kind of rows.
 _IN_PROCESS_BYTES = {"text": 32 << 20, "input_ids": 32 << 20}
 _CHATS_BYTES = 4 << 20  # of rows of other kinds

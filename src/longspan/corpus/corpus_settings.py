@@ -102,6 +102,11 @@ def left_out_lines(settings: CorpusSettings, run_dir: Path, manifest: Manifest, 
         yield f"left out {plural(len(manifest.skipped), 'file')}, not UTF-8: {', '.join(manifest.skipped[:5])}"
     if (unseen := unseen_line(left_out, settings.data.turns)) is not None:
         yield unseen
+    if left_out.inside_tokens:
+        yield (
+            "learnt from inside a token of the prompt, which this tokenizer cannot take apart and inference never has: "
+            f"{plural(left_out.inside_tokens, 'answer')}; let prompts end with a line break, or before a space"
+        )
     if manifest.unseen:
         parts = [plural(count, name) for name, count in list(manifest.unseen.items())[:5]]
         more_text = f" and messages of {len(manifest.unseen) - 5} other roles" if len(manifest.unseen) > 5 else ""

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -127,11 +128,25 @@ class TextTokenizer:
             opening = []
         return np.concatenate([opening, array, closing]).astype(np.int64)
 
-    def encode_with_spans(self, text: str) -> tuple[Integers, Integers]:
-        """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token."""
+    def encode_with_spans(self, text: str, borders: Sequence[int] = ()) -> tuple[Integers, Integers]:
+        """Encode a text without the tokens around it: its ids (n,), and the characters (n, 2) of each token.
+
+        No token lies across one of the `borders`, ascending, in characters, unless `joins_parts` is false.
+        """
         whole_length = max(len(text), 1)  # all in one piece: not every kind of tokenizer can encode in pieces
         piece = PIECE if can_encode_in_pieces(self.engine) else whole_length
-        return encode_with_spans(self.engine, text, piece=piece)
+        all_ids, all_spans = list[Integers](), list[Integers]()
+        for start, stop in pairwise((0, *(borders if self.joins_parts else ()), len(text))):
+            ids, spans = encode_with_spans(self.engine, text[start:stop], piece=piece)
+            all_ids.append(ids)
+            all_spans.append(spans + start)
+        return np.concatenate(all_ids), np.concatenate(all_spans)
+
+    @cached_property
+    def joins_parts(self) -> bool:
+        """Whether parts that are encoded apart give the text again: sentencepiece often begins each with a space."""
+        ids = self.engine.encode("a", add_special_tokens=False).ids
+        return self.engine.decode([*ids, *ids], skip_special_tokens=False) == "aa"
 
     def set_parsing(self, parse: bool) -> "TextTokenizer":
         """Set, until the next call, whether names of special tokens in a text are read as these tokens; return self."""

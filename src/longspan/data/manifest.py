@@ -151,6 +151,7 @@ class LeftOut:
     unseen_thoughts: int = 0  # of assistant turns, left out by the chat template
     unseen_texts: int = 0  # answers and tool calls, likewise
     blank_turns: int = 0  # of assistants, with neither text nor tool calls
+    inside_tokens: int = 0  # answers that begin inside a token of the prompt
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, RowSettings, Sample
@@ -20,7 +20,7 @@ from longspan.corpus.tokenizer import load_tokenizer
 from tests.corpus.rows.conversations import Chat, Message
 
 TEMPLATES = Path(os.environ.get("LONGSPAN_CHAT_TEMPLATES", Path(__file__).parent / "templates"))
-_TEXTS = ["def layout(rank):\n    return rank\n" * 5, "Why is the sky blue? Because of the rain.\n" * 5]
+_TEXTS = ("def layout(rank):\n    return rank\n" * 5, "Why is the sky blue? Because of the rain.\n" * 5)
 Said = Callable[[Sequence[Message]], list[str]]
 
 
@@ -164,23 +164,39 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def write_folder(folder: Path, name: str, *, generation: bool = True, template: str | None = None) -> Path:
+def write_folder(folder: Path, name: str, *, template: str | None = None, **tokenizer: Any) -> Path:
     text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8") if template is None else template
-    return write_family(folder, FAMILIES[name], text, generation=generation)
+    return write_family(folder, FAMILIES[name], text, **tokenizer)
+
+
+# How Llama 3, Qwen and others split texts; without it as GPT-2 does. Texts whose tokens are line breaks and blanks.
+LLAMA_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+BREAKS = ("a\n\n\nb\n\nYes  no   so: \n\n" * 9, "Why is it? Because.\n" * 5)
 
 
 @cache
-def _trained() -> str:
+def _trained(texts: Sequence[str], split: str) -> str:
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer, engine.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    if split:
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        engine.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), in_bytes])
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    engine.train_from_iterator(_TEXTS, trainer)
+    engine.train_from_iterator(texts, trainer)
     return engine.to_str()
 
 
-def write_family(folder: Path, family: Family, template: str, *, generation: bool = True) -> Path:
-    engine = Tokenizer.from_str(_trained())
+def write_family(
+    folder: Path,
+    family: Family,
+    template: str,
+    *,
+    generation: bool = True,
+    texts: Sequence[str] = _TEXTS,
+    split: str = "",
+) -> Path:
+    engine = Tokenizer.from_str(_trained(texts, split))
     names = f"{family.special} {family.eos} {family.bos} {family.ends}".split()
     engine.add_special_tokens([n for n in names if n[0] != "+"])
     engine.add_tokens([AddedToken(n[1:], normalized=False) for n in names if n[0] == "+"])

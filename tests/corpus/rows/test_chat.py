@@ -17,9 +17,11 @@ from trl.data_utils import apply_chat_template
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import BadRow, Row, Sample
 from longspan.model.weights.tokenizer_files import GENERATION
-from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, chats, text_parts
+from tests.corpus.rows.conversations import PLAIN, THINKING, TOOLS, Chat, Message, asks, chats, says, text_parts
 from tests.corpus.rows.families import (
+    BREAKS,
     FAMILIES,
+    LLAMA_SPLIT,
     MARKED,
     decoded,
     encode_one,
@@ -131,6 +133,37 @@ def test_chat_template_kwargs_of_a_row_are_those_of_the_template(
             assert re.sub(r"date: [-\d]+", "", texts[-1]) == re.sub(r"date: [-\d]+", "", wanted)
     assert texts[0] == texts[3] and texts[1] == texts[2] and isinstance(samples[1], Sample)
     assert (texts[0] != texts[1]) == (family == "gpt-oss") and said(encoding, samples[1])[-1] == last
+
+
+ANSWERS = ["\n\nYes", "  no", "\n \nYes\n"]
+
+
+@pytest.mark.parametrize("split", ["", LLAMA_SPLIT], ids=["gpt2", "llama3"])
+@pytest.mark.parametrize(("family", "template"), [
+    ("qwen2.5", "qwen2_5"), ("qwen2.5", "qwen2_5_training"), ("qwen3", "qwen3_instruct_2507"),
+    ("qwen3", "qwen3_5_think"), ("llama3.2", "llama3_1"), ("phi3", "phi3"), ("phi3", "phi3_training"),
+])  # fmt: skip
+def test_an_answer_begins_behind_the_tokens_of_the_prompt_that_inference_has(
+    tmp_path: Path, family: str, template: str, split: str
+) -> None:
+    """Templates of TRL, answers that begin with line breaks and blanks, questions that end in them."""
+    text = (TRL_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    folder = write_folder(tmp_path, family, template=text, texts=BREAKS, split=split)
+    stock: Any = AutoTokenizer.from_pretrained(folder)
+    for answer in ANSWERS:
+        messages = [message for i in range(2) for message in (asks(f"Why {i}? "), says(answer))]
+        rows = [Row("line 1", {"messages": messages})]
+        (together,), samples = (encoding_of(folder, turns=turns).encode(rows) for turns in ("together", "split"))
+        for sample, n in zip(samples, (1, 3), strict=True):
+            prompt = stock.apply_chat_template(messages[:n], add_generation_prompt=True)["input_ids"]
+            assert isinstance(sample, Sample) and sample.labels is not None
+            assert sample.ids[: len(prompt)].tolist() == prompt and sample.unseen.inside_tokens == 0
+            assert sample.labels[len(prompt)] == sample.ids[len(prompt)]
+            if n == 1 and template != "qwen3_5_think":  # which leaves out the thought of an earlier turn
+                assert isinstance(together, Sample) and together.ids[: len(prompt) + 2].tolist() == [
+                    *prompt,
+                    *sample.ids[len(prompt) : len(prompt) + 2].tolist(),
+                ]
 
 
 def _turns(messages: list[Message]) -> list[list[Message]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from longspan.corpus.rows.encoding import RowEncoding
 from longspan.corpus.rows.sample import MASKS, Row, RowSettings, Sample, common_kind, rows_hold
@@ -13,6 +14,7 @@ from longspan.corpus.tokenizer import END_OF_TEXT, load_tokenizer, train_tokeniz
 from longspan.errors import DataError
 from tests.corpus.rows.conversations import PLAIN, asks, says
 from tests.corpus.rows.families import encode_one, encoding_of, write_folder
+from tests.corpus.rows.test_formats import lines_of
 from tests.corpus.test_tokenizer import with_bos
 
 TEXTS = ["def layout(rank):\n    return rank\n" * 5, "für alle Ränge: übrig\n", f"a {END_OF_TEXT} b"]
@@ -80,7 +82,7 @@ def encoded(encoding: RowEncoding, **values: Any) -> Sample:
         ("What?\n", "plan ✓", "plan ✓</s>"),
         ("", "plan", "plan</s>"),
         ("a <|im_start|>", "</s> b", "</s> b</s>"),  # names of special tokens are plain text
-        ("What? p", "lan plan", " plan plan</s>"),  # a token across the border is a target
+        ("What? p", "lan plan", "lan plan</s>"),  # tokens of both together would begin with " plan"
     ],
 )
 def test_targets_are_the_completion_and_its_end(
@@ -88,11 +90,32 @@ def test_targets_are_the_completion_and_its_end(
 ) -> None:
     tokenizer = load_tokenizer(with_bos(tmp_path / "t", closing))
     sample = encoded(RowEncoding("prompt+completion", tokenizer), prompt=prompt, completion=completion)
-    assert sample.ids.tolist() == tokenizer.encode([prompt + completion])[0].tolist()
+    inference = tokenizer.surrounding_ids[0] + tokenizer.encode_with_spans(prompt)[0].tolist()
+    assert sample.ids[: len(inference)].tolist() == inference and sample.unseen.inside_tokens == 0
     assert sample.labels is not None
     targets = sample.ids[sample.labels != -100].tolist()
     assert tokenizer.engine.decode(targets, skip_special_tokens=False) == said
     assert targets == sample.ids[-len(targets) :].tolist()
+
+
+@pytest.mark.parametrize(("prompt", "inside"), [("What? p", 1), ("What?", 0), ("What? ", 1)])
+def test_a_token_across_the_border_is_counted_where_parts_cannot_be_encoded_apart(
+    tmp_path: Path, prompt: str, inside: int
+) -> None:
+    """As sentencepiece's tokenizers: each part would begin with a space."""
+    texts = ["What? plan plan lan"] * 3
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer, engine.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    engine.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=90, show_progress=False))
+    engine.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    completion = "What? plan plan"[len(prompt) :]
+    sample = encoded(RowEncoding("prompt+completion", tokenizer), prompt=prompt, completion=completion)
+    assert sample.ids.tolist() == tokenizer.encode([prompt + completion])[0].tolist()
+    assert sample.unseen.inside_tokens == inside and not tokenizer.joins_parts
+    rows = [{"prompt": prompt, "completion": completion}] * 3
+    said = [line for line in lines_of(tmp_path, rows) if "inside a token" in line]
+    assert len(said) == inside and all(": 3 answers; let prompts" in line for line in said)
 
 
 ENDS = [  # texts in which special tokens are read, and what a model reads: TRL's, but with one beginning

@@ -20,7 +20,8 @@ MUTATIONS = {  # what is wrong -> the module, what stands there, and in its plac
     "marks are counted with the others": (TURNS, "removed += len(match.group())", "removed += 0"),
     "tokens by where they end": (f"{ROWS}.chat", "(begins < stop) & (ends > start)",
                                  "(begins < stop) & (ends >= start)"),
-    "the beginning of text twice": (f"{ROWS}.chat", "encode_with_spans(text)", "encode_with_spans(chr(65) + text)"),
+    "the beginning of text twice": (f"{ROWS}.chat", "encode_with_spans(text, borders)",
+                                    "encode_with_spans(chr(65) + text, borders)"),
 }  # fmt: skip
 
 

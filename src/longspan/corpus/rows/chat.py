@@ -1,21 +1,28 @@
 """Encodes conversations by the tokenizer's chat template; the texts of the assistant are targets.
 
-The rendering is tokenized once, and nothing is put around it. A token is a target if it has a character of the
-assistant's, by the template's marks or by `infer_turns.py`. In place of an image stand its placeholders.
+Nothing is put around the rendering, and it is tokenized apart at each learnt answer. A token is a target if it has a
+character of the assistant's, by the template's marks or by `infer_turns.py`. In place of an image stand placeholders.
 """
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from longspan.corpus.rows.infer_turns import TurnTokens, find_assistant_spans, find_turn_tokens, marked_spans
+from longspan.corpus.rows.infer_turns import (
+    Spans,
+    TurnTokens,
+    find_assistant_spans,
+    find_turn_tokens,
+    marked_spans,
+)
 from longspan.corpus.rows.media import NOTHING_SHOWN, RowImages, RowMedia, check_media_counts, kinds_of_parts
 from longspan.corpus.rows.messages import check_messages, learnt_messages, read_tools
-from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, require_key
+from longspan.corpus.rows.sample import RowError, RowSettings, Sample, check_strings, count_inside, require_key
 from longspan.corpus.rows.template import SOME_TOOL, ChatTemplate, Message, read_variables
 from longspan.corpus.tokenizer import TextTokenizer
 from longspan.data.document import NO_TARGET
@@ -61,7 +68,7 @@ class ChatEncoding:
         text = self.template.render(messages, tools).text
         if not self.settings.parse_special_tokens:
             self._check_special_tokens(text, messages, tools)
-        return self._tokenize_rendering(text, ())[0]
+        return self.tokenizer.set_parsing(True).encode_with_spans(text)[0]
 
     def _read_messages(self, values: Any, media: RowMedia) -> tuple[list[Message], Sequence[Any] | None]:
         tools = read_tools(values.get("tools"))
@@ -109,12 +116,11 @@ class ChatEncoding:
             tokens = self._turn_tokens(tools)
             spans = find_assistant_spans(messages, rendered.text, self.template, tools, tokens, learnt, first)
         if not media or self.images is None:
-            ids, labels = self._tokenize_rendering(rendered.text, spans.spans)
-            return self._add_end_of_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
+            sample = self._tokenize_rendering(rendered.text, spans, tools)
+            return self._add_end_of_chat(sample, messages, learnt)
         expanded = self.images.expand_placeholders(rendered.text, media, spans.spans)
-        ids, labels = self._tokenize_rendering(expanded.text, expanded.spans)
-        sample = self._add_end_of_chat(Sample(ids, labels, unseen=spans.unseen), messages, learnt)
-        return self.images.add_images(sample, expanded)
+        sample = self._tokenize_rendering(expanded.text, spans._replace(spans=expanded.spans), tools)
+        return self.images.add_images(self._add_end_of_chat(sample, messages, learnt), expanded)
 
     def _add_end_of_chat(self, sample: Sample, messages: Sequence[Message], learnt: Collection[int]) -> Sample:
         """Put `end_of_chat` behind an answer that ends a chat, and is learnt; calls end at other tokens."""
@@ -135,14 +141,19 @@ class ChatEncoding:
         ids, labels = (np.append(values[:stop], token) for values in (sample.ids, sample.labels))
         return sample._replace(ids=ids, labels=labels)
 
-    def _tokenize_rendering(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[Integers, Integers]:
-        """Return ids (n,), and labels (n,): ids of tokens in spans, NO_TARGET for others."""
-        ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text)
-        begins, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    def _tokenize_rendering(self, text: str, spans: Spans, tools: Sequence[Any] | None) -> Sample:
+        """Make a sample in which tokens in spans are targets; a prompt is tokenized by itself, as at inference."""
+        starts = [start for start, _ in spans.spans]
+        prompt_ends = [_find_prompt_end(text, start, self._prompts(tools)) for start in starts]
+        borders = sorted({end for end in prompt_ends if end is not None})
+        ids, offsets = self.tokenizer.set_parsing(True).encode_with_spans(text, borders)
+        begins, ends = offsets.T
         is_target = np.zeros(len(begins), dtype=bool)
-        for start, stop in spans:  # a token is one if it has a character in a span
+        for start, stop in spans.spans:  # a token is one if it has a character in a span
             is_target |= (begins < stop) & (ends > start)
-        return ids, np.where(is_target, ids, NO_TARGET)
+        answers = [start if end is None else end for start, end in zip(starts, prompt_ends, strict=True)]
+        unseen = spans.unseen._replace(inside_tokens=count_inside(offsets, answers))
+        return Sample(ids, np.where(is_target, ids, NO_TARGET), unseen=unseen)
 
     def _check_special_tokens(self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
         """Raise RowError if a rendering has other special tokens than one of the same chat with harmless texts.
@@ -165,6 +176,11 @@ class ChatEncoding:
                 "or let these be special tokens with data.parse_special_tokens = true"
             )
 
+    def _prompts(self, tools: Sequence[Any] | None) -> tuple[str, ...]:
+        with suppress(RowError):  # a template with marks need not write a plain conversation
+            return self._turn_tokens(tools).prompts
+        return ()
+
     def _turn_tokens(self, tools: Sequence[Any] | None) -> TurnTokens:
         return self._tokens_with_tools if tools else self._tokens_without_tools
 
@@ -178,3 +194,14 @@ class ChatEncoding:
             return find_turn_tokens(self.template, SOME_TOOL, self.tokenizer.engine)
         except RowError:
             return self._tokens_without_tools
+
+
+def _find_prompt_end(text: str, start: int, prompts: tuple[str, ...]) -> int | None:
+    """Find the end of the prompt of the answer at `start`; a template's mark may begin in it, or a blank behind it."""
+    if text.endswith(prompts, 0, start):
+        return start
+    for prompt in prompts:
+        at = text.rfind(prompt, max(0, start - len(prompt) - 1), start + len(prompt))
+        if at >= 0 and not text[at + len(prompt) : start].strip():
+            return at + len(prompt)
+    return None

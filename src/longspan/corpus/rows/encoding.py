@@ -27,8 +27,10 @@ from longspan.corpus.rows.sample import (
     RowError,
     RowSettings,
     Sample,
+    Unseen,
     check_keys,
     check_objects,
+    count_inside,
     has_media_keys,
     media_key,
     read_label,
@@ -68,18 +70,20 @@ def encode_texts(rows: Sequence[Row], tokenizer: TextTokenizer) -> list[Sample |
 
 
 def encode_completion(values: Mapping[str, Any], tokenizer: TextTokenizer) -> Sample:
-    """Encode prompt and completion as one text, with the tokens that the tokenizer puts around it.
+    """Encode prompt and completion apart, with the tokens that the tokenizer puts around a text around both.
 
-    Targets are the tokens with a character of the completion (also one across the border), and all tokens after it.
+    Targets are the tokens with a character of the completion, and all tokens after it.
     """
     prompt, completion = (require_string(require_key(values, key), key) for key in ("prompt", "completion"))
-    text_ids, spans = tokenizer.encode_with_spans(prompt + completion)
+    text_ids, spans = tokenizer.encode_with_spans(prompt + completion, [len(prompt)])
     ids, opening = tokenizer.surround(text_ids), tokenizer.surrounding_ids[0]
     start = 0 if text_ids[: len(opening)].tolist() == opening else len(opening)
     is_target = np.ones(len(ids), dtype=bool)
     is_target[:start] = False
     is_target[start : start + len(text_ids)] = spans[:, 1] > len(prompt)
-    return Sample(ids, np.where(is_target, ids, NO_TARGET))
+    return Sample(
+        ids, np.where(is_target, ids, NO_TARGET), unseen=Unseen(inside_tokens=count_inside(spans, [len(prompt)]))
+    )
 
 
 def take_token_ids(values: Mapping[str, Any], vocabulary_size: int) -> Sample:

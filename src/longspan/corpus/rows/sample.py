@@ -16,6 +16,7 @@ import numpy.typing as npt
 from longspan.data.images import SampleImage
 from longspan.data.manifest import PAIRS
 from longspan.errors import DataError
+from longspan.layout import Integers
 
 DATE = "26 Jul 2024"  # for templates that write one: the default of Llama 3's
 
@@ -112,12 +113,19 @@ class Row(NamedTuple):
 
 class Unseen(NamedTuple):
     """Counts of what is no target in a document's assistant turns: thoughts and other texts that the template leaves
-    out, wholly or in part, and turns that are blank. `others` names what else it leaves out, as "developer message"."""
+    out, wholly or in part, and turns that are blank. `others` names what else it leaves out, as "developer message".
+    `inside_tokens` counts answers that begin inside a token."""
 
     unseen_thoughts: int = 0
     unseen_texts: int = 0
     blank_turns: int = 0
     others: tuple[str, ...] = ()
+    inside_tokens: int = 0
+
+
+def count_inside(spans: Integers, borders: Sequence[int]) -> int:
+    """Count the borders that lie inside a token, by the characters (n, 2) of each token."""
+    return sum(bool(((spans[:, 0] < border) & (border < spans[:, 1])).any()) for border in borders)
 
 
 class Sample(NamedTuple):
