@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from longspan.config.defaults import absolute_paths
 from longspan.config.sections import DataConfig
 from longspan.corpus.builder import Recipe, cache_folder
 from longspan.corpus.files import STDLIB, CorpusFile, SourceFile, files_of_other_kinds, find_files, kind_of_files
@@ -55,9 +56,9 @@ class CorpusSettings:
     def deciding_values(self) -> dict[str, Any]:
         """Return the settings that decide the documents, by key, as values that JSON can hold."""
         values = {name: getattr(self.data, name) for name in _DECIDING} | self.row_settings().deciding_values
-        values |= {"chat_template": self.data.chat_template} if self.data.chat_template else {}
-        paths = [path for _, path in self.source_paths()]
-        return ({"sources": paths} if self.data.sources else {"path": self.data.path}) | values
+        values |= {"chat_template": absolute_paths(self.data.chat_template)} if self.data.chat_template else {}
+        paths = [absolute_paths(path) for _, path in self.source_paths()]
+        return ({"sources": paths} if self.data.sources else {"path": absolute_paths(self.data.path)}) | values
 
     def row_settings(self) -> RowSettings:
         names = (field.name for field in fields(RowSettings) if field.name != "num_labels")
