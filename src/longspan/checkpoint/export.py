@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from longspan.checkpoint.base import check_base
 from longspan.checkpoint.files import (
     check_file_hashes,
     check_file_sizes,
@@ -29,6 +30,7 @@ from longspan.checkpoint.files import (
 )
 from longspan.checkpoint.storage import SafetensorsReader, first_failure_text, read_metadata
 from longspan.comm.all_ranks import LogLine
+from longspan.config.defaults import replace_base
 from longspan.config.file import load_config
 from longspan.config.sections import RunConfig
 from longspan.errors import CheckpointError, ConfigError, ModelError, plural
@@ -210,20 +212,26 @@ def export_checkpoint(
     dtype: str = "auto",
     overwrite: bool = False,
     merge: bool = False,
+    base: str = "",
 ) -> Exported:
     """Write a checkpoint (None: the run's newest good one) to a folder that stock transformers loads.
 
     An adapter ([lora]) is written to a folder that stock peft loads, or with `merge` added to the weights of its base
-    model. `dtype` is the name of the files' dtype; "auto" is the model's own, and for an adapter the dtype in which it
-    was trained.
+    model, which may be in another folder now, `base`. `dtype` is the name of the files' dtype; "auto" is the model's
+    own, and for an adapter the dtype in which it was trained.
 
     Raises CheckpointError for a checkpoint that is missing, damaged or of another model, and ModelError for a folder
-    that is not empty. With `overwrite` the weights, configuration and tokenizer of a model in it are replaced.
+    that is not empty and for another base model than the run began with. With `overwrite` the weights, configuration
+    and tokenizer of a model in it are replaced.
     """
     check_export_folder(folder, overwrite=overwrite)
     config, run = _read_stock_configuration(run_dir), load_config(run_dir / "config.toml")
     if merge and not run.lora.rank:
         raise ConfigError(f"--merge is given, and {run_dir} trained all weights (lora.rank is 0); leave it out")
+    if base:
+        run = replace_base(run, base)
+    if merge or base:
+        check_base(run_dir, run)
     checkpoint = _choose_good_checkpoint(checkpoints_root(run_dir, run.run.checkpoints), checkpoint, log)
     file_dtype = torch_dtype(config.dtype or "float32") if dtype == "auto" else torch_dtype(dtype)
     empty = empty_model(config, file_dtype, find_score_class(config) or image_text_class_of_architectures(config))

@@ -20,7 +20,7 @@ from longspan.cli.processes import (
     prints_results,
     run_on_ranks,
 )
-from longspan.config.defaults import resolve_defaults
+from longspan.config.defaults import replace_base, resolve_defaults
 from longspan.config.file import load_config
 from longspan.config.keys import NOT_GIVEN, check_bounds, section_keys
 from longspan.config.plan_section import PlanSection, inherit_keys
@@ -73,8 +73,10 @@ PLAN_KEYS = [key.name for key in section_keys(PlanSection)]  # each has a form e
 
 @dataclass(frozen=True)
 class SavedModel:
-    """How the saved model is held and computed."""
+    """Where the base model of an adapter is now, and how the saved model is held and computed."""
 
+    path: str = ""
+    """Of a run that trains an adapter: the folder of its base model, where that was moved. Default: as in the run."""
     dtype: Literal["", "float32", "float64", "bfloat16"] = ""
     """Parameters: float32, float64 or bfloat16. Default: as the run has them; of a folder: float32."""
     compute_dtype: Literal["", "auto", "float32", "bfloat16", "float64"] = ""
@@ -211,10 +213,13 @@ def refuse_training_keys(flag_keys: frozenset[str]) -> None:
 
 def _make_subject(argv: Sequence[str], weights: SavedWeights, flags: EvalFlags, flag_keys: Collection[str]) -> Subject:
     explicit = {f.name: value for f in fields(SavedModel) if (value := getattr(flags.model, f.name)) not in ("", 0.0)}
+    path = explicit.pop("path", "")
     run_dir, own = weights.run_dir, RunConfig(ModelConfig(path=str(weights.path)), DataConfig(max_document_tokens=0))
     if run_dir is not None:
         own = load_config(run_dir / "config.toml")
         flags = parse_eval(argv, own)  # again, so that keys of the layout that no flag gives are the run's
+    if path and (own.lora.rank or not flags.compare):  # of two subjects one may have no adapter
+        own = replace_base(own, path)
     if weights.base and not own.lora.rank:
         raise ConfigError(
             f"--compare {BASE} is given, and {weights.path} trains no adapter (lora.rank is 0); leave it out, or name "

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longspan.config.keys import AUTO, NOT_GIVEN, key_value, with_key_values
 from longspan.config.plan_section import ContextConfig, EvalConfig, inherit_keys
-from longspan.config.sections import ModelConfig, RunConfig, held_out_set
-from longspan.errors import LongspanError, plural
+from longspan.config.sections import RANDOM, ModelConfig, RunConfig, held_out_set
+from longspan.errors import ConfigError, LongspanError, plural
 from longspan.hub import find_local_path
 from longspan.model.presets import PRESETS
 from longspan.plan.shape.model_shape import has_mixers
@@ -115,6 +115,51 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),
         eval=tuple(replace(entry, path=find_data(entry.path, f"{entry.prefix}path")) for entry in config.eval),
     )
+
+
+def replace_base(config: RunConfig, path: str) -> RunConfig:
+    """Name another folder, or a name of the hub, for the base model of a run's adapter; ConfigError without one."""
+    if not (config.lora.rank and config.model.path):
+        raise ConfigError(
+            f"--model.path is {path!r}, the new place of an adapter's base model, and the run trains no adapter over a "
+            "folder; leave it out"
+        )
+    return replace(config, model=replace(config.model, path=find_local_path(path, "--model.path", weights=True)))
+
+
+_PATHS = {
+    "model": ("path", "config"),
+    "data": ("path", "tokenizer", "chat_template", "cache"),
+    "mtp": ("weights",),
+    "run": ("machine",),
+}
+
+
+def set_absolute_paths(config: RunConfig) -> RunConfig:
+    """Make every path that exists here absolute, as a run keeps its configuration for commands in other folders."""
+    for section, keys in _PATHS.items():
+        values = getattr(config, section)
+        changes = {key: absolute_paths(getattr(values, key)) for key in keys}
+        config = replace(config, **{section: replace(values, **changes)})
+    sources, sets = (
+        tuple(replace(table, path=absolute_paths(table.path)) for table in tables)
+        for tables in (config.data.sources, config.eval)
+    )
+    folders = {key: str(Path(path).absolute()) for key in ("dir", "checkpoints") if (path := getattr(config.run, key))}
+    data, run = replace(config.data, sources=sources), replace(config.run, **folders)  # which the run makes
+    return replace(config, data=data, run=run, eval=sets)
+
+
+def absolute_paths(value: Any) -> Any:
+    """Return a value of a key, or of several, with what exists here as a path made absolute; words stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: absolute_paths(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(absolute_paths, value))
+    if not isinstance(value, str) or value in ("", STDLIB, AUTO, RANDOM):
+        return value
+    path = Path(value).expanduser()
+    return str(path.absolute()) if path.exists() else value
 
 
 def _set_demo(config: RunConfig, ranks: int) -> RunConfig:

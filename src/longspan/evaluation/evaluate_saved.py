@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
+from longspan.checkpoint.base import check_base
 from longspan.checkpoint.checkpoint import check_checkpoint, find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state
 from longspan.checkpoint.storage import read_metadata
@@ -120,6 +121,9 @@ def check_saved_weights(subject: Subject, tokenizer: str, world: World, log: Log
             raise CheckpointError(
                 f"{weights.run_dir} has no checkpoint; train it first: longspan train {weights.run_dir}/config.toml"
             )
+    run_dir, config = weights.run_dir, subject.config
+    if run_dir is not None and (config.lora.rank or weights.base):
+        run_on_first_rank(world, lambda: check_base(run_dir, config), ModelError)
     configuration = run_on_every_rank(world, lambda: read_configuration(subject.folder), ModelError)
     loaded = run_on_every_rank(world, lambda: _read_tokenizer(subject, tokenizer, configuration), ModelError)
     return CheckedWeights(subject, checkpoint, configuration, loaded)

@@ -113,7 +113,7 @@ class NewAdapter:
     """What a new LoRA adapter is to be; `alpha` 0 is twice the rank.
 
     Without `targets`, every linear of the decoder layers has an adapter. `whole` modules are trained whole; `base`
-    names the base model in the configuration.
+    names the base model in the configuration, and `revision` its commit on the hub.
     """
 
     rank: int
@@ -123,6 +123,7 @@ class NewAdapter:
     whole: tuple[str, ...] = ()
     seed: int = 0
     base: str = ""
+    revision: str = ""
 
 
 def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
@@ -151,6 +152,7 @@ def add_lora(model: PreTrainedModel, new: NewAdapter) -> Any:
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of names in transformers that peft reads
         peft_model: Any = peft.get_peft_model(model, config, low_cpu_mem_usage=empty)
     config.base_model_name_or_path = new.base or None
+    config.revision = new.revision or None
     dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
     unwrap_trained_depths(model)  # depths among `new.whole`: peft has put copies beside them
     for name in new.whole:

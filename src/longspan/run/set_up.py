@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from longspan.checkpoint.base import check_base, has_kept_base, keep_base
 from longspan.checkpoint.checkpoint import find_checkpoint, load_checkpoint
 from longspan.checkpoint.files import checkpoints_root, read_state, remove_unfinished_saves
 from longspan.comm import World
 from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank, silence_warnings_of_other_ranks
-from longspan.config.defaults import warn_about_small_updates
+from longspan.config.defaults import absolute_paths, set_absolute_paths, warn_about_small_updates
 from longspan.config.file import to_toml
 from longspan.config.keys import AUTO
 from longspan.config.sections import ModelConfig, RunConfig, check_memory_keys
@@ -191,10 +192,11 @@ def _check_same_run(config: RunConfig, state: dict[str, Any], path: Path) -> Non
     sections_before, sections_now = _comparable_configurations(config, state)
     fixed = [f"{section}.{key}" for section in _FIXED_SECTIONS for key in sections_now[section]] + list(_FIXED_KEYS)
     fixed += ["encoder.train"] if config.lora.rank else []  # with an adapter, checkpoints hold only trained parts
-    for name in (name for name in fixed if name not in _FREE_KEYS):
+    free = (*_FREE_KEYS, *["model.path"] * has_kept_base(Path(config.run.dir)))  # by which `check_base` compares it
+    for name in (name for name in fixed if name not in free):
         section, _, key = name.partition(".")
         value_before, value = sections_before.get(section, {}).get(key), sections_now[section][key]
-        if value_before is not None and value not in (value_before, AUTO):
+        if value_before is not None and absolute_paths(value) not in (absolute_paths(value_before), AUTO):
             raise ConfigError(
                 f"{name} was {value_before!r} when {path} was saved and is {value!r} now; set it back, or set run.dir "
                 "to a new folder"
@@ -214,7 +216,8 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
         for section in sorted(now.keys() & before.keys() - {"run", "eval"})
         for key, value in sorted(now[section].items())
         if key in before[section] and key != "node_size" and not key.startswith("eval_")
-        if value not in (before[section][key], AUTO)
+        if (section, key) != ("model", "path")  # compared before
+        if absolute_paths(value) not in (absolute_paths(before[section][key]), AUTO)
     ]
     if changes:
         raise ConfigError(
@@ -223,6 +226,15 @@ def _check_finished_run(before: dict[str, Any], now: dict[str, Any], path: Path,
             "run.dir to a new folder"
         )
     log("the run has come to its end: it is shown; its config.toml and what is in metrics.jsonl stay")
+
+
+def compare_base(config: RunConfig, *, resumed: bool) -> None:
+    """Compare the base model of an adapter with the one that a resumed run began with; keep that of a new run."""
+    run_dir = Path(config.run.dir)
+    if resumed and config.lora.rank:
+        check_base(run_dir, config)
+    if not (resumed and has_kept_base(run_dir)):
+        keep_base(run_dir, config)
 
 
 def open_run_documents(
@@ -235,13 +247,14 @@ def open_run_documents(
     set_world_machine(config, world)
     if config.model.path and checkpoint is None:  # what its files lack is found before a corpus is made
         run_on_every_rank(world, lambda: check_folder_weights(config.model.path), ModelError)
+    run_on_first_rank(world, lambda: compare_base(config, resumed=checkpoint is not None), ModelError)
     model_config = run_on_every_rank(
         world, lambda: read_model_configuration(config, config.data.vocab_size), ModelError
     )
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
     # not node_size and the steps of epochs: a run that goes on may be on other hosts, and resolves both anew
-    as_written = replace(config, context=replace(config.context, node_size=node_size))
+    as_written = set_absolute_paths(replace(config, context=replace(config.context, node_size=node_size)))
     config = set_epoch_steps(config, data.order, log)
     for line in source_lines(config, data.order):
         log(line)

@@ -187,7 +187,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
     """Add the new adapter that [lora] describes; the model becomes a PeftModel. Raises ModelError as `add_lora`."""
     from longspan.model.lora import NewAdapter, add_lora
 
-    lora, folder = config.lora, config.model.path
+    lora, folder = config.lora, Path(config.model.path).resolve()
+    base = hub_name(folder)
     adapter = NewAdapter(
         rank=lora.rank,
         alpha=lora.alpha,
@@ -195,7 +196,8 @@ def add_configured_adapter(config: RunConfig, model: PreTrainedModel) -> Any:
         targets=lora.targets,
         whole=(PREFIX,) if config.mtp.train_whole else (),  # the depths of multi-token prediction, without adapters
         seed=config.train.seed,
-        base=hub_name(Path(folder)) or str(Path(folder).resolve()) if folder else "",  # is saved with the adapter
+        base=base or str(folder) if config.model.path else "",  # is saved with the adapter
+        revision=folder.name if base else "",
     )
     return add_lora(model, adapter)
 

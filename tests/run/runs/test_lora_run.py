@@ -10,14 +10,16 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from longspan.checkpoint.base import weights_sum
 from longspan.checkpoint.storage import read_metadata
 from longspan.cli.eval import main as eval_main
 from longspan.cli.export import main as export_main
+from longspan.cli.flags import parse_train
 from longspan.cli.main import main as cli_main
 from longspan.config.file import load_config, to_toml
 from longspan.config.sections import ParallelConfig, RunConfig
@@ -27,8 +29,8 @@ from longspan.model.weights.hf_folder import read_configuration
 from longspan.run import checks
 from longspan.run.checks import check_config
 from tests.model.stock import SIZES
-from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, losses_of_run, train_rows
-from tests.train.small import small_config
+from tests.run.runs.homes import ALONE, farthest, gone_on_from_the_first_checkpoint, lines_of, losses_of_run, train_rows
+from tests.train.small import small_config, write_texts
 
 LORA = {"lora__rank": 4, "train__steps": 3, "train__save_every": 2, "train__eval_every": 3, "train__lr": 0.05}
 Trained = tuple[RunConfig, list[float]]
@@ -176,6 +178,153 @@ def test_what_has_no_adapter_is_not_compared_with_its_base(
         assert cli_main(["eval", target, "--data", str(tmp_path), "--compare", "base"]) == 2
         error = capfd.readouterr().err
         assert "--compare base is given, and" in error and "trains no adapter (lora.rank is 0); leave it out" in error
+
+
+# ---- the base model, by its weights and not by its path alone
+
+
+def _run_over(base: str, folder: Path, **keys: Any) -> RunConfig:
+    """One step of a run over a base model, in this process."""
+    changes = {**ALONE, **LORA, "train__steps": 1, "train__eval_every": 0, "train__save_every": 1, **keys}
+    config = small_config(folder, model__path=base, model__dtype="float64", **changes)
+    train_rows(config, 1)
+    return config
+
+
+def _refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli_main([*words]) == 2
+    return capfd.readouterr().err
+
+
+def _eval_loss(run: str, capfd: pytest.CaptureFixture[str], *words: str) -> float:
+    capfd.readouterr()
+    assert cli_main(["eval", run, "--world", "1", "--device", "cpu", "--json", *words]) == 0
+    return json.loads(capfd.readouterr().out)["eval_loss"]
+
+
+def _refused_start(run: str, *words: str) -> str:
+    _, config = parse_train([f"{run}/config.toml", "--train.steps", "2", *words])
+    with pytest.raises(ModelError) as error:
+        lines_of(0, config, 1)
+    return str(error.value)
+
+
+def test_a_base_is_known_by_its_weights(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, run, out = write_base(tmp_path / "here" / "base"), str(tmp_path / "run"), tmp_path / "out"
+    other = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.q_proj.weight[-1] *= 2
+    other.save_pretrained(tmp_path / "there" / "base")
+    monkeypatch.chdir(base.parent)
+    write_texts(Path("texts"))
+    _run_over("base", tmp_path, data__path="texts", run__checkpoints="saved")
+    monkeypatch.chdir(tmp_path / "there")  # with a base of its own, without texts and checkpoints
+    loss = _eval_loss(run, capfd)
+    assert cli_main(["export", run, str(out), "--merge"]) == 0
+    assert load_file(out / "model.safetensors")["model.embed_tokens.weight"].equal(
+        load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    )
+    assert json.loads((Path(run) / "model/adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert "2 of 2 steps" not in (told := lines_of(0, parse_train([f"{run}/config.toml"])[1], 1)), told
+
+    moved = base.rename(tmp_path / "moved")
+    AutoModelForCausalLM.from_pretrained(moved, dtype=torch.float64).save_pretrained(
+        tmp_path / "m", max_shard_size=40_000
+    )
+    (tmp_path / "link").symlink_to(tmp_path / "m")
+    gone = f"the adapter of {run} needs the weights of {base} (model.path), which is gone; put them back, or name"
+    assert gone in _refused(capfd, "eval", run) and gone in _refused_start(run)
+    assert gone in _refused(capfd, "export", run, str(tmp_path / "no"), "--merge")
+    for place in (moved, tmp_path / "link"):  # the same weights, in other files too
+        assert _eval_loss(run, capfd, "--model.path", str(place)) == loss
+    assert cli_main(["export", run, str(out), "--merge", "--overwrite", "--model.path", str(tmp_path / "link")]) == 0
+
+    changed = tmp_path / "there" / "base"
+    other_weights = re.escape(f"began over the weights of {base} (model.path) with the sum ") + "[0-9a-f]{12}, and "
+    other_weights += re.escape(f"{changed} has others now, with the sum ") + "[0-9a-f]{12}; put them back, or name"
+    for words in (
+        ["eval", run],
+        ["export", run, str(tmp_path / "no")],
+        ["export", run, str(tmp_path / "no"), "--merge"],
+    ):
+        assert re.search(other_weights, _refused(capfd, *words, "--model.path", "base"))
+    assert re.search(other_weights, _refused_start(run, "--model.path", "base"))
+    changed.rename(base)  # written over
+    for words in (["eval", run], ["eval", run, "--compare", "base"], ["export", run, str(tmp_path / "no"), "--merge"]):
+        assert "has others now, with the sum" in _refused(capfd, *words)
+    assert "has others now, with the sum" in _refused_start(run)
+    assert not (tmp_path / "no").exists()
+
+    _, resumed = parse_train([f"{run}/config.toml", "--train.steps", "2", "--model.path", "../moved"])
+    assert "going on from" in lines_of(0, resumed, 1) and len(train_rows(resumed)) == 2
+    assert f'path = "{tmp_path}/there/../moved"' in (Path(run) / "config.toml").read_text()
+    (Path(run) / "base.json").unlink()  # as a run of before
+    assert _eval_loss(run, capfd) == _eval_loss(run, capfd)
+    with pytest.raises(ConfigError, match=r"model.path was '.*moved' when .* was saved and is '.*/m' now"):
+        lines_of(
+            0, parse_train([f"{run}/config.toml", "--train.steps", "3", "--model.path", str(tmp_path / "m")])[1], 1
+        )
+
+
+def test_a_new_path_is_that_of_an_adapters_base(trained: Trained, tmp_path: Path, capfd: Any) -> None:
+    whole = small_config(tmp_path)
+    Path(whole.run.dir).mkdir()
+    (Path(whole.run.dir) / "config.toml").write_text(to_toml(whole))
+    (Path(whole.run.dir) / "config.json").write_bytes((Path(trained[0].run.dir) / "config.json").read_bytes())
+    for words in (
+        ["eval", whole.run.dir],
+        ["export", whole.run.dir, str(tmp_path / "out")],
+        ["eval", trained[0].model.path],
+    ):
+        error = _refused(capfd, *words, "--model.path", "x")
+        assert "--model.path is 'x', the new place of an adapter's base model, and the run trains no" in error
+
+
+def test_a_base_of_the_hub_is_named_with_its_commit(tmp_path: Path) -> None:
+    repo, commits = tmp_path / "hub" / "models--acme--m", ("a" * 40, "b" * 40)
+    bases = [write_base(tmp_path / commit) for commit in commits]
+    other = AutoModelForCausalLM.from_pretrained(bases[1], dtype=torch.float64)
+    other.model.embed_tokens.weight.data *= 2
+    other.save_pretrained(bases[1])
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commits[1])  # the branch has moved on
+    for base, commit in zip(bases, commits, strict=True):
+        (repo / "snapshots" / commit).mkdir(parents=True)
+        for file in base.iterdir():
+            blob = repo / "blobs" / f"{commit[:4]}{file.name}"
+            blob.parent.mkdir(exist_ok=True)
+            file.rename(blob)
+            (repo / "snapshots" / commit / file.name).symlink_to(blob)
+    link = tmp_path / "link"
+    link.symlink_to(repo / "snapshots" / commits[0])
+    config = _run_over(str(link), tmp_path)
+    saved = json.loads((Path(config.run.dir) / "model/adapter_config.json").read_text())
+    assert (saved["base_model_name_or_path"], saved["revision"]) == ("acme/m", commits[0])
+    where: Any = {"cache_dir": tmp_path / "hub", "local_files_only": True, "dtype": torch.float64}
+    stock = peft.AutoPeftModelForCausalLM.from_pretrained(f"{config.run.dir}/model", **where)
+    with torch.no_grad():
+        assert torch.equal(stock(input_ids=IDS).logits, _stock(config)(input_ids=IDS).logits)
+
+
+def test_a_sum_covers_every_tensor(tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = {"large": torch.rand(9000, 4, generator=draw), "fused": torch.rand(3, 4, 5, generator=draw).bfloat16()}
+    tensors |= {"norm": torch.rand(7, generator=draw), "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4)}
+
+    def sum_of(**changes: Tensor) -> str:
+        save_file(tensors | changes, tmp_path / "model.safetensors")
+        return weights_sum(tmp_path)
+
+    first = sum_of()
+    for name, tensor in tensors.items():
+        changes = [tensor[:, None]] if tensor.ndim else []  # another shape
+        for place in {0, tensor.numel() - 1} if tensor.numel() else ():
+            changes.append(tensor.clone())
+            changes[-1].view(-1)[place] += 1
+        assert first not in {sum_of(**{name: changed}) for changed in changes}, name
+    assert first == sum_of()
 
 
 def test_peft_is_missed_before_a_corpus_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
