@@ -90,6 +90,11 @@ READ = [
     ("[train]\noptimizer_arguments = 'momentum=0.9'", r"it must be a list of strings"),
     ("[data]\ncolumns = { messages = 3 }", r"data.columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
+    (
+        "[context]\ndynamic_context_parallel = true",
+        r"context.dynamic_context_parallel .*: here it is context.planner dyn",
+    ),
+    ("[data]\nsample_packing = true", r"unknown key data.sample_packing in .*: leave it out, for plans pack whole doc"),
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
     ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
