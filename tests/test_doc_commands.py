@@ -16,6 +16,7 @@ from longspan.cli import flags
 from longspan.cli.main import main
 from longspan.config.file import config_keys
 from longspan.config.keys import GONE_VALUES
+from longspan.config.other_names import NAMES
 from longspan.config.sections import section_kinds
 
 ROOT = Path(__file__).parent.parent
@@ -102,7 +103,7 @@ def test_commands_name_what_there_is(path: Path, commands: list[str], monkeypatc
 
 # flags of torchrun, Slurm, docker, hf, transformers and TRL that pages name
 FOREIGN = {"shutdown_timeout", "signals_to_handle", "signal", "requeue", "build_arg", "ipc", "network", "local_dir"}
-FOREIGN |= {"use_peft", "lora_dropout", "parallelism_config_cp_size", "section.key"}
+FOREIGN |= {"use_peft", "lora_dropout", "section.key", *" ".join(NAMES.values()).split()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

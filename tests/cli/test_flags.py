@@ -1,5 +1,6 @@
 """The command line is pinned: verbs, flags, their help, and what is said of those that do not exist."""
 
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from longspan.cli.main import VERBS, main
 from longspan.cli.plan import PlanFlags
 from longspan.config.defaults import resolve_defaults
 from longspan.config.file import config_keys, load_config
+from longspan.config.other_names import NAMES, key_of_other_name
 from longspan.config.sections import ContextConfig, RunConfig
 from tests.train.small import value_of
 
@@ -87,6 +89,33 @@ WRONG = [
     ("plan --formt json", "longspan plan has no flag --formt: longspan plan --help-all lists those"),
     ("plan x.toml --gpu h100", "longspan plan reads no configuration; longspan train x.toml --dry-run"),
     ("train --data.pack_to 512", "longspan train has no flag --data.pack_to: it is gone; docs/upgrade.md says"),
+    (
+        "train --dynamic-context-parallel --min-dynamic-context-parallel-size 2 --max-seqlen-per-dp-cp-rank=4096",
+        "longspan train has no flag --dynamic-context-parallel: here it is --context.planner dynamic; no flag "
+        "--min-dynamic-context-parallel-size: did you mean '--context.min_dynamic_context_parallel_size'?; no flag "
+        "--max-seqlen-per-dp-cp-rank: here it is --context.max_tokens_per_slot\n",
+    ),
+    (
+        "train --sequence-packing-scheduler default_dynamic_cp",
+        "longspan train has no flag --sequence-packing-scheduler: here it is --context.planner (dynamic for "
+        "default_dynamic_cp, fixed for dp_balanced)\n",
+    ),
+    (
+        "plan --hybrid-context-parallel --context-parallel-size 4 --max-dynamic-context-parallel-size 4",
+        "longspan plan has no flag --hybrid-context-parallel: here it is --planner dynamic; no flag "
+        "--context-parallel-size: did you mean '--cp'?; no flag --max-dynamic-context-parallel-size: did you mean "
+        "'--max-cp'?",
+    ),
+    (
+        "eval x --eval-context-parallel-size 2",
+        "longspan eval has no flag --eval-context-parallel-size: did you mean '--c",
+    ),
+    ("eval x --sample_packing", "longspan eval has no flag --sample-packing: leave it out, for plans pack whole docum"),
+    (
+        "train --parallelism.context_parallel_degree 4",
+        "longspan train has no flag --parallelism.context_parallel_degree: here it is --context.context_parallel_size",
+    ),
+    ("doctor --learning-rate 1e-5", "longspan doctor has no flag --learning-rate: "),
     ("plan --slts 4", "longspan plan has no flag --slts: did you mean '--slots'?"),
     (
         "plan --slots 0 --distribution expo",
@@ -120,6 +149,24 @@ WRONG = [
     ("eval nowhere", "there is no run nowhere"),
     ("eval runs/x/checkpoints/step-000007", "there is no checkpoint runs/x/checkpoints/step-000007"),
 ]
+
+
+def test_names_of_other_libraries_are_those_of_the_tables_of_migration_md() -> None:
+    page = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    rows = [row.strip("| \n").replace("-", "_").split(" | ") for row in page.splitlines() if row.startswith("| ")]
+    others = [{*re.findall(r"[a-zA-Z]\w*", " ".join(re.findall("`(.*?)`", " ".join(row[:-1]))))} for row in rows]
+    for own, names in NAMES.items():
+        key = own.partition(" ")[0]
+        assert key in config_keys() or own.startswith("leave it out, for ")
+        for name in names.split():
+            answers = [row[-1] for row, in_row in zip(rows, others, strict=True) if name in in_row]
+            expected = rf"\b{key.rpartition('.')[2]}\b" if "." in key else "nothing|leave"
+            assert any(re.search(expected, answer) for answer in answers), f"docs/migration.md: {name}, {own}"
+    ours = {key.rpartition(".")[2] for key in config_keys()}
+    flags = [(flag, row[-1]) for row in rows for flag in re.findall(r"`__(\w+)", row[0])]
+    for flag, answer in flags:
+        assert key_of_other_name(flag) or flag in ours or re.search("nothing|always", answer), flag
+    assert len(flags) > 20
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=[words for words, _ in WRONG])

@@ -133,20 +133,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize(("world", "checkpoint", "degree"), [(3, "", "3"), (2, "step-000002", "auto")])
+@pytest.mark.parametrize(
+    ("world", "checkpoint", "degree"), [(3, "", "3"), (2, "step-000002", "auto"), (2, "step-000002", "dynamic")]
+)
 def test_the_loss_is_that_of_the_run(
     run: RunConfig, capfd: pytest.CaptureFixture[str], world: int, checkpoint: str, degree: str
 ) -> None:
     target = f"{run.run.dir}/checkpoints/{checkpoint}" if checkpoint else run.run.dir
     before = sorted(Path(run.run.dir).rglob("*"))
     flags = ["--json", "--context.eval_context_parallel_size", degree, "--context.eval_max_tokens_per_slot", "64"]
+    if degree == "dynamic":  # which training was not: this key alone makes it so
+        flags[1:3] = "--context.eval_min_dynamic_context_parallel_size", "2"
     assert main(["eval", target, "--world", str(world), *flags]) == 0
     out, err = capfd.readouterr()
     found = json.loads(out)
     assert err.count("its save was interrupted") == (not checkpoint), "one rank says it, where checkpoints are sought"
     trained = [row for row in read_metrics(Path(run.run.dir) / "metrics.jsonl") if "eval_name" not in row][-1]
     assert (found["step"], found["world"]) == (2, world)
-    assert found["cp"] == 3 if degree == "3" else err.count(f"at cp {found['cp']}") == 1 and "5 documents; cp " in err
+    if degree == "auto":
+        assert err.count(f"at cp {found['cp']}") == 1 and "5 documents; cp " in err
+    else:
+        assert found["cp"] == {"3": 3, "dynamic": 2}[degree]
     assert found["eval_loss"] == pytest.approx(trained["eval_loss"], rel=1e-6)
     assert found["eval_tokens"] == trained["eval_tokens"]
     assert sorted(Path(run.run.dir).rglob("*")) == before

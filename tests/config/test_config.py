@@ -36,7 +36,9 @@ def written(tmp_path: Path, text: str) -> Path:
 def test_the_first_example_says_what_the_demo_has_without_it() -> None:
     assert load_config(EXAMPLES / "first.toml") == load_config() == resolve_defaults(RunConfig())
     given = read_file(EXAMPLES / "first.toml")
+    context = given.context.set_evaluation(min_dynamic_context_parallel_size=1, max_dynamic_context_parallel_size=0)
     given = replace(given, model=replace(given.model, path="folder"), encoder=replace(given.encoder, train="all"))
+    given = replace(given, context=context)  # none of the demo's plans is dynamic
     all_keys = load_config(EXAMPLES / "first.toml", {"model.path": "folder"})
     assert given == all_keys, "every key of the demo is in the file"
 
@@ -88,6 +90,11 @@ READ = [
     ("[train]\noptimizer_arguments = 'momentum=0.9'", r"it must be a list of strings"),
     ("[data]\ncolumns = { messages = 3 }", r"data.columns is \[3\] in .*; it must be a list of strings"),
     ("[model]\ndtype = 'float16'", r"model.dtype is 'float16' .* 'float32', 'float64', 'bfloat16'"),
+    (
+        "[context]\ndynamic_context_parallel = true",
+        r"context.dynamic_context_parallel .*: here it is context.planner dyn",
+    ),
+    ("[data]\nsample_packing = true", r"unknown key data.sample_packing in .*: leave it out, for plans pack whole doc"),
     ("[context]\ncp_comm_type = 2", r"context.cp_comm_type is 2 .* a string or a list of strings"),
     ("[context]\ncp_comm_type = []", r"context.cp_comm_type is \[\]"),
     ("[context]\nhierarchical_context_parallel_sizes = [2, '2']", r"an integer or a list of integers"),
@@ -134,6 +141,7 @@ def test_a_missing_file_and_an_unknown_override(tmp_path: Path) -> None:
 ONE = {"data.eval_documents": 0, "context.context_parallel_size": 1, "context.max_tokens_per_slot": 0}
 DYNAMIC = {"context.planner": "dynamic", "context.eval_context_parallel_size": 1}
 OFFLOADED = {"train.offload_activations": True}
+EVAL_LEAST = "context.eval_min_dynamic_context_parallel_size"
 LEAST, SIZES = "context.min_dynamic_context_parallel_size", "context.hierarchical_context_parallel_sizes"
 
 BOOKS = {"name": "books", "path": "books"}
@@ -190,6 +198,7 @@ IMPOSSIBLE = [  # keys, and what is said of them on 4 ranks
     ({"context.eval_max_tokens_per_slot": 500}, r"eval_max_tokens_per_slot 500 do not suit .*2000"),
     ({"context.planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
     ({"context.eval_planner": "dynamic", LEAST: 5}, rf"^{LEAST} 5 is above the 4 slots; use at most 4$"),
+    ({EVAL_LEAST: 5}, rf"^{EVAL_LEAST} 5 is above the 4 slots; use at most 4$"),
     ({"context.cp_comm_type": "a2a+p2p", SIZES: (4, 2)}, rf"^{SIZES} \(4, 2\) multiply to 8, but the group has"),
     ({"context.planner": "pad"}, r"context.planner is 'pad'; did you mean 'padded'\?, or a function of your own"),
     ({"context.eval_planner": "dynamc"}, r"context.eval_planner is 'dynamc'; did you mean 'dynamic'"),

@@ -7,7 +7,7 @@ flag may have dashes or underscores, and "=" or a space before its value.
 import inspect
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -27,6 +27,7 @@ from longspan.config.keys import (
     section_texts,
     with_key_values,
 )
+from longspan.config.other_names import key_of_other_name
 from longspan.config.reference import OFTEN
 from longspan.config.sections import RunConfig
 from longspan.errors import ConfigError
@@ -131,6 +132,27 @@ _WHOLE_HELP = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _WHOLE_HELP
 _SAME = {"--data": "--data.path", "--data.path": "--data"}  # two spellings of one flag
 _FEW = 12  # flags that an error lists
+# Flags of plans, and the keys of training that they stand for where GPUs are named.
+KEYS = {
+    "--data": "--data.path",
+    "--tokens_per_step": "--train.tokens_per_step",
+    "--epochs": "--train.epochs",
+    "--machine": "--run.machine",
+    "--tp": "--parallel.tp",
+    "--pp": "--parallel.pp",
+    "--vpp": "--parallel.vpp",
+    "--planner": "--context.planner",
+    "--cp": "--context.context_parallel_size",
+    "--min_cp": "--context.min_dynamic_context_parallel_size",
+    "--max_cp": "--context.max_dynamic_context_parallel_size",
+    "--max_tokens_per_slot": "--context.max_tokens_per_slot",
+    "--cp_comm_type": "--context.cp_comm_type",
+    "--hierarchical_context_parallel_sizes": "--context.hierarchical_context_parallel_sizes",
+    "--partition": "--context.partition",
+    "--mode": "--context.mode",
+    "--node_size": "--context.node_size",
+}
+_SHORT = {key: flag for flag, key in KEYS.items()}
 
 
 def parse_flags(kind: type[Flags], argv: Sequence[str], prog: str, defaults: Mapping[str, Any] | None = None) -> Flags:
@@ -260,17 +282,26 @@ def check_flag_names(argv: Sequence[str], types: Mapping[str, Any], prog: str) -
     for flag in dict.fromkeys(flag for flag, _, _ in split_flags(argv) if flag):
         if flag in types or _SAME.get(flag) in types:
             continue
-        in_sections = [name for name in types if name.endswith("." + flag[2:])]  # --train.steps for --steps
-        hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
-        if flag[2:] in GONE_VALUES:
-            hint = GONE
-        elif in_sections:
-            hint = f"did you mean {in_sections[0]!r}?"
-        elif hint.startswith("known: ") and len(types) > _FEW:
-            hint = f"{prog} --help-all lists those that it has"
-        texts.append(f"{flag_text(flag)}: {hint}")
+        texts.append(f"{flag_text(flag)}: {_flag_hint(flag, types, prog)}")
     if texts:
         raise ConfigError(f"{prog} has no flag {'; no flag '.join(texts)}")
+
+
+def _flag_hint(flag: str, types: Mapping[str, Any], prog: str) -> str:
+    def flags_of(keys: Iterable[str]) -> list[str]:  # in this verb: a key itself, or its short flag
+        return [flag_text(name) for key in keys for name in (key, _SHORT.get(key, key)) if name in types]
+
+    if flag[2:] in GONE_VALUES:
+        return GONE
+    other, space, words = key_of_other_name(flag[2:]).partition(" ")
+    if other == "leave":
+        return f"leave {words}"
+    if flags := flags_of([f"--{other}"]):
+        return f"here it is {flags[0]}{space}{words}"
+    if flags := flags_of(key for key in (*types, *_SHORT) if key.endswith("." + flag[2:])):  # --train.steps for --steps
+        return f"did you mean {flags[0]!r}?"
+    hint = nearest_hint(flag_text(flag), map(flag_text, types), prefix="--")
+    return f"{prog} --help-all lists those that it has" if hint.startswith("known: ") and len(types) > _FEW else hint
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
         config = _set_defaults(config, {"data.path": STDLIB})
     config = _set_partitions(config)
     config = _set_defaults(config, {"context.planner": _planner_of_given_degrees(config.context)})
+    if config.context.evaluation.has_dynamic_degrees and config.context.evaluation.context_parallel_size == NOT_GIVEN:
+        config = _set_defaults(config, {"context.eval_planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
     if not is_demo(config.model) and not config.train.epochs:  # of epochs the corpus decides the steps, later
         config = set_steps(config, config.train.steps)

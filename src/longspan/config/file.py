@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from longspan.config.defaults import resolve_defaults
 from longspan.config.keys import GONE, GONE_VALUES, section_keys, with_key_values
+from longspan.config.other_names import key_of_other_name
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, SourceConfig, section_kinds
 from longspan.errors import ConfigError
@@ -158,6 +159,8 @@ def _unknown_key_hint(section: Any, label: str, key: str, siblings: Iterable[str
     """An unknown key may be one of another section, in [[eval]] one of [context] with its prefix eval_."""
     if f"{label.partition('.')[0]}.{key}" in GONE_VALUES:
         return GONE
+    if own := key_of_other_name(key):
+        return own if own.startswith("leave ") else f"here it is {own}"
     if isinstance(section, SourceConfig | EvalConfig):
         return nearest_hint(key.removeprefix("eval_"), siblings)
     elsewhere = [known_key for known_key in config_keys() if known_key.endswith(f".{key}")]

@@ -27,8 +27,6 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "train.recompute_layers": (0,),
     "train.segment_layers": (0,),
     "context.eval_attention_kernel": ("",),
-    "context.eval_min_dynamic_context_parallel_size": (1,),
-    "context.eval_max_dynamic_context_parallel_size": (0,),
     "context.eval_partition": ("auto", "zigzag", "contiguous"),
     "data.check_images": ("headers",),
     "data.pack_to": (0,),
@@ -41,8 +39,6 @@ GONE_VALUES: dict[str, tuple[object, ...]] = {
     "train.loss_chunk_rows": (0,),
     "train.memory_fraction": (0.92,),  # train.memory_bytes
     "eval.attention_kernel": ("",),
-    "eval.min_dynamic_context_parallel_size": (1,),
-    "eval.max_dynamic_context_parallel_size": (0,),
     "lora.parts": (["language_model"],),
     "run.compile_cache": ("",),
     "run.refine": ("auto",),

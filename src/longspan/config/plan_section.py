@@ -24,9 +24,10 @@ class PlanSection:
     planner: Annotated[
         str,
         Texts(
-            "Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given; tiny "
-            "presets: fixed.",
-            "As context.eval_planner. Default: the same, or fixed where context_parallel_size is given.",
+            "Planner of evaluation. Default: as in training, or fixed where eval_context_parallel_size is given, "
+            "dynamic where evaluation's smallest or largest degree is; tiny presets: fixed.",
+            "As context.eval_planner. Default: the same, or fixed where context_parallel_size is given, dynamic where "
+            "a smallest or largest degree is.",
         ),
     ] = ""
     """fixed: packed documents at one degree; padded: one document a row; dynamic: a degree for each document; auto:
@@ -45,6 +46,24 @@ class PlanSection:
     ] = NOT_GIVEN
     """Slots that share a document in training (fixed and padded); 0: the degree at which the first steps are predicted
     fastest. Default: 0; tiny presets: 2, or 1 of an odd number of slots."""
+    min_dynamic_context_parallel_size: Annotated[
+        int,
+        AtLeast(1),
+        Texts(
+            "Smallest degree that dynamic plans of evaluation may choose. Default: as in training.",
+            "As context.eval_min_dynamic_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Smallest degree that the dynamic planner may choose."""
+    max_dynamic_context_parallel_size: Annotated[
+        int,
+        AtLeast(0),
+        Texts(
+            "Largest degree that dynamic plans of evaluation may choose; 0: no limit. Default: as in training.",
+            "As context.eval_max_dynamic_context_parallel_size. Default: the same.",
+        ),
+    ] = NOT_GIVEN
+    """Largest degree that the dynamic planner may choose; 0: no limit."""
     max_tokens_per_slot: Annotated[
         int | str,
         AtLeast(0),
@@ -81,6 +100,11 @@ class PlanSection:
         """The values of the keys that every plan section has, by key."""
         return {key.name: getattr(self, key.name) for key in fields(PlanSection)}
 
+    @property
+    def has_dynamic_degrees(self) -> bool:
+        """Whether a smallest or largest degree of evaluation is given; before defaults are set."""
+        return {self.min_dynamic_context_parallel_size, self.max_dynamic_context_parallel_size} != {NOT_GIVEN}
+
 
 @dataclass(frozen=True)
 class ContextConfig(PlanSection):
@@ -88,9 +112,7 @@ class ContextConfig(PlanSection):
 
     context_parallel_size: NonNegativeInt = NOT_GIVEN
     min_dynamic_context_parallel_size: PositiveInt = 1
-    """Smallest degree that the dynamic planner may choose, in evaluation too."""
     max_dynamic_context_parallel_size: NonNegativeInt = 0
-    """Largest degree that the dynamic planner may choose, in evaluation too; 0: no limit."""
     hierarchical_context_parallel_sizes: int | tuple[int, ...] = 0
     partition: Literal["", "auto", "zigzag", "contiguous"] = ""
     """How rows of a document are split, in evaluation too: zigzag (equal causal work), contiguous (one run a slot,
@@ -173,7 +195,7 @@ def inherit_keys(section: AnyPlan, parent: PlanSection, training: ContextConfig)
 
 def fill_from_parent(section: AnyPlan, parent: PlanSection) -> AnyPlan:
     """Fill the keys of a section that are not given from its parent's; a2a+p2p is not fitted to the degree."""
-    values = parent.plan_keys | {"planner": _default_planner(section.context_parallel_size, parent)}
+    values = parent.plan_keys | {"planner": _default_planner(section, parent)}
     if section.context_parallel_size == AUTO:
         values["cp_comm_type"] = AUTO
     return replace(section, **{key: x for key, x in values.items() if getattr(section, key) in (NOT_GIVEN, "")})
@@ -191,9 +213,12 @@ def _inherited_levels(section: PlanSection, parent: PlanSection) -> int | tuple[
     return fit_level_sizes(sizes, degree)
 
 
-def _default_planner(degree: int | str, parent: PlanSection) -> str:
-    """The parent's planner; with a degree, fixed, unless the parent pads: "auto" compares packed documents."""
+def _default_planner(section: PlanSection, parent: PlanSection) -> str:
+    """The parent's planner; with a smallest or largest degree dynamic, with a degree fixed, unless the parent pads:
+    "auto" compares packed documents.
+    """
+    degree = section.context_parallel_size
     if degree in (NOT_GIVEN, 0):
-        return parent.planner
+        return "dynamic" if section.has_dynamic_degrees else parent.planner
     packs = parent.planner not in ONE_DEGREE or (isinstance(degree, str) and isinstance(parent, ContextConfig))
     return "fixed" if packs else parent.planner

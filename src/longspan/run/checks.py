@@ -347,7 +347,7 @@ def _check_document_fits(choice: PlanChoice, cut_by: str, home: Layout, longest:
         if choice.has_one_degree and 0 < choice.degree < home.slots:
             wider = f' ({choice.degree_key} = {home.slots} or {choice.prefix}planner = "dynamic")'
         elif choice.planner == "dynamic" and 0 < choice.max_degree < home.slots:
-            wider = " (context.max_dynamic_context_parallel_size = 0)"
+            wider = f" ({choice.prefix}max_dynamic_context_parallel_size = 0)"
         raise ConfigError(
             f"{error}. It needs {rows:,} rows of each of all {plural(home.slots, 'slot')}{wider}; {cut_by} cuts longer "
             "texts"

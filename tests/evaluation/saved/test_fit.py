@@ -17,6 +17,7 @@ from longspan.train.plans import PlanChoice, home_of
 
 BASE = {"context.eval_context_parallel_size": 8, "context.eval_max_tokens_per_slot": 64}
 DEGREE = "context.eval_context_parallel_size"
+LEAST = "context.eval_min_dynamic_context_parallel_size"
 # parallel of the run, ranks now, what flags gave, parallel that comes out
 HOMES: list[tuple[dict[str, Any], int, set[str], dict[str, Any]]] = [
     ({"tp": 2, "pp": 2}, 8, set(), {"tp": 2, "pp": 2}),
@@ -122,21 +123,34 @@ def test_rows_of_a_dynamic_plan_are_those_of_the_widest_group() -> None:
     assert fitted.context.evaluation.max_tokens_per_slot == 502
 
 
-def test_dynamic_degrees_of_evaluation_are_those_of_training() -> None:
-    sets = [{"name": "long", "path": "x"}]
-    keys = {"context.planner": "fixed", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
-    config = load_config(
-        None, BASE | keys | {"context.max_dynamic_context_parallel_size": 4, "context.eval_planner": "dynamic"}
-    )
-    choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
-    assert [(choice.min_degree, choice.max_degree) for choice in choices] == [(4, 4)] * 3
-    fitted = fit_home_to_ranks(config, 2, ())
+def test_evaluation_has_dynamic_degrees_of_its_own_and_otherwise_those_of_training() -> None:
+    sets = [{"name": "long", "path": "x", "max_dynamic_context_parallel_size": 8}, {"name": "other", "path": "x"}]
+    keys = {"context.planner": "dynamic", "context.min_dynamic_context_parallel_size": 4, "eval": sets}
+    keys |= {"context.max_dynamic_context_parallel_size": 4, "context.eval_planner": "dynamic"}
+    same, own = load_config(None, BASE | keys), load_config(None, BASE | keys | {LEAST: 2})
+    for config, ranges in ((same, [(4, 4), (4, 4), (4, 8), (4, 4)]), (own, [(4, 4), (2, 4), (2, 8), (2, 4)])):
+        choices = [PlanChoice.training(config), *(PlanChoice.evaluation(config, entry) for entry in config.evaluations)]
+        assert [(choice.min_degree, choice.max_degree) for choice in choices] == ranges
+    fitted = fit_home_to_ranks(same, 2, ())
     entry, _ = entry_at(fitted, 2, longest=1001)
     assert (PlanChoice.evaluation(fitted).min_degree, entry.max_tokens_per_slot) == (2, 501)
-    line = changes_line(layout_changes(config, fitted), 2)
-    assert "context.min_dynamic_context_parallel_size 4 -> 2" in line
-    with pytest.raises(ConfigError, match=r"context\.max_dynamic_context_parallel_size = 0"):
-        check_longest_of_set(config, config.eval[0], Layout(16), 8 * 2048 + 1, "a file")
+    assert changes_line(layout_changes(same, fitted), 2) == f"on 2 ranks: {LEAST} 4 -> 2"
+    with pytest.raises(ConfigError, match=r"eval\.long\.max_dynamic_context_parallel_size = 0"):
+        check_longest_of_set(same, same.eval[0], Layout(16), 8 * 2048 + 1, "a file")
+
+
+def test_a_run_that_trains_at_degrees_2_to_4_evaluates_at_8(tmp_path: Path) -> None:
+    keys = {"context.planner": "dynamic", "context.max_tokens_per_slot": 512, "context.eval_max_tokens_per_slot": 512}
+    keys |= {"context.min_dynamic_context_parallel_size": 2, "context.max_dynamic_context_parallel_size": 4}
+    lengths, home = (2000, 900, 40, 30), Layout(8)
+    trained = load_config(None, keys | {"model.preset": "qwen3-8b"})
+    flags = f"--{LEAST}", "8", f"--{LEAST.replace('min', 'max')}", "8"
+    with_flags = subject_of(tmp_path, trained, *flags)
+    with_keys = load_config(None, keys | {"model.preset": "qwen3-8b", LEAST: 8, LEAST.replace("min", "max"): 8})
+    assert with_flags.context.evaluation == with_keys.context.evaluation
+    for choice, degrees in ((PlanChoice.training(with_keys), {2, 3, 4}), (PlanChoice.evaluation(with_keys), {8})):
+        groups = [group for batch in choice.plan(lengths, home).micro_batches for group in batch.groups]
+        assert {group.degree for group in groups} <= degrees
 
 
 def test_rows_that_nobody_named_hold_the_longest_document() -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from longspan.cli.flags import (
+    KEYS,
     TrainFlags,
     check_flag_names,
     check_flags_at_least,
@@ -34,26 +35,6 @@ PROG = "longspan plan"
 HOST_BYTES = 128 << 30  # a GPU's share of its host, where nothing else is known
 ASKING = ("--gpu", "--gpu_bytes", "--compare")  # one of them makes a question of memory and time
 DEFAULT_MODEL = "qwen3-8b"  # of a comparison that names none
-# Flags of plans, and the keys of training that they stand for here.
-KEYS = {
-    "--data": "--data.path",
-    "--tokens_per_step": "--train.tokens_per_step",
-    "--epochs": "--train.epochs",
-    "--machine": "--run.machine",
-    "--tp": "--parallel.tp",
-    "--pp": "--parallel.pp",
-    "--vpp": "--parallel.vpp",
-    "--planner": "--context.planner",
-    "--cp": "--context.context_parallel_size",
-    "--min_cp": "--context.min_dynamic_context_parallel_size",
-    "--max_cp": "--context.max_dynamic_context_parallel_size",
-    "--max_tokens_per_slot": "--context.max_tokens_per_slot",
-    "--cp_comm_type": "--context.cp_comm_type",
-    "--hierarchical_context_parallel_sizes": "--context.hierarchical_context_parallel_sizes",
-    "--partition": "--context.partition",
-    "--mode": "--context.mode",
-    "--node_size": "--context.node_size",
-}
 OF_DOCUMENTS = ("lengths", "same", "distribution", "tokens", "longest_document", "seed")
 
 

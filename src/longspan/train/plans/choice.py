@@ -81,7 +81,7 @@ class PlanChoice:
         """Choose how training steps are planned."""
         options = _section_options(config.context, config, cost or cost_without_model(config), heads)
         options = replace(options, mode="free" if config.context.mode == "free" else "lockstep")
-        return cls._from_section(config.context, config, options, "context.")
+        return cls._from_section(config.context, options, "context.")
 
     @classmethod
     def evaluation(
@@ -92,14 +92,13 @@ class PlanChoice:
         cost = (cost or cost_without_model(config)).forward_only()
         options = _section_options(entry, config, cost, heads)
         options = replace(options, cost=cost.for_partition(options.partition))
-        return cls._from_section(entry, config, options, entry.prefix)
+        return cls._from_section(entry, options, entry.prefix)
 
     @classmethod
-    def _from_section(cls, section: PlanSection, config: RunConfig, options: PlanOptions, prefix: str) -> "PlanChoice":
+    def _from_section(cls, section: PlanSection, options: PlanOptions, prefix: str) -> "PlanChoice":
         degree = section.context_parallel_size
         degree = 0 if isinstance(degree, str) else degree
-        context = config.context
-        degrees = context.min_dynamic_context_parallel_size, context.max_dynamic_context_parallel_size
+        degrees = section.min_dynamic_context_parallel_size, section.max_dynamic_context_parallel_size
         planner = "dynamic" if section.planner == AUTO else section.planner  # until a run chooses
         return cls(planner, degree, *degrees, options, prefix)
 
@@ -194,10 +193,7 @@ class PlanChoice:
             keys = f"{degree} and {rows} do not suit" if self.has_one_degree else f"{rows} does not suit"
             raise ConfigError(f"{keys} {title} on {plural(len(home.ranks), 'rank')}: {error}") from error
         except LongspanError as error:
-            of_training = self.prefix and "context."  # which have these keys for evaluation too
-            keys = {
-                argument: (of_training if "dynamic" in key else self.prefix) + key for argument, key in KEYS.items()
-            }
+            keys = {argument: self.prefix + key for argument, key in KEYS.items()}
             raise ConfigError(replace_argument_names(str(error), keys)) from error
 
 
