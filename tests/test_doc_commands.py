@@ -126,3 +126,12 @@ def known_flags() -> frozenset[str]:
     quoted = re.findall(r"[\"']--([a-z][\w-]*)", "\n".join(path.read_text(encoding="utf-8") for path in paths))
     flags = [*re.findall(r"`--([\w.-]+)`", verbs), *quoted, "help", "debug", "version"]
     return frozenset(flag.replace("-", "_") for flag in flags)
+
+
+OWN_RUNS = [words for _, commands in COMMANDS for command in commands if (words := longspan_words(command)) is not None]
+OWN_RUNS = [words for words in OWN_RUNS if words[:1] == ["train"] and "--model.path" in words and PARTIAL not in words]
+
+
+@pytest.mark.parametrize("words", OWN_RUNS, ids=" ".join)
+def test_a_command_on_a_model_of_ones_own_says_how_long_it_trains(words: list[str]) -> None:
+    assert {"--train.epochs", "--train.steps", "--show", "--dry-run"} & {*words} or words[1].endswith(".toml")

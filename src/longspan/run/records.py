@@ -78,8 +78,6 @@ def _fact_lines(
     run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, str]]:
     config, home, lengths, execution = run.config, run.world.home, run.corpus.lengths, model_execution(run.model)
-    if run.why_plans:
-        yield "chosen", run.why_plans
     experts, mtp = read_experts(run.model.config), config.mtp
     sizes = f"{_count_text(parameters)} parameters, {_count_text(of_rank)} on a rank"
     sizes += f", {_count_text(trained)} trained" if config.lora.rank else ""
@@ -111,11 +109,12 @@ def _fact_lines(
     yield from ((name, text) for name, text in optional.items() if text)
     cap, free = run.training_choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out else ""
+    reasons = [reason.removeprefix("evaluation ") for reason in run.why_degrees]
+    is_chosen = any(reason.startswith("at cp ") for reason in reasons)  # of held-out documents: a line below says it
+    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
-    yield "plans", f"{run.training_choice.text}{free}, {rows}{evaluated}{priced}"
-    for reason in run.why_degrees:
-        yield "evaluation", reason.removeprefix("evaluation ")
+    yield "plans", f"{run.why_plans or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
+    yield from (("evaluation", reason) for reason in reasons)
     held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""
     documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"
     yield "data", f"{documents}, longest {int(lengths.max()):,}{held_out}"
