@@ -14,9 +14,10 @@ import pytest
 
 from longspan.cli import flags
 from longspan.cli.main import main
-from longspan.config.file import config_keys
+from longspan.config.file import config_keys, load_config
 from longspan.config.keys import GONE_VALUES
 from longspan.config.sections import section_kinds
+from longspan.run.checks import check_data, check_keys_needed_by_keys, check_number_bounds
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,6 +99,22 @@ def test_commands_name_what_there_is(path: Path, commands: list[str], monkeypatc
             assert {word for word in command.split()[1:] if "=" not in word} <= targets, command
         else:
             assert first in OTHERS, f"nothing is known of {first!r}: {command}"
+
+
+CONFIGURATIONS = [
+    pytest.param(block, id=f"{page.stem} {number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL), 1)
+]
+
+
+@pytest.mark.parametrize("block", CONFIGURATIONS)
+def test_a_configuration_on_a_page_is_one_of_a_new_run(block: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(block, encoding="utf-8")
+    config = load_config(tmp_path / "run.toml")
+    check_number_bounds(config, training=False)
+    check_keys_needed_by_keys(config)
+    check_data(config)
 
 
 # flags of torchrun, Slurm, docker, hf, transformers and TRL that pages name

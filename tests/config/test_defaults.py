@@ -218,11 +218,22 @@ def test_plans_of_a_set_are_its_own() -> None:
     assert [{group.degree for batch in plan.micro_batches for group in batch.groups} for plan in plans] == [{4}, {2}]
 
 
-def test_a_set_of_version_0_2_is_read_and_one_of_its_gone_keys_is_refused() -> None:
-    gone = {"passkey_lengths": [], "passkey_depths": [0.0, 0.25, 0.5, 0.75, 1.0], "passkey_samples": 4}
-    assert entry(gone) == entry({})
-    with pytest.raises(ConfigError, match=r"unknown key eval\.books\.passkey_samples"):
-        entry(gone | {"passkey_samples": 8})
+def test_keys_of_version_0_2_are_read_over_in_the_configuration_of_a_run_alone(tmp_path: Path) -> None:
+    text = '[lora]\nparts = ["language_model"]\n[[eval]]\nname = "books"\npath = "books"\npasskey_samples = 4\n'
+    own, new, run = (tmp_path / name / "config.toml" for name in ("own", "new", "run"))
+    for path in (own, new, run):
+        path.parent.mkdir()
+        path.write_text(text)
+    (run.parent / "run.json").write_text("{}")
+    assert load_config(run).eval == load_config(None, {"eval": [BOOKS]}).eval
+    for path in (own, new, run.rename(run.parent / "other.toml")):
+        with pytest.raises(ConfigError, match=r"unknown key lora\.parts .*unknown key eval\.books\.passkey_samples"):
+            load_config(path)
+    run.write_text(text.replace("4", "8"))
+    with pytest.raises(ConfigError, match=r"^unknown key eval\.books\.passkey_samples"):
+        load_config(run)
+    with pytest.raises(ConfigError, match=r"unknown key lora\.parts in the overrides: it is gone"):
+        load_config(None, {"lora.parts": ["language_model"]})
 
 
 KEYS = tuple(key.name for key in fields(PlanSection))

@@ -92,7 +92,8 @@ def _fact_lines(
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
     degrees["dp_replicate"] = home.dp_replicate
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    yield "home", ", ".join([slots, *words, *["sequence-parallel"] * config.parallel.sequence_parallel])
+    words += ["sequence-parallel"] * config.parallel.sequence_parallel
+    yield "layout", ", ".join([f"{slots} that share out the documents", *words])
     kernels = "; ".join(execution.kernels) or "chosen in the first pass"
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
     depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
@@ -186,7 +187,8 @@ def _scores_text(run: TrainingRun) -> str:
     scores, coefficient = run.config.model.num_labels, run.config.train.center_rewards_coefficient
     loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
     if run.corpus.unit > 1:
-        loss = f"-log σ(chosen - rejected - margin) + {coefficient:g} (chosen + rejected)²"
+        loss = "-log σ(chosen - rejected - margin)"
+        loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
     return f"{plural(scores, 'score')} of the last token that is not {run.corpus.pad} (padding); loss: {loss}"
 
 
