@@ -50,17 +50,13 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    if _is_of_run(path):
+    if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
         _remove_gone_keys(tables)
     return _set_sections(RunConfig(), tables, source=str(path))
 
 
-def _is_of_run(path: Path) -> bool:
-    return path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl"))
-
-
 def _remove_gone_keys(tables: Mapping[str, Any]) -> None:
-    """Remove keys that are gone from what version 0.2 wrote, where they have the value that it gave every run."""
+    """Remove gone keys from what version 0.2 wrote into a run's folder, where they have the value of every run."""
     for section, values in tables.items():
         for table in values if isinstance(values, list) else [values]:
             for key in [key for key, value in table.items() if value in GONE_VALUES.get(f"{section}.{key}", ())]:

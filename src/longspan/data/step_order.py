@@ -76,8 +76,8 @@ class StepOrder:
     that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
     are `evaluation`. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
     into the next epoch up to a document that it has already (unless it `may_repeat` documents), except in a run of
-    `epochs` (0: without end) of one source, where steps end with the epoch. Each `unit` documents that follow each other, as a pair,
-    are one here, and stay together. Raises DataError if no document is left to train on.
+    `epochs` (0: without end) of one source, where steps end with the epoch. Each `unit` documents that follow each
+    other, as a pair, are one here, and stay together. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -118,9 +118,7 @@ class StepOrder:
         self.epoch_documents: int = self.stream.documents
         self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
         self.ends: EpochEnds = ENDLESS
-        self._last = 0  # where the epochs end
-        if epochs:
-            self._last = self.stream.place_after(epochs, mixture.counted if mixture else 0)
+        self._last = self.stream.place_after(epochs, mixture.counted if mixture else 0) if epochs else 0
         if epochs and len(self.stream.sources) == 1:
             self.ends = EpochEnds(self.stream.documents, self._last)
         self._steps = StepBegins(self._end_of_step)

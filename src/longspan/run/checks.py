@@ -99,10 +99,9 @@ def check_data(config: RunConfig) -> None:
     counted, paths = config.train.epochs_of, [source.path for source in data.sources]
     if config.train.epochs and (count > 1 or counted) and counted not in paths:
         raise ConfigError(
-            f"train.epochs is {config.train.epochs:g}, train.epochs_of is {counted!r}, and the paths of [[data.sources]] "
-            f"are {', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or "
-            "give train.steps in place of train.epochs, or, if all rows are of one kind, one folder with their files "
-            "as data.path"
+            f"train.epochs_of is {counted!r} with train.epochs {config.train.epochs:g}, and [[data.sources]] have the paths "
+            f"{', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
+            "train.steps in place of train.epochs, or, if all rows are of one kind, one folder with their files"
         )
     for column in data.columns:
         ours, equals, theirs = column.partition("=")

@@ -78,9 +78,8 @@ class Evaluations:
         """Count the tokens of all evaluations that are due after `done` steps or later, those at the end included."""
         steps, count = self.run.config.train.steps, 0
         for entry in self.run.sets:
-            every, choices = entry.config.every, self._list_other_choices(entry)
-            degree = self.run.evaluation_choice(entry.config).degree
-            at_end = 1 + sum(choice.degree != degree for choice in choices)
+            every, first = entry.config.every, self.run.evaluation_choice(entry.config)
+            at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
             before_end = (steps - 1) // every - (done - 1) // every if every else 0
             count += (at_end + before_end) * sum(entry.documents.lengths)
         return count

@@ -80,7 +80,9 @@ class ProgressDisplay:
 
     def show_eval_progress(self, subject: str, done: int, count: int) -> None:
         """Note how many micro-batches of an evaluation, such as "of books at cp 2", are done, and how many it has."""
-        self._note_work_begins(f"evaluation {subject}, {done:,} of {plural(count, 'micro-batch', 'es')}", again=done > 0)
+        self._note_work_begins(
+            f"evaluation {subject}, {done:,} of {plural(count, 'micro-batch', 'es')}", again=done > 0
+        )
 
     def _note_work_begins(self, work: str, *, again: bool = False) -> None:
         self._work, self._begun = work, self._begun if again else time.monotonic()
@@ -104,11 +106,10 @@ class ProgressDisplay:
             return ""
         seconds = time.monotonic() - began
         left = seconds / (step - first_step) * (self._steps - step)
+        per_token = seconds / max(self._step_tokens, 1) / 3
         if self._eval_tokens:
-            left += self._count_eval_tokens(step) * self._eval_seconds / self._eval_tokens
-        elif self._step_tokens:
-            left += self._count_eval_tokens(step) * seconds / self._step_tokens / 3
-        return f"{seconds_text(left)} left"
+            per_token = self._eval_seconds / self._eval_tokens
+        return f"{seconds_text(left + self._count_eval_tokens(step) * per_token)} left"
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:

@@ -167,18 +167,15 @@ def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: 
         )
     begin = data.order.begin_of_step(state["step"])
     if begin != state.get("begin"):
+        before = state["config"]["train"]
         raise ConfigError(
             f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
-            f"ends, and some documents would be trained on once more or once less; {_length_text(state)} then: set it "
-            "back, or set run.dir to a new folder"
+            "ends, and some documents would be trained on once more or once less; it was "
+            f"{before['epochs']:g} then, with train.steps {before['steps']}: set both back, or set run.dir to a new "
+            "folder"
         )
     if state.get("step", 0) == config.train.steps:
         _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
-
-
-def _length_text(state: dict[str, Any]) -> str:
-    train = state["config"]["train"]
-    return f"it was {train['epochs']:g}" if train["epochs"] else f"it was 0 with train.steps {train['steps']}"
 
 
 def _comparable_configurations(config: RunConfig, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

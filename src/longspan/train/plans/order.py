@@ -35,21 +35,15 @@ def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunCon
         log(f"train.epochs {train.epochs:g}{counted}: {plural(steps, 'step')}; warm-up: {warm_up}")
         if steps < FEW_STEPS:
             log(_too_few_steps_text(config, order))
-    for line in _many_times_lines(config, order):
-        log(line)
-    return config
-
-
-def _many_times_lines(config: RunConfig, order: StepOrder) -> Iterator[str]:
     for number, source in enumerate(order.stream.sources):
         times = _times_read(config, order, source)
-        if times <= MANY_TIMES or _has_exact_epochs(config, order):
-            continue
-        path = config.data.sources[number].path if len(order.stream.sources) > 1 else ""
-        yield (
-            f"caution: these {plural(config.train.steps, 'step')} read every document{path and f' of {path}'} about "
-            f"{times:,.0f} times; --train.epochs 1{path and f' --train.epochs_of {path}'} reads each once"
-        )
+        if times > MANY_TIMES and not _has_exact_epochs(config, order):
+            path = config.data.sources[number].path if len(order.stream.sources) > 1 else ""
+            log(
+                f"caution: these {plural(config.train.steps, 'step')} read every document{path and f' of {path}'} "
+                f"about {times:,.0f} times; --train.epochs 1{path and f' --train.epochs_of {path}'} reads each once"
+            )
+    return config
 
 
 def _times_read(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
