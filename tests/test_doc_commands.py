@@ -14,10 +14,11 @@ import pytest
 
 from longspan.cli import flags
 from longspan.cli.main import main
-from longspan.config.file import config_keys
+from longspan.config.file import config_keys, load_config
 from longspan.config.keys import GONE_VALUES
 from longspan.config.other_names import NAMES
 from longspan.config.sections import section_kinds
+from longspan.run.checks import check_data, check_keys_needed_by_keys, check_number_bounds
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -101,6 +102,22 @@ def test_commands_name_what_there_is(path: Path, commands: list[str], monkeypatc
             assert first in OTHERS, f"nothing is known of {first!r}: {command}"
 
 
+CONFIGURATIONS = [
+    pytest.param(block, id=f"{page.stem} {number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL), 1)
+]
+
+
+@pytest.mark.parametrize("block", CONFIGURATIONS)
+def test_a_configuration_on_a_page_is_one_of_a_new_run(block: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(block, encoding="utf-8")
+    config = load_config(tmp_path / "run.toml")
+    check_number_bounds(config, training=False)
+    check_keys_needed_by_keys(config)
+    check_data(config)
+
+
 # flags of torchrun, Slurm, docker, hf, transformers and TRL that pages name
 FOREIGN = {"shutdown_timeout", "signals_to_handle", "signal", "requeue", "build_arg", "ipc", "network", "local_dir"}
 FOREIGN |= {"use_peft", "lora_dropout", "section.key", *" ".join(NAMES.values()).split()}
@@ -127,3 +144,12 @@ def known_flags() -> frozenset[str]:
     quoted = re.findall(r"[\"']--([a-z][\w-]*)", "\n".join(path.read_text(encoding="utf-8") for path in paths))
     flags = [*re.findall(r"`--([\w.-]+)`", verbs), *quoted, "help", "debug", "version"]
     return frozenset(flag.replace("-", "_") for flag in flags)
+
+
+OWN_RUNS = [words for _, commands in COMMANDS for command in commands if (words := longspan_words(command)) is not None]
+OWN_RUNS = [words for words in OWN_RUNS if words[:1] == ["train"] and "--model.path" in words and PARTIAL not in words]
+
+
+@pytest.mark.parametrize("words", OWN_RUNS, ids=" ".join)
+def test_a_command_on_a_model_of_ones_own_says_how_long_it_trains(words: list[str]) -> None:
+    assert {"--train.epochs", "--train.steps", "--show", "--dry-run"} & {*words} or words[1].endswith(".toml")

@@ -11,7 +11,7 @@ from longspan.cli import doctor_model, processes
 from longspan.cli.doctor import Check, proof_checks, version_checks
 from longspan.cli.main import main
 from longspan.doctor.cases import Case
-from longspan.doctor.proof import Outcome, Proof, WorldFacts, proof_json, proof_text
+from longspan.doctor.proof import Outcome, Proof, Ranks, WorldFacts, proof_json, proof_text, run_proof
 from longspan.errors import CommError
 from longspan.model import preset_config
 
@@ -121,6 +121,31 @@ def test_places(gpus: int, world: int, backend: Any, places: list[Any], monkeypa
     for place in made:
         dtypes = list(dict.fromkeys(case.dtype for case in doctor_model._choose_cases("whole", place, config)))
         assert dtypes == (["float64", "float32"] if place.backend == "gloo" else ["bfloat16", "float32"])
+
+
+def test_a_refusal_is_said_once() -> None:
+    refused = Outcome(Case(cp=2), "refused", message="attention of\nlayer 0 does not run here")
+    others = [replace(refused, case=replace(refused.case, cp=cp)) for cp in (3, 4)]
+    different = replace(refused, case=Case(cp=2, tp=2), message="tp 2 does not divide 3 heads")
+    text = proof_text(Proof((refused, *others, different)), ["a model"], 3.0)
+    assert text.count("attention of layer 0 does not run here") == 1 and text.count("tp 2 does not") == 1
+    assert text.count(f"refused  as {refused.case.name}") == 2 and "of 4 cases 4 refused" in text
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = Ranks(1, launch=lambda run, task, count, seconds: run(0, task))
+
+    def run(config: Any, cases: list[Case], ranks: Ranks) -> Proof:
+        return run_proof(config, cases, replace(alone, show=ranks.show))
+
+    monkeypatch.setattr(doctor_model, "run_proof", run)
+    cases = [Case(), Case(recompute="full"), *[Case()] * 4]
+    config, chosen = preset_config("qwen3-tiny", vocab_size=97), processes.choose_processes(1, "cpu")
+    assert doctor_model._prove_cases(config, cases, chosen, 30.0).good
+    first, sixth = capsys.readouterr().err.splitlines()
+    assert first.startswith("float64, cp 1, p2p: exact (") and sixth.startswith("float64, cp 1, p2p: exact (")
 
 
 def test_text_and_json() -> None:

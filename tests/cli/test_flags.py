@@ -53,7 +53,7 @@ def test_help_all_names_and_explains_every_flag(
 def test_help_shows_the_keys_that_most_runs_set_their_defaults_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "train", "--help")
     assert len(text.splitlines()) < 90 and text.count("  longspan train ") == 3
-    assert "(default: 300)" in text and "Default: 65536" in " ".join(text.split())
+    assert "Default: 300;" in text and "Default: 65536" in " ".join(text.split())
     assert "--train.betas" not in text and "longspan train --help-all shows all" in text
     plan = help_of(capsys, "plan", "--help")
     assert all(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longspan.cli.flags import parse_train
 from longspan.config.defaults import resolve_defaults, set_steps, warn_about_small_updates
 from longspan.config.file import load_config, to_toml
 from longspan.config.keys import AUTO, NOT_GIVEN, section_keys
@@ -15,7 +16,7 @@ from longspan.config.plan_section import ContextConfig, EvalConfig, PlanSection,
 from longspan.config.sections import ModelConfig, ParallelConfig, RunConfig, held_out_set
 from longspan.errors import ConfigError
 from longspan.plan.micro_batch import fit_level_sizes
-from longspan.run.checks import check_config
+from longspan.run.checks import check_config, check_data
 from longspan.train.plans import PlanChoice
 from tests.plan.cases import bounded
 from tests.train.small import value_of
@@ -47,7 +48,7 @@ def test_a_warm_up_that_does_not_end_is_said() -> None:
 def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
     keys = "data.max_document_tokens", "context.max_tokens_per_slot", "context.context_parallel_size"
     assert values(*keys) == [0, "auto", 0]
-    assert values("train.tokens_per_step", "train.warmup_steps") == [65536, 15]
+    assert values("train.tokens_per_step", "train.warmup_steps", train__steps=300) == [65536, 15]
     assert values("train.warmup_steps", train__steps=10_000) == [100]
     assert values(*keys, data__max_document_tokens=5, context__max_tokens_per_slot=0) == [5, 0, 0]
     planners = "context.planner", "context.eval_planner", "context.mode"
@@ -58,11 +59,46 @@ def test_a_model_of_ones_own_is_not_cut_and_fills_memory() -> None:
     assert values(*planners, context__eval_max_dynamic_context_parallel_size=2) == ["auto", "dynamic", "auto"]
 
 
-@pytest.mark.parametrize("keys", [{}, OWN], ids=["demo", "own"])
+@pytest.mark.parametrize("keys", [{}, OWN, OWN | {"train.steps": 3}], ids=["demo", "own", "own steps"])
 def test_every_value_is_known_afterwards_and_stays(keys: dict[str, Any]) -> None:
     config = load_config(None, keys)
-    assert resolve_defaults(config) == config and f" = {NOT_GIVEN}\n" not in to_toml(config)
+    assert resolve_defaults(config) == config
+    of_corpus = set_steps(config, 7) if config.train.epochs else config
+    assert f" = {NOT_GIVEN}\n" not in to_toml(of_corpus)
     assert check_config(config, 4).slots == 4
+
+
+SOURCES = ({"path": "chats"}, {"path": "pdfs"})
+LENGTHS_OF_RUNS: dict[str, tuple[dict[str, Any], tuple[float, int]]] = {  # keys, and epochs and steps
+    "the demo": ({}, (0, 300)),
+    "a model of one's own, once": (OWN, (1, NOT_GIVEN)),
+    "one table of sources": (OWN | {"data.sources": SOURCES[:1]}, (1, NOT_GIVEN)),
+    "steps": (OWN | {"train.steps": 40}, (0, 40)),
+    "steps as many as the demo's": (OWN | {"train.steps": 300}, (0, 300)),
+    "epochs": (OWN | {"train.epochs": 3}, (3, NOT_GIVEN)),
+    "several sources": (OWN | {"data.sources": SOURCES}, (0, 300)),
+    "epochs of one of several": (
+        OWN | {"data.sources": SOURCES, "train.epochs": 2, "train.epochs_of": "pdfs"},
+        (2, NOT_GIVEN),
+    ),
+    "random weights": ({"model.preset": "qwen3-0.6b", "train.lr": 1e-5}, (0, 300)),
+}
+
+
+@pytest.mark.parametrize(("keys", "length"), LENGTHS_OF_RUNS.values(), ids=LENGTHS_OF_RUNS)
+def test_how_long_a_run_is(keys: dict[str, Any], length: tuple[float, int]) -> None:
+    tables = {"data": {"sources": keys["data.sources"]}} if "data.sources" in keys else {}
+    others = {key: value for key, value in keys.items() if key != "data.sources"}
+    config = load_config(None, others | tables)
+    assert (config.train.epochs, config.train.steps) == length
+    check_data(config)
+
+
+def test_steps_of_a_flag_win_over_epochs_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[train]\nlr = 1e-5\nsteps = 7\nepochs = 2.0\n")
+    for words, length in (([], (2, 7)), (["--train.steps", "5"], (0, 5)), (["--train.epochs", "1"], (1, 7))):
+        _, config = parse_train([str(tmp_path / "config.toml"), *words])
+        assert (config.train.epochs, config.train.steps) == length
 
 
 EVAL = ("eval_planner", "eval_context_parallel_size", "eval_cp_comm_type", "partition", "eval_max_tokens_per_slot")
@@ -186,11 +222,22 @@ def test_plans_of_a_set_are_its_own() -> None:
     assert [{group.degree for batch in plan.micro_batches for group in batch.groups} for plan in plans] == [{4}, {2}]
 
 
-def test_a_set_of_version_0_2_is_read_and_one_of_its_gone_keys_is_refused() -> None:
-    gone = {"passkey_lengths": [], "passkey_depths": [0.0, 0.25, 0.5, 0.75, 1.0], "passkey_samples": 4}
-    assert entry(gone) == entry({})
-    with pytest.raises(ConfigError, match=r"unknown key eval\.books\.passkey_samples"):
-        entry(gone | {"passkey_samples": 8})
+def test_keys_of_version_0_2_are_read_over_in_the_configuration_of_a_run_alone(tmp_path: Path) -> None:
+    text = '[lora]\nparts = ["language_model"]\n[[eval]]\nname = "books"\npath = "books"\npasskey_samples = 4\n'
+    own, new, run = (tmp_path / name / "config.toml" for name in ("own", "new", "run"))
+    for path in (own, new, run):
+        path.parent.mkdir()
+        path.write_text(text)
+    (run.parent / "run.json").write_text("{}")
+    assert load_config(run).eval == load_config(None, {"eval": [BOOKS]}).eval
+    for path in (own, new, run.rename(run.parent / "other.toml")):
+        with pytest.raises(ConfigError, match=r"unknown key lora\.parts .*unknown key eval\.books\.passkey_samples"):
+            load_config(path)
+    run.write_text(text.replace("4", "8"))
+    with pytest.raises(ConfigError, match=r"^unknown key eval\.books\.passkey_samples"):
+        load_config(run)
+    with pytest.raises(ConfigError, match=r"unknown key lora\.parts in the overrides: it is gone"):
+        load_config(None, {"lora.parts": ["language_model"]})
 
 
 KEYS = tuple(key.name for key in fields(PlanSection))

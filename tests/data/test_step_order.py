@@ -252,6 +252,25 @@ def test_parts_of_any_size_make_the_same_stream(documents: int) -> None:
     assert taken(opened(case, documents), 500) == taken(opened(case), 500)
 
 
+@settings(deadline=None, max_examples=15)
+@given(case=cases(), epochs=st.sampled_from([0.5, 1.0, 2.3]), tokens=st.integers(1, 400), number=st.integers(0, 3))
+def test_a_run_ends_in_the_step_that_ends_the_epochs_of_a_source(
+    case: Case, epochs: float, tokens: int, number: int
+) -> None:
+    counts = np.bincount(case.mixture.source_of)
+    mixture = case.mixture._replace(counted=number % len(counts))
+    with patch.object(stream, "_DOCUMENTS", 50):
+        order = StepOrder(
+            case.lengths, tokens_per_step=tokens, seed=5, eval_documents=0, mixture=mixture, epochs=epochs
+        )
+    needed = math.ceil(round(epochs * int(counts[mixture.counted]), 6))
+    given_documents = [0]
+    for step in range(order.count_steps()):
+        of_source = [mixture.source_of[i] for i in order.documents_of_step(step)].count(mixture.counted)
+        given_documents.append(given_documents[-1] + of_source)
+    assert given_documents[-2] < needed <= given_documents[-1]
+
+
 # ---- shuffled epochs, computed place by place
 
 

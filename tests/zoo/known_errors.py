@@ -199,8 +199,8 @@ GROUPS: dict[str, dict[str, KnownError]] = {
         "epochs times the degree": KnownError(
             checks.documents_of_two_epochs,
             "data.step_order",
-            "self.stream.place_after(epochs))",
-            "self.stream.place_after(2 * epochs))",
+            "self.stream.place_after(epochs, ",
+            "self.stream.place_after(2 * epochs, ",
         ),
         "a resumed run repeats the first epoch's order": KnownError(
             checks.steps_of_resumed_runs,

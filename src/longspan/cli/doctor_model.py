@@ -32,6 +32,7 @@ LOCAL_RANKS = 4
 Backend = Literal["auto", "gloo", "nccl"]
 VOCABULARY = 97
 DEGREES = (1, 2, 4)
+SHOWN_IN_FILES = 5  # of so many cases one has a line of progress where no terminal shows it
 # By backend: the dtype of which results agree almost exactly, and one whose rounding shows in them.
 _EXACT: dict[str, DTypeName] = {"gloo": "float64", "nccl": "float32"}
 _ROUNDED: dict[str, DTypeName] = {"gloo": "float32", "nccl": "bfloat16"}
@@ -118,7 +119,7 @@ def _choose_cases(case_set: CaseSet, processes: Processes, config: PreTrainedCon
 
 def _prove_cases(config: PreTrainedConfig, cases: list[Case], processes: Processes, timeout: float) -> Proof:
     set_gpu_environment()
-    show = prints_results() and sys.stderr.isatty()
+    show = (1 if sys.stderr.isatty() else SHOWN_IN_FILES) * prints_results()
 
     def launch(fn: Any, task: Any, count: int, seconds: float) -> InWorld:
         return run_on_ranks(fn, (task,), count, seconds)

@@ -8,7 +8,7 @@ import inspect
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 from types import UnionType
@@ -317,7 +317,7 @@ class TrainFlags(RunConfig):
 
     longspan train run.toml --dry-run            what a run would hold, and how long it takes
 
-    longspan train --model.path Qwen3-0.6B --data chats.jsonl --lora.rank 16
+    longspan train --model.path Qwen3-0.6B --data chats.jsonl --train.epochs 1 --lora.rank 16
     """
 
     SHOWN: ClassVar[Groups] = {
@@ -350,6 +350,8 @@ def parse_train(argv: Sequence[str]) -> tuple[TrainFlags, RunConfig]:
     flags = parse_flags(TrainFlags, argv, "longspan train")
     if flags.config:  # again, with the file's values as defaults: flags win over them
         file = read_file(flags.config)
+        if flags.train.steps != NOT_GIVEN and not flags.train.epochs:  # steps of a flag win over epochs of the file
+            file = replace(file, train=replace(file.train, epochs=0.0, epochs_of=""))
         sections = {field.name: getattr(file, field.name) for field in fields(RunConfig)}
         flags = parse_flags(TrainFlags, argv, "longspan train", sections)
     config = RunConfig(**{field.name: getattr(flags, field.name) for field in fields(RunConfig)})

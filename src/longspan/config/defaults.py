@@ -50,6 +50,7 @@ _OWN_MODEL: dict[str, Any] = {
     "context.max_tokens_per_slot": AUTO,
     "train.tokens_per_step": 65536,
 }
+STEPS = 300  # where neither steps nor epochs follow from other keys
 LORA_LR = 2e-4  # of adapters, about ten times what all weights take
 MOST_WARMUP = 100  # steps; a twentieth of all where that is less
 
@@ -80,12 +81,22 @@ def resolve_defaults(config: RunConfig, ranks: int = 4) -> RunConfig:
     if config.context.evaluation.has_dynamic_degrees and config.context.evaluation.context_parallel_size == NOT_GIVEN:
         config = _set_defaults(config, {"context.eval_planner": "dynamic"})
     config = _set_demo(config, ranks) if is_demo(config.model) else _set_defaults(config, _OWN_MODEL)
-    if not is_demo(config.model) and not config.train.epochs:  # of epochs the corpus decides the steps, later
-        config = set_steps(config, config.train.steps)
+    config = _set_length(config)
     context = config.context
     context = replace(context, evaluation=inherit_keys(context.evaluation, context, context))
     config = replace(config, context=context)
     return replace(config, eval=tuple(_complete_evaluation_set(entry, config) for entry in config.eval))
+
+
+def _set_length(config: RunConfig) -> RunConfig:
+    """One epoch where a model's folder meets one source of data, else STEPS; of epochs the corpus decides the steps."""
+    train = config.train
+    if config.model.path and len(config.data.sources) < 2 and train.steps == NOT_GIVEN and not train.epochs:
+        config = replace(config, train=replace(train, epochs=1.0))
+    if config.train.epochs:
+        return config
+    config = _set_defaults(config, {"train.steps": STEPS})
+    return config if is_demo(config.model) else set_steps(config, config.train.steps)
 
 
 def _planner_of_given_degrees(context: ContextConfig) -> str:
@@ -110,8 +121,10 @@ def set_local_folders(config: RunConfig, *, weights: bool = True) -> RunConfig:
     ]
     path, source = find_model(model.path, "model.path", weights=weights), find_model(model.config, "model.config")
     tokenizer, rows = find_model(data.tokenizer, "data.tokenizer"), find_data(data.path, "data.path")
+    counted = find_data(config.train.epochs_of, "train.epochs_of")
     return replace(
         config,
+        train=replace(config.train, epochs_of=counted),
         model=replace(model, path=path, config=source),
         mtp=replace(config.mtp, weights=find_model(config.mtp.weights, "mtp.weights")),
         data=replace(data, path=rows, sources=tuple(sources), tokenizer=tokenizer),

@@ -51,7 +51,17 @@ def read_file(path: str | Path) -> RunConfig:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}; {advice}") from error
     except (ValueError, RecursionError) as error:  # also of integers with thousands of digits, and of bytes not UTF-8
         raise ConfigError(f"{path} is not TOML: {error}") from error
+    if path.name == "config.toml" and any((path.parent / name).exists() for name in ("run.json", "metrics.jsonl")):
+        _remove_gone_keys(tables)
     return _set_sections(RunConfig(), tables, source=str(path))
+
+
+def _remove_gone_keys(tables: Mapping[str, Any]) -> None:
+    """Remove gone keys from what version 0.2 wrote into a run's folder, where they have the value of every run."""
+    for section, values in tables.items():
+        for table in values if isinstance(values, list) else [values]:
+            for key in [key for key, value in table.items() if value in GONE_VALUES.get(f"{section}.{key}", ())]:
+                del table[key]
 
 
 def config_keys() -> tuple[str, ...]:
@@ -149,9 +159,7 @@ def _set_keys(section: Any, label: str, values: Mapping[str, object], source: st
             raise ConfigError(f"unknown key {label}.{key} in {source}: {_unknown_key_hint(section, label, key, types)}")
         return _convert_value(f"{label}.{key}", values[key], types[key], source)
 
-    table = label.partition(".")[0]
-    keys = [key for key, value in values.items() if value not in GONE_VALUES.get(f"{table}.{key}", ())]
-    changes = dict(zip(keys, _collect_values_or_errors(partial(read, key) for key in keys), strict=True))
+    changes = dict(zip(values, _collect_values_or_errors(partial(read, key) for key in values), strict=True))
     return with_key_values(section, changes)
 
 

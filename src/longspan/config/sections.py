@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from longspan.config.keys import (
     AUTO,
     NOT_GIVEN,
+    Above,
     AtLeast,
     Needs,
     NonNegativeFloat,
@@ -204,7 +205,7 @@ class DataConfig:
     slots is an error that names it. Default: 0; tiny presets: 2048."""
     eval_documents: Annotated[int | str, AtLeast(0)] = AUTO
     """Texts (rows, conversations) held out for evaluation, chosen by the seed, with all documents that they are cut or
-    split into; 0: no evaluation; auto: one text in ten, at most 32."""
+    split into; 0: no evaluation; auto: one text in ten, at most 32, of tiny presets 8."""
 
 
 _ORDERS = "higher", "lower"
@@ -261,8 +262,8 @@ class BestFigure:
 class TrainConfig:
     """Steps, optimizer, and when to evaluate and save."""
 
-    steps: PositiveInt = 300
-    """Optimizer steps of the whole run."""
+    steps: PositiveInt = NOT_GIVEN
+    """Optimizer steps of the whole run. Default: 300; with model.path and one source of data those of one epoch."""
     tokens_per_step: Annotated[int, AtLeast(2)] = NOT_GIVEN
     """Whole documents are taken up to this many tokens, at least one document a step. Default: 65536; tiny presets:
     4096."""
@@ -278,7 +279,10 @@ class TrainConfig:
     """Steps between evaluations; 0: only after the last step."""
     epochs: NonNegativeFloat = 0.0
     """How often each training document is trained on, exactly, in place of steps: a step ends where an epoch does; 0:
-    steps counts. Not with several data.sources, whose weights say how often."""
+    steps counts. Default: 1 with model.path and one source of data, where no steps are given."""
+    epochs_of: Annotated[str, Needs("train.epochs", Above(0))] = ""
+    """Of several data.sources the path of the one that epochs counts: the run ends with the step in which each of its
+    documents was trained on so often; the weights say how often those of the others are."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """From the warm-up to the last step: cosine, linear, constant, or wsd (constant, then decay_steps along a line)."""
     decay_steps: NonNegativeInt = 0

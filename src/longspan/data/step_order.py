@@ -76,8 +76,8 @@ class StepOrder:
     that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
     are `evaluation`. Of a `mixture` each source gives its share of them, at least one. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
     into the next epoch up to a document that it has already (unless it `may_repeat` documents), except in a run of
-    `epochs` (0: without end), where steps end with the epoch. Each `unit` documents that follow each other, as a pair,
-    are one here, and stay together. Raises DataError if no document is left to train on.
+    `epochs` (0: without end) of one source, where steps end with the epoch. Each `unit` documents that follow each
+    other, as a pair, are one here, and stay together. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -122,8 +122,9 @@ class StepOrder:
         self.epoch_documents: int = self.stream.documents
         self.may_repeat: bool = len(self.stream.sources) > 1 or tokens_per_step > self.stream.tokens
         self.ends: EpochEnds = ENDLESS
-        if epochs:
-            self.ends = EpochEnds(self.stream.documents, self.stream.place_after(epochs))
+        self._last = self.stream.place_after(epochs, mixture.counted if mixture else 0) if epochs else 0
+        if epochs and len(self.stream.sources) == 1:
+            self.ends = EpochEnds(self.stream.documents, self._last)
         self._steps = StepBegins(self._end_of_step)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -155,12 +156,12 @@ class StepOrder:
         return self.stream.tokens_of_sources(ids, self.stream.lengths[ids])
 
     def count_steps(self) -> int:
-        """Count the steps of the run's epochs.
+        """Count the steps of the run's epochs, of several sources up to the step that ends those of the counted one.
 
         >>> StepOrder([4, 4, 4, 4, 4], tokens_per_step=8, seed=0, eval_documents=0, epochs=2).count_steps()
         6
         """
-        return self._steps.count_steps_before(self.ends.last)
+        return self._steps.count_steps_before(self._last)
 
     def begin_of_step(self, step: int) -> int:
         """Return how many documents, or units, the steps before a step take."""

@@ -116,10 +116,11 @@ ORDER, ORDER_OF_SOURCES = 4, 5
 
 
 class Mixture(NamedTuple):
-    """Several sources: the number of each document's source (ascending), and their weights."""
+    """Several sources: the number of each document's source (ascending), their weights, and whose epochs count."""
 
     source_of: npt.NDArray[Any]
     weights: tuple[float, ...]
+    counted: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,10 +247,16 @@ class DocumentStream:
         of_source = np.searchsorted([source.first for source in self.sources], ids, side="right") - 1
         return np.bincount(of_source, weights=tokens, minlength=len(self.sources)).astype(np.int64).tolist()
 
-    def place_after(self, epochs: float) -> int:
-        """Return the place before which each document stands `epochs` times; rounding errors do not count."""
-        assert len(self.sources) == 1
-        return math.ceil(round(epochs * self.documents, 6))
+    def place_after(self, epochs: float, source: int) -> int:
+        """Return the place before which each document of a source stands `epochs` times, without rounding errors."""
+        documents = math.ceil(round(epochs * self.sources[source].documents, 6))
+        if len(self.sources) == 1:
+            return documents
+        part = self.part_at(0)
+        while len(places := np.flatnonzero(part.source == source)) < documents:
+            documents -= len(places)
+            part = self.next_part(part)
+        return part.first + int(places[documents - 1]) + 1
 
     def _merge_part(self, number: int) -> StreamPart:
         """Merge documents of all sources, until the first source has given all of its candidates.

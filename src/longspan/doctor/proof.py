@@ -118,7 +118,12 @@ class Proof:
 def proof_text(proof: Proof, heading: Sequence[str], seconds: float) -> str:
     # A dot is for a refusal that says nothing against the model.
     marks = ["✓" if outcome.status == "exact" else "·" if outcome.good else "✗" for outcome in proof.outcomes]
-    rows = [(mark, o.case.name, o.status, outcome_text(o)) for mark, o in zip(marks, proof.outcomes, strict=True)]
+    rows, first_cases = list[tuple[str, ...]](), dict[str, str]()  # by what was found
+    for mark, outcome in zip(marks, proof.outcomes, strict=True):
+        name, text = outcome.case.name, outcome_text(outcome)
+        if (first := first_cases.setdefault(text, name)) != name and outcome.loss_error is None:
+            text = f"as {first}"
+        rows.append((mark, name, outcome.status, text))
     table = text_table(("", "case", "result", "found"), rows, left=4)
     numbers = {status: sum(o.status == status for o in proof.outcomes) for status in get_args(Status)}
     parts = [f"{number} {status}" for status, number in numbers.items() if number]
@@ -155,7 +160,7 @@ class Task:
     documents: list[np.ndarray]
     backend: str
     timeout: float
-    show: bool = False
+    show: int = 0  # of so many cases one is printed; 0: none
     architecture: type | None = None  # of a configuration without a class in transformers
     image_documents: tuple[TrialDocument, ...] = ()  # of the cases with an encoder
 
@@ -173,7 +178,7 @@ def run_cases_on_rank(rank: int, task: Task) -> tuple[WorldFacts, dict[int, Outc
             run = CaseRun(task, world, cases[0][1])
             for number, case in cases:
                 outcome = outcomes[number] = run.run_case(case)
-                if world.rank == task.home.ranks[0] and task.show:
+                if world.rank == task.home.ranks[0] and task.show and number % task.show == 0:
                     text = f"{case.name}: {outcome.status} ({outcome.seconds:.1f} s)"
                     print(text, file=sys.stderr, flush=True)
         process_groups = tuple(asdict(record) for record in world.process_groups.made)
@@ -275,15 +280,15 @@ Launch = Callable[[Callable[[int, Task], InWorld], Task, int, float], InWorld]
 
 @dataclass(frozen=True)
 class Ranks:
-    """What a proof runs on: `count` processes; `timeout` is how long a rank waits for the others, in seconds; with
-    `show` the first rank prints each outcome. `launch` runs a function on every rank and returns the first one's
-    result; None: on local processes, which are started again for each case where one ends them.
+    """What a proof runs on: `count` processes; `timeout` is how long a rank waits for the others, in seconds; of `show`
+    cases the first rank prints one outcome (0: none). `launch` runs a function on every rank and returns the first
+    one's result; None: on local processes, which are started again for each case where one ends them.
     """
 
     count: int
     backend: str = "gloo"
     timeout: float = 30.0
-    show: bool = False
+    show: int = 0
     launch: Launch | None = None
 
 

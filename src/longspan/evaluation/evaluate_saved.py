@@ -326,7 +326,9 @@ class _Evaluator:
         for name, documents in fit.sets.items():
             choice = PlanChoice.evaluation(fit.config, cost=cost, heads=query_heads(model.config))
             if not self.degrees:
-                choice, _ = choose_degree_on_ranks(choice, documents.lengths, self.world, self.log, name=name)
+                choice, reason = choose_degree_on_ranks(choice, documents.lengths, self.world, name=name)
+                if reason:
+                    self.log(reason)
             for at_degree in _list_choices(choice, self.degrees, max(documents.lengths)):
                 title = ", ".join(filter(None, (weights, name, at_degree.text)))  # held-out documents have no name
                 options = EvaluationOptions(
@@ -335,7 +337,7 @@ class _Evaluator:
                     metrics=self.metrics,
                     token_bytes=bytes_of_ids,
                     stopped=stop.stop_reason,
-                    progress=partial(self.progress, title),
+                    progress=partial(self.progress, f"of {title}"),
                     loss=loss_of_pairs(documents, fit.config.train.center_rewards_coefficient),
                 )
                 yield SetResult(evaluate(model, documents, at_degree, self.world, options), documents.origins)

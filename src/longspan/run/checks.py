@@ -62,8 +62,8 @@ def check_config(config: RunConfig, ranks: int, *, training: bool = True) -> Lay
 
 def check_number_bounds(config: RunConfig, *, training: bool) -> None:
     train, run = config.train, config.run
-    follows_from_corpus = bool(train.epochs) and train.warmup_steps == NOT_GIVEN
-    leave_out = ("train.warmup_steps",) * follows_from_corpus + ("train.lr",) * (not training)
+    corpus_decides = [key for key in ("steps", "warmup_steps") if train.epochs and getattr(train, key) == NOT_GIVEN]
+    leave_out = [*(f"train.{key}" for key in corpus_decides), *["train.lr"] * (not training)]
     for section, kind in section_kinds().items():
         check_bounds(getattr(config, section), kind, f"{section}.", leave_out)
     for entry in config.eval:
@@ -100,11 +100,12 @@ def check_data(config: RunConfig) -> None:
         )
     if count and data.path:
         raise ConfigError(f"data.path is {data.path!r} and there are {count} tables [[data.sources]]; give one of them")
-    if count and config.train.epochs:
+    counted, paths = config.train.epochs_of, [source.path for source in data.sources]
+    if config.train.epochs and (count > 1 or counted) and counted not in paths:
         raise ConfigError(
-            f"train.epochs is {config.train.epochs:g} and there are {count} tables [[data.sources]], whose weights say "
-            "how often each is read; give train.steps in place of train.epochs, or, if all rows are of one kind, one "
-            "folder with their files as data.path"
+            f"train.epochs_of is {counted!r} with train.epochs {config.train.epochs:g}, and [[data.sources]] have the paths "
+            f"{', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
+            "train.steps in place of train.epochs, or, if all rows are of one kind, one folder with their files"
         )
     for column in data.columns:
         ours, equals, theirs = column.partition("=")

@@ -74,23 +74,37 @@ class Evaluations:
             (set_evaluations if entry.name else at_degrees).extend(sorted(evaluations, key=attrgetter("cp")))
         return Final(tuple(at_degrees), tuple(set_evaluations))
 
-    def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
+    def count_tokens_after(self, done: int) -> int:
+        """Count the tokens of all evaluations that are due after `done` steps or later, those at the end included."""
+        steps, count = self.run.config.train.steps, 0
+        for entry in self.run.sets:
+            every, first = entry.config.every, self.run.evaluation_choice(entry.config)
+            at_end = 1 + sum(choice.degree != first.degree for choice in self._list_other_choices(entry))
+            before_end = (steps - 1) // every - (done - 1) // every if every else 0
+            count += (at_end + before_end) * sum(entry.documents.lengths)
+        return count
+
+    def _list_other_choices(self, entry: EvaluationSet) -> Sequence[PlanChoice]:
         choice = self.run.evaluation_choice(entry.config)
-        first = self._evaluate_set(entry, choice, done)
+        return () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
+
+    def _evaluate_set_at_end(self, entry: EvaluationSet, done: int) -> Iterator[Evaluation | None]:
+        first = self._evaluate_set(entry, self.run.evaluation_choice(entry.config), done)
         yield first
-        other_choices = () if entry.name else list_degree_choices(choice, entry.documents, self.run.world.home)
-        for other_choice in other_choices:
+        for other_choice in self._list_other_choices(entry):
             if first is None or other_choice.degree != first.cp:
                 yield self._evaluate_set(entry, other_choice, done)
 
     def _evaluate_set(self, entry: EvaluationSet, choice: PlanChoice, done: int) -> Evaluation | None:
+        degree = f"at cp {choice.degree}" if choice.has_one_degree else f"by {choice.planner} plans"
+        subject = " ".join(filter(None, (entry.name and f"of {entry.name}", degree)))
         options = EvaluationOptions(
             step=done,
             name=entry.name,
             metrics=entry.metrics,
             token_bytes=entry.token_bytes,
             stopped=self.stop.stop_reason,
-            progress=partial(self.display.show_eval_progress, entry.name),
+            progress=partial(self.display.show_eval_progress, subject),
             loss=loss_of_pairs(entry.documents, self.run.config.train.center_rewards_coefficient),
         )
         try:

@@ -49,8 +49,10 @@ class RunFacts:
             return None
 
     def text(self) -> str:
-        width = max(len(name) for name, _ in self.lines)
-        return "\n".join(f"{name:<{width}}  {text}" for name, text in self.lines)
+        """Write the lines for the console, which has told of the documents before."""
+        lines = [line for line in self.lines if line[0] != "data"]
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)
 
 
 LAST_STEPS = 10  # whose mean loss sums up a run
@@ -103,6 +105,7 @@ class TrainResult:
             mean += f" ({share}, the loss of a uniform guess)"
         lines = [mean] if self.done else []
         if self.stopped:
-            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command goes on")
+            rest = "goes on" if self.done < self.steps else "makes the evaluations that are left"
+            lines.append(f"stopped by {self.stopped} after step {self.done} of {self.steps}; the same command {rest}")
         evaluations = (*self.final, *self.named)
         return "\n".join([*lines, *([evaluation_table(evaluations)] if evaluations else [])])

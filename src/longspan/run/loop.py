@@ -265,9 +265,9 @@ def train(config: RunConfig, world: World, display: ProgressDisplay, starts: Sta
         names = config.run.loggers if is_first_rank(world) else ()
         classes = run_on_every_rank(world, partial(logger_classes, names), ConfigError)
         run = set_up(config, world, display.log, starts)
-        display.set_steps(run.config.train.steps)
         with open_records(run, classes, display.log) as records:
             evaluations = Evaluations(run, display, records, stop)
+            display.set_length(run.config.train.steps, evaluations.count_tokens_after)
             result = _Loop(run, display, records, evaluations, starts).train(stop)
         write_facts(run, "summary.json", result.summary())
         return result

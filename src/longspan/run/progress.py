@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from longspan.errors import plural
@@ -21,7 +21,10 @@ class ProgressDisplay:
         self._work, self._begun = "setting up", time.monotonic()  # what takes time now, and since when
         self._written = self._begun  # when the last line was
         self._thread = threading.Thread(target=self._log_while_quiet, name="longspan progress", daemon=True)
-        self._shown_since: tuple[float, int] | None = None  # time and number of the first step that was shown
+        self._timed_since: tuple[float, int] | None = None  # when the first step ended, without evaluations; its number
+        self._step_tokens = 0  # since then
+        self._eval_seconds = self._eval_tokens = 0.0
+        self._count_eval_tokens: Callable[[int], int] = lambda done: 0
 
     def __enter__(self) -> "ProgressDisplay":
         if self._stream is not None:
@@ -33,8 +36,9 @@ class ProgressDisplay:
         if self._stream is not None:
             self._thread.join()
 
-    def set_steps(self, steps: int) -> None:
-        self._steps = steps
+    def set_length(self, steps: int, count_eval_tokens: Callable[[int], int]) -> None:
+        """Set the steps of the run, and what counts the tokens of the evaluations to come after so many steps."""
+        self._steps, self._count_eval_tokens = steps, count_eval_tokens
 
     def log(self, text: str) -> None:
         if self._stream is not None:
@@ -52,6 +56,10 @@ class ProgressDisplay:
         """Write a line for the first, the last and every `log_every` step, and where one is due."""
         step, text = row["step"], self._step_text(row)
         self._note_work_begins(f"after {text}")  # it may be saved or evaluated
+        if self._timed_since is None:  # the first step compiles, and only starts the clock
+            self._timed_since = time.monotonic(), step
+        else:
+            self._step_tokens += row.get("tokens", 0)
         is_late = time.monotonic() - self._written + row.get("seconds", 0.0) > LINE_SECONDS
         if self._stream is not None and (is_late or step % self._log_every == 0 or step in (1, self._steps)):
             self.log("  ".join(filter(None, (text, *_step_figures(row), self._remaining_time(step)))))
@@ -59,16 +67,22 @@ class ProgressDisplay:
     def show_evaluation(self, row: Mapping[str, Any]) -> None:
         self._note_work_begins("after an evaluation")
         name, tokens, seconds = row.get("eval_name"), row["eval_tokens"], row["seconds"]
+        self._eval_tokens += tokens
+        self._eval_seconds += seconds
+        if self._timed_since is not None:
+            began, first_step = self._timed_since
+            self._timed_since = began + seconds, first_step
         subject = f"evaluation of {name}: loss" if name else "evaluation loss"
         self.log(
             f"{self._step_text(row)}  {subject} {row['eval_loss']:.6f} at cp {row['cp']} "
             f"({', '.join([plural(tokens, 'token'), *_evaluation_texts(row)])}, in {seconds:.1f} s)"
         )
 
-    def show_eval_progress(self, name: str, done: int, count: int) -> None:
-        """Note how many micro-batches of an evaluation are done, and how many it has."""
-        title = f"evaluation of {name}" if name else "evaluation"
-        self._note_work_begins(f"{title}, {done:,} of {plural(count, 'micro-batch', 'es')} done", again=done > 0)
+    def show_eval_progress(self, subject: str, done: int, count: int) -> None:
+        """Note how many micro-batches of an evaluation, such as "of books at cp 2", are done, and how many it has."""
+        self._note_work_begins(
+            f"evaluation {subject}, {done:,} of {plural(count, 'micro-batch', 'es')}", again=done > 0
+        )
 
     def _note_work_begins(self, work: str, *, again: bool = False) -> None:
         self._work, self._begun = work, self._begun if again else time.monotonic()
@@ -83,12 +97,19 @@ class ProgressDisplay:
         return f"step {row['step']:>{len(str(self._steps))}}/{self._steps}"
 
     def _remaining_time(self, step: int) -> str:
-        """The first step that is shown only starts the clock: its text is "", as is that of the last."""
-        now = time.monotonic()
-        began, first_step = self._shown_since = self._shown_since or (now, step)
+        """Steps take the mean of those before, evaluations their own or, until one is done, a third of steps' seconds
+        for a token, as they have no backward pass. "" after the first step and the last.
+        """
+        assert self._timed_since is not None
+        began, first_step = self._timed_since
         if not first_step < step < self._steps:
             return ""
-        return f"{seconds_text((now - began) / (step - first_step) * (self._steps - step))} left"
+        seconds = time.monotonic() - began
+        left = seconds / (step - first_step) * (self._steps - step)
+        per_token = seconds / max(self._step_tokens, 1) / 3
+        if self._eval_tokens:
+            per_token = self._eval_seconds / self._eval_tokens
+        return f"{seconds_text(left + self._count_eval_tokens(step) * per_token)} left"
 
 
 def _step_figures(row: Mapping[str, Any]) -> list[str]:

@@ -78,8 +78,6 @@ def _fact_lines(
     run: TrainingRun, parameters: int, of_rank: int, trained: int, sessions: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[str, str]]:
     config, home, lengths, execution = run.config, run.world.home, run.corpus.lengths, model_execution(run.model)
-    if run.why_plans:
-        yield "chosen", run.why_plans
     experts, mtp = read_experts(run.model.config), config.mtp
     sizes = f"{_count_text(parameters)} parameters, {_count_text(of_rank)} on a rank"
     sizes += f", {_count_text(trained)} trained" if config.lora.rank else ""
@@ -94,7 +92,8 @@ def _fact_lines(
     degrees = {"tp": home.tp, "pp": home.pp, "vpp": config.parallel.vpp, "ep": home.ep}
     degrees["dp_replicate"] = home.dp_replicate
     words = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-    yield "home", ", ".join([slots, *words, *["sequence-parallel"] * config.parallel.sequence_parallel])
+    words += ["sequence-parallel"] * config.parallel.sequence_parallel
+    yield "layout", ", ".join([f"{slots} that share out the documents", *words])
     kernels = "; ".join(execution.kernels) or "chosen in the first pass"
     yield "attention", f"{'/'.join(dict.fromkeys(run.training_choice.comm_types))}; kernel {kernels}"
     depths = f"{plural(mtp.depths, 'depth')} of multi-token prediction, loss weight {mtp.loss_weight:g}"
@@ -111,11 +110,12 @@ def _fact_lines(
     yield from ((name, text) for name, text in optional.items() if text)
     cap, free = run.training_choice.options.max_tokens_per_slot, ", free" if config.context.mode == "free" else ""
     rows = f"at most {plural(cap, 'row')} a slot" if cap else "any number of rows a slot"
-    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out else ""
+    reasons = [reason.removeprefix("evaluation ") for reason in run.why_degrees]
+    is_chosen = any(reason.startswith("at cp ") for reason in reasons)  # of held-out documents: a line below says it
+    evaluated = f"; evaluation {run.evaluation_choice().text}" if run.held_out and not is_chosen else ""
     priced = f"; priced for {run.cost.source}" if run.cost.source else ""
-    yield "plans", f"{run.training_choice.text}{free}, {rows}{evaluated}{priced}"
-    for reason in run.why_degrees:
-        yield "evaluation", reason.removeprefix("evaluation ")
+    yield "plans", f"{run.why_plans or run.training_choice.text}{free}, {rows}{evaluated}{priced}"
+    yield from (("evaluation", reason) for reason in reasons)
     held_out = f", {len(run.held_out):,} of them held out" if run.held_out else ""
     documents = f"{plural(len(lengths), 'document')} of {plural(int(lengths.sum()), 'token')}"
     yield "data", f"{documents}, longest {int(lengths.max()):,}{held_out}"
@@ -187,7 +187,8 @@ def _scores_text(run: TrainingRun) -> str:
     scores, coefficient = run.config.model.num_labels, run.config.train.center_rewards_coefficient
     loss = getattr(run.model.config, "problem_type", None) or usual_problem(scores, run.corpus.labels.shape[1])
     if run.corpus.unit > 1:
-        loss = f"-log σ(chosen - rejected - margin) + {coefficient:g} (chosen + rejected)²"
+        loss = "-log σ(chosen - rejected - margin)"
+        loss += f" + {coefficient:g} (chosen + rejected)²" if coefficient else ""
     return f"{plural(scores, 'score')} of the last token that is not {run.corpus.pad} (padding); loss: {loss}"
 
 

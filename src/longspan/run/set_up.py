@@ -168,10 +168,12 @@ def check_steps_left(config: RunConfig, data: RunData, checkpoint: Path, state: 
         )
     begin = data.order.begin_of_step(state["step"])
     if begin != state.get("begin"):
+        before = state["config"]["train"]
         raise ConfigError(
             f"under train.epochs {config.train.epochs:g} step {state['step'] + 1} does not begin where {checkpoint} "
             "ends, and some documents would be trained on once more or once less; it was "
-            f"{state['config']['train']['epochs']:g} then: set it back, or set run.dir to a new folder"
+            f"{before['epochs']:g} then, with train.steps {before['steps']}: set both back, or set run.dir to a new "
+            "folder"
         )
     if state.get("step", 0) == config.train.steps:
         _check_finished_run(*_comparable_configurations(config, state), checkpoint, log)
@@ -253,9 +255,9 @@ def open_run_documents(
     )
     data = open_data(config, model_config, checkpoint, world, log)
     config = replace(config, data=replace(config.data, eval_documents=data.order.held_out_texts))
-    # not node_size and the steps of epochs: a run that goes on may be on other hosts, and resolves both anew
-    as_written = set_absolute_paths(replace(config, context=replace(config.context, node_size=node_size)))
     config = set_epoch_steps(config, data.order, log)
+    # not node_size: a run that goes on may be on other hosts
+    as_written = set_absolute_paths(replace(config, context=replace(config.context, node_size=node_size)))
     for line in source_lines(config, data.order):
         log(line)
     if checkpoint is not None:
@@ -313,7 +315,7 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     # memory depends on the partition, so that the model is priced here, without a log or a plan of memory, and again
     price = partial(model_cost, config, world, configuration, data.corpus, log=lambda line: None, memory=None)
     cost, heads = run_on_every_rank(world, price, ConfigError), query_heads(data.model)
-    config, why_partition = choose_partition_on_ranks(config, data.order, world, log, cost=cost, heads=heads)
+    config, why_partition = choose_partition_on_ranks(config, data.order, world, cost=cost, heads=heads)
     done = int(state.get("step", 0))
     starts.end_part("data")
     config, memory = plan_run_memory(config, data, configuration, world, log, done=done)
@@ -335,9 +337,9 @@ def set_up(config: RunConfig, world: World, log: LogLine, starts: Starts) -> Tra
     starts.end_part("optimizer and costs")
     longest, _ = data.longest
     prices = {"cost": cost, "heads": heads}
-    config, why_plans = choose_planner_on_ranks(config, data.order, world, log, longest=longest, **prices)
+    config, why_plans = choose_planner_on_ranks(config, data.order, world, longest=longest, **prices)
     lengths = {s.name: s.documents.lengths for s in data.sets}
-    config, why_degrees = choose_degrees(config, lengths, world, log, cost=cost, heads=heads)
+    config, why_degrees = choose_degrees(config, lengths, world, cost=cost, heads=heads)
     sets = replace_eval_tables(data.sets, config)
     reasons: Any = {"why_degrees": why_degrees, "why_partition": why_partition, "why_plans": why_plans}
     return TrainingRun(

@@ -127,8 +127,8 @@ def test_what_takes_long_is_told_of_meanwhile(monkeypatch: pytest.MonkeyPatch) -
         wait_for("step 7/300")
         display.show_step(ROW | {"step": 7})
         wait_for("after step   7/300")
-        display.show_eval_progress("books", 3, 40)
-        wait_for("evaluation of books, 3 of 40 micro-batches done")
+        display.show_eval_progress("of books at cp 2", 3, 40)
+        wait_for("evaluation of books at cp 2, 3 of 40 micro-batches")
         display.show_evaluation({"step": 7, "eval_loss": 2.25, "eval_tokens": 70, "cp": 4, "seconds": 1.0})
         wait_for("after an evaluation")  # the seconds of the next one are its own
     lines = out.getvalue()
@@ -165,6 +165,31 @@ def test_the_time_that_is_left(seconds: int, left: str, clock: list[float], monk
         clock[0] = seconds * 0.9
         display.show_step(ROW | {"step": 10, "loss": 2.0})
     assert out.getvalue().splitlines()[1].endswith(f"  {left}")
+
+
+def test_evaluations_are_in_the_time_that_is_left(clock: list[float]) -> None:
+    """Steps of 100 tokens take a second after the first; 600 tokens of evaluations are to come, 300 after the first."""
+    out = io.StringIO()
+    with ProgressDisplay(1, out, log_every=1) as display:
+        display.set_length(20, lambda done: 600 if done <= 10 else 300)
+        for step in range(1, 12):
+            clock[0] += 1.0 if step > 1 else 50.0
+            display.show_step(ROW | {"step": step, "tokens": 100})
+            if step == 10:
+                clock[0] += 9.0
+                display.show_evaluation({"step": 10, "eval_loss": 2.25, "eval_tokens": 300, "cp": 4, "seconds": 9.0})
+    lines = out.getvalue().splitlines()
+    assert "left" not in lines[0] and lines[1].endswith("  20 s left"), "18 steps, and 600 tokens at a third of 10 ms"
+    assert lines[9].endswith("  12 s left") and lines[11].endswith("  18 s left"), "9 steps, and 300 tokens at 30 ms"
+
+
+def test_the_time_that_is_left_stands_in_lines_of_a_resumed_run(clock: list[float]) -> None:
+    out = io.StringIO()
+    with ProgressDisplay(40, out) as display:
+        for step in range(21, 41):
+            clock[0] += 1.0
+            display.show_step(ROW | {"step": step})
+    assert [line.endswith("  10 s left") for line in out.getvalue().splitlines()] == [True, False]
 
 
 def test_a_screen_without_a_stream_is_silent(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,23 @@ import numpy as np
 import pytest
 
 from longspan.cli.plans.answer import open_run_documents
+from longspan.config.file import load_config
+from longspan.config.keys import NOT_GIVEN
 from longspan.config.sections import RunConfig, SourceConfig
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder
+from longspan.data.stream import Mixture
 from longspan.errors import ConfigError
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
-from longspan.train.plans.order import count_held_out, make_step_order, order_lengths, set_epoch_steps, source_lines
+from longspan.train.plans.order import (
+    count_held_out,
+    documents_line,
+    make_step_order,
+    order_lengths,
+    set_epoch_steps,
+    source_lines,
+)
 from tests.corpus.test_formats import rows_as
 from tests.run.runs.homes import ALONE, gone_on_from_the_first_checkpoint, lines_of, train_rows
 from tests.run.runs.test_lora_run import write_base
@@ -119,6 +129,21 @@ def test_the_tokens_of_a_run_are_those_of_its_corpus(
         assert re.match(read, planned.line)
 
 
+def test_a_model_of_ones_own_reads_each_chat_once_unless_steps_are_given(tmp_path: Path, base: Path) -> None:
+    path = rows_as("jsonl", tmp_path / "rows", [row for row, _ in chats()])
+    keys = {"train__warmup_steps": NOT_GIVEN, "train__tokens_per_step": 40, "train__save_every": 2, **ALONE}
+    config = chat_config(tmp_path, base, path, train__steps=NOT_GIVEN, **keys)
+    rows, corpus = train_rows(config, 1), Corpus(Path(config.run.dir) / "corpus")
+    training = np.setdiff1d(np.arange(len(corpus)), make_step_order(config, corpus).evaluation)
+    assert sum(row["tokens"] for row in rows) == corpus.lengths[training].sum() and len(rows) > 3
+    assert rows[-1]["lr"] == pytest.approx(0.1 * config.train.lr)  # the schedule has as many steps
+    written = load_config(Path(config.run.dir) / "config.toml")
+    train = written.train
+    assert (train.epochs, train.steps, train.warmup_steps) == (1, len(rows), len(rows) // 20)
+    resumed = train_rows(gone_on_from_the_first_checkpoint(written, tmp_path / "begun"), 1)
+    assert [*map(without_times, resumed)] == [*map(without_times, rows)]
+
+
 def test_a_run_of_epochs_goes_on_in_the_middle_of_one_and_with_one_more(tmp_path: Path) -> None:
     config = epoch_config(tmp_path, 250, 2, train__save_every=2, train__schedule="constant", **ALONE)
     rows = train_rows(config, 1)
@@ -163,6 +188,38 @@ def test_epochs_of_few_steps_are_told_how_to_have_more(tmp_path: Path, tokens_pe
     config, lines = replace(config, data=replace(config.data, eval_documents=2)), list[str]()
     set_epoch_steps(config, order_lengths(config, np.full(40, 50)), lines.append)
     assert len(lines) == 1 + bool(words) and re.match(words, lines[-1] if words else ""), lines
+
+
+OFTEN = [  # steps, weights of two sources with 450 and 900 tokens (none: one source of 1,500) -> cautions
+    ({"train__steps": 5}, (), []),
+    ({"train__steps": 300}, (), [r"these 300 steps read every document about 200 times; --train.epochs 1 reads each"]),
+    ({"train__epochs": 20.0}, (), []),  # were asked for
+    ({"train__steps": 6}, (1.0, 2.0), []),
+    ({"train__steps": 60}, (9.0, 1.0), [r"of chats about 120 times; --train.epochs 1 --train.epochs_of chats reads"]),
+    (
+        {"train__epochs": 2.0, "train__epochs_of": "pdfs"},
+        (9.0, 1.0),
+        [r"these \d+ steps read every document of chats about \d\d times"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "weights", "cautions"), OFTEN)
+def test_a_run_that_reads_documents_often_is_cautioned(
+    tmp_path: Path, keys: dict[str, Any], weights: tuple[float, ...], cautions: list[str]
+) -> None:
+    config = small_config(tmp_path, train__tokens_per_step=1000, train__warmup_steps=0, data__eval_documents=0, **keys)
+    mixture, lengths = None, np.full(30, 50)
+    if weights:
+        sources = tuple(SourceConfig(path, weight) for path, weight in zip(("chats", "pdfs"), weights, strict=True))
+        config = replace(config, data=replace(config.data, path="", sources=sources))
+        lengths, mixture = np.full(27, 50), Mixture(np.repeat([0, 1], [9, 18]), weights, 1)
+    lines, order = list[str](), order_lengths(config, lengths, mixture=mixture)
+    config = set_epoch_steps(config, order, lines.append)
+    found = [line for line in lines if line.startswith("caution: ")]
+    assert len(found) == len(cautions) and all(re.search(*pair) for pair in zip(cautions, found, strict=True)), lines
+    assert "e+0" not in "\n".join([documents_line(config, order), *source_lines(config, order), *lines])
+    assert 0 < config.train.steps < 10**4
 
 
 def test_a_tenth_of_few_documents_is_held_out_unless_a_number_is_given() -> None:

@@ -25,7 +25,7 @@ from longspan.run.checks import check_config
 from longspan.run.loggers import read_metrics
 from longspan.testing import run_ranks
 from longspan.train.plans import PlanChoice, StepPlanner, find_run_cost, plan_steps
-from longspan.train.plans.resolve import choose_degree, choose_planner, set_world_machine
+from longspan.train.plans.resolve import _planner_reason, choose_degree, choose_planner, set_world_machine
 from longspan.train.plans.run_cost import plan_by_custom_planner
 from tests.train.plans.own_things import Slow, slow
 from tests.train.small import small_config, train_rank, write_texts
@@ -184,6 +184,16 @@ def test_the_choice_is_that_of_which_degree() -> None:
         choose_degree(choice, [10**6], home)
 
 
+def test_a_choice_of_plans_is_said_in_plain_words() -> None:
+    dynamic, fixed = PlanChoice.dynamic(), {degree: PlanChoice.fixed(degree) for degree in (1, 2, 4)}
+    ways = [(1.0, fixed[2]), (0.998, dynamic), (1.02, fixed[1]), (1.8, fixed[4])]
+    words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
+    assert _planner_reason(ways) == f"fixed, degree 2 (predicted {words})"
+    priced = PlanChoice.dynamic(cost=replace(Cost(), source="H200"))
+    words = "0.5 s a step, 5 % faster than degree 2"
+    assert _planner_reason([(0.5, priced), (0.525, fixed[2])]) == f"dynamic (predicted {words})"
+
+
 def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
     """Each choice is compared with plans made one by one; dynamic plans must gain a hundredth."""
     home, cost, own = Layout(ranks=8), Machine.known("H200").cost(QWEN3_8B), {"model.config": "folder"}
@@ -212,7 +222,9 @@ def test_planner_and_degree_are_those_of_the_fastest_plans() -> None:
             one = replace(PlanChoice.training(config, cost=cost, heads=32), degree=degree)
             with suppress(PlanError):
                 seconds[degree] = sum(one.plan(step, home).predicted_seconds for step in steps)
-        assert seconds[context.context_parallel_size] == min(seconds.values()) and f"{planner} at cp" in reason
+        assert seconds[context.context_parallel_size] == min(seconds.values())
+        words = rf"{planner}, degree {context.context_parallel_size}( \(predicted .*\)|, which alone is possible)$"
+        assert re.match(words, reason), reason
         assert (8 in seconds) and (1 in seconds) == (max(map(max, steps)) <= 8192)
         # evaluation chooses its own degree, but a padded one, which is not compared, has training's
         assert evaluation.context_parallel_size == (context.context_parallel_size if planner == "padded" else 0)

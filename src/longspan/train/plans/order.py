@@ -5,43 +5,70 @@ from typing import Any
 
 import numpy.typing as npt
 
-from longspan.config.defaults import set_steps
+from longspan.config.defaults import is_demo, set_steps
 from longspan.config.sections import RunConfig
 from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder, count_texts
-from longspan.data.stream import Mixture
+from longspan.data.stream import Mixture, ShuffledSource
 from longspan.errors import plural
 from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
+MANY_TIMES = 10  # a run that reads documents more often is cautioned
 HELD_OUT, ONE_IN = 32, 10  # texts held out by default: one in so many, at most so many
+DEMO_HELD_OUT = 8  # of a tiny preset at most so many
 
 
 def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunConfig:
-    """Set the number of steps that `train.epochs` takes; ConfigError for a schedule that does not fit them."""
-    if not config.train.epochs:
-        return config
-    steps = order.count_steps()
-    config = set_steps(config, steps)
-    Schedule.of(config.train)  # raises where the schedule does not fit
-    log(
-        f"train.epochs {config.train.epochs:g}: {plural(steps, 'step')} in place of train.steps; "
-        f"{config.train.warmup_steps} of warm-up"
-    )
-    if steps < FEW_STEPS:
-        log(_too_few_steps_text(config, order))
+    """Set the number of steps that `train.epochs` takes, and log what is unusual about how often documents are read.
+
+    Raises ConfigError for a schedule that does not fit the steps.
+    """
+    train = config.train
+    if train.epochs:
+        steps = order.count_steps()
+        config = set_steps(config, steps)
+        Schedule.of(config.train)  # raises where the schedule does not fit
+        counted = f" of {train.epochs_of}" if train.epochs_of else ""
+        warm_up = plural(config.train.warmup_steps, "step") if config.train.warmup_steps else "none"
+        log(f"train.epochs {train.epochs:g}{counted}: {plural(steps, 'step')}; warm-up: {warm_up}")
+        if steps < FEW_STEPS:
+            log(_too_few_steps_text(config, order))
+    for number, source in enumerate(order.stream.sources):
+        times = _times_read(config, order, source)
+        if times > MANY_TIMES and not _has_exact_epochs(config, order):
+            path = config.data.sources[number].path if len(order.stream.sources) > 1 else ""
+            log(
+                f"caution: these {plural(config.train.steps, 'step')} read every document{path and f' of {path}'} "
+                f"about {times:,.0f} times; --train.epochs 1{path and f' --train.epochs_of {path}'} reads each once"
+            )
     return config
 
 
+def _times_read(config: RunConfig, order: StepOrder, source: ShuffledSource) -> float:
+    share = source.weight / sum(other.weight for other in order.stream.sources)
+    return config.train.tokens_per_step * config.train.steps * share / source.tokens
+
+
+def _has_exact_epochs(config: RunConfig, order: StepOrder) -> bool:
+    return config.train.epochs > 0 and len(order.stream.sources) == 1
+
+
+def _times_text(times: float) -> str:
+    return f"{times:.3g}" if times < 1000 else f"{times:,.0f}"
+
+
 def most_step_tokens(config: RunConfig, order: StepOrder) -> int:
-    """Return the most tokens of a step of several documents: with epochs, no more than one of them has."""
+    """Return the most tokens of a step of several documents: no more than one epoch has, where a step ends with it."""
     tokens = config.train.tokens_per_step
-    return min(tokens, order.stream.tokens) if config.train.epochs else tokens
+    return min(tokens, order.stream.tokens) if _has_exact_epochs(config, order) else tokens
 
 
 def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
-    tokens = int(config.train.epochs * order.stream.tokens)  # of all epochs
+    tokens = config.train.steps * config.train.tokens_per_step  # of all steps
+    if _has_exact_epochs(config, order):
+        tokens = int(config.train.epochs * order.stream.tokens)
     # of a step: FEW_STEPS of them, or as many as may be
     advised_tokens = max(tokens // FEW_STEPS, int(order.lengths.max()))
     size = most_step_tokens(config, order)
@@ -52,20 +79,24 @@ def _too_few_steps_text(config: RunConfig, order: StepOrder) -> str:
     return f"{line}with --train.tokens_per_step {advised_tokens} there are at least {tokens // advised_tokens}"
 
 
-def count_held_out(setting: int | str, texts: int) -> int:
-    """Count how many texts are held out: the setting, or one in ten, from 1 to 32 but never a run's only one.
+def count_held_out(setting: int | str, texts: int, *, most: int = HELD_OUT) -> int:
+    """Count how many texts are held out: the setting, or one in ten, from 1 to `most` but never a run's only one.
 
     >>> [count_held_out("auto", texts) for texts in (1, 7, 153, 5000)]
     [0, 1, 15, 32]
     """
     if isinstance(setting, int):
         return setting
-    return min(HELD_OUT, max(1, texts // ONE_IN), texts - 1)
+    return min(most, max(1, texts // ONE_IN), texts - 1)
 
 
 def make_step_order(config: RunConfig, corpus: Corpus) -> StepOrder:
     data = config.data
-    mixture = Mixture(corpus.source_of, tuple(s.weight for s in data.sources)) if data.sources else None
+    mixture = None
+    if data.sources:
+        paths = [source.path for source in data.sources]
+        counted = paths.index(config.train.epochs_of) if config.train.epochs_of else 0
+        mixture = Mixture(corpus.source_of, tuple(source.weight for source in data.sources), counted)
     return order_lengths(
         config, corpus.lengths, targets=corpus.targets, mixture=mixture, texts=corpus.texts, unit=corpus.unit
     )
@@ -81,11 +112,12 @@ def order_lengths(
     unit: int = 1,
 ) -> StepOrder:
     """Make the order of documents of these lengths."""
+    most = DEMO_HELD_OUT if is_demo(config.model) else HELD_OUT
     return StepOrder(
         lengths,
         tokens_per_step=config.train.tokens_per_step,
         seed=config.train.seed,
-        eval_documents=count_held_out(config.data.eval_documents, count_texts(lengths, texts)),
+        eval_documents=count_held_out(config.data.eval_documents, count_texts(lengths, texts), most=most),
         targets=targets,
         mixture=mixture,
         texts=texts,
@@ -99,15 +131,15 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
     line = plural(stream.documents, "document" if order.unit == 1 else "pair")
     line += f" of {plural(order.training_texts, 'text')}" * (stream.documents != order.training_texts)
     line += f" to train on, of {plural(stream.tokens, 'token')}, which "
-    if train.epochs:
-        line += f"{plural(order.count_steps(), 'step')} read {train.epochs:g} times"
-    else:
-        times = train.tokens_per_step * train.steps / stream.tokens
-        line += f"{plural(train.steps, 'step')} read about {times:.3g} times"
+    steps = order.count_steps() if train.epochs else train.steps
+    times = f"about {_times_text(train.tokens_per_step * steps / stream.tokens)}"
+    if _has_exact_epochs(config, order):
+        times = f"{train.epochs:g}"
+    line += f"{plural(steps, 'step')} read {times} times"
     line += f"; {plural(order.held_out_texts, 'text')}"
     line += f" of {plural(held_out, 'document')}" * (held_out != order.held_out_texts)
     line += " held out (data.eval_documents)"
-    if not train.epochs and train.tokens_per_step > stream.tokens:
+    if not _has_exact_epochs(config, order) and train.tokens_per_step > stream.tokens:
         line += (
             f"; a step of {train.tokens_per_step:,} tokens (train.tokens_per_step) reads some documents more than once"
         )
@@ -116,12 +148,11 @@ def documents_line(config: RunConfig, order: StepOrder) -> str:
 
 def source_lines(config: RunConfig, order: StepOrder) -> Iterator[str]:
     """Yield a line about each of several sources."""
-    tokens_read = config.train.tokens_per_step * config.train.steps
     sources = order.stream.sources if config.data.sources else ()
     for table, source in zip(config.data.sources, sources, strict=True):
         share = source.weight / sum(other.weight for other in sources)
         yield (
             f"source {table.path}: weight {source.weight:g}, {share:.3g} of the tokens of steps; it has "
             f"{plural(source.documents, 'document')} of {plural(source.tokens, 'token')} to train on, read about "
-            f"{tokens_read * share / source.tokens:.3g} times, and {len(source.held_out):,} held out"
+            f"{_times_text(_times_read(config, order, source))} times, and {len(source.held_out):,} held out"
         )

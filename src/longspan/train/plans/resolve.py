@@ -16,7 +16,7 @@ from statistics import mean
 import torch
 
 from longspan.comm import World
-from longspan.comm.all_ranks import LogLine, run_on_every_rank, run_on_first_rank
+from longspan.comm.all_ranks import run_on_every_rank, run_on_first_rank
 from longspan.config.keys import AUTO
 from longspan.config.plan_section import EvalConfig
 from longspan.config.sections import RunConfig, set_evaluations
@@ -33,17 +33,14 @@ NAMED = 3  # other choices in a reason
 
 
 def choose_partition_on_ranks(
-    config: RunConfig, order: StepOrder, world: World, log: LogLine, *, cost: Cost, heads: int | None
+    config: RunConfig, order: StepOrder, world: World, *, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
     """Choose a partition and a type in place of "auto", on the first rank; returns the configuration, and why."""
     if config.context.partition != AUTO:
         return config, ""
     lengths = [order.lengths_of_step(step) for step in range(STEPS)]
     work = partial(choose_partition, config, lengths, world.home, cost=cost, heads=heads)
-    config, reason = run_on_first_rank(world, work, ConfigError)
-    if reason:
-        log(f"rows: {reason}")
-    return config, reason
+    return run_on_first_rank(world, work, ConfigError)
 
 
 def choose_partition(
@@ -94,17 +91,14 @@ def _set_evaluation_types(config: RunConfig, home: Layout, heads: int | None) ->
 
 
 def choose_planner_on_ranks(
-    config: RunConfig, order: StepOrder, world: World, log: LogLine, *, longest: int, cost: Cost, heads: int | None
+    config: RunConfig, order: StepOrder, world: World, *, longest: int, cost: Cost, heads: int | None
 ) -> tuple[RunConfig, str]:
     """Choose planner and degree on the first rank, by the first steps; returns the configuration, and why."""
     if not leaves_plans_open(config):
         return config, ""
     lengths = [order.lengths_of_step(step) for step in range(STEPS)]
     work = partial(choose_planner, config, lengths, world.home, longest=longest, cost=cost, heads=heads)
-    config, reason = run_on_first_rank(world, work, ConfigError)
-    if reason:
-        log(f"plans: {reason}")
-    return config, reason
+    return run_on_first_rank(world, work, ConfigError)
 
 
 def choose_planner(
@@ -158,13 +152,26 @@ def choose_planner(
 
 def _planner_reason(ways: Sequence[tuple[float, PlanChoice]]) -> str:
     (least, best), *others = ways
+    words = f"{best.planner}, degree {best.degree}" if best.has_one_degree else best.planner
     if not others:
-        return f"{best.text}, which alone is possible"
-    if best.options.cost.source:
-        texts = [f"{choice.text} {seconds:.3g} s" for seconds, choice in others[:NAMED]]
-        return f"{best.text}, as {least:.3g} s a step are predicted; {', '.join(texts)}"
-    texts = [f"{choice.text} {seconds / least:.2f} x as long" for seconds, choice in others[:NAMED]]
-    return f"{best.text}, by cost; {', '.join(texts)}"
+        return f"{words}, which alone is possible"
+    seconds = f"{least:.3g} s a step, " if best.options.cost.source else ""
+    texts = [f"{_speed_text(other / least)} {_short_name(choice)}" for other, choice in others[:NAMED]]
+    return f"{words} (predicted {seconds}{', '.join(texts)})"
+
+
+def _short_name(choice: PlanChoice) -> str:
+    return f"degree {choice.degree}" if choice.has_one_degree else choice.planner
+
+
+def _speed_text(times: float) -> str:
+    """How fast a plan is beside one that takes so many times as long."""
+    percent = 100 * (times - 1)
+    if abs(percent) < 0.5:
+        return "as fast as"
+    if times >= 1.5:
+        return f"{times:.1f} times as fast as"
+    return f"{abs(percent):.0f} % {'faster' if percent > 0 else 'slower'} than"
 
 
 def choose_degree(
@@ -193,23 +200,19 @@ def choose_degree(
 
 
 def choose_degree_on_ranks(
-    choice: PlanChoice, lengths: Sequence[int], world: World, log: LogLine, *, name: str = ""
+    choice: PlanChoice, lengths: Sequence[int], world: World, *, name: str = ""
 ) -> tuple[PlanChoice, str]:
-    """Choose on the first rank, as hosts may round times differently, and log why; all ranks call it."""
+    """Choose on the first rank, as hosts may round times differently; returns the choice and why; all ranks call it."""
     if choice.degree or not choice.has_one_degree:
         return choice, ""
     work = partial(choose_degree, choice, [int(n) for n in lengths], world.home, name=name)
-    choice, reason = run_on_first_rank(world, work, ConfigError)
-    if reason:
-        log(reason)
-    return choice, reason
+    return run_on_first_rank(world, work, ConfigError)
 
 
 def choose_degrees(
     config: RunConfig,
     lengths: Mapping[str, Sequence[int]],
     world: World,
-    log: LogLine,
     *,
     cost: Cost,
     heads: int | None,
@@ -223,7 +226,7 @@ def choose_degrees(
     for entry in config.evaluations:
         choice = PlanChoice.evaluation(config, entry, cost=cost, heads=heads)
         set_lengths = lengths.get(entry.name, ())
-        choice, reason = choose_degree_on_ranks(choice, set_lengths, world, log, name=entry.name)
+        choice, reason = choose_degree_on_ranks(choice, set_lengths, world, name=entry.name)
         entries.append(_set_chosen_degree(entry, choice) if reason else entry)
         reasons += [reason] if reason else []
     return set_evaluations(config, entries), tuple(reasons)
