@@ -23,7 +23,10 @@ _SPLIT = re.compile(rf"(?:^|[-._ /0-9])((?:{_WORD})(?:_(?:sft|gen|prefs))?)(?=[-
 _SHARD = re.compile(rf"(?:(?:^|(?<=/))(?={_WORD})|(?<=^data/)|(?<=/data/))(\w+(?:\.\w+)*)-\d{{5}}-of-\d{{5}}[^/]*$")
 _SAME = {"training": "train", "testing": "test", "eval": "test", "evaluation": "test"}
 _SAME |= dict.fromkeys(("valid", "val", "dev"), "validation")
-_PART = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+_ROWS, _SHARE = r"(?:-?\d+)?", r"(?:-?(?:100|\d?\d)%)?"
+_PART = re.compile(
+    rf"(?P<name>[\w.-]+)(?:\[(?=(?:{_ROWS}:{_ROWS}|{_SHARE}:{_SHARE})\])(?P<start>[^:]*):(?P<stop>[^]]*)\])?"
+)
 
 
 class SplitPart(NamedTuple):
@@ -40,25 +43,23 @@ class SplitPart(NamedTuple):
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """Return the first row and the one after the last, of so many; a share is rounded as datasets does it."""
-        ends = list[int]()
-        for text, default in ((self.start, 0), (self.stop, rows)):
-            end = round(int(text[:-1]) * rows / 100) if text.endswith("%") else int(text or default)
-            ends.append(min(max(end + rows, 0) if end < 0 else end, rows))
-        return ends[0], ends[1]
+        return _find_end(self.start or "0", rows), _find_end(self.stop or str(rows), rows)
+
+
+def _find_end(text: str, rows: int) -> int:
+    end = round(int(text[:-1]) * rows / 100) if text.endswith("%") else int(text)
+    return min(max(end + rows, 0) if end < 0 else end, rows)
 
 
 def read_split_parts(split: str, key: str) -> list[SplitPart]:
     """Read a value of `data.split`. Raises DataError, with the grammar, for one that is none."""
-    parts = [_PART.fullmatch(part.strip()) for part in split.split("+")]
-    for part in parts:
-        shares = [int(end[:-1]) for end in (part.groups() if part else ())[1:] if end and end.endswith("%")]
-        given = sum(end is not None for end in part.groups()[1:]) if part else 0
-        if part is None or (shares and (len(shares) < given or max(map(abs, shares)) > 100)):
-            raise DataError(
-                f'{key} is {split!r}; give a split of the data set, as "train", or some of its rows, as "train[:100]", '
-                '"train[-50:]" or "train[10%:90%]", or several with + between them, as "train+validation"'
-            )
-    return [SplitPart(**part.groupdict("")) for part in parts if part]
+    parts = [match for text in split.split("+") if (match := _PART.fullmatch(text.strip()))]
+    if len(parts) <= split.count("+"):
+        raise DataError(
+            f'{key} is {split!r}; give a split of the data set, as "train", or some of its rows, as "train[:100]", '
+            '"train[-50:]" or "train[10%:90%]", or several with + between them, as "train+validation"'
+        )
+    return [SplitPart(**part.groupdict("")) for part in parts]
 
 
 class Splits(NamedTuple):
@@ -119,14 +120,14 @@ def check_one_configuration(root: Path, names: Collection[str], path: str, key: 
 
 def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
     """The files of each folder beside one that holds a file of the same name; {} if words tell no two apart."""
-    alike = defaultdict[tuple[str, str], dict[str, str]](dict)  # folder and name of each file, by what is around them
+    alike = defaultdict[tuple[str, str], set[str]](set)  # folders, by what stands before and behind them in names
     for name in names:
         parts = name.split("/")
         for i, folder in enumerate(parts[:-1]):
-            alike["/".join(parts[:i]), "/".join(parts[i + 1 :])][folder] = name
-    for (above, _), files in alike.items():
-        if len({re.sub(r"\d+", "", _SPLIT.sub("", folder.lower())) for folder in files}) > 1:
-            folders = sorted({f"{above}/{folder}".lstrip("/") for folder in files})
+            alike["".join(f"{part}/" for part in parts[:i]), "/".join(parts[i + 1 :])].add(folder)
+    for (above, _), beside in alike.items():
+        if len({re.sub(r"\d+", "", _SPLIT.sub("", folder.lower())) for folder in beside}) > 1:
+            folders = [above + folder for folder in sorted(beside)]
             return {folder: [name for name in names if name.startswith(f"{folder}/")] for folder in folders}
     return {}
 

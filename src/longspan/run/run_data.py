@@ -55,15 +55,11 @@ class EvaluationSet:
     @property
     def caution(self) -> str:
         """What is said of documents that are trained on too; "" without any."""
-        documents = f"documents of evaluation set {self.name}" if self.name else "held-out documents"
+        text = f"documents of evaluation set {self.name}" if self.name else "held-out documents"
         if self.trained_on is None:
-            return f"how many {documents} are also trained on is not known: an earlier version made their tokens"
-        if not self.trained_on:
-            return ""
-        return (
-            f"{self.trained_on:,} of {len(self.documents):,} {documents} are also trained on, token for token: their "
-            "loss is not that of unseen text"
-        )
+            return f"how many {text} are also trained on is not known: an earlier version made their tokens"
+        text = f"{self.trained_on:,} of {len(self.documents):,} {text} are also trained on, token for token"
+        return f"{text}: their loss is not that of unseen text" if self.trained_on else ""
 
     @property
     def name(self) -> str:
