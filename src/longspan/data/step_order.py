@@ -74,10 +74,11 @@ class StepOrder:
 
     `targets` are the tokens that each document predicts (None: all but its first), `texts` the numbers of the texts
     that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
-    are `evaluation`. Of a `mixture` each source gives its share of them, at least one. Sources of a `mixture` give tokens by their weights, each in epochs of its own. A step reaches
-    into the next epoch up to a document that it has already (unless it `may_repeat` documents), except in a run of
-    `epochs` (0: without end) of one source, where steps end with the epoch. Each `unit` documents that follow each
-    other, as a pair, are one here, and stay together. Raises DataError if no document is left to train on.
+    are `evaluation`. Of a `mixture` each source gives its share of them, at least one. Sources of a `mixture` give
+    tokens by their weights, each in epochs of its own. A step reaches into the next epoch up to a document that it has
+    already (unless it `may_repeat` documents), except in a run of `epochs` (0: without end) of one source, where steps
+    end with the epoch. Each `unit` documents that follow each other, as a pair, are one here, and stay together. Raises
+    DataError if no document is left to train on.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ def check_data(config: RunConfig) -> None:
     counted, paths = config.train.epochs_of, [source.path for source in data.sources]
     if config.train.epochs and (count > 1 or counted) and counted not in paths:
         raise ConfigError(
-            f"train.epochs_of is {counted!r}, train.epochs {config.train.epochs:g}, and [[data.sources]] have the paths "
-            f"{', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
+            f"train.epochs_of is {counted!r}, train.epochs {config.train.epochs:g}, and [[data.sources]] have the "
+            f"paths {', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
             "train.steps in place of train.epochs, or, if all rows are of one kind, one folder with their files"
         )
     for column in data.columns:
@@ -118,7 +118,7 @@ def check_data(config: RunConfig) -> None:
         if not source.path:
             raise ConfigError(f"data.sources[{number}].path is empty; name a folder or file of rows")
         if not 0 < source.weight < math.inf:
-            raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be above 0")
+            raise ConfigError(f"data.sources[{number}].weight is {source.weight}; it must be a finite number above 0")
 
 
 def check_paths_exist(config: RunConfig) -> None:

@@ -92,9 +92,8 @@ def open_evaluation_set(config: RunConfig, entry: EvalConfig, world: World, log:
 
 
 def _corpus_settings(config: RunConfig, entry: EvalConfig) -> CorpusSettings:
-    own = {key: getattr(entry, key) for key in ("path", "split", "max_document_tokens")}
-    data = replace(config.data, sources=(), **own)
-    return CorpusSettings(data, f"evaluation/{entry.name}", entry.prefix, config.model.num_labels)
+    names = {"folder": f"evaluation/{entry.name}", "prefix": entry.prefix}
+    return CorpusSettings.of_set(config, entry.path, entry.split, entry.max_document_tokens, **names)
 
 
 def _shared_corpus(config: RunConfig, entry: EvalConfig, world: World, log: LogLine) -> Corpus:

@@ -11,7 +11,7 @@ from longspan.corpus.files import LogLine
 from longspan.data.documents import Corpus
 from longspan.data.step_order import StepOrder, count_texts
 from longspan.data.stream import Mixture, ShuffledSource
-from longspan.errors import plural
+from longspan.errors import ConfigError, plural
 from longspan.train.optim.schedule import Schedule
 
 FEW_STEPS = 50  # a run of epochs with fewer gets advice on how to have more
@@ -23,11 +23,17 @@ DEMO_HELD_OUT = 8  # of a tiny preset at most so many
 def set_epoch_steps(config: RunConfig, order: StepOrder, log: LogLine) -> RunConfig:
     """Set the number of steps that `train.epochs` takes, and log what is unusual about how often documents are read.
 
-    Raises ConfigError for a schedule that does not fit the steps.
+    Raises ConfigError for no step, and for a schedule that does not fit the steps.
     """
     train = config.train
     if train.epochs:
         steps = order.count_steps()
+        documents = order.stream.documents
+        if not steps:
+            raise ConfigError(
+                f"train.epochs is {train.epochs:g}, by which not one of {plural(documents, 'document')} is trained "
+                f"on; give at least {1 / documents:.1g}, or train.steps in its place"
+            )
         config = set_steps(config, steps)
         Schedule.of(config.train)  # raises where the schedule does not fit
         counted = f" of {train.epochs_of}" if train.epochs_of else ""
