@@ -10,21 +10,24 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from longspan.comm import failure_reports
+from longspan.comm import failure_reports, rendezvous
 from longspan.comm import watch as answering
 from longspan.comm.failure_reports import FailureReports
 from longspan.comm.watch import AnsweringThread, Watch
 from longspan.comm.world import World
+from longspan.config.sections import RunConfig
 from longspan.errors import CommError, RankLostError
 from longspan.launch.launch import run_local
 from longspan.layout import Layout
 from longspan.testing import backend, run_ranks
+from tests.train.small import small_config, train_rank
 
 on_gloo = pytest.mark.skipif(backend() != "gloo", reason="NCCL ends a stuck process instead of raising in it")
 RING = r"'(ring of four|leaving the world)' of step 7 between ranks \(0, 1, 2, 3\)"
@@ -203,10 +206,21 @@ def test_memory_that_is_short_is_no_failed_collective(error: Exception) -> None:
     assert watch.current is None
 
 
-def lose_the_store(rank: int, port: int) -> None:
-    """Rank 0 serves the store itself, as without torchrun, and dies with it."""
+def serve_the_store() -> None:
+    """Rank 0 serves the store itself, as where ranks are started one by one (srun)."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ["MASTER_PORT"] = os.environ["TEST_PORT"]
+
+
+@pytest.fixture
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("TEST_PORT", str(free.getsockname()[1]))
+
+
+def lose_the_store(rank: int) -> None:
+    serve_the_store()
     with World(Layout(ranks=2), backend="gloo", timeout=60) as world:
         world.control.barrier()
         if rank == 0:
@@ -214,16 +228,46 @@ def lose_the_store(rank: int, port: int) -> None:
         world.control.barrier("last barrier")
 
 
+@pytest.mark.usefixtures("free_port")
 def test_the_rank_that_served_the_store_is_missed() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with pytest.raises(CommError, match="rank 0 of 2 left with exit code 0") as raised:
-        run_ranks(lose_the_store, 2, port)
+        run_ranks(lose_the_store, 2)
     (note,) = raised.value.__notes__
     assert re.search(
-        "'last barrier' .* the store does not answer, so the rank or launcher that served it is gone", note
+        "'last barrier' .* rank 0, which serves the store, does not answer: killed, cut off or stopped", note
     )
+
+
+STOPPED_IN = {
+    "step": "longspan.run.run_data.TrainingRun.take_step",
+    "evaluation": "longspan.run.evaluations.evaluate",
+    "save": "longspan.checkpoint.storage.SafetensorsWriter.write_data",
+    "new group": "torch.distributed.new_group",
+}
+
+
+def stop_in(rank: int, where: str, config: RunConfig) -> None:
+    serve_the_store()
+    rendezvous.STORE_SECONDS = 4.0
+    if rank == 0:
+        mock.patch(STOPPED_IN[where], lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)).start()
+    train_rank(rank, config, 2)
+
+
+@on_gloo
+@pytest.mark.usefixtures("free_port")
+@pytest.mark.parametrize(
+    "where", [pytest.param(where, marks=() if where == "step" else pytest.mark.whole) for where in STOPPED_IN]
+)
+def test_a_stopped_rank_that_serves_the_store_is_named_in_time(
+    where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"run__timeout_seconds": 4.0, "train__eval_every": 1, "train__save_every": 2, "train__steps": 4}
+    with pytest.raises(CommError) as raised:
+        run_local(stop_in, 2, (where, small_config(tmp_path, **keys)), timeout=100, grace=1, threads=1)
+    said = f"{raised.value}\n{capfd.readouterr().err}"  # an error of the other rank, or what ended it
+    named = r"rank 1 .*rank 0, which serves (the store, does not answer: killed, cut off or stopped|it, runs)"
+    assert re.search(named, said), said
 
 
 def hang_on_a_gpu(rank: int) -> None:

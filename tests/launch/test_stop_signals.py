@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from longspan.config.file import to_toml
 from longspan.errors import CheckpointError
 from longspan.launch import stop_signals
 from longspan.launch.launch import run_local
@@ -96,6 +97,22 @@ def test_output_to_a_closed_terminal_or_pipe_goes_nowhere(tmp_path: Path) -> Non
     with (tmp_path / "file").open("w") as file:
         drop_output_if_closed([file.fileno()])
         assert not os.path.sameopenfile(file.fileno(), nowhere)
+
+
+def test_a_run_outlives_its_output(tmp_path: Path) -> None:
+    """Standard output is on a full device, and nobody reads standard error."""
+    (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, train__steps=1, train__warmup_steps=1)))
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "longspan", "train", str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(words, stdout=full, stderr=writer, timeout=240, check=False)
+    os.close(writer)
+    lines = (tmp_path / "run/output.txt").read_text().splitlines()
+    assert done.returncode == 0, lines
+    first = [i for i, line in enumerate(lines) if line.startswith("standard output does not take this (No space left")]
+    step, last = (next(i for i, line in enumerate(lines) if part in line) for part in ("step 1/1  loss", "Open /"))
+    assert len(first) == 2 and min(first) < step < last, lines  # of the rank and of the launcher
 
 
 def test_a_command_is_interrupted_once_by_a_press_that_comes_twice() -> None:

@@ -160,8 +160,8 @@ def test_ranks_with_their_nodes() -> None:
     assert nodes.describe_ranks([2, 3]) == "all ranks (2, 3) of node 1"
     assert nodes.describe_ranks([5, 0, 1]) == "all ranks (0, 1) of node 0 and rank(s) (5) of node 2"
     reports = FailureReports(0, range(6), HashStore(), "world")
-    assert reports.store_node_text() == ""
+    assert reports.server_text() == "the launcher, which serves the store, does not answer: killed, cut off or stopped"
     reports.nodes = nodes
-    assert reports.store_node_text() == "; it was served on node 0, with ranks (0, 1)"
+    assert "which serves the store on node 0, with ranks (0, 1), does not answer" in reports.server_text()
     many = Nodes(tuple(f"node {i}" for i in range(12)), tuple((i,) for i in range(12)))
     assert many.describe_ranks(range(1, 12)).endswith("all ranks (8) of node 8 and 3 more nodes")

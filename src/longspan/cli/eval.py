@@ -57,6 +57,7 @@ from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
 from longspan.layout import Layout
+from longspan.launch.output import outlive_output
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
 from longspan.run.checks import check_config
@@ -305,6 +306,7 @@ def check_request(request: EvalRequest, ranks: int) -> Layout:
 def eval_rank(rank: int, request: EvalRequest, ranks: int, backend: str, starts: Starts) -> tuple[SubjectResult, ...]:
     """Evaluate on one rank. What imports torch is imported here, as a part of the start that is timed (`starts`)."""
     starts.end_part("processes")
+    outlive_output(None, ["stderr"])
     config = request.subjects[0].config
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")

@@ -22,7 +22,8 @@ from longspan.cli.processes import (
 from longspan.config.keys import AUTO
 from longspan.config.sections import RunConfig
 from longspan.errors import LongspanError
-from longspan.launch.stop_signals import NOTICES, Interrupted, drop_output_if_closed, ignore_signals
+from longspan.launch.output import outlive_output
+from longspan.launch.stop_signals import NOTICES, Interrupted, ignore_signals
 from longspan.run.checks import check_config, check_data, check_paths_exist
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         if prints_results():
             show_rows(config, flags.show)
         return 0
+    outlive_output(Path(config.run.dir))
     processes = choose_processes(flags.world, flags.device)
     ranks = processes.ranks
     if not has_torchrun():  # whose ranks run already: they find a missing path themselves
@@ -68,7 +70,6 @@ def main(argv: Sequence[str]) -> int:
         interrupted.status = config.run.stopped_status or interrupted.status
         raise
     if prints_results():
-        drop_output_if_closed()  # flushing it at exit would fail, and that status replace the run's
         _report_result(result, config, as_json=flags.json)
     return config.run.stopped_status if result.stopped else 0
 
@@ -81,6 +82,7 @@ def train_rank(
     leave their world and begin anew with half of the rows that "auto" had chosen.
     """
     starts.end_part("processes")
+    outlive_output(Path(config.run.dir))
     if backend == "nccl":
         begin_gpu_imports(count_host_ranks(ranks), compiled=config.train.compiled != "none")
     gc.disable()  # imports, made here under torchrun, leave no garbage, and looking for some takes a tenth of the time

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import PrefixStore, Store
 
-from longspan.comm.rendezvous import clone_store_connection
+from longspan.comm.rendezvous import LimitedStore, clone_store_connection
 from longspan.launch.launcher_watch import has_ended, processes_of_torchrun
 from longspan.launch.rank_process import DEAD_KEY
 from longspan.layout.layout import excerpt
@@ -132,22 +132,27 @@ def read_nodes(store: Store, prefix: str, size: int) -> Nodes | None:
 
 
 class FailureReports:
-    """One rank's side of the reports. `root` is a connection to the store of all ranks, `prefix` this world's in it.
+    """One rank's side of the reports. `root` is a connection to the store of all ranks, which `server` serves, and
+    `prefix` this world's in it.
 
     Its methods raise RuntimeError where the store does not answer, except for `post_departure`.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str) -> None:
-        self._rank, self._ranks, self._root, self._prefix = rank, tuple(ranks), root, prefix
-        self._store = PrefixStore(prefix, root)
+    def __init__(self, rank: int, ranks: Sequence[int], root: Store, prefix: str, server: str = "the launcher") -> None:
+        self._rank, self._ranks, self._prefix, self.server = rank, tuple(ranks), prefix, server
+        self._connect(root)
         self._processes = processes_of_torchrun()  # process ids of ranks on this host
         self.nodes: Nodes | None = None  # where the ranks run, once the world is open
         self._answered, self._answered_at = 0, -math.inf  # the last report that this rank answered for, and when
         self._answering = threading.Lock()  # the main thread answers too, where its own collective fails
 
     def open_own_connection(self) -> None:
-        self._root = clone_store_connection(self._root)
-        self._store = PrefixStore(self._prefix, self._root)
+        self._connect(clone_store_connection(self._connection))
+
+    def _connect(self, root: Store) -> None:
+        self._connection = root
+        self._root = LimitedStore(root)
+        self._store = LimitedStore(PrefixStore(self._prefix, root))
 
     def post_departure(self, error: str, *, echo: bool) -> None:
         """An echo is an error that reports another rank's failure."""
@@ -215,11 +220,10 @@ class FailureReports:
                 return FailureReport(tuple(causes), tuple(_activity_lines(remaining, operation)), own_error, self._rank)
             time.sleep(0.05)
 
-    def store_node_text(self) -> str:
-        """On which node the store is served, by rank 0 or its torchrun, as the end of a message."""
-        if self.nodes is None:
-            return ""
-        return f"; it was served on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])}"
+    def server_text(self) -> str:
+        """Who serves the store, and on which node, rank 0's: the cause where it does not answer."""
+        node = "" if self.nodes is None else f" on {self.nodes.names[0]}, with ranks {excerpt(self.nodes.ranks[0])},"
+        return f"{self.server}, which serves the store{node or ','} does not answer: killed, cut off or stopped"
 
     def _death_texts(self, missing: Sequence[int]) -> dict[int, str]:
         """Of ranks on this host that torchrun started it is known by their process ids, of others if their launcher has
@@ -238,7 +242,7 @@ class FailureReports:
         return [json.loads(line) for line in self._store.get(key).decode().splitlines()]
 
     def _append_entry(self, key: str, entry: dict[str, Any]) -> None:
-        self._store.append(key, json.dumps(entry) + "\n")  # pyright: ignore[reportAttributeAccessIssue]
+        self._store.append(key, json.dumps(entry) + "\n")
         self._store.set("news", "")
 
     def _wait_for_key(self, key: str, seconds: float) -> str | None:

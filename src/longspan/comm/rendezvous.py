@@ -7,18 +7,22 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistError, HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed import DistError, DistStoreError, HashStore, PrefixStore, ProcessGroup, Store
 
 from longspan.errors import CommError, plural
 from longspan.layout.layout import excerpt
 
+T = TypeVar("T")
 BOTH = "cpu:gloo,cuda:nccl"  # tensors on GPUs through NCCL, the host's integers through gloo
 # Gloo connects every pair of members of a group that carries a CPU's tensors when it makes it: of the plane's group, of
 # three for meshes and all planes, and of four that plans gain. In the default and the control group the first rank may
@@ -38,6 +42,7 @@ class Place:
     local_rank: int
     address: str  # of the store; empty where a single process needs none, or the default group has one already
     node: str = ""  # the name of its node, for messages
+    store_server: str = "the launcher"  # which serves the store, for messages
 
 
 def raise_open_file_limit(size: int) -> None:
@@ -106,13 +111,12 @@ def wait_for_all_ranks(store: Store, place: Place, timeout: float) -> str:
     try again. Raises CommError with the ranks that did not come.
     """
     try:
-        if place.rank == 0:
-            return _open_world(store, place, timeout)
-        return _join_world(store, place, timeout)
+        begin = _open_world if place.rank == 0 else _join_world
+        return ask_store(partial(begin, store, place, timeout), timeout + STORE_SECONDS)
     except DistError as error:
         raise CommError(
             f"rank {place.rank} could not open a world of {plural(place.size, 'rank')}: their store does not answer; "
-            f"check that the process which serves it (torchrun, or rank 0) runs ({error})"
+            f"check that {place.store_server}, which serves it, runs ({error})"
         ) from error
 
 
@@ -239,11 +243,62 @@ def defer_connections() -> Iterator[None]:
             del os.environ[_LAZY]
 
 
+STORE_SECONDS = 10.0  # in which a store answers
+
+
 def clone_store_connection(store: Store) -> Store:
-    """Its requests wait for 10 s at most."""
-    connection: Store = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
-    connection.set_timeout(timedelta(seconds=10))
+    """Its requests wait for STORE_SECONDS at most for a key."""
+    connection: Store = ask_store(store.clone)  # pyright: ignore[reportAttributeAccessIssue]
+    connection.set_timeout(timedelta(seconds=STORE_SECONDS))
     return connection
+
+
+def ask_store(request: Callable[[], T], seconds: float = STORE_SECONDS) -> T:
+    """Return the answer to a request. torch waits without a limit for a store whose process stands still: the request
+    is left to a thread, and DistStoreError is raised after `seconds`.
+    """
+    return _answer(_begin_request(request), seconds)
+
+
+def _begin_request(request: Callable[[], T]) -> Future[T]:
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(request())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="longspan store", daemon=True).start()
+    return future
+
+
+def _answer(future: Future[T], seconds: float) -> T:
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        raise DistStoreError(f"the store did not answer in {seconds:g} s") from None
+
+
+class LimitedStore:
+    """A store whose requests raise DistStoreError after STORE_SECONDS, and at once while one of them is that late."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._late: Future[Any] | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if self._late is not None and not self._late.done():
+                raise DistStoreError("the store has not answered an earlier request yet")
+            future = _begin_request(partial(getattr(self._store, name), *arguments))
+            try:
+                return _answer(future, STORE_SECONDS)
+            finally:
+                if not future.done():
+                    self._late = future
+
+        return ask
 
 
 def destroy_groups(groups: Sequence[ProcessGroup], *, default: bool, patient: bool) -> None:

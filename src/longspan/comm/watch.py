@@ -217,8 +217,7 @@ class Watch:
         try:
             return self.reports.request_report(self.activity(), operation.started)
         except RuntimeError:
-            served = "the store does not answer, so the rank or launcher that served it is gone"
-            return FailureReport((served + self.reports.store_node_text(),))
+            return FailureReport((self.reports.server_text(),))
 
 
 def _has_passed(query: Callable[[], bool]) -> bool:
@@ -241,6 +240,7 @@ class AnsweringThread:
         self.watch = watch
         self._late: Operation | None = None  # the collective that was late when this thread last looked
         self._left_since: float | None = None  # when this rank first saw that another has left with an error
+        self._silent_since = math.inf  # when the store gave no answer first, of the questions since the last answer
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._answer_until_stopped, name="longspan failure reports", daemon=True)
 
@@ -256,23 +256,23 @@ class AnsweringThread:
     def _answer_until_stopped(self) -> None:
         # Many ranks share one store: a thousand ranks ask it a thousand times a second, not more.
         interval = min(2.0, max(0.2, len(self.watch.ranks) / 1000))
-        reports, silent_since = self.watch.reports, math.inf
+        reports = self.watch.reports
         while not self._stop.wait(interval):
             self._end_with_stuck_device()
             self._end_with_stuck_host()
             if reports is None or launcher_is_gone():  # there is no store to ask any more
                 continue
             try:
-                if silent_since < math.inf:  # the last question failed
+                if self._silent_since < math.inf:  # the last question failed
                     reports.open_own_connection()
                 if reports.has_departure_or_request():
                     self._end_waiting_for_lost_rank(reports)
                     if number := reports.unanswered_request_number():
                         reports.post_answer(number, self.watch.activity())
-                silent_since = math.inf
+                self._silent_since = math.inf
             except RuntimeError as error:
-                silent_since = min(silent_since, time.monotonic())
-                if time.monotonic() - silent_since >= SILENT_SECONDS:
+                self._silent_since = min(self._silent_since, time.monotonic())
+                if time.monotonic() - self._silent_since >= SILENT_SECONDS:
                     reports = None
                     _write_line(
                         f"rank {self.watch.rank} answers for no more failure reports and does not learn of ranks that "
@@ -297,10 +297,10 @@ class AnsweringThread:
     def _end_with_stuck_host(self) -> None:
         """gloo connects two ranks at their first message, in the thread that sends it. Where the other rank is gone, it
         tries for five times the limit that their group was made with (torch 2.13). The process ends at the second look
-        that finds the same collective late.
+        that finds the same collective late. Work is late where the rank that serves the store does not answer.
         """
         operation, late = self.watch.current, self._late
-        if operation is not None and (operation.is_work or operation is self.watch.failed):
+        if operation is not None and (operation is self.watch.failed or self._may_take_long(operation)):
             operation = None
         if operation is not None and time.monotonic() - operation.started < operation.limit + LATE_SECONDS:
             operation = None
@@ -310,6 +310,11 @@ class AnsweringThread:
                 operation,
                 f"timed out: rank {self.watch.rank} does not get past it, as at a first message to a rank that is gone",
             )
+
+    def _may_take_long(self, operation: Operation) -> bool:
+        served_by_rank = self.watch.reports is not None and self.watch.reports.server == "rank 0"
+        silent = served_by_rank and time.monotonic() - self._silent_since > operation.limit
+        return operation.is_work and not silent
 
     def _end_waiting_for_lost_rank(self, reports: FailureReports) -> None:
         """Where connections break, the main thread has raised by then. With NCCL, or where the rank that left lives on
@@ -330,4 +335,5 @@ class AnsweringThread:
 
 
 def _write_line(text: str) -> None:
-    print(f"longspan: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        print(f"longspan: {text}", file=sys.stderr, flush=True)

@@ -148,7 +148,9 @@ class World:
         )  # recorded calls meet others that are not, and are short-lived
         reports = None  # in a world of one process, and where a store cannot append, which reports need
         if place.size > 1 and store.has_extended_api():  # pyright: ignore[reportAttributeAccessIssue]
-            reports = FailureReports(self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch")
+            reports = FailureReports(
+                self.rank, self.home.ranks, clone_store_connection(store), f"{prefix}/watch", place.store_server
+            )
         self.watch: Watch = Watch(self.rank, self.home.ranks, self.timeout, reports, gpu=self.device.type == "cuda")
         self.watch.open_watches, self.watch.step = (
             _watches_of_open_worlds,
@@ -162,7 +164,8 @@ class World:
         self._answering.start()  # before the first collective, which may fail too
         try:
             if self._made_default:
-                init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
+                with self.watch.enter_operation("making the default group", self.home.ranks, is_work=True):
+                    init_default_group(place, PrefixStore(prefix, store), self.backend, self.timeout)
             self.process_groups.shareable = _shareable.setdefault(dist.distributed_c10d._get_default_group(), {})
             self.control: ControlGroup = ControlGroup(self.home, self.plane, self.process_groups)
             self.channels: Channels = Channels(
@@ -291,20 +294,27 @@ def _torchrun_place(home: Layout) -> Place:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _check_rank_count(home, size)
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name())
+    return Place(rank, size, int(os.environ.get("LOCAL_RANK", rank)), address, _node_name(), _store_server())
 
 
 def _existing_place(home: Layout) -> Place:
     """The default group was made by others; without LOCAL_RANK, all ranks are on a host."""
     _check_rank_count(home, dist.get_world_size())
     rank = dist.get_rank()
-    return Place(rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name())
+    return Place(
+        rank, dist.get_world_size(), int(os.environ.get("LOCAL_RANK", rank)), "", _node_name(), _store_server()
+    )
 
 
 def _node_name() -> str:
     """torchrun's number of the node, if torchrun started this process, and the host."""
     number = os.environ.get("GROUP_RANK")
     return f"host {gethostname()}" if number is None else f"node {number} (host {gethostname()})"
+
+
+def _store_server() -> str:
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "the launcher" if agent else "rank 0"
 
 
 def _check_rank_count(home: Layout, size: int) -> None:

@@ -12,24 +12,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from longspan.launch.output import write_error
 from longspan.launch.stop_signals import drop_output_if_closed
 
 PATIENCE = 600.0  # seconds for the step and the save of a rank that heeds SIGTERM
 _CHECK_SECONDS = 0.1
-_gone = threading.Event()
+_checks: list[Callable[[], bool]] = []
 
 
-def stop_when_launcher_is_gone(wait: Callable[[], object], *, with_message: bool) -> None:
-    """Send this process SIGTERM once `wait` has returned, which is called in a thread, and SIGKILL PATIENCE seconds
-    later. `with_message`: also write what happened to standard error, which one rank of a launch should do.
+def stop_when_launcher_is_gone(is_gone: Callable[[], bool], *, with_message: bool) -> None:
+    """Send this process SIGTERM once `is_gone`, which is called in threads, and SIGKILL PATIENCE seconds later.
+    `with_message`: also write what happened to standard error, which one rank of a launch should do.
     """
+    _checks.append(is_gone)
 
     def stop() -> None:
-        wait()
-        _gone.set()
+        while not is_gone():
+            time.sleep(_CHECK_SECONDS)
         if with_message:
             drop_output_if_closed()
-            os.write(2, b"longspan: the process that started the ranks is gone: they stop, and a run saves first\n")
+            write_error("longspan: the process that started the ranks is gone: they stop, and a run saves first\n")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -38,20 +40,17 @@ def stop_when_launcher_is_gone(wait: Callable[[], object], *, with_message: bool
 
 
 def launcher_is_gone() -> bool:
-    """Whether the launcher of this rank is gone, and with it the store that it served to the ranks of its host."""
-    return _gone.is_set()
+    """Whether the launcher of this rank is gone now, and with it the store that it served to the ranks of its host."""
+    return any(is_gone() for is_gone in _checks)
 
 
 def stop_when_torchrun_is_gone() -> None:
     """Stop this process once the torchrun that started it is gone; nothing happens if another program started it."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         torchrun = os.getppid()
-
-        def wait_for_torchrun_to_end() -> None:
-            while os.getppid() == torchrun:
-                time.sleep(_CHECK_SECONDS)
-
-        stop_when_launcher_is_gone(wait_for_torchrun_to_end, with_message=os.environ.get("LOCAL_RANK") == "0")
+        stop_when_launcher_is_gone(
+            lambda: os.getppid() != torchrun, with_message=os.environ.get("LOCAL_RANK") == "0"
+        )
 
 
 def processes_of_torchrun() -> dict[int, int]:

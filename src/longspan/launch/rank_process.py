@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Protocol
 
 from longspan.errors import CommError
 from longspan.launch.launcher_watch import stop_when_launcher_is_gone
+from longspan.launch.output import write_error
 from longspan.launch.stop_signals import ignore_signals, unblock_signals
 from longspan.launch.worker import pickle_error
 
@@ -140,7 +141,7 @@ def _run_rank(
 
 def _restart_process(spec: Spec, pipe: connection.Connection, out: Descriptor, err: Descriptor) -> NoReturn:
     if spec.rank == 0:
-        os.write(err.number, b"ranks take longer to start: a module that they import uses CUDA as it is imported\n")
+        write_error("ranks take longer to start: a module that they import uses CUDA as it is imported\n", err.number)
     parent = multiprocessing.parent_process()
     launcher = parent.sentinel if parent is not None else -1  # −1: there is none
     file = spec.folder / f"rank-{spec.rank}.pickle"
@@ -236,7 +237,7 @@ def _set_up_process(spec: Spec, out: Descriptor, err: Descriptor, launcher: int 
     faulthandler.register(DUMP, file=log, all_threads=False)
     faulthandler.enable(file=log)  # a rank that dies of a fault in a library leaves its stack
     if launcher is not None:
-        stop_when_launcher_is_gone(lambda: connection.wait([launcher]), with_message=spec.rank == 0)
+        stop_when_launcher_is_gone(lambda: bool(connection.wait([launcher], 0)), with_message=spec.rank == 0)
     if spec.task is not None:  # before anything of torch is used
         os.environ.clear()
         os.environ.update(spec.task.environment)

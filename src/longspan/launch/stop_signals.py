@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
+from longspan.launch.output import write_error
+
 KILLS = (signal.SIGINT, signal.SIGTERM)  # always a request to end: a launcher kills its ranks at the second one
 NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)  # of a closed terminal and of schedulers; `run.save_on`
 SIGNALS = (*KILLS, *NOTICES)
@@ -130,7 +132,7 @@ class Forwarding:
         elif now - self._first_signal_at > SAME_PRESS:
             name = signal.Signals(number).name
             text = f"longspan: {name} again: the processes are killed, and what they have not saved is lost\n"
-            os.write(2, text.encode())  # the handler may have interrupted a print
+            write_error(text)  # the handler may have interrupted a print
             self._send_to_ranks(number, signal.SIGKILL)
 
     def _send_to_ranks(self, number: int, to_ranks: int) -> None:

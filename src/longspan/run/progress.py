@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from longspan.errors import plural
-from longspan.launch.stop_signals import drop_output_if_closed
 from longspan.plain_text import bytes_text, seconds_text
 
 LINE_SECONDS = 30.0  # no longer without a line
@@ -43,10 +42,7 @@ class ProgressDisplay:
     def log(self, text: str) -> None:
         if self._stream is not None:
             with self._writing:
-                try:
-                    print(text, file=self._stream, flush=True)
-                except BrokenPipeError:
-                    drop_output_if_closed()  # the reader, such as `| tee`, is gone; the run goes on
+                print(text, file=self._stream, flush=True)
                 self._written = time.monotonic()
 
     def begin_step(self, step: int) -> None:

@@ -1,0 +1,52 @@
+"""Standard output and error of a run, which goes on where they cannot be written: a full disk, a reader that has left."""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+FILE = "output.txt"  # in a run's folder: what standard output or error did not take
+
+
+class _Output(io.FileIO):
+    """A descriptor; what it does not take goes to `file`, as soon as that has a folder, behind the reason."""
+
+    def __init__(self, descriptor: int, file: Path | None) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._file = file
+        self._unwritten = b""
+        self._has_failed = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self._has_failed:
+                stream = "standard error" if self.fileno() == 2 else "standard output"
+                self._unwritten += f"{stream} does not take this ({error.strerror}); the run goes on:\n".encode()
+            self._has_failed = True
+        self._unwritten += bytes(data)
+        if self._file is not None:
+            with suppress(OSError), self._file.open("ab") as file:
+                file.write(self._unwritten)
+                self._unwritten = b""
+        return len(data)
+
+
+def outlive_output(folder: Path | None, names: Sequence[str] = ("stdout", "stderr")) -> None:
+    """Let no print to these streams fail from now on: what cannot be written goes to FILE in the folder, if any."""
+    for name in names:
+        stream: Any = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):  # not those of a program, as of pytest
+            raw = _Output(stream.fileno(), folder and folder / FILE)
+            buffer, keys = io.BufferedWriter(raw), {"encoding": stream.encoding, "errors": stream.errors}
+            setattr(sys, name, io.TextIOWrapper(buffer, line_buffering=stream.line_buffering, **keys))
+
+
+def write_error(text: str, descriptor: int = 2) -> None:
+    """Write to standard error from a thread or the handler of a signal, if that can be written."""
+    with suppress(OSError):
+        os.write(descriptor, text.encode())
