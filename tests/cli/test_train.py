@@ -205,12 +205,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_documents_have_the_stock_models_loss(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = sorted((file, file.stat().st_mtime_ns) for file in folder.rglob("*"))
     words = ["eval", str(folder / "model"), "--data", f"words={folder / 'texts'}", "--json", "--world", "2"]
-    words += ["--out", str(tmp_path), "--model.dtype", "float64"]
+    words += ["--out", str(tmp_path), "--model.dtype", "float64", "--split", "train[-11:]"]
     assert main([*words, "--context.eval_context_parallel_size", "2", "--context.eval_cp_comm_type", "a2a"]) == 0
+    files = sorted((folder / "texts").iterdir())[-11:]
     record: dict[str, Any] = json.loads(capfd.readouterr().out)
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, attn_implementation="sdpa")
     tokenizer, expected = AutoTokenizer.from_pretrained(folder / "model"), list[tuple[float, int]]()
-    for file in sorted((folder / "texts").iterdir()):
+    for file in files:
         ids = torch.tensor([[*tokenizer(file.read_text()).input_ids, tokenizer.eos_token_id]])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, :-1]
@@ -218,7 +219,7 @@ def test_documents_have_the_stock_models_loss(folder: Path, tmp_path: Path, capf
         expected.append((float(loss), ids.shape[1] - 1))
     rows = [json.loads(line) for line in (tmp_path / "documents.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == pytest.approx([loss / targets for loss, targets in expected], rel=1e-12)
-    assert [row["name"] for row in rows] == [file.name for file in sorted((folder / "texts").iterdir())]
+    assert [row["name"] for row in rows] == [file.name for file in files]
     total, targets = (sum(values) for values in zip(*expected, strict=True))
     assert (record["eval_loss"], record["eval_targets"]) == (pytest.approx(total / targets, rel=1e-12), targets)
     assert (record["cp"], record["evaluations"][0]["cp_comm_type"], record["kind"]) == (2, ["a2a"], "folder")
@@ -229,6 +230,7 @@ REFUSED = [
     ("--degrees 1,x", "--degrees is '1,x'"),
     ("--degrees 1,2 --compare MODEL", "--degrees and --compare are given"),
     ("--compare nowhere", "there is no run nowhere"),
+    ("--split test", "--split is 'test' and there is no --data"),
     ("--data a=x --data a=y", "--data x and y are both named 'a'"),
     ("--context.cp_comm_type a2a", "--context.cp_comm_type is a key of training; evaluation reads --context.eval_"),
     ("--context.mode free", "--context.mode is a key of training, and evaluation does not read it"),

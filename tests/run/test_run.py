@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,8 +25,8 @@ from safetensors.torch import load_file
 from longspan.checkpoint.files import step_of
 from longspan.cli.main import main
 from longspan.config.file import load_config, to_toml
-from longspan.config.sections import RunConfig
-from longspan.data.stream import ORDER
+from longspan.config.sections import RunConfig, SourceConfig
+from longspan.data.stream import ORDER, ORDER_OF_SOURCES
 from longspan.errors import (
     CheckpointError,
     ConfigError,
@@ -36,6 +37,8 @@ from longspan.errors import (
     RunFolderError,
     plural,
 )
+from longspan.evaluation.evaluate_saved import _open_held_out_documents
+from longspan.evaluation.request import SavedWeights, Subject
 from longspan.model.weights.fill import RandomWeights
 from longspan.plan import Machine, Plan, read_plans
 from longspan.plan.plan import group_counts
@@ -332,6 +335,13 @@ def test_one_run_at_a_time_and_a_disk_that_is_full(tmp_path: Path) -> None:
         CheckpointError, match=rf"saved by a run with order 2 of documents, .* has order {ORDER}: resume"
     ):
         set_up._check_same_run(config, state | {"order": 2}, Path("step-000001"))
+    mixed = replace(config, data=replace(config.data, sources=(SourceConfig("a"), SourceConfig("b"))))
+    with pytest.raises(CheckpointError, match=rf"run with order {ORDER} of .* has order {ORDER_OF_SOURCES}: resume"):
+        set_up._check_same_run(mixed, state, Path("step-000001"))
+    weights = SavedWeights(folder, folder)
+    checked: Any = SimpleNamespace(subject=Subject(weights, mixed), checkpoint=folder / "checkpoints" / "step-000001")
+    with pytest.raises(DataError, match=rf"an earlier version chose the documents .* \(order {ORDER}\)"):
+        _open_held_out_documents(checked)
 
 
 def test_a_run_that_was_killed_holds_no_folder(tmp_path: Path) -> None:

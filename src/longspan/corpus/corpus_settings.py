@@ -46,11 +46,6 @@ class CorpusSettings:
             return ((f"{self.prefix}path", self.data.path or STDLIB),)
         return tuple((f"data.sources[{i}].path", source.path) for i, source in enumerate(self.data.sources))
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The split of each source, "" for all of its rows."""
-        return tuple(source.split for source in self.data.sources or (self.data,))
-
     def find_source_files(self, run_dir: Path) -> tuple[CorpusFile, ...]:
         """Find the source files in order, without those in the run's folder and in the cache.
 
@@ -58,9 +53,10 @@ class CorpusSettings:
         """
         leave_out = (run_dir, cache_folder(self.data.cache))
         files = list[CorpusFile]()
-        for number, ((key, path), split) in enumerate(zip(self.source_paths(), self.splits, strict=True)):
+        sources = zip(self.source_paths(), self.data.sources or (self.data,), strict=True)
+        for number, ((key, path), source) in enumerate(sources):
             folder = f"{Path(path).name}/" if self.data.sources and not Path(path).is_file() else ""
-            for file in find_rows(path, split, leave_out=leave_out, key=key):
+            for file in find_rows(path, source.split, leave_out=leave_out, key=key):
                 files.append(replace(file, source=number, name=folder + file.name))
         return tuple(files)
 

@@ -65,8 +65,9 @@ class Notes:
 class Encoded(NamedTuple):
     """The documents of some rows: `ids` and `codes` end to end (T,), other fields with one value per document (D,).
 
-    `positions` are those of rows in files, `hashes` of the texts that were cut. Without `codes` every token is its own
-    label. `images` count documents from 0. `numbers` are the labels of documents, or their pairs' margins, end to end.
+    `positions` are those of rows in files, `hashes` of the texts before they were cut. Without `codes` every token is
+    its own label. `images` count documents from 0. `numbers` are the labels of documents, or their pairs' margins, end
+    to end.
     """
 
     ids: npt.NDArray[Any]

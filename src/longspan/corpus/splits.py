@@ -87,14 +87,12 @@ def find_splits(root: Path, names: Collection[str]) -> Splits:
     if (root / SAVED_SPLITS).is_file():
         return Splits({name: name.partition("/")[0] for name in names if "/" in name}, is_declared=True)
     declared = {name: split for files in _card_files(root, names).values() for name, split in files.items() if split}
-    found = {name: declared.get(name) or _split_in_name(name.lower()) for name in names}
-    by_name = {name: split for name, split in found.items() if split}
+    by_name = dict[str, str]()
+    for name in names:
+        shard, words = _SHARD.search(name.lower()), _SPLIT.findall(name.lower())
+        if split := declared.get(name) or (shard and shard[1]) or (words and words[-1]):
+            by_name[name] = split
     return Splits(by_name or dict.fromkeys(names, "train"), is_declared=bool(declared))
-
-
-def _split_in_name(name: str) -> str:
-    shard, words = _SHARD.search(name), _SPLIT.findall(name)
-    return shard[1] if shard else words[-1] if words else ""
 
 
 def check_one_configuration(root: Path, names: Collection[str], path: str, key: str) -> None:
@@ -134,7 +132,7 @@ def _sibling_folders(names: Collection[str]) -> dict[str, list[str]]:
 
 def _card_files(root: Path, names: Collection[str]) -> dict[str, dict[str, str]]:
     """The files of each configuration that the header of a README.md names, with their splits ("": not named)."""
-    if not (root / _CARD).is_file():
+    if not names or not (root / _CARD).is_file():
         return {}
     from huggingface_hub.repocard import metadata_load
 

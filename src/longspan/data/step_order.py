@@ -74,11 +74,10 @@ class StepOrder:
 
     `targets` are the tokens that each document predicts (None: all but its first), `texts` the numbers of the texts
     that documents are parts of (None: each is one). The seed chooses `eval_documents` texts before anything else; they
-    are `evaluation`. Of a `mixture` each source gives its share of them, at least one. Sources of a `mixture` give
-    tokens by their weights, each in epochs of its own. A step reaches into the next epoch up to a document that it has
-    already (unless it `may_repeat` documents), except in a run of `epochs` (0: without end) of one source, where steps
-    end with the epoch. Each `unit` documents that follow each other, as a pair, are one here, and stay together. Raises
-    DataError if no document is left to train on.
+    are `evaluation`. Sources of a `mixture` hold out at least one each, and give tokens by their weights, in epochs of
+    their own. A step reaches into the next epoch up to a document that it has already (unless it `may_repeat`
+    documents), except in a run of `epochs` of one source, where steps end with the epoch. Each `unit` documents that
+    follow each other, as a pair, are one here, and stay together. Raises DataError if no document is left to train on.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class StepOrder:
         if mixture is None:
             held_out = np.sort(shuffled_sample(all_texts, eval_documents, seed, HELD_OUT))
         else:
-            held_out = sample_of_sources(count_texts_of_sources(mixture, texts), eval_documents, seed)
+            held_out = sample_of_sources(mixture, texts, eval_documents, seed)
         text_count = len(held_out)
         if texts is not None:  # then the documents of these texts
             numbers = held_out.astype(texts.dtype)  # another type would copy the array
@@ -214,19 +213,16 @@ def count_texts(lengths: Sequence[int] | npt.NDArray[Any], texts: npt.NDArray[An
     return len(lengths) if texts is None else int(texts[-1]) + 1
 
 
-def count_texts_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None) -> list[int]:
+def sample_of_sources(mixture: Mixture, texts: npt.NDArray[Any] | None, most: int, seed: int) -> Integers:
+    """Choose about `most` texts, sorted: of each source by its number of texts, at least one but not its last.
+
+    >>> sample_of_sources(Mixture(np.repeat([0, 1], [50, 3]), (1.0, 1.0)), None, 9, 0)[-2:] >= 50
+    array([False,  True])
+    """
     bounds = np.searchsorted(mixture.source_of, np.arange(len(mixture.weights) + 1, dtype=mixture.source_of.dtype))
     if texts is not None:
-        bounds = np.append(texts, texts[-1] + 1)[bounds]
-    return np.diff(bounds).tolist()
-
-
-def sample_of_sources(counts: Sequence[int], most: int, seed: int) -> Integers:
-    """Choose about `most` texts of sources with so many, sorted: of each by its share, at least one but not its last.
-
-    >>> [sum(first <= text < first + 50 for text in sample_of_sources([50, 50, 3], 9, 0)) for first in (0, 50, 100)]
-    [4, 4, 1]
-    """
+        bounds = [int(texts[bound]) if bound < len(texts) else int(texts[-1]) + 1 for bound in bounds]
+    counts: list[int] = np.diff(bounds).tolist()
     quotas = [min(1, most, max(count - 1, 0)) for count in counts]
 
     def is_behind(source: int) -> tuple[bool, bool, float]:
@@ -236,8 +232,7 @@ def sample_of_sources(counts: Sequence[int], most: int, seed: int) -> Integers:
 
     for _ in range(most - sum(quotas)):
         quotas[max(range(len(counts)), key=is_behind)] += 1
-    firsts = np.cumsum([0, *counts])
-    chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + firsts[s] for s, count in enumerate(counts)]
+    chosen = [shuffled_sample(count, quotas[s], seed, HELD_OUT, s) + bounds[s] for s, count in enumerate(counts)]
     return np.sort(np.concatenate(chosen))
 
 
