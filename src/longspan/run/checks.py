@@ -103,8 +103,8 @@ def check_data(config: RunConfig) -> None:
     counted, paths = config.train.epochs_of, [source.path for source in data.sources]
     if config.train.epochs and (count > 1 or counted) and counted not in paths:
         raise ConfigError(
-            f"train.epochs_of is {counted!r}, train.epochs {config.train.epochs:g}, and [[data.sources]] have the "
-            f"paths {', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
+            f"train.epochs_of is {counted!r}, train.epochs {config.train.epochs:g}; [[data.sources]] have the paths "
+            f"{', '.join(map(repr, paths)) or 'none'}; name the one whose epochs count as train.epochs_of, or give "
             "train.steps in place of train.epochs, or, if all rows are of one kind, one folder with their files"
         )
     for column in data.columns:

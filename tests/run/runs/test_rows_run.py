@@ -267,3 +267,5 @@ def test_a_tenth_of_few_documents_is_held_out_unless_a_number_is_given() -> None
     counts = {documents: count_held_out("auto", documents) for documents in (1, 2, 7, 153, 319, 320, 9000)}
     assert counts == {1: 0, 2: 1, 7: 1, 153: 15, 319: 31, 320: 32, 9000: 32}
     assert [count_held_out(count, 40) for count in (0, 32, 60)] == [0, 32, 60]
+    demo, other = load_config(), load_config(None, {"model.preset": "qwen3-0.6b"})
+    assert [order_lengths(config, np.full(500, 50)).held_out_texts for config in (demo, other)] == [8, 32]

@@ -185,7 +185,9 @@ def test_the_choice_is_that_of_which_degree() -> None:
 
 
 def test_a_choice_of_plans_is_said_in_plain_words() -> None:
-    dynamic, fixed = PlanChoice.dynamic(), {degree: PlanChoice.fixed(degree) for degree in (1, 2, 4)}
+    cost = replace(Cost(), source="")
+    dynamic = PlanChoice.dynamic(cost=cost)
+    fixed = {degree: PlanChoice.fixed(degree, cost=cost) for degree in (1, 2, 4)}
     ways = [(1.0, fixed[2]), (0.998, dynamic), (1.02, fixed[1]), (1.8, fixed[4])]
     words = "as fast as dynamic, 2 % faster than degree 1, 1.8 times as fast as degree 4"
     assert _planner_reason(ways) == f"fixed, degree 2 (predicted {words})"
