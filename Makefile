@@ -35,7 +35,7 @@ help:
 	@echo "#   make types    types of the wheel's public names, by pyright --verifytypes"
 	@echo "#   make wheel    a wheel in dist/, with the examples; make wheel-demo: installed into an empty environment, and tried"
 	@echo "#   make recipes  what examples/recipes hold on 1, 4 and 8 H100s and H200s, written next to them"
-	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores)"
+	@echo "#   make test-all the tests, and the whole tables of attention and of training (hours on two cores; TESTS=tests/model: a part)"
 	@echo "#   make test-gpu the tests of tests/over_nccl.py over NCCL, one rank a GPU; goes on where it was ended (PART=attention: one part; RANKS_PER_GPU=8: ranks share a GPU)"
 	@echo "#   make test-oldest the tests with the oldest torch and transformers that we support (downloads several GB)"
 	@echo "#   make test-newest the tests with the newest torch, transformers and trl, on Python 3.13 (downloads several GB)"
@@ -71,7 +71,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "whole or not whole" $(TESTS)
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest --backend nccl -m nccl --resume=runs/test-gpu.jsonl $(if $(PART),--part $(PART)) $(if $(RANKS_PER_GPU),--ranks-per-gpu $(RANKS_PER_GPU))

@@ -468,3 +468,18 @@ def test_figures_of_speed_are_recorded() -> None:
         lines = (ROOT / record).read_text().splitlines()
         assert any(f"| {ours} |" in line and "longspan" in line for line in lines)
         assert any(f"| {theirs} |" in line and "Hugging Face" in line for line in lines)
+
+
+def test_combinations_of_the_matrix_are_recorded() -> None:
+    """Each row of the record is half of its combinations: those of one dtype."""
+    record = (ROOT / "bench/records/training-matrix.md").read_text()
+    cells = r"\| \d+ \| (\d+) of (\d+) \| \d+ \| (\d+) \| (float\d+) \| (\S+) \| (\S+) \| (\S+) \|"
+    rows = re.findall(cells, record)
+    assert all(done == every for done, every, *_ in rows)
+    exact, single = ([row for row in rows if row[3] == dtype] for dtype in ("float64", "float32"))
+    assert all(float(error) <= 1e-12 for *_, loss, gradients, weights in exact for error in (loss, gradients, weights))
+    count = sum(int(row[0]) for row in exact) // 2
+    kept = count - sum(int(row[2]) for row in single)
+    text = " ".join(README.split())
+    assert f"[{count} combinations](bench/records/training-matrix.md) equal" in text
+    assert f"of the same in float32, {kept} keep" in text

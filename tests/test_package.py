@@ -57,7 +57,9 @@ def test_workflows_run_what_is_there(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert workflow["permissions"] == {"contents": "read"} and workflow[True]  # YAML reads `on` as true
     for job in workflow["jobs"].values():
-        assert job["timeout-minutes"] <= 120 and job["steps"][0]["uses"].startswith("actions/checkout@")
+        whole_tables = "make test-all" in str(job["steps"])  # hours; a runner is taken away after 360 minutes
+        assert job["timeout-minutes"] <= (350 if whole_tables else 120)
+        assert job["steps"][0]["uses"].startswith("actions/checkout@")
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step)
             for target in re.findall(r"^make ([\w-]+)", step.get("run", ""), re.MULTILINE):
@@ -71,7 +73,7 @@ def test_every_change_and_every_night_run_what_they_should() -> None:
     commands = [step.get("run", "") for job in jobs["ci"].values() for step in job["steps"]]
     for command in (".ci/run", "make docs", "make wheel-demo", "make types", "make recipes-check"):
         assert command in commands
-    (job,) = jobs["nightly"].values()
+    job, whole = jobs["nightly"]["tests"], jobs["nightly"]["whole"]
     matrix = job["strategy"]["matrix"]
     least, below = re.findall(r"torch>=2\.(\d+),<2\.(\d+)", " ".join(PROJECT["project"]["dependencies"]))[0]
     assert matrix["torch"] == [f"2.{minor}" for minor in range(int(least), int(below))]
@@ -83,3 +85,11 @@ def test_every_change_and_every_night_run_what_they_should() -> None:
     oldest = re.findall(r"transformers>=([\d.]+),", " ".join(PROJECT["project"]["dependencies"]))[0]
     assert f"transformers=={oldest}.*" in str(job["steps"])
     assert {entry["transformers"] for entry in matrix["include"]} == {"oldest"}
+
+    # the whole tables, in parts that are all of the suite, with the newest versions
+    assert whole["steps"][-1]["run"] == 'make test-all TESTS="${{ matrix.tests }}"'
+    assert f"torch=={matrix['torch'][-1]}.*" in str(whole["steps"])
+    assert whole["steps"][1]["with"]["python-version"] == matrix["python"][-1]
+    parts = [path for part in whole["strategy"]["matrix"]["tests"] for word in part.split() for path in ROOT.glob(word)]
+    found = {path for pattern in ("*/__init__.py", "test_*.py") for path in (ROOT / "tests").glob(pattern)}
+    assert sorted(parts) == sorted(path.parent if path.name == "__init__.py" else path for path in found)

@@ -1,6 +1,6 @@
 """The whole matrix of training, and its record: how many combinations, and the worst errors of each dtype.
 
-    python bench/training/training_matrix.py --out bench/records/training-matrix.json        # half an hour on two cores
+    python bench/training/training_matrix.py --out bench/records/training-matrix.json       # forty minutes on two cores
     python bench/training/training_matrix.py --ranks 4 --most 20                             # twenty combinations
     python bench/training/training_matrix.py --ranks 4 --backend nccl                        # one rank a GPU
 
@@ -29,6 +29,7 @@ from tests.train.steps.matrix import DTYPES, LIMITS, RANKS, Combination, Errors,
 
 ROOT = Path(__file__).parents[2]
 PARTS = Errors._fields
+STOCK = "gradients of the stock model alone"
 AT_ONCE = 16  # combinations of one call: what a broken run loses
 
 
@@ -69,7 +70,7 @@ def _add(record: dict[str, Any], ranks: int, most: int, out: Path | None) -> Non
 
 def _note(part: dict[str, Any], combination: Combination, errors: Errors, own_error: float) -> None:
     if not errors.over_limit(combination.dtype, own_error) <= 1:
-        part["wrong"].append({"combination": str(combination), **errors._asdict()})
+        part["wrong"].append({"combination": str(combination), **errors._asdict(), STOCK: own_error})
     worst = part["worst"].setdefault(combination.dtype, dict.fromkeys(PARTS, 0.0))
     worst.update({name: max(worst[name], getattr(errors, name)) for name in PARTS})
 
@@ -84,29 +85,35 @@ def _text(record: dict[str, Any]) -> str:
     total, wrong = sum(f["combinations"] for f in parts.values()), sum(len(f["wrong"]) for f in parts.values())
     refused = sum(result["refused"] for result in parts.values())
     lines = [
-        f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} wrong, {refused} refused",
+        f"# Matrix of training ({record['backend']}): {total} combinations, {wrong} over a limit, {refused} refused",
         "",
         origin_text(record),
         "",
-        "Qwen3, Qwen3-MoE, gpt-oss (four layers, hidden size 32) × fixed, dynamic plans × tp 1, tp 2, tp 2 with "
-        "sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 resharding or not × float64, float32 "
+        "Qwen3, Qwen3-MoE, gpt-oss (two layers, four with vpp 2; hidden size 32) × fixed, dynamic plans × tp 1, tp 2, "
+        "tp 2 with sequence parallelism × pp 1, pp 2, pp 2 with vpp 2 × ep 1, 2 × FSDP2 that gathers weights and sums "
+        "gradients in each micro-batch, sums them there, or neither × float64, float32 "
         "(`tests/train/steps/matrix.py`). Three steps of SGD on three batches, with router losses, against the stock "
         "model in one process that sees the same documents one by one: the loss and gradient norm of each step, every "
         "gradient of the first step, every weight after the last; largest relative differences. Each on as "
-        "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name: ep 2 without experts.",
+        "many processes as make two slots or more: 4, and 8 for tp 2 with pp 2. Refused by name: ep 2 without experts. "
+        "Combinations, refused ones and seconds are those of both dtypes.",
         "",
-        "| processes | combinations | refused | wrong | dtype | loss | gradients | weights | seconds |",
+        "| processes | combinations | refused | over | dtype | loss | gradients | weights | seconds |",
         "| --- " * 9 + "|",
     ]
     lines += [_line(ranks, dtype, result) for ranks, result in parts.items() for dtype in DTYPES]
     lines += [_limits(dtype) for dtype in DTYPES]
     lines += ["", "Gradients in float32 may also be off by twice the stock model's own error, against float64."]
+    over = [error for result in parts.values() for error in result["wrong"]]
+    lines += ["", "Over a limit:", ""] if over else []
+    lines += [f"- {e['combination']}: {', '.join(f'{name} {e[name]:.2g}' for name in (*PARTS, STOCK))}" for e in over]
     return "\n".join(lines) + "\n"
 
 
 def _line(ranks: str, dtype: str, result: dict[str, Any]) -> str:
     run_of_all = f"{result['combinations']} of {result['all']}"
-    counts = map(str, (result["refused"], len(result["wrong"])))
+    over = sum(f"dtype='{dtype}'" in error["combination"] for error in result["wrong"])
+    counts = map(str, (result["refused"], over))
     errors = (f"{result['worst'][dtype][name]:.2g}" for name in PARTS)
     return f"| {' | '.join([ranks, run_of_all, *counts, dtype, *errors, format(result['seconds'], '.0f')])} |"
 
