@@ -15,10 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from longspan.comm.all_ranks import StopSignal
+from longspan.comm.failure_reports import FailureReports
+from longspan.comm.watch import AnsweringThread, Watch
 from longspan.config.file import to_toml
 from longspan.errors import CheckpointError
-from longspan.launch import stop_signals
+from longspan.launch import launcher_watch, stop_signals
 from longspan.launch.launch import run_local
 from longspan.launch.launcher_watch import processes_of_torchrun
 from longspan.launch.stop_signals import (
@@ -99,12 +103,40 @@ def test_output_to_a_closed_terminal_or_pipe_goes_nowhere(tmp_path: Path) -> Non
         assert not os.path.sameopenfile(file.fileno(), nowhere)
 
 
+def test_the_end_of_a_launcher_is_no_signal_and_its_store_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, gone = list[bool](), list[bool]()
+    monkeypatch.setattr(FailureReports, "has_departure_or_request", lambda _: bool(asked.append(True)))
+    monkeypatch.setattr(launcher_watch, "_checks", [lambda: bool(gone)])
+    thread = AnsweringThread(Watch(0, (0, 1), 9.0, FailureReports(0, (0, 1), HashStore(), "world")))
+    thread.start()
+    with StopSignal() as stop:
+        while not asked:
+            time.sleep(0.01)
+        gone.append(True)
+        time.sleep(0.05)  # for a question that was under way
+        asked.clear()
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    thread.stop()
+    assert (stop.received, stop.stop_reason()) == ("the end of its launcher", "its launcher is gone") and not asked
+
+
 def test_a_run_outlives_its_output(tmp_path: Path) -> None:
     """Standard output is on a full device, and nobody reads standard error."""
     (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, train__steps=1, train__warmup_steps=1)))
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "longspan", "train", str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "longspan",
+        "train",
+        str(tmp_path / "config.toml"),
+        "--world",
+        "2",
+        "--device",
+        "cpu",
+    ]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(words, stdout=full, stderr=writer, timeout=240, check=False)
     os.close(writer)

@@ -56,8 +56,8 @@ from longspan.evaluation.request import (
 from longspan.evaluation.result import HELD_OUT, evaluation_table
 from longspan.files import as_json, json_safe_values, os_error_text, read_json
 from longspan.hub import find_local_path
-from longspan.layout import Layout
 from longspan.launch.output import outlive_output
+from longspan.layout import Layout
 from longspan.plain_text import text_table
 from longspan.report.evaluation_page import eval_page
 from longspan.run.checks import check_config

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from longspan.errors import LongspanError
 from longspan.launch.output import outlive_output
 from longspan.launch.stop_signals import NOTICES, Interrupted, ignore_signals
 from longspan.run.checks import check_config, check_data, check_paths_exist
+from longspan.run.loggers import check_logins
 from longspan.train.plans import home_of
 from longspan.train.starts import Starts, begin_gpu_imports
 
@@ -60,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
         check_paths_exist(config)
     with processes.add_note_to_errors():
         check_config(config, ranks)
+    if prints_results():  # here the first rank runs, which has the loggers
+        check_logins(config.run.loggers, os.environ)
     print_note(processes.note, sys.stderr if flags.json else sys.stdout)
     starts.end_part("command")
     args = (config, ranks, processes.backend, flags.json, starts)

@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 from longspan.comm.world import World
 from longspan.errors import LongspanError
 from longspan.files import os_error_text
+from longspan.launch.launcher_watch import launcher_is_gone
 from longspan.launch.stop_signals import SAME_PRESS, Interrupted, drop_output_if_closed, signals_that_stop
 
 Result = TypeVar("Result")
 LongspanErrorKind = TypeVar("LongspanErrorKind", bound=LongspanError)
 
+LAUNCHER_END = "the end of its launcher"  # in place of a signal's name
 _BEAT = 10.0  # seconds between two signs of life, at most
 
 
@@ -169,7 +171,9 @@ class StopSignal:
 
     def stop_reason(self) -> str:
         """Why this rank would stop work that takes long, in words; "" where no signal to stop has come."""
-        return f"{self.received} was received" if self.received else ""
+        if not self.received:
+            return ""
+        return "its launcher is gone" if self.received == LAUNCHER_END else f"{self.received} was received"
 
     def forget_save_request(self) -> None:
         """Forget the signals that asked for a save until now, as that save is under way."""
@@ -178,6 +182,8 @@ class StopSignal:
     def _note_signal(self, number: int, _: FrameType | None) -> None:
         """One press of Ctrl-C may arrive twice. A terminal that closed takes no output any more."""
         now, name = time.monotonic(), signal.Signals(number).name
+        if number == signal.SIGTERM and launcher_is_gone():  # this process sent it to itself
+            name = LAUNCHER_END
         drop_output_if_closed()
         if number in self._save_on:
             if now - self._save_at > SAME_PRESS:

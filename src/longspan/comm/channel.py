@@ -322,6 +322,8 @@ class Channels:
         self._plane = home.plane(pp=self._place.pp, tp=self._place.tp)
         self._choice = CommunicatorChoice(max_groups)
         self._by_slots: dict[tuple[int, ...], Channel] = {}
+        # What attention has bound so far: the type and the degree of a group, a level of it and the level's ranks.
+        self.attended = set[tuple[str, int, str, tuple[int, ...]]]()
 
     def find_channel(self, slots: Sequence[int]) -> Channel:
         """Raises CommError unless these are distinct slots of the home, and this rank's slot is one of them."""

@@ -1,4 +1,4 @@
-"""Standard output and error of a run, which goes on where they cannot be written: a full disk, a reader that has left."""
+"""Standard output and error of a run. It goes on where these cannot be written: a full disk, a reader that has left."""
 
 import io
 import os

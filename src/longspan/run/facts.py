@@ -37,6 +37,7 @@ class RunFacts:
     sessions: tuple[tuple[int, int], ...]
     memory: dict[str, Any] = field(default_factory=dict[str, Any])
     starts: dict[str, float] = field(default_factory=dict[str, float])  # seconds, once the first step is done
+    attention_groups: list[str] = field(default_factory=list[str])  # by kind and level, as in the first step
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "RunFacts | None":

@@ -7,6 +7,8 @@ names it with its module. Needs no torch: names are checked before any process s
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -67,6 +69,30 @@ def check_loggers(names: Sequence[str]) -> None:
                 f"run.loggers has {name!r}; {nearest_hint(name, BUILT_IN)}, or a class of your own with its module, as "
                 "in 'my_package.my_module.MyLogger'"
             )
+
+
+_WANDB_VARIABLES = {"WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"}
+
+
+def check_logins(names: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Raise ConfigError for wandb without a key and not offline, as far as files and variables tell; wandb itself would
+    find it on the first rank, once the model is made.
+    """
+    if "wandb" not in names or any(map(environment.get, _WANDB_VARIABLES)):
+        return
+    home, settings = Path(environment.get("HOME", "~")), ConfigParser(interpolation=None)
+    folders = [Path(environment.get("WANDB_CONFIG_DIR", home / ".config/wandb"))]
+    folders.append(Path(environment.get("WANDB_DIR", "."), "wandb"))
+    with suppress(ConfigParserError, OSError, UnicodeDecodeError):
+        settings.read(folder / "settings" for folder in folders)
+    mode = environment.get("WANDB_MODE") or settings.get("default", "mode", fallback="online")
+    is_off = mode in ("offline", "disabled", "dryrun") or settings.has_option("default", "api_key")
+    netrc = [Path(environment.get("NETRC", home / ".netrc")), home / "_netrc"]
+    if not is_off and not any(file.is_file() and file.stat().st_size for file in netrc):
+        raise ConfigError(
+            "run.loggers has 'wandb', and there is no login to it: wandb login, or set WANDB_API_KEY, or "
+            "WANDB_MODE=offline, or leave it out"
+        )
 
 
 def logger_classes(names: Sequence[str]) -> dict[str, LoggerClass]:

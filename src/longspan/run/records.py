@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -316,14 +317,36 @@ def write_facts(run: TrainingRun, name: str, values: Mapping[str, Any]) -> None:
 
 
 def record_start_seconds(run: TrainingRun, starts: Starts, log: LogLine) -> None:
-    """Log the seconds of a start by part, and add them to run.json."""
-    file = run.dir / "run.json"
+    """Log the seconds of a start by part and the groups of attention in its step, and add both to run.json."""
+    file, groups = run.dir / "run.json", attention_groups(run.world)
 
     def add_starts() -> None:
-        write_atomically(file, as_json(read_json(file) | {"starts": starts.to_json()}, indent=1))
+        values = {"starts": starts.to_json(), "attention_groups": groups}
+        write_atomically(file, as_json(read_json(file) | values, indent=1))
 
     run_on_first_rank(run.world, add_starts, RunFolderError)
-    log(str(starts))
+    log("\n".join([str(starts), *(f"attention groups: {group}" for group in groups)]))
+
+
+_LISTED = 8  # groups of a level
+
+
+def attention_groups(world: World) -> list[str]:
+    """Each kind of group that attention has bound on any rank, with the ranks of its levels; entered by all ranks.
+
+    >>> attention_groups(world)
+    ['a2a+p2p of 4 as a2a [0, 1] [2, 3], ring [0, 2] [1, 3]']
+    """
+    bound = set[Any]().union(*world.control.gather_objects(world.channels.attended, "gather of attention's groups"))
+    levels = dict[str, dict[str, list[list[int]]]]()
+    for kind, degree, level, ranks in sorted(bound):
+        levels.setdefault(f"{kind} of {degree}", {}).setdefault(level, []).append(list(ranks))
+    return [f"{kind} as {', '.join(starmap(_level_text, by_level.items()))}" for kind, by_level in levels.items()]
+
+
+def _level_text(level: str, groups: Sequence[list[int]]) -> str:
+    more = f" and {len(groups) - _LISTED} more" if len(groups) > _LISTED else ""
+    return f"{level} {' '.join(map(str, groups[:_LISTED]))}{more}"
 
 
 def save_plan(run: TrainingRun, plan: Plan, name: str) -> None:

@@ -52,8 +52,8 @@ def begin_gpu_imports(ranks_of_host: int, *, compiled: bool) -> threading.Thread
     that needs it. Threads take turns of at most TURN seconds until it ends.
     """
 
-    if compiled:  # here: a thread that imports transformers while another one does may get a part of it
-        from longspan.model.compiled_layers import start_compile_workers
+    # here: of two threads that import transformers at once, one gets it without its names
+    from longspan.model.compiled_layers import start_compile_workers
 
     def import_modules() -> None:
         if compiled:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from longspan.cli import train
 from longspan.config.file import load_config, to_toml
 from longspan.errors import ConfigError
 from longspan.run import loggers as logger
@@ -56,6 +57,39 @@ def test_a_logger_that_is_not_installed_is_an_error_with_the_command(
         with pytest.raises(ConfigError, match=rf"{name} is not installed; pip install 'longspan\[{name}\]'"):
             check_config(small_config(tmp_path, run__loggers=[name]), 4)
     check_config(small_config(tmp_path, run__loggers=["my_package.MyLogger"]), 4)
+
+
+LOGINS = [  # variables, and a file with its text -> whether wandb finds a login, or needs none
+    ({}, "", "", False),
+    ({"WANDB_API_KEY": "x"}, "", "", True),
+    ({"WANDB_MODE": "offline"}, "", "", True),
+    ({"WANDB_MODE": "online"}, "", "", False),
+    ({}, ".netrc", "machine api.wandb.ai\n  login user\n  password x\n", True),
+    ({}, ".config/wandb/settings", "[default]\nmode = disabled\n", True),
+    ({}, ".config/wandb/settings", "[default]\nentity = us%\n", False),
+    ({}, ".config/wandb/settings", "nonsense", False),
+]
+
+
+@pytest.mark.parametrize(("variables", "file", "text", "is_there"), LOGINS)
+def test_a_missing_login_is_found_before_processes_start(
+    variables: dict[str, str], file: str, text: str, is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if file:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC", "WANDB_CONFIG_DIR", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": str(tmp_path), **variables}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(train, "run_on_ranks", lambda *_, **__: pytest.fail("processes started"))
+    (tmp_path / "config.toml").write_text(to_toml(small_config(tmp_path, run__loggers=["wandb"])))
+    error, words = (
+        (pytest.fail.Exception, "processes") if is_there else (ConfigError, "no login to it: wandb login, or")
+    )
+    with pytest.raises(error, match=words):
+        train.main([str(tmp_path / "config.toml"), "--world", "2", "--device", "cpu"])
 
 
 @pytest.mark.parametrize(
